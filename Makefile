@@ -30,6 +30,9 @@ HF4_CONSTRAINTS := transformers==4.56.* accelerate==1.11.*
 # The oldest DeepSpeed that is supported; PyPI has its source only, which builds without torch.
 DEEPSPEED_OLDEST_VENV := .venv-deepspeed-oldest
 DEEPSPEED_OLDEST ?= deepspeed==0.19.0
+# What builds the documentation site; it reads the package's sources and imports nothing of them.
+DOCS_VENV := .venv-docs
+DOCS_TOOLS := "zensical>=0.0.70,<1" "mkdocstrings-python>=2,<3"
 # All loggers. The last wandb whose package reads what it has written is 0.29; the newest one: LOGGERS_CONSTRAINTS=.
 LOGGERS_VENV := .venv-loggers
 LOGGERS_CONSTRAINTS ?= wandb==0.29.*
@@ -52,7 +55,7 @@ HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples
 	$(wildcard tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-all test-quick test-slow test-rest test-hosts test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check format pictures bench clean
+.PHONY: help venv run test test-all test-quick test-slow test-rest test-hosts test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check docs format pictures bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +124,9 @@ check: venv ## lint, formatting, types of Python and of the page, import layers
 	$(BIN)/lint-imports
 	PATH="$(CURDIR)/$(BIN):$$PATH" node_modules/.bin/tsc -p jsconfig.json
 
+docs: $(DOCS_VENV)/.docs ## build the documentation site into build/site/; a link that leads nowhere fails
+	$(DOCS_VENV)/bin/zensical build --strict
+
 format: venv ## let ruff rewrite what `make check` would complain about
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -133,7 +139,7 @@ bench: venv ## measure what the loop adds to bare DeepSpeed
 	$(BIN)/python benchmarks/loop_overhead.py
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(HF4) $(TORCH_OLDEST_VENV) $(DEEPSPEED_OLDEST_VENV) $(PYTHON_OLDEST_VENV) $(PYTHON_NEWEST_VENV) $(LOGGERS_VENV) build dist node_modules dstrial/master/web/vendor *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(HF4) $(TORCH_OLDEST_VENV) $(DEEPSPEED_OLDEST_VENV) $(PYTHON_OLDEST_VENV) $(PYTHON_NEWEST_VENV) $(LOGGERS_VENV) $(DOCS_VENV) .cache build dist node_modules dstrial/master/web/vendor *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find dstrial tests model_defs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # These rules make the environments; % is the directory. tools/phase.sh prints a line for each step, and the output of one that fails.
@@ -167,6 +173,10 @@ $(DEEPSPEED_OLDEST_VENV)/.package: CONSTRAINTS := $(DEEPSPEED_OLDEST)
 	@tools/phase.sh "installing the tools of development and what all examples need" \
 		$*/bin/python -m pip install --constraint $*/constraints.txt --editable ".[dev,examples]"
 	$(require-same-torch)
+	@touch $@
+
+%/.docs: %/.python Makefile
+	@tools/phase.sh "installing what builds the documentation" $*/bin/python -m pip install $(DOCS_TOOLS)
 	@touch $@
 
 %/.loggers: %/.package

@@ -32,10 +32,10 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_DEFS = sorted(path for path in (ROOT / "model_defs").iterdir() if (path / "model_def.py").exists())
 CONFIGS = sorted((ROOT / "experiment_configs").glob("*.yaml"))
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "model_defs/*/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "model_defs/*/*.md")
     for path in ROOT.glob(pattern)
 )
 
@@ -187,6 +187,22 @@ def test_the_links_of_a_document_lead_to_files_and_to_headings(document: str) ->
     assert not missing
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_snippets_of_document_parse_and_import_public_names(document: str) -> None:
+    for kind, code in re.findall(
+        r"^```(python|yaml)\n(.*?)^```", text_of(document), flags=re.MULTILINE | re.DOTALL
+    ):
+        if kind == "yaml":
+            yaml.safe_load(code)
+            continue
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dstrial":
+                module = importlib.import_module(str(node.module))
+                for name in node.names:
+                    is_module = importlib.util.find_spec(f"{node.module}.{name.name}") is not None
+                    assert is_module or hasattr(module, name.name), name.name
+
+
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
 def test_the_files_of_the_repository_that_a_document_names_exist(document: str) -> None:
     folders = "tests|tools|benchmarks|examples|model_defs|experiment_configs|docs"
@@ -196,7 +212,7 @@ def test_the_files_of_the_repository_that_a_document_names_exist(document: str) 
 
 
 def test_every_row_of_what_survives_what_names_tests_that_exist() -> None:
-    text = text_of("docs/what-survives-what.md")
+    text = text_of("docs/contributors/what-survives-what-tests.md")
     rows = [
         line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what happens")
     ]
@@ -219,10 +235,10 @@ def test_every_invariant_names_a_test_that_holds_it() -> None:
     assert not [number for number, text in invariants if not re.search(r"`tests/[\w/]+\.py`", text)]
 
 
-def test_the_index_and_the_readme_lead_to_every_page() -> None:
-    reached = re.findall(r"\]\(([a-z-]+\.md)", text_of("docs/README.md"))
+def test_navigation_of_site_names_every_page() -> None:
+    named = re.findall(r"[\w/-]+\.md", text_of("mkdocs.yml"))
 
-    assert {page.name for page in PAGES} - {"README.md"} == set(reached)
+    assert sorted(named) == [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
     assert "](docs/README.md)" in text_of("README.md")
 
 

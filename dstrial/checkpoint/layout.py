@@ -104,6 +104,14 @@ class Layout(EngineArrangement):
                 del values[key]
         return values
 
+    def of_part(self, model_part: int) -> Layout:
+        """Return the layout of one model-parallel part, with the part's shapes."""
+        return dataclasses.replace(
+            self,
+            buffers=tuple(one for one in self.buffers if one.model_part == model_part),
+            parameters=tuple(one for one in self.parameters if one.model_part == model_part),
+        )
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Layout:
         """Build a layout from the result of ``to_json``.

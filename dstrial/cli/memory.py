@@ -10,12 +10,13 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import Entrypoint, parse_entrypoint
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
+from dstrial.config.parallel_dims import CONFIG_KEYS, config_sizes
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RunDirectory
@@ -278,12 +279,13 @@ def _require_dry_runnable(experiment: ExperimentConfig, entrypoint: Entrypoint) 
             f"{where}, without a hyperparameters.deepspeed_config that can be solved; expected one. Name there the file or "
             "the mapping that deepspeed.initialize is given."
         )
-    section = experiment.deepspeed.merged.get("tensor_parallel")
-    if isinstance(section, Mapping) and (section.get("autotp_size") or 0) > 1:
-        raise LaunchError(
-            f"{experiment.path}: tensor_parallel.autotp_size is {section['autotp_size']}; expected 1, as DeepSpeed cannot make "
-            f"the groups of AutoTP on virtual devices. {_MEASURE}"
-        )
+    sizes = config_sizes(experiment.deepspeed.merged)
+    for path, key in CONFIG_KEYS.items():
+        if sizes.get(key, 1) > 1:
+            raise LaunchError(
+                f"{experiment.path}: {path} is {sizes[key]}; expected 1, as a dry run has no groups of tensor- or "
+                f"sequence-parallel ranks. {_MEASURE}"
+            )
     if entrypoint.trial is None and not _python_words(entrypoint.words):
         raise LaunchError(
             f"{where}; expected a trial class or a Python script. A command that starts ranks itself or is no Python program "

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from dstrial.master.login import Login
     from dstrial.master.settings import MasterSettings
 
-BACKENDS = ("agent", "slurm", "ray")
-
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -53,7 +51,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     hosts.add_argument(
         "--backend",
-        choices=BACKENDS,
+        choices=daemon.BACKENDS,
         help="slurm: a job for each trial; ray: a placement group (default: agent, this machine or its hosts)",
     )
     add_state_dir_argument(parser)

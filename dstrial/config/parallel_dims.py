@@ -7,10 +7,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dstrial.config.dotted_keys import value_at
 from dstrial.errors import ConfigError, ConfigProblem
 
-DIM_KEYS = {"pipeline_stages": "pp", "model_parallel_size": "tp"}
-"""Key of ``data.dstrial`` and of a checkpoint's layout -> field of ``ParallelDims``, for each dimension of a replica."""
+DIM_KEYS = {"pipeline_stages": "pp", "model_parallel_size": "tp", "sequence_parallel_size": "sp"}
+"""Key of a checkpoint's layout -> field of ``ParallelDims``, for each dimension of a replica.
+
+``SECTION_KEYS`` are also keys of ``data.dstrial``.
+"""
+SECTION_KEYS = ("pipeline_stages", "model_parallel_size")
+AUTOTP_KEY = "tensor_parallel.autotp_size"
+CONFIG_KEYS = {AUTOTP_KEY: "model_parallel_size", "sequence_parallel_size": "sequence_parallel_size"}
+"""Dotted key of a DeepSpeed config -> the key of ``DIM_KEYS`` that it sets."""
 # Fields whose product is the number of ranks of a replica.
 _IN_REPLICA = ("pp", "tp", "sp")
 
@@ -25,7 +33,7 @@ class ParallelDims:
 
     world_size: int
     pp: int = 1  # pipeline stages
-    tp: int = 1  # ranks that share each layer, through an mpu
+    tp: int = 1  # ranks that share each layer, through AutoTP or an mpu
     sp: int = 1  # ranks that share each sequence (`sequence_parallel_size`)
     ep: int = 1  # ranks that share a layer's experts; these ranks belong to different replicas
     is_pipeline: bool = False  # whether the model is a `PipelineModule`, even with a single stage
@@ -77,7 +85,7 @@ class ParallelDims:
         return max(world_size // self.ranks_per_replica, 1)
 
     def with_section(self, section: Any) -> ParallelDims:
-        """Return a single replica; sizes in ``section`` (``data.dstrial``) override."""
+        """Return a single replica; sizes in ``section`` (``DIM_KEYS``) override."""
         given = section if isinstance(section, Mapping) else {}
         sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
         for key, field in DIM_KEYS.items():
@@ -95,31 +103,81 @@ class ParallelDims:
         }
 
 
+def config_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
+    """Return a replica's sizes in a DeepSpeed config, by keys of ``DIM_KEYS``."""
+    given = {key: value_at(config or {}, path) for path, key in CONFIG_KEYS.items()}
+    return {key: value for key, value in given.items() if type(value) is int and value > 0}
+
+
+def autotp_clash(
+    model_parallel_size: int | None, config: Mapping[str, Any] | None
+) -> tuple[str, str, str] | None:
+    """Return (got, expected, fix) if ``data.dstrial`` contradicts AutoTP, or None."""
+    size = config_sizes(config).get("model_parallel_size", 1)
+    if size == 1 or model_parallel_size in (None, size):
+        return None
+    return (
+        str(model_parallel_size),
+        f"{size}, the {AUTOTP_KEY} of the DeepSpeed config",
+        "Remove it: AutoTP's size is read from the DeepSpeed config.",
+    )
+
+
+def batch_replicas(config: Mapping[str, Any], dims: ParallelDims) -> int:
+    """Return DeepSpeed's number of replicas; ``dims.dp`` unless the config has AutoTP.
+
+    DeepSpeed parses the config before it creates AutoTP's groups, so it divides by the number of all ranks.
+    Source: ``runtime/config.py:458``.
+    """
+    sizes = config_sizes(config)
+    if sizes.get("model_parallel_size", 1) > 1 and not dims.has_pipeline_engine:
+        return dims.world_size
+    sequence = sizes.get("sequence_parallel_size", 1)
+    if sequence > 1 and dims.world_size % sequence == 0 and not dims.has_mpu:
+        return dims.world_size // sequence
+    return dims.dp
+
+
 def replicas_of(
-    data_config: Mapping[str, Any], world_size: int, asked: int | None = None, *, otherwise: int = 1
+    data_config: Mapping[str, Any],
+    world_size: int,
+    asked: int | None = None,
+    *,
+    otherwise: int = 1,
+    config: Mapping[str, Any] | None = None,
 ) -> int:
-    """Return the data-parallel size; raise ConfigError as ``dstrial check`` does.
+    """Return the number of replicas in DeepSpeed's batch equation.
 
     ``data_config`` is the ``data`` section. ``asked`` is the ranks per replica from user code. ``otherwise`` is that of
-    the resumed checkpoint, used if neither the section nor user code has a number.
+    the resumed checkpoint, used if neither the section nor user code has a number. Sizes in ``config``, a DeepSpeed config,
+    must agree with both.
+
+    Raises:
+        ConfigError: the ranks cannot be divided into replicas, or two sources of a size disagree.
     """
     section = data_config.get("dstrial")
     given = section if isinstance(section, Mapping) else {}
-    told = {key: given[key] for key in DIM_KEYS if isinstance(given.get(key), int)}
+    told = {key: given[key] for key in SECTION_KEYS if isinstance(given.get(key), int)}
+    sizes = {key: size for key, size in config_sizes(config).items() if size > 1}
+    if "pipeline_stages" in told:  # a pipeline does not read them
+        sizes = {}
+    if clash := autotp_clash(told.get("model_parallel_size"), config):
+        raise ConfigError([ConfigProblem("data.dstrial.model_parallel_size", *clash)])
+    where = "data.dstrial" if told else "model_parallel_size of get_deepspeed_config()"
+    told |= sizes
     per_replica = otherwise if asked is None else asked
-    where = "model_parallel_size of get_deepspeed_config()"
     if told:
         product = math.prod(told.values())
-        where = "data.dstrial"
-        if asked not in (None, product):
+        if asked is not None and asked * sizes.get("sequence_parallel_size", 1) != product:
             names = " x ".join(f"{key} {value}" for key, value in told.items())
+            place = "data.dstrial" if where == "data.dstrial" else "the DeepSpeed config"
             raise ConfigError(
                 [
                     ConfigProblem(
                         "model_parallel_size of get_deepspeed_config()",
-                        f"{asked}, but data.dstrial says {names}",
+                        f"{asked}, but {place} says {names}",
                         f"{product}, the ranks of one replica, in both",
-                        "Leave it out of the call, or correct data.dstrial.",
+                        f"Leave it out of the call, or correct {place}.",
                     )
                 ]
             )
@@ -128,11 +186,12 @@ def replicas_of(
         raise ConfigError(
             [
                 ConfigProblem(
-                    where,
+                    "the DeepSpeed config" if sizes else where,
                     f"{per_replica} ranks per replica on {world_size} ranks",
                     "replicas that use all ranks",
                     f"Start a multiple of {max(per_replica, 1)} ranks, or correct the number.",
                 )
             ]
         )
-    return world_size // per_replica
+    dims = ParallelDims(world_size, tp=per_replica)  # how a replica is divided does not matter here
+    return batch_replicas(config or {}, dims)

@@ -18,6 +18,7 @@ from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import read_yaml
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.entrypoint import find_script, trial_spec
+from dstrial.config.parallel_dims import batch_replicas
 from dstrial.dsat.cli import FIELDS, SearchFlags
 from dstrial.dsat.core.candidate import HYPERPARAMETERS
 from dstrial.dsat.core.outcome import smaller_is_better
@@ -346,7 +347,8 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
     warnings: tuple[str, ...] = ()
     if filler.is_trainer:
         filler, warnings = _with_arguments(filler, experiment, sizes, findings)
-    solution = filler.solve(sizes, experiment.sizes.dp, {key: findings.place(key) for key in BATCH_KEYS})
+    replicas = batch_replicas(source.merged, experiment.sizes)
+    solution = filler.solve(sizes, replicas, {key: findings.place(key) for key in BATCH_KEYS})
     if solution is None:
         problem = ConfigProblem(
             findings.place(_MICRO),

@@ -17,7 +17,7 @@ from typing import Any
 from dstrial.config.batch import BATCH_KEYS, solve_batch
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics
-from dstrial.config.parallel_dims import ParallelDims
+from dstrial.config.parallel_dims import ParallelDims, batch_replicas
 from dstrial.resume.metadata import SavedRun, given_sizes
 from dstrial.resume.plan import with_kept_batch
 
@@ -106,7 +106,7 @@ def effective_config(
         merged = with_kept_batch(source, resumed, sizes, [], is_main=True)
     total, micro, steps = given_sizes(merged)
     if total is not None:
-        solution = solve_batch(total, micro, steps, sizes.dp)
+        solution = solve_batch(total, micro, steps, batch_replicas(merged, sizes))
         merged = {**merged, **{key: getattr(solution, key) for key in BATCH_KEYS}}
     return {"zero_optimization": {"stage": 0}, **merged}
 

@@ -231,13 +231,10 @@ class CheckpointLoader:
     ) -> None:
         for engine_idx, engine in enumerate(self._state.context.models):
             tied = merged_tied_modules([of_rank[engine_idx] for of_rank in extras])
-            saved_engine = SavedEngine(
-                path,
-                self._state.trial._engine_tag(engine_idx),
-                saved[engine_idx],
-                tied,
-                trusts_code=self._is_trusted,
-            )
+            layout, tag = saved[engine_idx], self._state.trial._engine_tag(engine_idx)
+            if layout.model_parallel_size > 1:  # the same in this run, so that this rank needs its part alone
+                layout = layout.of_part(engines.checkpoint_part(engine))
+            saved_engine = SavedEngine(path, tag, layout, tied, trusts_code=self._is_trusted)
             load_reshaped(engine, saved_engine, now[engine_idx])
 
     def _extra_state(

@@ -162,7 +162,8 @@ class TrainingLoop:
                 return self._rewrite()
             if self._instruments is not None:
                 stack.enter_context(self._instruments)
-                self._instruments.begin(progress.batches_trained)
+                whole = stream.records_per_batch is not None
+                self._instruments.begin(progress.batches_trained, reads_whole_records=whole)
                 if self._iterator is not None:
                     self._iterator.watch = self._instruments.on_batch_loaded
             self._reports.open(stack, stream.count_records, self._batches_total)

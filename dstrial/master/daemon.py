@@ -29,6 +29,8 @@ from dstrial.process_state import is_stopped
 HOST = "127.0.0.1"  # the only address that a master listens on
 
 DEFAULT_PORT = 8080
+ENGINES = ("slurm", "ray")  # back ends that get their nodes from an engine with a queue
+BACKENDS = ("agent", *ENGINES)
 _START_TIMEOUT_S = 60.0
 _CHECK_S_PER_GIB = 30.0  # time to verify the database at start-up; ten times the time measured after a kill
 

@@ -29,7 +29,7 @@ from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.hostfile import Host, read_hosts
 from dstrial.hosts.srun import hosts_of_allocation, own_allocation, transport_of
 from dstrial.master import owner_socket
-from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
+from dstrial.master.daemon import DEFAULT_PORT, ENGINES, HOST, KILL_SIGNAL, MasterOptions
 from dstrial.master.file_limit import raise_limit
 from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import (
@@ -165,7 +165,7 @@ def serve(
         _configure_log(state, settings.log_level, shows_log=shows_log)
         num_connections = raise_limit()
         hosts = hosts_of(options, settings)
-        slots = () if hosts or settings.backend != "agent" else tuple(find_slots(options.num_slots))
+        slots = () if hosts or settings.backend in ENGINES else tuple(find_slots(options.num_slots))
         pubsub = PubSub()
         database = Database(state.database_path, pubsub.publish)
         stack.callback(database.close)

@@ -22,8 +22,9 @@ from dstrial.master.backends import local
 from dstrial.master.backends.backend import Backend
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
 from dstrial.master.backends.local import LocalBackend
-from dstrial.master.backends.status import HOSTS_NAME
+from dstrial.master.backends.status import ENGINE_NAME, HOSTS_NAME
 from dstrial.master.clock import now_us
+from dstrial.master.daemon import ENGINES
 from dstrial.master.http.access import LoginLinks, ServiceGrants
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
@@ -126,11 +127,17 @@ class Services:
             forks_with_accelerators=settings.warm_accelerators,
             on_exit=self._wake_scheduler,
         )
-        (self.state_dir / "engine.json").unlink(missing_ok=True)  # stale file of an earlier master
-        self.backend = self._hosts_backend(own) if settings.backend == "agent" else self._engine_backend(own)
+        for name in (HOSTS_NAME, ENGINE_NAME):
+            (self.state_dir / name).unlink(missing_ok=True)  # stale file of an earlier master
+        self.backend = self._make_backend(own)
 
     def _wake_scheduler(self) -> None:
         self.pubsub.publish(("scheduler",))
+
+    def _make_backend(self, own: LocalBackend) -> Backend:
+        if self.settings.backend in ENGINES:
+            return self._engine_backend(own)
+        return self._hosts_backend(own) if self.hosts else own
 
     def _engine_backend(self, own: LocalBackend) -> Backend:
         from dstrial.master.backends.queued.backend import QueuedBackend
@@ -175,12 +182,8 @@ class Services:
         )
 
     def _hosts_backend(self, own: LocalBackend) -> Backend:
-        """Return the back end for ``hosts``; without hosts, return the local back end."""
         from dstrial.master.backends.hosts.backend import HostsBackend
 
-        if not self.hosts:
-            (self.state_dir / HOSTS_NAME).unlink(missing_ok=True)  # stale file of an earlier master
-            return own
         names = [host.name for host in self.hosts]
         ids = self.database.write(lambda tx: nodes.ids_of(tx, names))
         hosts = {ids[host.name]: host for host in self.hosts}

@@ -15,6 +15,7 @@ from dstrial.config.experiment_config.submission import MasterDefaults
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.secrets import MASK, SecretNames, masked, masked_shell
 from dstrial.errors import ConfigError
+from dstrial.master.daemon import BACKENDS
 from dstrial.slurm.script import sbatch_args
 
 DEFAULT_PORT = 8080
@@ -24,10 +25,9 @@ DEFAULT_TENSORBOARD_MEMORY_MIB = 4096
 DEFAULT_TOKEN_DAYS = 30
 DEFAULT_WARM_IDLE_TIMEOUT_S = 300
 DEFAULT_TRIAL_LOG_BYTES = 2**30
-BACKENDS = ("agent", "slurm", "ray")
 DEFAULT_RAY_ADDRESS = "auto"
-_STRING = Rule(types=("string",))
-_LIST = Rule(types=("list",), default=[])
+_string = functools.partial(Rule, types=("string",))
+_list = functools.partial(Rule, types=("list",), default=[])
 _integer = functools.partial(Rule, types=("integer",))
 _boolean = functools.partial(Rule, types=("boolean",))
 _MIN_KEY = 8
@@ -41,12 +41,22 @@ def _section(**keys: Rule) -> Rule:
     return Rule(types=("mapping",), section=Section(keys))
 
 
-_TASK_DEFAULTS = _section(environment_variables=_LIST, startup_hook=_STRING)
-_POOL = Section({"pool_name": _STRING, "description": _STRING, "task_container_defaults": _TASK_DEFAULTS})
-_SETTINGS = Section(
+_TASK_DEFAULTS = _section(
+    environment_variables=_list(about="`NAME=value` for every trial"),
+    startup_hook=_string(about="shell lines that run before every trial, command and TensorBoard"),
+)
+_POOL = Section({"pool_name": _string(), "description": _string(), "task_container_defaults": _TASK_DEFAULTS})
+SETTINGS = Section(
     {
-        "port": _integer(minimum=1, maximum=65535),
-        "launch_error": _boolean(default=True),
+        "port": _integer(
+            minimum=1,
+            maximum=65535,
+            about="port on the loopback interface; without it 8080",
+        ),
+        "launch_error": _boolean(
+            default=True,
+            about="refuse an experiment that needs more slots than exist; if false, the experiment waits",
+        ),
         "log": _section(
             level=Rule(
                 types=("string",),
@@ -54,51 +64,108 @@ _SETTINGS = Section(
                 enum=("trace", "debug", "info", "warn", "warning", "error", "critical"),
                 ignores_case=True,
             ),
-            color=_boolean(default=True),
+            color=_boolean(default=True, about="no effect: the log is a file"),
         ),
         "checkpoint_storage": _section(
             type=Rule(types=("string",), default="shared_fs", enum=("shared_fs", "directory")),
-            host_path=_STRING,
-            storage_path=_STRING,
-            container_path=_STRING,
-            propagation=_STRING,
-            save_experiment_best=_integer(default=0, minimum=0),
-            save_trial_best=_integer(default=1, minimum=0),
-            save_trial_latest=_integer(default=1, minimum=0),
+            host_path=_string(
+                about="directory of checkpoints; without it `checkpoints/` in the state directory"
+            ),
+            storage_path=_string(about="subdirectory of `host_path`"),
+            container_path=_string(about="directory of checkpoints, for type `directory`"),
+            propagation=_string(about="no effect: there are no containers"),
+            save_experiment_best=_integer(
+                default=0, minimum=0, about="best checkpoints to keep per experiment"
+            ),
+            save_trial_best=_integer(default=1, minimum=0, about="best checkpoints to keep per trial"),
+            save_trial_latest=_integer(default=1, minimum=0, about="newest checkpoints to keep per trial"),
         ),
         "resource_manager": _section(
-            type=Rule(types=("string",), default="agent", enum=BACKENDS),
-            default_compute_resource_pool=_STRING,
-            default_aux_resource_pool=_STRING,
+            type=Rule(types=("string",), default="agent", enum=BACKENDS, about="as `backend`"),
+            default_compute_resource_pool=_string(about="name of the one pool"),
+            default_aux_resource_pool=_string(about="name of the one pool"),
         ),
-        "resource_pools": _LIST,
+        "resource_pools": _list(
+            about="at most one pool, with `pool_name`, `description` and its `task_container_defaults`"
+        ),
         "task_container_defaults": _TASK_DEFAULTS,
-        "tensorboard_timeout": _integer(default=DEFAULT_TENSORBOARD_TIMEOUT_S, minimum=0),
-        "tensorboard_memory_mib": _integer(default=DEFAULT_TENSORBOARD_MEMORY_MIB, minimum=64),
-        "retention_policy": _section(log_retention_days=_integer(minimum=-1, maximum=32767)),
-        "detached_timeout_s": _integer(default=300, minimum=1),
-        "warm": _boolean(default=True),
-        "warm_accelerators": _boolean(default=False),
-        "warm_idle_timeout": _integer(default=DEFAULT_WARM_IDLE_TIMEOUT_S, minimum=1),
-        "security": _section(
-            token=_section(
-                default_lifespan_days=_integer(default=DEFAULT_TOKEN_DAYS, minimum=-1, maximum=36500),
-                max_lifespan_days=_integer(default=-1, minimum=-1, maximum=36500),
+        "tensorboard_timeout": _integer(
+            default=DEFAULT_TENSORBOARD_TIMEOUT_S,
+            minimum=0,
+            about="idle timeout of TensorBoards, seconds; 0: none",
+        ),
+        "tensorboard_memory_mib": _integer(
+            default=DEFAULT_TENSORBOARD_MEMORY_MIB, minimum=64, about="memory limit of a TensorBoard"
+        ),
+        "retention_policy": _section(
+            log_retention_days=_integer(
+                minimum=-1, maximum=32767, about="days that logs are kept; null and -1: forever"
             )
         ),
-        "webhooks": _section(signing_key=_STRING, base_url=_STRING),
-        "limits": _section(
-            config_text_bytes=_integer(default=DEFAULT_LIMITS.text_bytes, minimum=2**12, maximum=2**24),
-            config_values=_integer(default=DEFAULT_LIMITS.num_values, minimum=1000, maximum=10**6),
-            trial_log_bytes=_integer(default=DEFAULT_TRIAL_LOG_BYTES, minimum=2**16),
+        "detached_timeout_s": _integer(
+            default=300, minimum=1, about="heartbeat timeout of detached runs, seconds"
         ),
-        "masked_names": _LIST,
-        "feature_switches": _LIST,
-        "hostfile": _STRING,
-        "hosts_python": _STRING,
-        "backend": Rule(types=("string",), enum=BACKENDS),
-        "slurm": _section(sbatch_args=_LIST, slots_per_node=_integer(minimum=1), gpu_type=_STRING),
-        "ray": _section(address=Rule(types=("string",), default=DEFAULT_RAY_ADDRESS)),
+        "warm": _boolean(
+            default=True, about="start trials as forks of a process that has imported torch and DeepSpeed"
+        ),
+        "warm_accelerators": _boolean(default=False, about="the same for trials with GPUs"),
+        "warm_idle_timeout": _integer(
+            default=DEFAULT_WARM_IDLE_TIMEOUT_S,
+            minimum=1,
+            about="seconds without trials until that process exits",
+        ),
+        "security": _section(
+            token=_section(
+                default_lifespan_days=_integer(
+                    default=DEFAULT_TOKEN_DAYS, minimum=-1, maximum=36500, about="lifespan of access tokens"
+                ),
+                max_lifespan_days=_integer(
+                    default=-1, minimum=-1, maximum=36500, about="longest lifespan; -1: unlimited"
+                ),
+            )
+        ),
+        "webhooks": _section(
+            signing_key=_string(about="key that signs webhooks; without it a key is generated"),
+            base_url=_string(about="address of the page, for links in webhooks"),
+        ),
+        "limits": _section(
+            config_text_bytes=_integer(
+                default=DEFAULT_LIMITS.text_bytes,
+                minimum=2**12,
+                maximum=2**24,
+                about="largest config, template or task, bytes",
+            ),
+            config_values=_integer(
+                default=DEFAULT_LIMITS.num_values,
+                minimum=1000,
+                maximum=10**6,
+                about="most keys, values, lists and mappings of a config, with aliases expanded",
+            ),
+            trial_log_bytes=_integer(
+                default=DEFAULT_TRIAL_LOG_BYTES,
+                minimum=2**16,
+                about="largest log of a trial or task; of a larger log the first half and the newest lines are kept",
+            ),
+        ),
+        "masked_names": _list(
+            about="further names, with `*` and `?`, whose values are masked in shown configs"
+        ),
+        "feature_switches": _list(about="no effect: switches of Determined's web interface"),
+        "hostfile": _string(about="hostfile of the machines that run trials, relative to this file"),
+        "hosts_python": _string(about="path of the interpreter on those machines; without it the master's"),
+        "backend": _string(
+            enum=BACKENDS, about="where trials run: `agent` (this machine or a hostfile's), `slurm` or `ray`"
+        ),
+        "slurm": _section(
+            sbatch_args=_list(about="options of all jobs"),
+            slots_per_node=_integer(minimum=1, about="slots of a node; without it Slurm chooses"),
+            gpu_type=_string(about="GPU type to request, such as `h100`"),
+        ),
+        "ray": _section(
+            address=_string(
+                default=DEFAULT_RAY_ADDRESS, about="address of the Ray cluster, as `ray.init` takes it"
+            )
+        ),
     }
 )
 _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
@@ -154,7 +221,7 @@ class MasterSettings:
                 (), render(given), "a mapping of settings", "Start with port: 8080, for example."
             )
             findings.raise_if_any()
-        raw = check_keys(_SETTINGS, given, _DIALECT, findings)
+        raw = check_keys(SETTINGS, given, _DIALECT, findings)
         _check(raw, findings)
         pool = _pool_name(raw, findings)
         findings.raise_if_any()

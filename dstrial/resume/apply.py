@@ -13,6 +13,7 @@ from deepspeed import DeepSpeedEngine
 from dstrial.config.batch import BATCH_KEYS, BatchSolution
 from dstrial.config.deepspeed_source import MAIN_KEY, other_configs
 from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
+from dstrial.config.parallel_dims import config_sizes
 from dstrial.engine.adapters.batch_sizes import set_batch_sizes
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
@@ -130,7 +131,7 @@ class ResumedRun:
                                              "Micro batch size per gpu: 0")):  # fmt: skip
             return None
         saved = self.saved.engines[min(num_wrapped, len(self.saved.engines) - 1)]
-        replicas = saved.batch_replicas(self._world_size, saved.replica.with_section(self._section))
+        replicas = saved.batch_replicas(self._world_size, saved.replica_with(self._section, None))
         if saved.train_batch_size % replicas:
             sizes = f"train_batch_size {saved.train_batch_size}"
         else:
@@ -158,20 +159,23 @@ class ResumedRun:
         engine = engine_of(merged, self.saved, is_main=is_main)
         if engine is None:
             return None
-        replica = engine.replica.with_section(self._section)
+        replica = engine.replica_with(self._section, merged)
         if self._world_size % replica.ranks_per_replica:
             return None
+        replicas = engine.batch_replicas(self._world_size, replica)
         return keep_batch(
             merged,
             engine,
-            engine.batch_replicas(self._world_size, replica),
+            replicas,
             checkpoint=self.saved.checkpoint,
-            ranks_per_replica=replica.ranks_per_replica,
+            ranks_per_replica=max(self._world_size // replicas, 1),
         )
 
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:
         """Return a solution's three batch sizes; record the given sizes that they replace."""
         sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
+        if merged.get(BATCH_KEYS[0]) is None and config_sizes(merged).get("model_parallel_size", 1) > 1:
+            del sizes[BATCH_KEYS[0]]  # see ``get_deepspeed_config``
         given = {key: value for key, value in given_settings(merged).items() if key in BATCH_KEYS}
         known = self._given.setdefault(given_sizes(sizes), [])
         known += [one for one in self._given.get(given_sizes(given), [given]) if one not in known]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dstrial.config.batch import BATCH_KEYS
-from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
+from dstrial.config.parallel_dims import CONFIG_KEYS, DIM_KEYS, ParallelDims, config_sizes
 
 RESUME_VARIABLE = "DSTRIAL_RESUME"
 """Environment variable with the checkpoint to resume from: a directory, a uuid, or ``latest``."""
@@ -36,6 +36,7 @@ class EngineArrangement:
         micro_batch_size: records of one forward pass of one replica.
         micro_batches_per_batch: forward passes of one replica per optimizer step (accumulation steps).
         expert_parallel_size: number of ranks that share a layer's experts; 0 without experts.
+        sequence_parallel_size: number of ranks that share each sequence (Ulysses).
     """
 
     engine_kind: Literal["data_parallel", "pipeline"]
@@ -53,6 +54,7 @@ class EngineArrangement:
     micro_batch_size: int
     micro_batches_per_batch: int
     expert_parallel_size: int = dataclasses.field(default=0, kw_only=True)
+    sequence_parallel_size: int = dataclasses.field(default=1, kw_only=True)
 
     @property
     def replica(self) -> ParallelDims:
@@ -76,13 +78,25 @@ class EngineRecord(EngineArrangement):
     """One engine's settings in the metadata of a checkpoint.
 
     Attributes:
-        given: settings in the DeepSpeed config at the run's start: the batch sizes that were given, and the types of
-            ``optimizer`` and ``scheduler``; empty if unknown.
+        given: settings in the DeepSpeed config at the run's start: the batch sizes that were given, sizes of parallel
+            axes above 1, and the types of ``optimizer`` and ``scheduler``; empty if unknown.
         micro_batch_limit: micro batch size at the run's start, which is known to fit into memory.
     """
 
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     micro_batch_limit: int = 0
+
+    def replica_with(self, section: Any, config: Mapping[str, Any] | None) -> ParallelDims:
+        """Return a replica's dimensions in a resumed run.
+
+        Sizes in ``data.dstrial`` (``section``) and the DeepSpeed config override those of the checkpoint. A size that the config
+        gave at the run's start, and no longer gives, is 1. If ``config`` is None, it is unknown.
+        """
+        sizes = dict(section) if isinstance(section, Mapping) else {}
+        if config is not None and self.engine_kind != "pipeline":
+            sizes |= {key: 1 for path, key in CONFIG_KEYS.items() if path in self.given}
+            sizes |= config_sizes(config)
+        return self.replica.with_section(sizes)
 
     @classmethod
     def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:
@@ -163,6 +177,8 @@ def run_metadata(engines: Sequence[EngineRecord], trial_id: int) -> dict[str, An
 def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a DeepSpeed config for ``EngineRecord.given``."""
     given = {key: config[key] for key in BATCH_KEYS if isinstance(config.get(key), int)}
+    sizes = config_sizes(config)
+    given |= {path: sizes[key] for path, key in CONFIG_KEYS.items() if sizes.get(key, 1) > 1}
     for section in ("optimizer", "scheduler"):
         value = config.get(section)
         kind = value.get("type") if isinstance(value, Mapping) else None

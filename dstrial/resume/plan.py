@@ -17,7 +17,7 @@ from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.dstrial_section import count_in
-from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
+from dstrial.config.parallel_dims import AUTOTP_KEY, SECTION_KEYS, ParallelDims, config_sizes
 from dstrial.errors import CheckpointLayoutError, ConfigError, ConfigProblem
 from dstrial.resume.batch import describe_batch, engine_of, keep_batch
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings
@@ -81,7 +81,8 @@ _COMPARED = (
     ("world_size", "number of ranks"),
     ("data_parallel_size", "number of data-parallel replicas"),
     ("pipeline_stages", "number of pipeline stages"),
-    ("model_parallel_size", "model-parallel size"),
+    ("model_parallel_size", "tensor-parallel size"),
+    ("sequence_parallel_size", "sequence-parallel size"),
     ("expert_parallel_size", "expert-parallel size"),
     ("zero_stage", "ZeRO stage"),
     ("offload_optimizer", "optimizer offload"),
@@ -118,7 +119,9 @@ def resume_problems(
     problems: list[ConfigProblem] = []
     engines = [engine_of(config, saved, is_main=idx == 0) for idx, config in enumerate(configs)]
     for engine in saved.engines:
-        replica = engine.replica.with_section(extents)
+        config_idx = engines.index(engine) if engine in engines else None
+        config = None if config_idx is None else configs[config_idx]
+        replica = engine.replica_with(extents, config)
         # Another trial's code may split the model differently, which is known only when its engine exists.
         unit = replica.ranks_per_replica if saved.keeps_batch else 1
         if num_slots % unit:
@@ -135,17 +138,16 @@ def resume_problems(
                 )
             )
             continue
-        config_idx = engines.index(engine) if engine in engines else None
-        config = None if config_idx is None else configs[config_idx]
         if saved.keeps_batch:
+            replicas = engine.batch_replicas(num_slots, replica)
             try:
                 keep_batch(
                     {"train_batch_size": engine.train_batch_size} if config is None else config,
                     engine,
-                    engine.batch_replicas(num_slots, replica),
+                    replicas,
                     checkpoint=saved.checkpoint,
                     where=where[config_idx] if config_idx is not None and config_idx < len(where) else None,
-                    ranks_per_replica=unit,
+                    ranks_per_replica=max(num_slots // replicas, 1),
                 )
             except ConfigError as error:
                 problems += error.problems
@@ -202,7 +204,7 @@ def check_resumption(
     found = resume_problems(
         resumed,
         num_slots=max(slots, 1),
-        extents={key: count_in(section, key) for key in DIM_KEYS},
+        extents={key: count_in(section, key) for key in SECTION_KEYS},
         configs=[source.merged for source, _ in checks],
         slots_key=slots_key if slots_key == "--slots" else findings.place(slots_key),
         where=[{key: own.place(key) for key in BATCH_KEYS} for own in places],
@@ -257,10 +259,12 @@ def _reshard_problems(
 ) -> Iterator[ConfigProblem]:
     name = f"checkpoint {saved.checkpoint}"
     if replica.tp != engine.model_parallel_size:
+        is_autotp = AUTOTP_KEY in engine.given or "model_parallel_size" in config_sizes(config)
         yield ConfigProblem(
-            "data.dstrial.model_parallel_size",
+            f"deepspeed config: {AUTOTP_KEY}" if is_autotp else "data.dstrial.model_parallel_size",
             str(replica.tp),
-            f"{engine.model_parallel_size}, as in {name}, whose layers are cut so",
+            f"{engine.model_parallel_size}, as in {name}, whose layers are cut so (the tensor-parallel size was "
+            f"{engine.model_parallel_size}, is {replica.tp})",
             f"Set it to {engine.model_parallel_size}.",
         )
     devices: tuple[str, ...] = ()
@@ -301,8 +305,8 @@ def _reshard_problems(
 
 def _fixed_layout_reason(engine: EngineRecord) -> str | None:
     """Return why only the saved layout can load an engine's state; None if others can."""
-    if engine.model_parallel_size > 1:
-        return f"whose layers are cut over {engine.model_parallel_size} model-parallel ranks"
+    if engine.model_parallel_size > 1 and engine.engine_kind == "pipeline":
+        return f"whose layers are cut over {engine.model_parallel_size} tensor-parallel ranks"
     if engine.expert_parallel_size:
         return "whose experts are spread over its ranks"
     if engine.optimizer and engine.optimizer not in STATE_KEYS:
@@ -393,11 +397,11 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
     problems = []
     if saved.model_parallel_size != now.model_parallel_size:
         problems.append(
-            f"model-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}: set it back"
+            f"tensor-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}: set it back"
         )
-    elif saved.model_parallel_size > 1:
+    elif saved.model_parallel_size > 1 and saved.engine_kind == "pipeline":
         problems.append(
-            f"layers are cut over {saved.model_parallel_size} model-parallel ranks: resume with the layout that wrote them"
+            f"layers are cut over {saved.model_parallel_size} tensor-parallel ranks: resume with the layout that wrote them"
         )
     if saved.expert_parallel_size or now.expert_parallel_size:
         problems.append("experts are spread over the ranks that wrote them: set the layout back")

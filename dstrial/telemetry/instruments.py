@@ -90,8 +90,8 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._accelerator = get_accelerator()
         self._device = torch.device(self._accelerator.current_device_name())
         self._timer = PhaseTimer(timed_events(self._accelerator), clock)
-        # With sequence parallelism a rank reads only parts of its sequences, so tokens are not counted.
-        self._counts_tokens = engines[0].seq_dp_world_size == engines[0].dp_world_size
+        # With sequence parallelism, a rank's own loader may yield a part of each sequence.
+        self._counts_tokens = engines[0].sequence_parallel_size == 1
         self._count_tokens = count_tokens
         self._num_tokens: int | None = 0
         self._data_wait_s = 0.0
@@ -113,8 +113,13 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
 
     # ---- calls of the loop ---------------------------------------------------------------------------
 
-    def begin(self, batches_trained: int) -> None:
+    def begin(self, batches_trained: int, *, reads_whole_records: bool = False) -> None:
+        """Start measuring at a batch.
+
+        ``reads_whole_records``: whether a replica's ranks read the same micro batches.
+        """
         self._start = batches_trained
+        self._counts_tokens |= reads_whole_records
 
     def switch(self, is_training: bool) -> None:
         self._timer.switch(is_training)

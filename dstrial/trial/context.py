@@ -19,7 +19,7 @@ from dstrial.config.deepspeed_rules.check import check_deepspeed
 from dstrial.config.diagnostics import dotted
 from dstrial.config.experiment_config.hyperparameters import searched_values
 from dstrial.config.merge import overwrite_deepspeed_config
-from dstrial.config.parallel_dims import ParallelDims, replicas_of
+from dstrial.config.parallel_dims import ParallelDims, config_sizes, replicas_of
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.adapters.factory import adapt, require_engine
@@ -141,7 +141,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         ]
         if not reducers:
             return {}
-        mine = [[wrapped.per_slot_reduce() for wrapped in reducers]]
+        is_copy = not (
+            self._runtime.mpu.should_report_metrics or self._use_pipeline_parallel or self._called_set_mpu
+        )
+        mine = [] if is_copy else [[wrapped.per_slot_reduce() for wrapped in reducers]]
         if for_training:
             mine += self._runtime.reductions_of_absent_ranks
         gathered = [reductions for of_rank in self.distributed.allgather(mine) for reductions in of_rank]
@@ -183,8 +186,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             if dims.is_pipeline:
                 self._runtime.mpu = make_deepspeed_mpu(adapter.topology)
             else:
+                # Tensor-parallel ranks compute the same results, so the first one's are those of the replica.
+                is_first = engines.checkpoint_part(model) == 0
                 self._runtime.mpu = ModelParallelUnit(
-                    adapter.data_parallel_rank, adapter.data_parallel_world_size, True, True
+                    adapter.data_parallel_rank, adapter.data_parallel_world_size, is_first, True
                 )
         elif (
             adapter.micro_batch_size != self._runtime.adapters[0].micro_batch_size
@@ -469,8 +474,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         Args:
             name: the hyperparameter that has the config, or the path of its JSON file.
             overwrite: the hyperparameter that has overwrites for the config; may be missing.
-            model_parallel_size: ranks per replica: pipeline stages times tensor-parallel size. None means
-            ``pipeline_stages`` times ``model_parallel_size`` of ``data.dstrial``, as in ``dstrial check``.
+            model_parallel_size: ranks per replica: pipeline stages times tensor-parallel size. None means the sizes in
+            ``data.dstrial`` and in the config (AutoTP, ``sequence_parallel_size``), as in ``dstrial check``.
 
         Returns:
             A new dict.
@@ -485,20 +490,24 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         merged = overwrite_deepspeed_config(self.get_hparam(name), self.get_hparams().get(overwrite) or {})
         data_config = (self._runtime.exp_conf or {}).get("data") or {}
         engines = () if self._runtime.resumed is None else self._runtime.resumed.saved.engines
+        otherwise = 1
+        if engines:
+            saved, num_ranks = engines[0], engines[0].world_size
+            replica = saved.replica_with(data_config.get("dstrial"), merged)
+            otherwise = num_ranks // saved.batch_replicas(num_ranks, replica)
         data_parallel_size = replicas_of(
-            data_config,
-            self.distributed.size,
-            model_parallel_size,
-            otherwise=engines[0].world_size // engines[0].batch_replicas(engines[0].world_size)
-            if engines
-            else 1,
+            data_config, self.distributed.size, model_parallel_size, otherwise=otherwise, config=merged
         )
         kept = (
             None
             if self._runtime.resumed is None
             else self._runtime.resumed.resolve(merged, data_parallel_size)
         )
-        return resolve_batch(merged, data_parallel_size) if kept is None else kept
+        resolved = resolve_batch(merged, data_parallel_size) if kept is None else kept
+        if config_sizes(merged).get("model_parallel_size", 1) > 1:
+            # Under ZeRO 3, DeepSpeed checks the equation with all ranks and with the replicas of AutoTP.
+            resolved.pop("train_batch_size", None)
+        return resolved
 
     def get_global_batch_size(self) -> int:
         """Return hyperparameter ``global_batch_size``, rounded to a multiple of the slots.

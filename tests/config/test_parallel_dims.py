@@ -38,6 +38,40 @@ def test_ranks_that_cannot_be_divided_are_refused(data, asked):
         replicas_of(data, 8, asked)
 
 
+AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("data", "asked", "config", "replicas"),
+    [
+        # DeepSpeed counts each rank of AutoTP as a replica.
+        ({}, None, AUTOTP, 8),
+        ({"dstrial": {"model_parallel_size": 2}}, 2, AUTOTP, 8),
+        ({}, None, {"sequence_parallel_size": 2}, 4),
+        ({}, 1, {"sequence_parallel_size": 4}, 2),
+        ({"dstrial": {"model_parallel_size": 2}}, None, {"sequence_parallel_size": 2}, 2),
+    ],
+)
+def test_replicas_follow_the_sizes_in_the_deepspeed_config(data, asked, config, replicas):
+    assert replicas_of(data, 8, asked, config=config) == replicas
+
+
+@pytest.mark.parametrize(
+    ("data", "asked", "said"),
+    [
+        (
+            {"dstrial": {"model_parallel_size": 4}},
+            None,
+            r"model_parallel_size is 4; expected 2, the tensor_parallel",
+        ),
+        ({}, 4, "is 4, but the DeepSpeed config says model_parallel_size 2; expected 2"),
+    ],
+)
+def test_a_size_that_contradicts_autotp_is_refused(data, asked, said):
+    with pytest.raises(ConfigError, match=said):
+        replicas_of(data, 8, asked, config=AUTOTP)
+
+
 def test_the_ranks_are_the_product_of_what_they_are_divided_into():
     dims = ParallelDims(16, pp=2, tp=2, sp=2)
     assert (dims.dp, dims.ranks_per_replica, dims.replicas_on(33), dims.replicas_on(3)) == (2, 8, 4, 1)
@@ -64,6 +98,7 @@ def test_a_layout_says_of_the_ranks_what_they_are_divided_into():
         ("data_parallel_size", 2),
         ("pipeline_stages", 2),
         ("model_parallel_size", 2),
+        ("sequence_parallel_size", 1),
     ]
     assert set(DIM_KEYS) < set(layout)
 

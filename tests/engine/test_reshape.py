@@ -78,7 +78,7 @@ def test_ranks_stages_offload_and_precision_may_change() -> None:
 @pytest.mark.parametrize(
     ("now", "problem"),
     [
-        (dataclasses.replace(LAYOUT, model_parallel_size=2), "model-parallel size was 1, is 2: set it back"),
+        (dataclasses.replace(LAYOUT, model_parallel_size=2), "tensor-parallel size was 1, is 2: set it back"),
         (dataclasses.replace(LAYOUT, optimizer="SGD"), "optimizer was AdamW, is SGD: set it back"),
         (dataclasses.replace(LAYOUT, optimizer=""), "optimizer was AdamW, is none: set it back"),
         (
@@ -134,9 +134,9 @@ def test_reshape_unknown_optimizer_is_refused_by_name() -> None:
 
 
 def test_model_parallel_layers_are_not_taken_for_whole_ones() -> None:
-    cut = dataclasses.replace(LAYOUT, model_parallel_size=2, data_parallel_size=2)
+    cut = dataclasses.replace(LAYOUT, model_parallel_size=2, data_parallel_size=2, engine_kind="pipeline")
     assert reshape_problems(cut, dataclasses.replace(cut, zero_stage=1)) == [
-        "layers are cut over 2 model-parallel ranks: resume with the layout that wrote them"
+        "layers are cut over 2 tensor-parallel ranks: resume with the layout that wrote them"
     ]
 
 

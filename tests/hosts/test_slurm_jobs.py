@@ -13,7 +13,7 @@ from hosts_runs import ENVIRON, batches, copy_into
 from slurm_cluster import SlurmCluster, slurm_cluster
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
-_DOCUMENT = Path(__file__).parents[2] / "docs" / "slurm.md"
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md"
 _ENVIRON = {**ENVIRON, "DSTRIAL_TIMEOUT_S": "60", "PAUSE_S": "0.2"}
 
 

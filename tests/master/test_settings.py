@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dstrial.cli.app import build_parser
 from dstrial.errors import ConfigError
+from dstrial.master.daemon import BACKENDS
 from dstrial.master.settings import MasterSettings
 
 
@@ -154,3 +156,9 @@ def test_ray_has_an_address_and_no_hostfile_beside_it(tmp_path: Path) -> None:
     assert MasterSettings.load(written(tmp_path, "backend: ray")).ray_address == "auto"
     with pytest.raises(ConfigError, match="hostfile is given beside backend: ray"):
         MasterSettings.load(written(tmp_path, "backend: ray\nhostfile: hosts"))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_back_end_is_a_choice_of_settings_and_up(name: str, tmp_path: Path) -> None:
+    assert MasterSettings.load(written(tmp_path, f"backend: {name}")).backend == name
+    assert build_parser("up").parse_args(["up", "--backend", name]).backend == name

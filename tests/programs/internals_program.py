@@ -133,7 +133,7 @@ def data_parallel(options: dict[str, Any], path: pathlib.Path, rank: int) -> dic
     }  # fmt: skip
     engines.set_global_grad_norm(engine, 2.5)
     found["norm"] = engine.get_global_grad_norm()
-    engines.set_train_batch_size(engine, 48)
+    engines.set_batch_sizes(engine, 48, 4, 6)
     found["batch"] = [engine.train_batch_size(), engine.tput_timer.batch_size]
     if options["stage"] == 3:
         small = [param for param in engine.module.parameters() if optimizers.full_numel(param) < 10]

@@ -18,7 +18,7 @@ from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, KeyPath, Lines, dotted, locate, render
 from dstrial.config.dotted_keys import leaves, value_at
 from dstrial.config.keys import AUTO, Dialect, check_keys
-from dstrial.config.parallel_dims import ParallelDims
+from dstrial.config.parallel_dims import ParallelDims, batch_replicas
 from dstrial.errors import ConfigError, ConfigProblem
 
 _AUTO_HINT = (
@@ -150,16 +150,7 @@ def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, An
 def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | None) -> BatchSolution | None:
     """Solve the batch equation with the number of replicas that DeepSpeed will assume."""
     findings, sizes = settings.findings, settings.sizes
-    replicas = sizes.dp
-    tensor = settings.value("tensor_parallel.autotp_size") or 0
-    sequence = settings.value("sequence_parallel_size") or 1
-    if tensor > 1 and not sizes.has_pipeline_engine:
-        # DeepSpeed parses the config before it creates AutoTP's groups, so it divides by the number of all ranks.
-        replicas = sizes.world_size
-    elif (
-        sequence > 1 and sizes.world_size % sequence == 0 and not sizes.has_mpu
-    ):  # an mpu sets the number of replicas instead
-        replicas = ParallelDims(sizes.world_size, sp=sequence).dp
+    replicas = batch_replicas(settings.effective, sizes)
     where = {key: findings.place(key) for key in BATCH_KEYS}
     solution: BatchSolution | None
     try:

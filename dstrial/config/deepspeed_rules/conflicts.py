@@ -250,7 +250,15 @@ def _parallelism(s: Settings) -> None:
     is_wrong = tensor > 1 and (s.value(key) or 1) not in (1, tensor)
     s.reject(is_wrong, key, f"1 or autotp_size ({tensor})", "Remove tp.tp_size.")
     key = "sequence_parallel_size"
-    s.reject(num_ranks % (s.value(key) or 1), key, divisor, _OTHER_SLOTS)
+    sequence = s.value(key) or 1
+    s.reject(num_ranks % sequence, key, divisor, _OTHER_SLOTS)
+    # engine.py 957: AutoTP replaces the mpu, and with it the sequence-parallel groups.
+    is_both = tensor > 1 and sequence > 1
+    s.reject(is_both, key, "1 with tensor_parallel.autotp_size", "Keep one of the two.")
+    # groups.py 911: gradients are then reduced over the data-parallel ranks of a device mesh only.
+    key, expected = "data_parallel_size", "not given with sequence_parallel_size"
+    fix = "Remove it, and pass mpu=parallel_state_sp to deepspeed.initialize (docs/how-to/parallelism.md)."
+    s.reject(sequence > 1 and s.is_given(key), key, expected, fix)
     if s.value("expert_parallel.enabled"):
         key, available = "expert_parallel.autoep_size", num_ranks // s.sizes.pp
         experts = s.value(key) or 1

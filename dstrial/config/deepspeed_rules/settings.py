@@ -27,13 +27,13 @@ class Settings:
         findings: Diagnostics,
     ) -> None:
         self._config = config
-        self._effective = effective
+        self.effective = effective
         self.sizes = sizes
         self.findings = findings
 
     def value(self, key: str) -> Any:
         """Return the effective value at a dotted key; None if the key does not exist."""
-        return value_at(self._effective, key)
+        return value_at(self.effective, key)
 
     def is_given(self, key: str) -> bool:
         """Return whether the dotted key is set; null and "auto" count as unset."""

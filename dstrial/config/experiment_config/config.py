@@ -7,6 +7,7 @@ reproduces its earlier runs.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,13 @@ from dstrial.config.experiment_config.loggers import check_loggers
 from dstrial.config.experiment_config.storage import check_storage
 from dstrial.config.experiment_config.trainer_flags import check_trainer_flags
 from dstrial.config.keys import check_keys
-from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
+from dstrial.config.parallel_dims import (
+    DIM_KEYS,
+    SECTION_KEYS,
+    ParallelDims,
+    autotp_clash,
+    config_sizes,
+)
 from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
@@ -175,8 +182,10 @@ def check_experiment(
     if resumed is not None and not resumed.engines:
         resumed = None
     engines = _read_engines(hyperparameters, document, path, context_dir, findings)
-    stages = _stages_of_source(source, hyperparameters, engines.get(MAIN_KEY), max(slots_per_trial, 1))
-    sizes = _sizes(raw, slots_per_trial, slots_key, stages, resumed, findings)
+    deepspeed = engines.get(MAIN_KEY)
+    stages = _stages_of_source(source, hyperparameters, deepspeed, max(slots_per_trial, 1))
+    merged = None if deepspeed is None else deepspeed.merged
+    sizes = _sizes(raw, merged, slots_per_trial, slots_key, stages, resumed, findings)
     kind = _device_kind()
     on_cpu = kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu"
     checks = {
@@ -360,6 +369,7 @@ def _check_entrypoint(
 
 def _sizes(
     raw: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
     slots: int,
     slots_key: str,
     stages: int | None,
@@ -368,20 +378,26 @@ def _sizes(
 ) -> ParallelDims:
     """Return the parallel dimensions; by default each rank is a replica.
 
-    They come from the config, the checkpoint or the trial's source, in this order.
+    They come from the configs, the checkpoint or the trial's source, in this order. ``config`` is the main DeepSpeed config.
     """
-    told = {field: count_in(dstrial_section(raw), key) for key, field in DIM_KEYS.items()}
+    section = dstrial_section(raw)
+    if clash := autotp_clash(count_in(section, "model_parallel_size"), config):
+        findings.problem("data.dstrial.model_parallel_size", *clash)
+    given = {key: count_in(section, key) for key in SECTION_KEYS}
+    if stages is None and given["pipeline_stages"] is None:  # a pipeline does not read them
+        given |= config_sizes(config)
+    told = {field: given.get(key) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
     if resumed is not None and is_resumed:
-        saved = resumed.engines[0].replica
+        saved = resumed.engines[0].replica_with({}, config)
         for field, number in told.items():
             if number is None and (field != "pp" or saved.is_pipeline):
                 told[field] = getattr(saved, field)
     if not any(told.values()) and world_size > 1:
         told["pp"] = stages
         findings.notes.append(
-            f"data.dstrial.{' and '.join(DIM_KEYS)} are not given: assumed 1, so {world_size} data-parallel replicas"
+            f"data.dstrial.{' and '.join(SECTION_KEYS)} are not given: assumed 1, so {world_size} data-parallel replicas"
             if stages is None
             else f"data.dstrial.pipeline_stages is not given: assumed {stages}, by the source of the trial and the batch sizes"
         )
@@ -390,8 +406,9 @@ def _sizes(
     per_replica = replica.ranks_per_replica
     if world_size % per_replica == 0:
         return replica.on(world_size)
-    if is_resumed:
-        # The resume check reports this error.
+    of_section = math.prod(count_in(section, key) or 1 for key in SECTION_KEYS)
+    if is_resumed or world_size % of_section == 0:
+        # The resume check reports this error, or the check of the DeepSpeed config that gives a size.
         return ParallelDims(world_size, is_pipeline=replica.is_pipeline)
     below = world_size // per_replica * per_replica
     choices = " or ".join(str(n) for n in (below, below + per_replica) if n)
@@ -399,7 +416,7 @@ def _sizes(
         ConfigProblem(
             slots_key if slots_key == "--slots" else findings.place(slots_key),
             str(slots),
-            f"a multiple of {per_replica}, the ranks of one replica ({' x '.join(DIM_KEYS)})",
+            f"a multiple of {per_replica}, the ranks of one replica ({' x '.join(SECTION_KEYS)})",
             f"Use {choices} slots.",
         )
     )

@@ -23,7 +23,7 @@ _INSTALLING = re.compile(r"\b(?:install|develop|sync|easy_install)\b")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingChecks:
-    """Settings of the checks for non-finite values and stalls; see docs/trials.md."""
+    """Settings of the checks for non-finite values and stalls."""
 
     # Action after consecutive reports without a finite loss or optimizer step; `fail` does not save the weights.
     non_finite: Literal["fail", "warn", "ignore"] = _DEFAULTS["non_finite"]

@@ -1,6 +1,6 @@
 """Split step time and memory of a configuration into parts, from its dry run.
 
-docs/dsat-model.md has the equations and their symbols.
+docs/explanation/dsat-model.md has the equations and their symbols.
 """
 
 from __future__ import annotations

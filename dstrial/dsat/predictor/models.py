@@ -1,7 +1,7 @@
 """Predict step times and memory peaks as distributions, learned from measurements.
 
-Times and peaks are sums of parts of uncertain size (``features``), corrected by ``regression``. docs/dsat-model.md has the
-equations.
+Times and peaks are sums of parts of uncertain size (``features``), corrected by ``regression``.
+docs/explanation/dsat-model.md has the equations.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0. Effects e stand for what the parts
 do not model: ``y = (p . f) (1 + e + noise)``. Divided by an estimate of p . f, this is linear in f and e, so that one solve
 gives the posterior. The first estimate is y itself, each later one comes from the previous solve.
-docs/dsat-model.md has the equations.
+docs/explanation/dsat-model.md has the equations.
 
 Source: Rasmussen and Williams 2006, chapter 2 (kernel form); O'Hagan and Forster 2004, chapter 11 (unknown scale of variances).
 """

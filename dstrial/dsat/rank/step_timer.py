@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits
+from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals.optimizers import full_numel, swaps_to_nvme
 from dstrial.engine.model_flops import counted_flops, is_compiled
 
@@ -212,7 +213,7 @@ class StepTimer:
         engine = self._engines[0]
         interval = self._sampling.interval()
         micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        records = micro * accumulation * engine.dp_world_size
+        records = micro * accumulation * dims_of(engine).dp
         metrics: dict[str, float] = {
             "throughput": records / interval.median,
             "end_to_end_throughput": records / self._sampling.mean_s(),

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from deepspeed import comm
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.adapters.validation_plan import ValidationRound, plan_validation
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.errors import TrialContractError
@@ -67,7 +68,10 @@ class EngineAdapter:
 
     def _replica(self) -> tuple[int, int]:
         """Return this rank's replica index, from 0, and the number of replicas."""
-        return comm.get_rank(group=self.engine.data_parallel_group), self.engine.dp_world_size
+        dims, group = dims_of(self.engine), self.engine.data_parallel_group
+        # An mpu of sequence parallelism alone has no data-parallel group; consecutive ranks share a sequence.
+        rank = comm.get_rank() // dims.sp if group is None else comm.get_rank(group=group)
+        return int(rank), dims.dp
 
     @property
     def micro_batches_stepped(self) -> int:

@@ -14,9 +14,9 @@ def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
     is_pipeline = isinstance(engine, PipelineEngine)
     pp = int(engine.grid.get_pipe_parallel_world_size()) if is_pipeline else 1
     tp = max(int(engine.mp_world_size) // pp, 1)  # mp_world_size includes pipeline stages
-    world_size = comm.get_world_size()
-    sp = max(world_size // (int(engine.dp_world_size) * pp * tp), 1)
-    return ParallelDims(world_size, pp, tp, sp, is_pipeline=is_pipeline)
+    sp = int(engine.sequence_parallel_size)
+    ep = max(engines.expert_parallel_size(engine), 1)
+    return ParallelDims(comm.get_world_size(), pp, tp, sp, ep, is_pipeline)
 
 
 def set_batch_sizes(
@@ -24,8 +24,9 @@ def set_batch_sizes(
 ) -> None:
     """Change an engine's micro batch size and accumulation between two steps.
 
-    DeepSpeed's two setters change only its config. This function also updates copied values: a pipeline's
-    schedule, the optimizer's accumulation steps, and the batch size of the throughput timer.
+    DeepSpeed's two setters change only its config, and need ``dp_world_size``, which sequence parallelism may lack. This
+    function also updates copied values: a pipeline's schedule, the optimizer's accumulation steps, and the batch size of
+    the throughput timer.
 
     Raises:
         ConfigError: DeepSpeed has already created its training loader with the old micro batch size.
@@ -45,12 +46,12 @@ def set_batch_sizes(
         )
         raise ConfigError([problem])
     unit = int(engine.train_batch_size()) // (before * int(engine.gradient_accumulation_steps()))
-    engine.set_train_micro_batch_size(micro_batch_size)
-    engine.set_train_batch_size(micro_batch_size * micro_batches_per_batch * int(engine.dp_world_size))
-    # With sequence parallelism, dp_world_size is not the number of replicas in the batch equation.
-    engines.set_train_batch_size(engine, micro_batch_size * micro_batches_per_batch * unit)
+    engines.set_batch_sizes(
+        engine, micro_batch_size * micro_batches_per_batch * unit, micro_batch_size, micro_batches_per_batch
+    )
     if isinstance(engine, PipelineEngine):
         engine.micro_batch_size = micro_batch_size
+        engine.micro_batches = micro_batches_per_batch
     optimizers.set_accumulation(engine.optimizer, micro_batches_per_batch)
 
 

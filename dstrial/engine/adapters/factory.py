@@ -6,8 +6,11 @@ import sys
 
 from deepspeed import DeepSpeedEngine, PipelineEngine
 
+from dstrial.config.parallel_dims import config_sizes
 from dstrial.engine.adapters.base import EngineAdapter
+from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.adapters.pipeline import PipelineAdapter
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import TrialContractError
 
 
@@ -26,7 +29,7 @@ def adapt(
 
 
 def require_engine(engine: object) -> None:
-    """Reject an object that is no engine, and a compiled model under ZeRO 3.
+    """Reject what is no engine, lacks sequence groups, or is compiled under ZeRO 3.
 
     Under ZeRO 3, DeepSpeed 0.19 partitions the parameters of a module wrapped by ``torch.compile``, then fails at the wrapper.
     """
@@ -36,6 +39,7 @@ def require_engine(engine: object) -> None:
             "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
             "self.model_engine = context.wrap_model_engine(engine)."
         )
+    _require_sequence_groups(engine)
     # This module is loaded only if something was compiled. Importing it here would take seconds.
     loaded = sys.modules.get("torch._dynamo.eval_frame")
     if loaded is None or not engine.zero_optimization_partition_weights():
@@ -44,4 +48,25 @@ def require_engine(engine: object) -> None:
         raise TrialContractError(
             "the model was wrapped by torch.compile(...) before deepspeed.initialize under ZeRO 3; expected a model without such "
             "wrappers, which DeepSpeed cannot train. Call engine.compile() after deepspeed.initialize."
+        )
+
+
+def _require_sequence_groups(engine: DeepSpeedEngine) -> None:
+    """Reject an engine that does not reduce gradients over the ranks of a sequence.
+
+    DeepSpeed 0.19.8 divides the batch by ``sequence_parallel_size`` without any groups, and with a device mesh it reduces
+    gradients over the data-parallel ranks only (``utils/groups.py:911``), so that weights diverge.
+    """
+    dims = dims_of(engine)
+    asked = config_sizes(engines.config_of(engine)).get("sequence_parallel_size", 1)
+    found = None
+    if dims.sp > 1 and int(engine.seq_dp_world_size) != dims.dp * dims.sp:
+        found = f"{dims.sp} with a device mesh, with which DeepSpeed reduces no gradients over the ranks of a sequence"
+    elif asked not in (1, dims.sp) and not dims.has_mpu:
+        found = f"{asked}, but this engine has {dims.sp} {'rank' if dims.sp == 1 else 'ranks'} per sequence"
+    if found is not None:
+        raise TrialContractError(
+            f"sequence_parallel_size is {found}; expected an engine with DeepSpeed's sequence-parallel groups. Call "
+            f"initialize_sequence_parallel({max(asked, dims.sp)}) of deepspeed.runtime.sequence_parallel.parallel_state_sp, pass "
+            "mpu=parallel_state_sp to deepspeed.initialize, and remove data_parallel_size and mesh_param."
         )

@@ -59,7 +59,6 @@ ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "curriculum_learning_enabled": Callable,  # type: ignore[dict-item]
     "data_parallel_group": object,
     "device": object,
-    "dp_world_size": int,
     "fp16_enabled": Callable,  # type: ignore[dict-item]
     "global_samples": int,
     "global_steps": int,
@@ -73,6 +72,7 @@ ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "save_non_zero_checkpoint": bool,
     "save_zero_checkpoint": bool,
     "seq_dp_world_size": int,
+    "sequence_parallel_size": int,
     "skipped_steps": int,
     "training_dataloader": object,
     "zero_offload_optimizer": Callable,  # type: ignore[dict-item]
@@ -126,12 +126,16 @@ def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
     return config
 
 
-def set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None:
-    """Set an engine's batch size in its parsed config and in its throughput timer.
+def set_batch_sizes(
+    engine: DeepSpeedEngine, train_batch_size: int, micro_batch_size: int, accumulation_steps: int
+) -> None:
+    """Set an engine's batch sizes in its parsed config and in its throughput timer.
 
     Source: ``DeepSpeedEngine.set_train_batch_size``, which does not update ``tput_timer``, ``runtime/engine.py:637``.
     """
     engine._config.train_batch_size = train_batch_size
+    engine._config.train_micro_batch_size_per_gpu = micro_batch_size
+    engine._config.gradient_accumulation_steps = accumulation_steps
     engine.tput_timer.batch_size = engine.train_batch_size()
 
 

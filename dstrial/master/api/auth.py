@@ -78,7 +78,7 @@ def _with_cookie(token: str, user: tokens.User) -> Response:
 
 @writes
 def log_owner_in(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Log in as any user without a password, for the master's owner on this machine."""
+    """Log the master's operating system user in as any user, without a password."""
     row = require_by_name(tx.connection, request.body().required_text("username"))
     token, user = _new_token(tx, row.id)
     return message(bindings.v1LoginResponse, token=token, user=user_json(user))
@@ -151,7 +151,11 @@ def _token_json(token: AccessToken) -> dict[str, Any]:
 
 
 def _expiry_us(request: ApiRequest, lifespan: str | None) -> int | None:
-    """Return a new token's expiry (us), or None. ``lifespan`` is like ``48h``, or -1."""
+    """Return a new access token's expiry in microseconds; None if it never expires.
+
+    ``lifespan`` is like "48h", or "-1" for the longest that the master's settings allow; None means the default of the
+    settings.
+    """
     settings = request.services.settings
     limit = settings.token_max_days
     days: float = settings.token_default_days if lifespan is None else _UNLIMITED

@@ -123,7 +123,7 @@ def show_checkpoint(connection: Connection, request: ApiRequest) -> dict[str, An
 
 
 async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """Store the remaining files of each checkpoint in the request."""
+    """Store the file list (path -> bytes) of each checkpoint in the request."""
     changes: list[tuple[str, dict[str, int]]] = []
     for item in request.body().items_of("checkpoints") or []:
         if not isinstance(item, dict) or not isinstance(item.get("uuid"), str):
@@ -149,7 +149,10 @@ def delete_checkpoints(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def remove_files(tx: Transaction, request: ApiRequest) -> None:
-    """Enqueue deletion of matching files; without patterns, only rescan all files."""
+    """Enqueue deletion of files that match ``checkpointGlobs``.
+
+    Without patterns, the job only updates the stored file lists.
+    """
     globs = request.body().texts("checkpointGlobs") or []
     if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
         raise RequestError(400, "checkpointGlobs leads out of the checkpoint; expected patterns below it.")
@@ -187,7 +190,7 @@ def set_metadata(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 @reads
 def list_metrics(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    """Return the metric reports of trials that use the checkpoint in the path."""
+    """Return the metric reports of the trials that use the checkpoint in the path."""
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
     checkpoint_rows.require_checkpoint(connection, uuid)

@@ -44,11 +44,12 @@ async def checked(
 ) -> CommandConfig:
     """Validate a command's config, merged over its template and the master's defaults.
 
-    Masked secrets in ``given`` are restored from the template and from ``others``, from which a user may have copied them.
+    Masked secrets in ``given`` are restored from the template and from ``others``: configs from which a user may have copied
+    them.
 
     Raises:
         RequestError: 404, the template does not exist.
-        ConfigError: lists all problems of the config, or why the engine could never start the command.
+        ConfigError: lists all problems of the config, or why Slurm or Ray could never start the command.
     """
     services = request.services
     template: dict[str, Any] | None = None
@@ -121,7 +122,11 @@ def routes_of(
     to_json: Callable[[ApiRequest, commands.CommandInfo], dict[str, Any]],
     sorts: type[enum.Enum],
 ) -> list[Route]:
-    """Return the routes that start, list, show, kill and prioritise a kind of command."""
+    """Return the routes that start, list, show, kill and prioritise a kind of command.
+
+    ``noun`` names the kind in paths and JSON, for example "command". ``launch`` handles a start. ``to_json`` converts a row for
+    the response. ``sorts`` has the allowed sort orders.
+    """
 
     def to_answer(connection: Connection, request: ApiRequest) -> tuple[commands.CommandInfo, dict[str, Any]]:
         row = commands.require(connection, request.path_params["task_id"], (kind,))
@@ -186,7 +191,10 @@ def _tensorboard_json(request: ApiRequest, row: commands.CommandInfo) -> dict[st
 async def _launch_command(
     request: ApiRequest, kind: CommandKind, experiment_ids: list[int], trial_ids: list[int]
 ) -> tuple[commands.CommandInfo, dict[str, Any]]:
-    """Create a command; return its row and the response's config and warnings."""
+    """Create a command; return its row, and the response's config and warnings.
+
+    ``experiment_ids`` and ``trial_ids`` are those that a TensorBoard shows.
+    """
     body, services = request.body(), request.services
     spec = await checked(request, body.mapping("config") or {}, kind, body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]

@@ -84,7 +84,7 @@ def start_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def patch_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Record a heartbeat or a terminal state that a detached run reports."""
+    """Record the state that a detached run reports; without a state, a heartbeat."""
     trial_id = request.path_params["trial_id"]
     state = request.body().choice("state", bindings.trialv1State)
     detached_runs.set_state(tx, trial_id, None if state is None else state.removeprefix("STATE_"))

@@ -67,8 +67,9 @@ def checked(
 ) -> Submission:
     """Validate a YAML config with its model definition; slow, so call it in a thread.
 
-    ``template`` supplies missing keys. ``storage`` is the workspace's checkpoint storage. ``document`` is the parsed ``config``,
-    and is modified in place. ``active`` is the complete config of the experiment from which ``config`` is derived.
+    ``tgz`` is the model definition. ``resumed`` is the checkpoint from which the first trial starts. ``template`` supplies
+    missing keys. ``storage`` is the workspace's checkpoint storage. ``document`` is the parsed ``config``, and is modified in
+    place. ``active`` is the complete config of the experiment from which ``config`` is derived.
 
     Raises:
         ConfigError: with every problem.
@@ -103,7 +104,7 @@ def checked(
 
 
 def _check_interpreter(interpreter: str, entrypoint: str | Sequence[str]) -> None:
-    """Raise ``ConfigError`` unless the Python runs and has the entrypoint's packages."""
+    """Raise ``ConfigError`` unless a Python runs and has the entrypoint's packages."""
     if not Path(interpreter).is_absolute() or shutil.which(interpreter) is None:
         raise _interpreter_error(
             interpreter, "the absolute path of a Python", "Take the output of `which python3`."
@@ -219,6 +220,9 @@ def prepare(
 ) -> Prepared:
     """Validate a submitted YAML config and its files; slow, so call it in a thread.
 
+    If ``config`` or ``files`` is empty, that of experiment ``parent_id`` is taken. The template ``template_name`` supplies
+    missing keys.
+
     Raises:
         ConfigError: with every problem.
         RequestError: the model definition cannot be packed or unpacked.
@@ -282,7 +286,10 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
-    """Create an experiment of detached runs, or find it by ``external_id``; return it."""
+    """Create an experiment whose trials a script runs, or find one by ``external_id``.
+
+    Returns a v1CreateExperimentResponse. ``external_id`` is an id that the script chose, or None.
+    """
     services = request.services
     config, project_id = body.text("config") or "", body.integer("projectId")
     prepared = await services.check(lambda: prepare(services, config, (), project_id, is_detached=True))
@@ -324,7 +331,10 @@ def _unmask_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Return a YAML config with masked secrets restored from its template or parent."""
+    """Return a YAML config with masked secrets restored from its template or parent.
+
+    ``parent`` is the experiment from which a user may have copied the config.
+    """
     if MASK not in config:
         return config
     limits = services.settings.limits
@@ -423,7 +433,10 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 def _resumed_run(connection: Connection, experiment_id: int) -> SavedRun | None:
-    """Return the saved run that an experiment's only trial resumes from, or None."""
+    """Return the checkpoint from which an experiment's only trial resumes, or None.
+
+    None if the experiment has several trials.
+    """
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
@@ -442,7 +455,10 @@ def _reject_project_change(connection: Connection, project_id: int, changes: Map
 def _prepare_continued(
     services: Services, experiment_id: int, override: str
 ) -> tuple[Submission | None, bool]:
-    """Validate a continuation; return its submission, and whether the config changes."""
+    """Validate the continuation of an experiment; return (submission, has changes).
+
+    ``override`` is YAML that changes the config. The submission is None if a script, not the master, runs the trials.
+    """
     with services.database.read() as connection:
         row = experiment_rows.require(connection, experiment_id)
         changes = read_override(override, services.settings.limits)

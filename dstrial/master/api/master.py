@@ -139,7 +139,7 @@ async def _entries(
 
 
 class _LogReader:
-    """Reads new lines of a growing log file as ``v1LogEntry``."""
+    """Reads new lines of the master's growing log file as ``v1LogEntry``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -149,7 +149,7 @@ class _LogReader:
         self._level = "LOG_LEVEL_INFO"
 
     def skip_to(self, offset: int) -> None:
-        """Skip ``offset`` lines, or all but the last ``-offset`` lines if negative."""
+        """Skip ``offset`` lines or, if it is negative, all but the last ``-offset`` lines."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -174,7 +174,7 @@ class _LogReader:
         return entries
 
     def _entry(self, text: str) -> dict[str, Any]:
-        """Return a line as ``v1LogEntry``; without a time, it has the previous one's time."""
+        """Return a line as ``v1LogEntry``; a line without a time has the previous line's."""
         match = _LINE.fullmatch(text)
         if match is not None:
             self._time = datetime.datetime.fromisoformat(match[1]).astimezone(datetime.timezone.utc)

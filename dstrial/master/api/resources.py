@@ -56,7 +56,11 @@ def _window(request: ApiRequest) -> tuple[int, int]:
 
 
 def _raw(connection: Connection, request: ApiRequest) -> list[dict[str, Any]]:
-    """Return an entry per allocation activity, with its seconds in the time range."""
+    """Return v1ResourceAllocationRawEntry items: one per activity of an allocation.
+
+    Activities are, for example, training and validation. One more item is for the agent itself. ``seconds`` counts the time
+    within the request's range.
+    """
     after_us, before_us = _window(request)
     services, now = request.services, now_us()
     entries = []

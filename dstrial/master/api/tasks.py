@@ -94,7 +94,7 @@ def _summary(
 
 
 def _collection(services: Services, row: background_jobs.BackgroundJob) -> dict[str, Any]:
-    """Return a background job as a checkpoint GC task, which has no process here."""
+    """Return a background job as ``det task list`` shows it: as a checkpoint GC task."""
     task_id = f"checkpoint-gc-{row.id}"
     return _summary_json(
         services,
@@ -211,7 +211,10 @@ async def _given_config(
 async def _context(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return the request's context files as tar.gz, or the parent's or forked task's."""
+    """Return the uploaded files (context) of a new task as tar.gz.
+
+    These are the request's files, or else those of the parent (if ``inheritContext``) or of the forked task.
+    """
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
     inherits = bool(body.flag("inheritContext"))

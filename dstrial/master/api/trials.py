@@ -169,7 +169,7 @@ def retain_logs(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def start_run(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Mark the trial's allocation as ready; return its checkpoint storage's id."""
+    """Mark the trial's allocation as started; return the id of its checkpoint storage."""
     body = request.body()
     run_id, storage = body.required_integer("runId"), body.mapping("checkpointStorage")
     request.require_trial(run_id)
@@ -212,7 +212,10 @@ def report_source(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
-    """Long-poll until the allocation must stop or has ended, or until the timeout."""
+    """Long-poll until the allocation must stop or has ended, or until the timeout.
+
+    ``preempt`` in the response is false at the timeout.
+    """
     allocation_id = request.path_params["allocation_id"]
     timeout_s = request.query_int("timeoutSeconds") or 0
     services = request.services
@@ -270,7 +273,7 @@ async def report_metrics(request: ApiRequest) -> dict[str, Any]:
 
 
 def report_time_us(text: str | None) -> int:
-    """Return the time of a report in microseconds; without a text, the current time."""
+    """Parse the time of a report into microseconds; None is the current time."""
     if text is None:
         return now_us()
     try:
@@ -305,7 +308,10 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
 
 
 def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
-    """Return a report as ``v1MetricsReport``; ``group`` is the requested group."""
+    """Return a report as ``v1MetricsReport``; ``group`` is the requested group.
+
+    If ``group`` is None, a validation report has its values also under ``avg_metrics``.
+    """
     keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
     if group is None and keys != ["avg_metrics"]:
         keys.append("avg_metrics")

@@ -143,7 +143,7 @@ async def patch_user(request: ApiRequest) -> dict[str, Any]:
 
 
 def _password(body: Fields) -> str | None:
-    """Return the client hash of the body's new password, or None; reject a blank one."""
+    """Return the body's new password as clients hash it, or None; reject a blank one."""
     password = body.text("password")
     if password is None:
         return None

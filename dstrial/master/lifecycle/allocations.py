@@ -33,7 +33,10 @@ _NOT_RETRIED_ERROR = "NonFiniteError"
 def insert(
     tx: Transaction, owner_id: int, token_hashes: Mapping[str, str], **columns: Any
 ) -> allocation_rows.Allocation:
-    """Insert an allocation, and its tokens as kind ("allocation", "user") -> SHA-256."""
+    """Insert an allocation and its API tokens; return the allocation's row.
+
+    ``token_hashes`` maps kind ("allocation", "user") -> SHA-256. ``columns`` are those of ``store.allocations.insert``.
+    """
     allocation_id = allocation_rows.insert(tx, **columns)
     tokens.keep_allocation_tokens(tx, allocation_id, owner_id, token_hashes)
     tx.publish(f"allocation:{allocation_id}")
@@ -41,7 +44,7 @@ def insert(
 
 
 def end(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit, reason: str) -> None:
-    """Set an allocation to TERMINATED and revoke its tokens."""
+    """Set an allocation to TERMINATED with its exit reason, and revoke its tokens."""
     allocation_rows.update(
         tx,
         row.id,
@@ -57,10 +60,10 @@ def end(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit,
 def assign(
     tx: Transaction, trial_id: int, *, token_hashes: Mapping[str, str], **resources: Any
 ) -> allocation_rows.Allocation | None:
-    """Assign slots to a trial for a new run; None if the trial is no longer pending.
+    """Create an allocation for a trial's next run; None if the trial is not pending.
 
-    ``resources`` are slots, ports (environment variable -> port), resources_id, and directory, which is the parent of the
-    allocation's directory.
+    ``token_hashes`` is as for ``insert``. ``resources`` are slots, ports (environment variable -> port), resources_id, and
+    directory, which is the parent of the allocation's directory.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)
@@ -100,7 +103,7 @@ def _publish(tx: Transaction, row: allocation_rows.Allocation) -> None:
 
 
 def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, int]:
-    """Return the uuid (or None) of a new run's checkpoint, and the batches completed."""
+    """Return (checkpoint uuid or None, batches completed) for a trial's next run."""
     latest = checkpoint_rows.latest_completed(tx.connection, trial.id)
     if latest is not None:
         return str(latest.uuid), int(latest.steps)
@@ -108,7 +111,11 @@ def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, 
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
-    """Set an allocation to RUNNING with its supervisor (None if it is on other nodes)."""
+    """Set an allocation to RUNNING; no change of state if it has TERMINATED.
+
+    ``handle`` is the supervisor: the process that starts and watches the allocation's ranks on the master's machine. None: on
+    other nodes.
+    """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state != "TERMINATED":
         allocation_rows.update(
@@ -141,10 +148,11 @@ def allocation_exited(
     storage_trouble: str | None = None,
     begun: Sequence[str] = (),
 ) -> None:
-    """End an allocation, then let its trial restart or end; no-op if it has ended.
+    """End a trial's allocation, then restart or end the trial.
 
-    ``storage_trouble`` says why the checkpoint storage is unavailable. ``begun`` are uuids of checkpoints that the allocation
-    began to write. A background job deletes the ones that were never reported.
+    No-op if the allocation has ended. ``traceback`` is that of the rank that failed first. ``storage_trouble`` says why the
+    checkpoint storage is unavailable. ``begun`` are uuids of checkpoints that the allocation began to write. A background job
+    deletes the ones that were never reported.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
@@ -224,7 +232,7 @@ def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
 
 
 def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit) -> bool:
-    """Return whether a trial runs again that failed while the searcher stopped it.
+    """Return whether to restart a trial that failed while the searcher stopped it.
 
     The trial then resumes from its latest checkpoint, and the searcher stops it again at its next validation.
     """
@@ -238,7 +246,10 @@ def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: 
 
 
 def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
-    """Count consecutive runs up to ``run_id`` that were lost without a report."""
+    """Count a trial's last runs, up to ``run_id``, that were lost without a report.
+
+    A run is lost if its supervisor process or node is gone. At most ``_MAX_LOSSES`` runs are counted.
+    """
     count = 0
     for row in allocation_rows.last_runs(tx.connection, trial_id, run_id, _MAX_LOSSES):
         if row.num_reports or not str(row.exit_reason).startswith("allocation lost"):

@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """Numbers of checkpoints that garbage collection keeps (``save_…`` in the config)."""
+    """How many checkpoints garbage collection keeps (``save_…`` keys of the config)."""
 
     save_experiment_best: int
     save_trial_best: int
@@ -62,7 +62,7 @@ def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: 
     """Return the uuids of the candidates that the policy deletes.
 
     A checkpoint is kept if it is among the best of the experiment or trial, or the newest of the trial. Only checkpoints with a
-    validation at the same batch are ranked as best; ties go to the earlier one. Source: Determined 0.38.1, checkpoint garbage
+    validation at the same batch are ranked as best; ties go to the earlier batch. Source: Determined 0.38.1, checkpoint garbage
     collection (ranks by the metric, then by the validation's number).
     """
     sign = 1.0 if smaller_is_better else -1.0
@@ -125,9 +125,10 @@ def _deleting(directory: Path) -> Iterator[None]:
 
 
 def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
-    """Delete a checkpoint's files matching ``globs``; return the rest (path -> bytes).
+    """Delete the files of a checkpoint that match ``globs``.
 
-    Symbolic links are deleted, not followed. Without patterns nothing is deleted.
+    Returns the remaining files: path -> bytes. ``storage`` is a config's ``checkpoint_storage``. Symbolic links are deleted,
+    not followed. Without patterns nothing is deleted.
     """
     directory = checkpoint_directory(storage, uuid)
     # The cluster id is also a UUID that names a directory in the storage.
@@ -159,7 +160,7 @@ def swept_text(uuids: Sequence[str], num_bytes: int) -> str:
 
 
 def remaining(directory: Path) -> dict[str, int]:
-    """Return path -> bytes of a directory's entries; "subdirectory/" has 0 bytes."""
+    """Return path -> bytes of all entries below a directory; a "subdirectory/" has 0."""
     found: dict[str, int] = {}
     for entry in _entries(directory):
         # JSON cannot contain names that are not UTF-8 (RFC 8259).

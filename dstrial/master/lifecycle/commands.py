@@ -52,7 +52,10 @@ def _publish(tx: Transaction, task_id: str, *topics: str) -> None:
 def assign(
     tx: Transaction, task_id: str, *, token_hashes: Mapping[str, str], **resources: Any
 ) -> allocation_rows.Allocation | None:
-    """Assign slots to a command for a new run; None if the command is not pending."""
+    """Create an allocation for a command's next run; None if it is not pending.
+
+    The arguments are those of ``lifecycle.allocations.assign``.
+    """
     row = commands.require(tx.connection, task_id)
     if row.state != "ACTIVE" or row.allocation_id is not None:
         return None
@@ -79,7 +82,10 @@ def _log_line(
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
-    """Set an allocation to RUNNING; unless it is a TensorBoard, it is ready at once."""
+    """Set a command's allocation to RUNNING, and to ready unless it is a TensorBoard.
+
+    A TensorBoard is ready once it answers (``mark_ready``). ``handle`` is as for ``lifecycle.allocations.started``.
+    """
     row = allocation_rows.require(tx.connection, allocation_id)
     command = commands.require(tx.connection, row.task_id)
     if row.state != "TERMINATED":
@@ -105,7 +111,10 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
 def release(
     tx: Transaction, allocation: allocation_rows.Allocation, why: str, *, is_kill: bool = False
 ) -> None:
-    """Request SIGTERM for an allocation's process, or SIGKILL if ``is_kill``."""
+    """Request SIGTERM for an allocation's process, or SIGKILL if ``is_kill``.
+
+    ``why`` is logged. SIGKILL follows SIGTERM after ``STOP_TIMEOUT_S``.
+    """
     now = now_us()
     if is_kill:
         if allocation.kill_us is not None:
@@ -134,7 +143,7 @@ def kill(tx: Transaction, task_id: str, why: str = "a user has killed it") -> No
 
 
 def pause(tx: Transaction, task_id: str) -> None:
-    """Pause a generic task and its pausable descendants."""
+    """Pause a generic task (of `det task create`) and its pausable descendants."""
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "pause")
     if not row.is_pausable:
@@ -148,7 +157,7 @@ def pause(tx: Transaction, task_id: str) -> None:
 
 
 def unpause(tx: Transaction, task_id: str) -> None:
-    """Resume a paused task and its paused descendants."""
+    """Resume a paused generic task and its paused descendants."""
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "unpause")
     if row.state not in ("PAUSED", "STOPPING_PAUSED"):
@@ -186,7 +195,7 @@ def _stop(
 
 
 def refuse(tx: Transaction, task_id: str, why: str) -> None:
-    """End a pending command in ERROR, because it can never start."""
+    """Set a pending command to ERROR, as it can never start for the reason ``why``."""
     row = commands.require(tx.connection, task_id)
     if row.allocation_id is None and row.state not in commands.ENDED:
         _close(tx, row, "ERROR", why)
@@ -206,7 +215,10 @@ def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: 
 
 
 def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _traceback: str | None = None) -> None:
-    """End an allocation whose log is complete, then restart or end its command."""
+    """End a command's allocation, then restart or end the command.
+
+    Call this only when the allocation's log is stored completely.
+    """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
         return
@@ -265,7 +277,7 @@ def tensorboard_sources(
     experiment_ids: Collection[int],
     trial_ids: Collection[int],
 ) -> dict[str, Path]:
-    """Return TensorBoard run name -> event directory, which may not exist yet."""
+    """Return TensorBoard run name -> directory of event files, which may be missing."""
     if not experiment_ids and not trial_ids:
         raise InvalidError(
             "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t."
@@ -302,6 +314,9 @@ def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> P
 
 
 def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
-    """Return the ``MAX_TRIALS`` best trial ids; None if the experiment has no more."""
+    """Return the ids of an experiment's ``MAX_TRIALS`` best trials, best first.
+
+    Returns None if the experiment has no more trials than that.
+    """
     found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
     return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

@@ -32,7 +32,7 @@ _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Number of a new detached run, and the checkpoint from which it starts."""
+    """Number of a new detached run, and the checkpoint from which the run starts."""
 
     run_id: int
     checkpoint_uuid: str | None  # None for a fresh start
@@ -42,7 +42,11 @@ class StartPoint:
 def create(
     tx: Transaction, *, submission: Submission, owner_id: int, project_id: int, external_id: str | None
 ) -> int:
-    """Create an experiment of detached runs, or find it by external id; return its id."""
+    """Create an experiment of detached runs, or find the one with ``external_id``.
+
+    Returns the experiment's id. A script, not the master, runs the trials. ``external_id`` is an id that the script chose, or
+    None.
+    """
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
         _refuse_deleting(known)
@@ -65,7 +69,10 @@ def create(
 def create_trial(
     tx: Transaction, experiment_id: int, hparams: Mapping[str, Any] | None, external_id: str | None
 ) -> int:
-    """Create a detached trial, or update the one with ``external_id``; return its id."""
+    """Create a detached trial, or find one by ``external_id``; return the trial's id.
+
+    ``hparams`` replace those of a found trial, unless None.
+    """
     experiment = _require(tx, experiment_id)
     _refuse_deleting(experiment)
     known = (
@@ -79,7 +86,10 @@ def create_trial(
 
 
 def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
-    """Start a new run of a detached trial; the master rejects reports of earlier runs."""
+    """Start a new run of a detached trial; the master rejects reports of earlier runs.
+
+    If ``resumes``, the run starts from the trial's latest COMPLETED checkpoint.
+    """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
     _refuse_deleting(experiment)
@@ -96,9 +106,10 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 
 
 def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
-    """Record a heartbeat; set a trial that timed out back to ACTIVE.
+    """Record a detached trial's heartbeat; set a trial that timed out back to ACTIVE.
 
-    With ``is_current_run``, do the same for a trial that an earlier run set to COMPLETED or ERROR.
+    With ``is_current_run``, a trial that an earlier run set to COMPLETED or ERROR also becomes ACTIVE. No-op for trials of the
+    master.
     """
     if trial.heartbeat_us is None:
         return
@@ -134,9 +145,9 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
 
 
 def give_up_silent(tx: Transaction, before_us: int) -> int:
-    """Set trials without a heartbeat since ``before_us`` to ERROR; return their count.
+    """Set detached trials with no heartbeat since ``before_us`` to ERROR; count them.
 
-    Also end experiments that started before ``before_us`` and have no trial.
+    Also end detached experiments that started before ``before_us`` and have no trial.
     """
     rows = trial_rows.silent_since(tx.connection, before_us)
     for row in rows:
@@ -159,7 +170,10 @@ def has_silent_runs(connection: Connection, before_us: int) -> bool:
 
 
 def refuse_detached(row: experiment_rows.Experiment, verb: str) -> None:
-    """Raise ``InvalidError`` for an experiment of detached runs (cannot ``verb``)."""
+    """Raise ``InvalidError`` if a script, not the master, runs an experiment's trials.
+
+    ``verb`` is the rejected action in the message, for example "pause".
+    """
     if row.unmanaged:
         raise InvalidError(
             f"experiment {row.id} has detached runs; "
@@ -186,7 +200,10 @@ def _refuse_deleting(row: experiment_rows.Experiment) -> None:
 
 
 def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = False) -> None:
-    """Set a terminal trial and its experiment back to ACTIVE."""
+    """Set a terminal trial and its experiment back to ACTIVE.
+
+    ``is_archived`` becomes the experiment's archived flag.
+    """
     trial_rows.update(tx, trial.id, state="ACTIVE", end_us=None, is_closed=False, is_lost=False)
     tasks.update(tx, trial.task_id, end_us=None)
     experiment_rows.update(

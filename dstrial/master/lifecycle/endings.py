@@ -38,7 +38,10 @@ _SEVERITY = {"STOPPING_COMPLETED": 1, "STOPPING_CANCELED": 2, "STOPPING_ERROR": 
 
 
 def may_follow(state: str, stopping: str) -> bool:
-    """Return whether a state may change to ``stopping``, which must be more severe."""
+    """Return whether a trial or experiment in ``state`` may change to ``stopping``.
+
+    It must not have ended, and ``stopping`` (a STOPPING_… state) must be more severe than ``state``.
+    """
     if state in TERMINAL or state in DELETING:
         return False
     return _SEVERITY[stopping] > _SEVERITY.get(state, 0)
@@ -48,10 +51,10 @@ STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 
 
 def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
-    """Request the stop of a trial: with a checkpoint, or a kill for KILLED and ERROR.
+    """Preempt a trial to end it; kill it for STOPPING_KILLED and STOPPING_ERROR.
 
-    No-op if the trial has ended or is already stopping with equal or higher severity. ``stopping`` is a STOPPING_… state; ``why``
-    is logged, without a full stop.
+    A preempted trial saves a checkpoint. No-op if the trial has ended or is already stopping with equal or higher severity.
+    ``stopping`` is a STOPPING_… state; ``why`` is logged, without a full stop.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     if not may_follow(trial.state, stopping):
@@ -65,7 +68,10 @@ def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
 
 
 def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) -> None:
-    """Request preemption of a trial; request a kill if ``is_kill`` or it is not ready."""
+    """Request preemption or a kill of a trial's allocation; no-op if it has none.
+
+    The allocation is killed if ``is_kill`` or its code has not contacted the master yet. ``why`` is logged.
+    """
     allocation = allocation_rows.live(tx.connection, trial_id)
     if allocation is None:
         return
@@ -112,7 +118,10 @@ def close_trial(
 
 
 def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
-    """Stop an experiment and its trials; return False if its state does not allow it."""
+    """Stop an experiment and its trials; return False if its state does not allow it.
+
+    ``stopping`` and ``why`` are as for ``stop_trial``.
+    """
     row = experiment_rows.require(tx.connection, experiment_id)
     if not may_follow(row.state, stopping):
         return False
@@ -125,7 +134,7 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
 
 
 def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
-    """Stop an experiment in ERROR for a cause outside its trials, which are killed."""
+    """Kill an experiment's trials and end it in ERROR, for a cause outside the trials."""
     experiment_rows.update(tx, experiment_id, end_reason=why)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         trial = trial_rows.require(tx.connection, trial_id)
@@ -134,7 +143,10 @@ def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
 
 
 def finish_if_over(tx: Transaction, experiment_id: int) -> None:
-    """End an experiment if it is stopping or detached and all its trials have ended."""
+    """End an experiment that is stopping or unmanaged once all its trials have ended.
+
+    A script, not the master, runs the trials of an unmanaged experiment.
+    """
     row = experiment_rows.require(tx.connection, experiment_id)
     if trial_rows.open_ids(tx.connection, experiment_id):
         return
@@ -147,7 +159,10 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
 
 
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
-    """Set an experiment's terminal state; enqueue checkpoint GC unless detached."""
+    """Set an experiment's terminal state; enqueue checkpoint GC unless unmanaged.
+
+    ``reason`` is stored if no other end reason is. A script, not the master, runs the trials of an unmanaged experiment.
+    """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in TERMINAL:
         return
@@ -164,14 +179,14 @@ def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: s
 
 
 def begin_search(tx: Transaction, experiment_id: int, config: Mapping[str, Any]) -> None:
-    """Create an experiment's searcher and the searcher's first trials."""
+    """Create an experiment's searcher and the first trials that the searcher requests."""
     row = experiment_rows.require(tx.connection, experiment_id)
     searcher = Searcher.new(config, int(config["reproducibility"]["experiment_seed"]))
     _apply_actions(tx, row, config, searcher, searcher.initial_trials())
 
 
 def validation_completed(tx: Transaction, trial: trial_rows.Trial, metrics: dict[str, Any]) -> None:
-    """Pass a validation to the searcher; a ``SearchError`` fails the experiment."""
+    """Pass a trial's validation to the searcher; ``SearchError`` fails the experiment."""
     _send_to_searcher(tx, trial.experiment_id, lambda s: s.validation_completed(trial.request_id, metrics))
 
 
@@ -187,7 +202,10 @@ def _notify_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReaso
 
 
 def _send_to_searcher(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[Action]]) -> None:
-    """Pass an event to the searcher; no-op if the experiment stops or is detached."""
+    """Call ``event`` with an experiment's searcher; carry out the returned actions.
+
+    No-op if the experiment is stopping, has ended, or has no searcher.
+    """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.searcher_snapshot is None or row.state in STOPPING or row.state in TERMINAL:
         return
@@ -244,7 +262,10 @@ def _apply_actions(
 
 
 def _warm_start(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
-    """Return the checkpoint uuid that the config sets as start of new trials, or None."""
+    """Return the uuid of the checkpoint from which new trials start, or None.
+
+    ``searcher`` is the section of the config.
+    """
     if searcher.get("source_trial_id") is None:
         uuid: str | None = searcher.get("source_checkpoint_uuid")
         return uuid

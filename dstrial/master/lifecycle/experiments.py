@@ -253,7 +253,7 @@ def _check_continuable(row: experiment_rows.Experiment, submission: Submission |
 
 
 def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
-    """Sample a single searcher's trial hyperparameters again from a changed config."""
+    """Sample the hyperparameters of a single searcher's trial from a changed config."""
     seed = int(submission.config["reproducibility"]["experiment_seed"])
     for action in Searcher.new(submission.config, seed).initial_trials():
         if isinstance(action, Create):
@@ -263,7 +263,8 @@ def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
 def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
     """Update fields of an experiment in its row and its config.
 
-    ``checkpoint_storage`` accepts its ``save_…`` keys, and a change of them runs checkpoint GC.
+    ``fields`` are name, description, notes, labels, priority, weight, max_slots and checkpoint_storage, of which only the
+    ``save_…`` keys may change. A change of these runs checkpoint GC.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in DELETING:
@@ -291,7 +292,8 @@ def project_of_config(
 ) -> projects.ProjectInfo:
     """Return a new experiment's project: the request's, the config's, or the default.
 
-    If ``project_id`` is None or the default project (1), the config decides. The config need not be validated yet.
+    If ``project_id`` (of the request) is None or the default project (1), the config decides. The config need not be validated
+    yet.
 
     Source: Determined 0.38.1, precedence of request and config.
     """
@@ -342,7 +344,7 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
 
 
 def finish_project(tx: Transaction, project_id: int) -> None:
-    """Delete a project after its experiments; set DELETE_FAILED if any remain."""
+    """Delete a project after its experiments; set DELETE_FAILED if experiments remain."""
     left = experiment_rows.of_project(tx.connection, project_id)
     if not left:
         projects.delete(tx, project_id)

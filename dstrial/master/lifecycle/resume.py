@@ -30,7 +30,10 @@ _LOCAL_TRIAL_ID = 0
 
 
 def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
-    """Return the saved run that a trial resumes from; None: no dstrial checkpoint."""
+    """Return the checkpoint (and its run's setup) from which a trial resumes, or None.
+
+    None if the trial has no checkpoint, or one that dstrial did not write.
+    """
     latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:
         return _read(latest)
@@ -38,14 +41,14 @@ def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
 
 
 def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
-    """Return the saved run of another trial's checkpoint, for its weights only."""
+    """Return another trial's checkpoint, from which only weights are loaded, or None."""
     row = None if uuid is None else checkpoint_rows.get_checkpoint(connection, uuid)
     saved = None if row is None else _read(row)
     return None if saved is None else saved.of_trial(-1)
 
 
 def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the saved run from which the first trial of a config starts, or None."""
+    """Return the checkpoint from which a new config's first trial starts, or None."""
     saved = _of_run_directory(config)
     if saved is not None:
         return saved
@@ -61,7 +64,7 @@ def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun
 
 
 def _of_run_directory(config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the saved run that ``dstrial run --resume`` names in a config, or None."""
+    """Return the checkpoint that ``dstrial run --resume`` names in a config, or None."""
     environment = config.get("environment")
     variables = environment.get("environment_variables") if isinstance(environment, Mapping) else None
     if isinstance(variables, Mapping):
@@ -85,7 +88,10 @@ def _read(row: Checkpoint) -> SavedRun | None:
 def choices(
     connection: Connection, trial: Trial, config: Mapping[str, Any], *, at_least: int, at_most: int
 ) -> tuple[int, ...]:
-    """Return slot counts on which a trial's checkpoint can resume, highest first."""
+    """Return the slot counts on which a trial can resume, highest first.
+
+    The counts are from ``at_least`` to ``at_most``. Empty if the trial cannot change its slot count.
+    """
     saved = _resizable_run(connection, trial, config)
     if saved is None:
         return ()
@@ -97,7 +103,10 @@ def choices(
 def why_it_waits(
     connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> str | None:
-    """Return why a trial cannot resume on ``num_available`` slots; None if it can."""
+    """Return why a trial cannot resume on ``num_available`` slots, or None.
+
+    None if it can resume, if no slot is available, or if it cannot change its slot count at all.
+    """
     saved = _resizable_run(connection, trial, config)
     if saved is None or num_available < 1:
         return None

@@ -33,7 +33,10 @@ _MARKER_TEXT = "Checkpoints of dstrial are stored here. If this file is missing,
 
 
 def root_of(storage: Mapping[str, Any]) -> Path | None:
-    """Return the absolute local directory of a storage; None if the storage has none."""
+    """Return the absolute local directory of a storage; None if the storage has none.
+
+    ``storage`` is a config's ``checkpoint_storage``.
+    """
     try:
         root = storage_root(storage)
     except MasterError:
@@ -42,7 +45,10 @@ def root_of(storage: Mapping[str, Any]) -> Path | None:
 
 
 class Storages:
-    """Probes checkpoint storages with a timeout. Thread-safe."""
+    """Checks, with a timeout, whether checkpoint storages are available. Thread-safe.
+
+    A storage is the ``checkpoint_storage`` of a config. A used storage without its marker file counts as not mounted.
+    """
 
     def __init__(
         self, database: Database, *, umask: int | None = None, timeout_s: float = PROBE_TIMEOUT_S
@@ -120,7 +126,7 @@ class Storages:
 
 
 class StorageWait:
-    """Tracks trials that wait for their storage; only the scheduler thread uses it."""
+    """Pending trials whose checkpoint storage is unavailable. Not thread-safe."""
 
     def __init__(self, database: Database, storages: Storages) -> None:
         self._database = database
@@ -141,7 +147,7 @@ class StorageWait:
             self.holds_up(row, known)
 
     def ready(self, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
-        """Return trials of ``rows`` that need not wait; forget trials not in ``rows``."""
+        """Return those of ``rows`` that do not wait; forget trials not in ``rows``."""
         self._held = {row.id: self._held[row.id] for row in rows if row.id in self._held}
         return [row for row in rows if row.id not in self._held]
 

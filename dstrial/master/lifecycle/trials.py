@@ -32,7 +32,8 @@ def report_metrics(
 ) -> None:
     """Store a metric report and pass a validation to the searcher, in one transaction.
 
-    ``steps`` is the number of completed batches, None for profiling reports. ``per_batch`` is only stored.
+    ``steps`` is the number of completed batches, None for profiling reports. ``per_batch`` (metrics of each batch) is only
+    stored.
     """
     added = metric_rows.add_report(
         tx,
@@ -62,7 +63,10 @@ def report_metrics(
 
 
 def report_checkpoint(tx: Transaction, trial: trial_rows.Trial, **columns: Any) -> None:
-    """Store a checkpoint that a trial reports; repeated reports update its row."""
+    """Store a checkpoint that a trial reports; repeated reports update its row.
+
+    ``columns`` are the arguments of ``store.checkpoints.add_checkpoint``.
+    """
     checkpoint_rows.add_checkpoint(tx, trial=trial, **columns)
     tx.publish(f"trial:{trial.id}", f"experiment:{trial.experiment_id}")
 
@@ -76,14 +80,17 @@ def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
 
 
 def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
-    """Store what a trial reports to be doing, for example training or restoring."""
+    """Store the activity that a trial reports, for example training or restoring."""
     trial_rows.require(tx.connection, trial_id)
     trial_rows.update(tx, trial_id, runner_state=state)
     tx.publish(f"trial:{trial_id}")
 
 
 def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
-    """Mark a trial's hyperparameters as invalid; kill the trial after ten seconds."""
+    """Mark a trial's hyperparameters as invalid; kill the trial after ten seconds.
+
+    ``reason`` is INVALID_HP or INIT_INVALID_HP, else ``InvalidError`` is raised.
+    """
     if reason not in ("INVALID_HP", "INIT_INVALID_HP"):
         raise InvalidError(f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")
     trial = trial_rows.require(tx.connection, trial_id)

@@ -85,7 +85,11 @@ class _Supervisor(Protocol):
 
 
 def supervisor_columns(handle: _Supervisor | None) -> dict[str, Any]:
-    """Return the local supervisor's PID and start time as columns; {} for None."""
+    """Return columns with the PID and start time of an allocation's supervisor.
+
+    The supervisor starts and watches the ranks. ``handle`` is None if there is none on the master's machine; then the result is
+    empty.
+    """
     return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
 
 
@@ -103,7 +107,11 @@ def insert(
     directory: str,
     **others: Any,
 ) -> str:
-    """Insert an ASSIGNED allocation and return its id; ``others`` are more columns."""
+    """Insert an allocation in state ASSIGNED, and return its id.
+
+    ``ports`` maps environment variable -> port. ``directory`` is the parent of the allocation's directory. ``others`` are
+    further columns.
+    """
     allocation_id = f"{task_id}.{run_id}"
     columns = {
         "id": allocation_id,
@@ -122,7 +130,7 @@ def insert(
 
 
 def last_runs(connection: sqlite3.Connection, trial_id: int, run_id: int, limit: int) -> list[Allocation]:
-    """Return the trial's last ``limit`` allocations up to ``run_id``, newest first."""
+    """Return a trial's last ``limit`` allocations up to run ``run_id``, newest first."""
     condition = "trial_id = ? AND run_id <= ? ORDER BY run_id DESC LIMIT ?"
     return _where(connection, condition, trial_id, run_id, limit)
 
@@ -137,7 +145,10 @@ def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) ->
 
 
 def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
-    """Mark the run's allocation as ready; count the report if ``has_trained``."""
+    """Mark a run's allocation as started (ready); count the report if ``has_trained``.
+
+    ``has_trained`` is False for a report without a batch number (profiling).
+    """
     # Any report proves that the trial's code has started.
     tx.execute(
         "UPDATE allocations SET num_reports = num_reports + ?, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
@@ -146,7 +157,10 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
 
 
 def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
-    """Set a log's read offset to ``after`` if it is ``before``; else return False."""
+    """Set an allocation log's read offset (bytes) to ``after`` if it is ``before``.
+
+    ``num_lines`` is the number of lines between the offsets. Returns False if the stored offset is another one.
+    """
     cursor = tx.execute(
         "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
         (after, num_lines, allocation_id, before),
@@ -197,7 +211,7 @@ class AllocationUsage:
 
 
 def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[AllocationUsage]:
-    """Return the usage of allocations that overlap a time range, sorted by start."""
+    """Return the slot usage of allocations that overlap a time range, by start time."""
     sql = (
         f"{_USED_BY_TRIALS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
         f"UNION ALL {_USED_BY_COMMANDS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
@@ -207,7 +221,10 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 
 
 def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
-    """Return (slot count, start us, end us or None) of allocations in a time range."""
+    """Return (slot count, start, end) of allocations that overlap a time range.
+
+    Times are microseconds since the epoch. The end of an active allocation is None. Allocations without slots are left out.
+    """
     rows = connection.execute(
         "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
         "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]' "
@@ -219,9 +236,11 @@ def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 
 
 def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> list[tuple[str, int, int]]:
-    """Split an allocation into (activity, start us, end us) intervals.
+    """Return the intervals (activity, start us, end us) of an allocation.
 
-    Each report ends an interval, which began at the previous report. Time after the last report counts as training.
+    The activities of a trial are "training", "validation" and "checkpointing". Each report ends an interval, which began at the
+    previous report. Time after the last report counts as training. A command has one interval, with its kind in lower case.
+    ``now_us`` ends an active allocation.
     """
     end_us = now_us if use.end_us is None else use.end_us
     if use.kind in NAMES:
@@ -238,7 +257,7 @@ def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> 
 
 
 def remember_uses(tx: Transaction, experiment_id: int) -> None:
-    """Copy usage of an experiment's ended allocations before their rows are deleted."""
+    """Copy an experiment's slot usage to table ``past_usage`` before its deletion."""
     tx.execute(
         "INSERT OR REPLACE INTO past_usage (allocation_id, kind, user_id, experiment_id, workspace_name, labels, "  # noqa: S608 - a constant
         "num_slots, "

@@ -31,9 +31,12 @@ class BackgroundJob:
 def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, Any] | None = None) -> None:
     """Enqueue a background job and wake the scheduler.
 
-    ``kind`` is "gc" (by the checkpoint policy), "delete_checkpoints" (payload ``uuids``, ``globs``), "sweep" (incomplete
-    checkpoints of an allocation: ``uuids``, ``allocation_id``), "delete_experiment", "delete_tensorboard", "delete_project" or
-    "delete_workspace" (``id``; enqueued after the jobs for their contents). The experiment is 0 for projects and workspaces.
+    ``experiment_id`` is 0 for projects and workspaces. ``kind`` is one of:
+    - "gc": delete the checkpoints that the experiment's retention policy does not keep
+    - "delete_checkpoints": delete the files of checkpoints ``payload["uuids"]`` that match ``payload["globs"]``
+    - "sweep": delete incomplete checkpoints ``payload["uuids"]`` of allocation ``payload["allocation_id"]``
+    - "delete_experiment", "delete_tensorboard": delete all data, or the TensorBoard files, of the experiment
+    - "delete_project", "delete_workspace": delete row ``payload["id"]``; enqueued after the jobs for its contents
     """
     columns = {"kind": kind, "experiment_id": experiment_id, "payload": payload or {}}
     tx.insert("work", {**columns, "created_us": now_us()})
@@ -41,7 +44,7 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
 
 
 def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> BackgroundJob | None:
-    """Return the oldest job that has not ended, except the ids in ``but``, or None."""
+    """Return the oldest job that has not ended and is not in ``but`` (ids), or None."""
     sql = (
         "SELECT * FROM work WHERE ended_us IS NULL AND id NOT IN (SELECT value FROM json_each(?)) "
         "ORDER BY id LIMIT 1"
@@ -50,13 +53,16 @@ def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> B
 
 
 def done(tx: Transaction, work_id: int) -> None:
-    """Mark a job as ended; delete jobs that ended more than ``_SHOWN_US`` ago."""
+    """Mark a job as ended; delete the rows of jobs that ended over two seconds ago."""
     now = now_us()
     tx.update("work", work_id, {"ended_us": now})
     tx.execute("DELETE FROM work WHERE ended_us <= ?", (now - _SHOWN_US,))
 
 
 def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
-    """Return jobs of experiments (except "sweep") that have not ended or just ended."""
+    """Return the jobs that `det task list` shows as checkpoint GC tasks.
+
+    These are the jobs of experiments, except "sweep", that have not ended or ended within the last two seconds.
+    """
     sql = "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' AND (ended_us IS NULL OR ended_us > ?) ORDER BY id"
     return fetch_all(BackgroundJob, connection, sql, (now_us() - _SHOWN_US,))

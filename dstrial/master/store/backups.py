@@ -29,14 +29,14 @@ class Restored:
 
 
 def last_experiment(path: Path) -> int | None:
-    """Return the highest experiment id in a database; None if it is unreadable."""
+    """Return a database's highest experiment id, 0 without any; None if unreadable."""
     with contextlib.suppress(sqlite3.DatabaseError), sqlite_file.reading(path) as connection:
         return int(connection.execute("SELECT COALESCE(MAX(id), 0) FROM experiments").fetchone()[0])
     return None
 
 
 def make_copy(database: Path, target: Path) -> None:
-    """Copy a database, even one in use, and verify the copy.
+    """Copy a database, even one in use, to the new file ``target``; verify the copy.
 
     Raises:
         DatabaseDamagedError: SQLite cannot copy the database, or the copy fails verification.
@@ -83,7 +83,10 @@ def _copied(source: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connecti
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
-    """Make a daily backup if one is due; prune old ones; return its path or None."""
+    """Make a backup if no daily backup is younger than a day; return its path or None.
+
+    Keeps the ``NUM_DAILY`` newest daily backups. ``now_s`` is the epoch time.
+    """
     daily = [copy for copy in sqlite_file.list_copies(database) if copy.is_daily]
     # abs(): if the clock was set back, a backup's time may be in the future.
     if any(abs(now_s - copy.time_s) < DAY_S for copy in daily):
@@ -96,7 +99,10 @@ def make_daily_copy(database: Path, now_s: float) -> Path | None:
 
 
 def restore_copy(database: Path, copy: Path) -> Restored:
-    """Replace a closed database by a backup; keep the replaced files beside it.
+    """Replace a closed database by a backup.
+
+    The replaced files are moved to ``Restored.kept``, a new directory beside the database. New rows get no id that the replaced
+    database has used.
 
     Raises:
         DatabaseDamagedError: the backup is damaged; nothing is changed.
@@ -129,7 +135,10 @@ _SKIPPED_IDS = 10_000  # gap after the backup's ids if the replaced database is 
 
 
 def _prepare(copy: Path, new: Path, last_ids: Mapping[str, int] | None) -> Restored:
-    """Copy ``copy`` to ``new``, verify it, and raise its id sequences to ``last_ids``."""
+    """Copy a backup to ``new``, verify it, and raise its last ids to ``last_ids``.
+
+    ``last_ids`` maps table -> last id of the replaced database; None if that is unreadable.
+    """
     new.unlink(missing_ok=True)
     with sqlite_file.reading(copy) as source, _copied(source, new) as made:
         problem = sqlite_file.check_whole(made)
@@ -160,7 +169,10 @@ def _ids_of(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def _advance_ids(made: sqlite3.Connection, last_ids: Mapping[str, int] | None) -> None:
-    """Prevent reuse of ids, to which files and links of users refer."""
+    """Raise the last id per table, so that new rows get no id that was used before.
+
+    Files and links of users refer to ids. If ``last_ids`` (of the replaced database) is None, ``_SKIPPED_IDS`` ids are skipped.
+    """
     own_ids = _ids_of(made)
     if last_ids is None:
         last_ids = {name: number + _SKIPPED_IDS for name, number in own_ids.items()}
@@ -173,7 +185,7 @@ def _advance_ids(made: sqlite3.Connection, last_ids: Mapping[str, int] | None) -
 
 
 def _move_aside(database: Path) -> Path | None:
-    """Move the database and its WAL to a new directory; return it (None: no files)."""
+    """Move a database and its WAL to a new directory; return it; None without files."""
     found = [
         path for end in ("", "-wal", "-shm") if (path := database.with_name(f"{database.name}{end}")).exists()
     ]

@@ -77,8 +77,8 @@ def add_checkpoint(
 ) -> None:
     """Insert a checkpoint, or update it from a repeated report.
 
-    ``others`` are further columns. The first report with a SHA-256 of the manifest sets it. Later reports cannot change it, so
-    that the storage can be verified.
+    ``resources`` maps path -> bytes. ``others`` are further columns. The first report with a SHA-256 of the manifest sets it.
+    Later reports cannot change it, so that the storage can be verified.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial.id:
@@ -124,7 +124,7 @@ def _count(tx: Transaction, trial_id: int) -> None:
 
 
 def update_best(tx: Transaction, trial_id: int) -> None:
-    """Set the trial's best checkpoint: a COMPLETED one at the best validation's batch."""
+    """Set a trial's best checkpoint: the COMPLETED one at its best validation's batch."""
     tx.execute(
         "UPDATE trials SET best_checkpoint_uuid = (SELECT uuid FROM checkpoints JOIN metrics "
         "ON metrics.id = trials.best_validation_id WHERE checkpoints.trial_id = trials.id "
@@ -168,7 +168,7 @@ def in_use(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def claim(tx: Transaction, uuid: str) -> str | None:
-    """Mark a checkpoint as being deleted; if it is in use, only return the use."""
+    """Mark a checkpoint as being deleted; return None, or its use if that forbids it."""
     used_as = in_use(tx.connection).get(uuid)
     if used_as is None:
         tx.update("checkpoints", uuid, {"deleting_us": now_us()}, key="uuid")

@@ -127,12 +127,15 @@ def require(
 
 
 def context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
-    """Return a command's context files as tar.gz; None if there are none (any more)."""
+    """Return the files uploaded with a command, as tar.gz; None if absent or deleted."""
     return fetch_value(bytes, connection, "SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,))
 
 
 def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[CommandInfo]:
-    """Return commands of a kind that are active or ended within a day, oldest first."""
+    """Return commands of a kind that are active or ended in the day before ``now``.
+
+    ``now`` is in microseconds. The oldest command is first.
+    """
     condition = "c.kind = ? AND (c.end_us IS NULL OR c.end_us > ?) ORDER BY c.start_us, c.task_id"
     return _where(connection, condition, kind, now - _SHOWN_US)
 
@@ -164,7 +167,7 @@ def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
 
 
 def root(connection: sqlite3.Connection, task_id: str) -> str:
-    """Return the id of a task's topmost ancestor."""
+    """Return the id of a task's topmost ancestor; its own id if it has no parent."""
     sql = (
         "WITH RECURSIVE above(id, parent_id) AS (SELECT task_id, parent_id FROM commands WHERE task_id = ? "
         "UNION SELECT c.task_id, c.parent_id FROM commands c JOIN above a ON c.task_id = a.parent_id) "

@@ -56,7 +56,7 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
 
 @functools.cache
 def _fields(kind: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, Callable[[Any], Any]], ...]]:
-    """Return a dataclass's field names, and (field index, converter) pairs."""
+    """Return a dataclass's field names, and (index, converter) of fields to convert."""
     fields = dataclasses.fields(kind)
     converters = [(i, _CONVERTERS[field.type]) for i, field in enumerate(fields) if field.type in _CONVERTERS]
     return tuple(field.name for field in fields), tuple(converters)
@@ -66,7 +66,7 @@ Parameters: TypeAlias = "Sequence[Any] | dict[str, Any]"
 
 
 def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> Iterator[T]:
-    """Yield rows as instances of a dataclass with a field for each column."""
+    """Yield a query's rows as instances of ``kind``, which has one field per column."""
     cursor = connection.execute(sql, parameters)
     cursor.row_factory = None  # tuples take half the time of rows
     columns = [column[0] for column in cursor.description]
@@ -96,20 +96,23 @@ def fetch_one(kind: type[T], connection: Connection, sql: str, parameters: Param
 def fetch_column(
     kind: Callable[[Any], T], connection: Connection, sql: str, parameters: Parameters = ()
 ) -> list[T]:
-    """Return the first column of all rows."""
+    """Run a query, and return the first column of all rows, converted by ``kind``."""
     return [kind(row[0]) for row in connection.execute(sql, parameters)]
 
 
 def fetch_value(
     kind: Callable[[Any], T], connection: Connection, sql: str, parameters: Parameters = ()
 ) -> T | None:
-    """Return the first column of the first row; None if it is NULL or there is no row."""
+    """Return the first column of a query's first row, converted by ``kind``.
+
+    Returns None if the value is NULL or there is no row.
+    """
     row = connection.execute(sql, parameters).fetchone()
     return None if row is None or row[0] is None else kind(row[0])
 
 
 def exists(connection: Connection, sql: str, parameters: Parameters = ()) -> bool:
-    """Return whether a query has a row."""
+    """Return whether a query finds a row."""
     return connection.execute(sql, parameters).fetchone() is not None
 
 
@@ -119,14 +122,14 @@ def marks(values: Sized) -> str:
 
 
 def stored(value: Any) -> Any:
-    """Return a value as a column stores it: mappings and lists as JSON."""
+    """Convert a value for a column: mappings and lists to JSON; others are unchanged."""
     if isinstance(value, Mapping):
         return json.dumps(dict(value))
     return json.dumps(value) if isinstance(value, list) else value
 
 
 class Conditions:
-    """Conditions of a WHERE clause with their parameters; all must hold."""
+    """Builder of a WHERE clause: conditions joined by AND, with their parameters."""
 
     def __init__(self) -> None:
         self._sql: list[str] = []
@@ -137,7 +140,10 @@ class Conditions:
         self.values.extend(values)
 
     def need_one_of(self, column: str, values: Sequence[Any], *, or_null: bool = False) -> None:
-        """Require a column to have one of the values; empty ``values`` match all rows."""
+        """Require a column to have one of the values; empty ``values`` match all rows.
+
+        ``or_null`` also accepts NULL.
+        """
         if values:
             null = f" OR {column} IS NULL" if or_null else ""
             self.need(f"({column} IN ({marks(values)}){null})", *values)
@@ -153,7 +159,7 @@ class Conditions:
             self.need(f"? IN (SELECT value FROM json_each({column}))", label)  # noqa: S608 - our column
 
     def need_part(self, column: str, text: str | None) -> None:
-        """Require a column to contain a text, ignoring case; no text matches all rows."""
+        """Require a column to contain ``text``, ignoring case; None and "" match all rows."""
         if text:
             self.need(f"instr(lower({column}), lower(?)) > 0", text)
 
@@ -164,7 +170,7 @@ class Conditions:
 
 
 class Transaction:
-    """A write in progress, with the topics to publish after its commit."""
+    """A write in progress; collects the topics that are published after its commit."""
 
     __slots__ = ("_topics", "connection")
 
@@ -179,7 +185,7 @@ class Transaction:
         return self.connection.executemany(sql, rows)
 
     def insert(self, table: str, columns: Mapping[str, Any], verb: str = "INSERT") -> int:
-        """Insert a row and return its id; see ``stored`` for values.
+        """Insert a row and return its id; ``stored`` converts the values.
 
         ``verb`` may be "INSERT OR IGNORE" or "INSERT OR REPLACE". ``table`` and column names must not be user input.
         """
@@ -192,7 +198,10 @@ class Transaction:
         return int(self.execute(f"SELECT COUNT(*) FROM {table} WHERE {where}", parameters).fetchone()[0])  # noqa: S608 - constants
 
     def update(self, table: str, value: int | str, columns: Mapping[str, Any], *, key: str = "id") -> None:
-        """Update columns of one row; ``table`` and column names must not be user input."""
+        """Update ``columns`` of the row whose column ``key`` equals ``value``.
+
+        ``table`` and column names must not be user input.
+        """
         if columns:
             assignments = ", ".join(f"{name} = ?" for name in columns)
             values = [stored(given) for given in columns.values()]
@@ -200,7 +209,7 @@ class Transaction:
 
     @contextlib.contextmanager
     def savepoint(self) -> Iterator[None]:
-        """Roll back only the writes of the block if it raises."""
+        """Run a block; if it raises, roll back the block's writes only."""
         self.execute("SAVEPOINT part")
         try:
             yield
@@ -211,7 +220,7 @@ class Transaction:
             self.execute("RELEASE part")
 
     def publish(self, *topics: str) -> None:
-        """Queue topics for notification of listeners after the commit."""
+        """Queue topics, such as "trial:7", to notify their listeners after the commit."""
         self._topics.update(topics)
 
 
@@ -219,14 +228,14 @@ _Job: TypeAlias = "tuple[Callable[[Transaction], Any], Future[Any]]"
 
 
 class Database:
-    """The master's database.
+    """The master's SQLite database: one thread writes, any thread reads.
 
     Args:
-        path: the file; created with the schema if it does not exist.
+        path: the file; created with the schema if neither the file nor a WAL or backup of it exists.
         on_commit: called in the writer thread with the published topics, if any, after a commit.
 
     Raises:
-        DatabaseDamagedError: the file is damaged or missing.
+        DatabaseDamagedError: the file is damaged, or missing although its WAL or a backup exists.
         MasterError: the file has another schema version or cannot be written.
     """
 
@@ -248,7 +257,7 @@ class Database:
         self._thread.start()
 
     def submit(self, function: Callable[[Transaction], T]) -> Future[T]:
-        """Run ``function`` in the writer thread; the future completes after the commit."""
+        """Run ``function`` in the writer thread; the future gets its result at the commit."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -257,7 +266,7 @@ class Database:
         return future
 
     def write(self, function: Callable[[Transaction], T]) -> T:
-        """Like ``submit``, but wait for the commit; deadlocks in the writer thread."""
+        """Like ``submit``, but wait for the result; deadlocks in the writer thread."""
         return self.submit(function).result()
 
     @contextlib.contextmanager
@@ -305,7 +314,7 @@ class Database:
         connection.close()
 
     def close(self) -> None:
-        """Finish submitted writes, checkpoint the WAL, and close."""
+        """Finish submitted writes, checkpoint the WAL, and close the database."""
         with self._lock:
             if self._is_closed:
                 return
@@ -325,7 +334,10 @@ class Database:
             self._idle.clear()
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return a ``MasterError`` for a known SQLite error, else the error; note damage."""
+        """Return a ``MasterError`` for damage or a lack of open files, else the error.
+
+        Damage is recorded for ``describe_damage``.
+        """
         if file_limit.is_shortage(error):
             return MasterError(file_limit.shortage() or str(error))
         if not is_damage(error):
@@ -339,13 +351,13 @@ class Database:
             logger.critical("%s", self.describe_damage())
 
     def describe_damage(self) -> str:
-        """Return a message about damage found since the start; empty if there is none."""
+        """Return a message about damage found since the master started, else ""."""
         if not self.damage:
             return ""
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {hints.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Return a message about damage or a recent failed write; empty if there is none."""
+        """Return a message about damage or a write that failed within 30 s, else ""."""
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
         if self.damage or not why or ago_s > _RECENT_S:
@@ -412,7 +424,10 @@ class Database:
         done: list[tuple[Future[Any], Any]],
         topics: set[str],
     ) -> None:
-        """Run one function in a savepoint.
+        """Run one submitted function in a savepoint.
+
+        Appends (future, result) to ``done`` and the published topics to ``topics``. If the function raises, its writes are
+        rolled back, and ``future`` gets the exception.
 
         Raises:
             sqlite3.Error: SQLite rolled back the whole transaction, for example because the disk is full.
@@ -432,7 +447,7 @@ class Database:
 
 
 def make_cluster_id(tx: Transaction) -> str:
-    """Return the cluster id; generate it at the first start."""
+    """Return the cluster id, a UUID; generate it at the first start."""
     tx.insert("cluster", {"key": "cluster_id", "value": str(uuid.uuid4())}, "INSERT OR IGNORE")
     return str(find_cluster_id(tx.connection))
 

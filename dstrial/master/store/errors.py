@@ -13,26 +13,29 @@ T = TypeVar("T")
 
 
 class StoreError(MasterError):
-    """Base class of errors: the stored rows do not allow the request."""
+    """Base class of errors of requests that the stored rows do not allow."""
 
     def __init__(self, text: str, hint: Hint | None = None) -> None:
         super().__init__(text if hint is None else f"{text}{hint.value}")
 
 
 class NotFoundError(StoreError):
-    """The row does not exist."""
+    """The row that a request names does not exist."""
 
 
 class ConflictError(StoreError):
-    """Another row, or existing content of this row, conflicts with the request."""
+    """A request conflicts with stored content, for example because a name is taken."""
 
 
 class InvalidError(StoreError):
-    """A value is invalid, or not allowed in the current state."""
+    """A value in a request is invalid, or not allowed in the row's current state."""
 
 
 def required(row: T | None, what: str, hint: Hint) -> T:
-    """Return the row; raise ``NotFoundError`` if it is None."""
+    """Return ``row``; if it is None, raise ``NotFoundError`` about ``what``.
+
+    ``hint`` is appended to the message, and says how to find an existing row.
+    """
     if row is None:
         raise NotFoundError(f"{what} is not found", hint)
     return row

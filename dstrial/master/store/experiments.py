@@ -70,7 +70,7 @@ def require(connection: sqlite3.Connection, experiment_id: int) -> Experiment:
 
 
 def by_external_id(connection: sqlite3.Connection, external_id: str) -> Experiment | None:
-    """Return the experiment with an external id (set by detached runs), or None."""
+    """Return the experiment with an ``external_id``, which a script chose, or None."""
     return fetch_one(
         Experiment, connection, "SELECT * FROM experiments WHERE external_id = ?", (external_id,)
     )
@@ -115,7 +115,8 @@ def replace_config(
 ) -> None:
     """Replace an experiment's config but not its searcher type or original config.
 
-    Columns that users can also set separately are updated only if their config value changes.
+    Columns that users can also change separately, for example the priority, are updated only if their config value changes.
+    ``interpreter`` is the Python of the trials; None means the master's.
     """
     before = _columns(json.loads(require(tx.connection, experiment_id).config))
     changed = {name: value for name, value in _columns(config).items() if value != before[name]}
@@ -123,7 +124,7 @@ def replace_config(
 
 
 def _fixed_columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that change only with the config."""
+    """Return the columns that a config sets and users cannot change separately."""
     return {
         "config": config,
         "searcher_metric": config["searcher"]["metric"],
@@ -133,7 +134,7 @@ def _fixed_columns(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that users can also change separately."""
+    """Return the columns that a config sets and users can also change separately."""
     resources = config.get("resources") or {}
     return {
         "name": config.get("name"),
@@ -154,7 +155,10 @@ def model_definition(connection: sqlite3.Connection, experiment_id: int) -> byte
 
 
 def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
-    """Return ids of active detached experiments from before a time without a trial."""
+    """Return ids of active unmanaged experiments without trials, begun before a time.
+
+    A script, not the master, creates the trials of an unmanaged experiment.
+    """
     return fetch_column(
         int,
         connection,

@@ -123,7 +123,7 @@ ORDER BY e.priority, e.queue_position, t.id
 
 
 def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
-    """Return pending trials in queue order, including ones with excluded nodes."""
+    """Return the pending trials of active experiments, in queue order."""
     return fetch_all(WaitingTrial, connection, _WAITING)
 
 
@@ -139,7 +139,7 @@ ORDER BY e.priority, e.queue_position, a.trial_id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResizableTrial:
-    """A running trial that can be preempted for a change of its slot count."""
+    """A running trial that the scheduler may preempt to change its slot count."""
 
     allocation_id: str
     trial_id: int
@@ -154,21 +154,21 @@ class ResizableTrial:
 
 
 def resizable_trials(connection: sqlite3.Connection) -> list[ResizableTrial]:
-    """Return running trials that can be preempted for a resize, in queue order."""
+    """Return the running trials that may be preempted for a resize, in queue order."""
     return fetch_all(ResizableTrial, connection, _RESIZABLE)
 
 
 def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: int) -> int:
-    """Return the slot count of a trial's run before ``run_id``; 0 for the first run."""
+    """Return the slot count of a trial's last run before ``run_id``; 0 if none."""
     sql = "SELECT json_array_length(slots) FROM allocations WHERE trial_id = ? AND run_id < ? ORDER BY run_id DESC LIMIT 1"
     return fetch_value(int, connection, sql, (trial_id, run_id)) or 0
 
 
 def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
-    """Return slot counts on which the trial failed because of its batch sizes.
+    """Return slot counts on which a trial raised ``ConfigError`` and never trained.
 
-    Sizes that trial code passes to DeepSpeed directly are known only at run time. Failures of a trial that has never trained do
-    not count.
+    The cause is batch sizes that trial code passes to DeepSpeed, which are known only at run time. Empty if the trial has never
+    trained on any slot count.
     """
     sql = (
         "SELECT json_array_length(slots) AS count FROM allocations WHERE trial_id = :trial_id GROUP BY count "
@@ -179,9 +179,10 @@ def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[
 
 
 def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
-    """Return which of ``slot_ids`` are disabled: slot id -> whether draining.
+    """Return the disabled slots among ``slot_ids``: slot id -> whether it drains.
 
-    A disabled node disables all of its slots, and adds its ``agent_key`` to the keys.
+    A draining slot lets its running tasks finish. A disabled node disables all of its slots, and is itself in the result under
+    its ``agent_key``.
     """
     rows = connection.execute("SELECT slot_id, drain FROM disabled_slots").fetchall()
     off = {slot_id: bool(drain) for slot_id, drain in rows}
@@ -193,9 +194,9 @@ def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) ->
 
 
 def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> None:
-    """Disable a slot, or a whole node by its ``agent_key``.
+    """Disable a slot, or a whole node if ``slot_id`` is its ``agent_key``.
 
-    With ``drain``, its running tasks may finish. Otherwise they are killed with ``reason`` and requeued.
+    With ``drain``, running tasks may finish. Otherwise they are killed with ``reason``; trials and pausable tasks are requeued.
     """
     tx.insert("disabled_slots", {"slot_id": slot_id, "drain": drain}, "INSERT OR REPLACE")
     if not drain:
@@ -212,6 +213,6 @@ def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> 
 
 
 def enable_slot(tx: Transaction, slot_id: int) -> None:
-    """Enable a slot, or a whole node by its ``agent_key``."""
+    """Enable a slot, or a whole node if ``slot_id`` is its ``agent_key``."""
     tx.execute("DELETE FROM disabled_slots WHERE slot_id = ?", (slot_id,))
     tx.publish("scheduler")

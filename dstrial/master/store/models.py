@@ -88,7 +88,7 @@ class VersionInfo(Version):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFilter:
-    """Filter of models; None or empty matches all."""
+    """Filter of models; a field that is None or empty matches all models."""
 
     model_id: int | None = None
     archived: bool | None = None  # True: only archived ones; False: only others
@@ -108,7 +108,7 @@ def list_models(
     sort_by: str | None = None,
     is_descending: bool = False,
 ) -> list[ModelInfo]:
-    """Return models that match a filter; ``sort_by`` is SORT_BY_…, by default the id."""
+    """Return models that match a filter; ``sort_by`` is SORT_BY_NAME etc. (None: id)."""
     where = Conditions()
     where.need_equal("m.id", wanted.model_id)
     where.need_equal("m.is_archived", wanted.archived)
@@ -126,7 +126,7 @@ def list_models(
 
 
 def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
-    """Return a model by name (case-insensitive) or id; raise ``NotFoundError``."""
+    """Return a model by name (case-insensitive) or id; ``NotFoundError`` if none."""
     row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.name = ?", (name_or_id,))
     if row is None and name_or_id.isdecimal() and len(name_or_id) < 19:
         row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.id = ?", (int(name_or_id),))
@@ -145,6 +145,7 @@ def create(tx: Transaction, *, name: str, owner_id: int, workspace_id: int, **fi
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
     """Raise if a model name is empty, has a slash, is a number, or is in use.
 
+    ``own_id`` is the id of the model to rename; None for a new model.
     Source: Determined 0.38.1; request paths contain either a name or an id.
     """
     if not name.strip() or "/" in name or name.isdecimal():
@@ -169,7 +170,7 @@ def delete(tx: Transaction, model_id: int) -> None:
 
 
 def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> list[str]:
-    """Return labels of a workspace's models (None: of all), most used first."""
+    """Return labels of a workspace's models (None: of all models), most used first."""
     where = Conditions()
     where.need_equal("m.workspace_id", workspace_id or None)
     sql = f"SELECT value FROM models m, json_each(m.labels) {where.sql} GROUP BY value ORDER BY COUNT(*) DESC, value"  # noqa: S608 - constants
@@ -177,7 +178,7 @@ def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> l
 
 
 def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: int, **fields: Any) -> int:
-    """Register a checkpoint as the next version; return the version number.
+    """Register a checkpoint as a model's next version; return the version number.
 
     ``fields`` are name, comment, notes (strings), metadata (a mapping) and labels (a list of strings).
     """
@@ -210,19 +211,25 @@ def require_version(connection: sqlite3.Connection, model: Model, version: int) 
 
 
 def change_version(tx: Transaction, row_id: int, model_id: int, **fields: Any) -> None:
-    """Change fields of a version: name, comment, notes, metadata, labels."""
+    """Change name, comment, notes, metadata or labels of a version.
+
+    ``row_id`` is the id of the version's row, not the version number.
+    """
     _change(tx, "model_versions", row_id, fields)
     _change(tx, "models", model_id, {})
 
 
 def delete_version(tx: Transaction, row_id: int, model_id: int) -> None:
-    """Delete a version but not its checkpoint; the version number is not reused."""
+    """Delete a version but not its checkpoint; the version number is not reused.
+
+    ``row_id`` is the id of the version's row, not the version number.
+    """
     tx.execute("DELETE FROM model_versions WHERE id = ?", (row_id,))
     _change(tx, "models", model_id, {})
 
 
 def registered_of(connection: sqlite3.Connection, experiment_id: int) -> list[str]:
-    """Return an experiment's registered checkpoints as ``NAME version N``."""
+    """Return the model versions of an experiment's checkpoints, as ``NAME version N``."""
     rows = connection.execute(
         "SELECT m.name, v.version FROM checkpoints c JOIN model_versions v ON v.checkpoint_uuid = c.uuid "
         "JOIN models m ON m.id = v.model_id WHERE c.experiment_id = ? ORDER BY m.name, v.version",

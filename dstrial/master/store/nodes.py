@@ -18,7 +18,7 @@ def node_of(slot_id: int) -> int:
 
 
 def index_of(slot_id: int) -> int:
-    """Return the index of a slot on its node."""
+    """Return the index of a slot on its node, from 0."""
     return slot_id % MOST_SLOTS
 
 
@@ -27,7 +27,7 @@ def slot_id_of(node_id: int, index: int) -> int:
 
 
 def agent_key(node_id: int) -> int:
-    """Return the negative slot id for a whole node in the table ``disabled_slots``."""
+    """Return the negative number that represents a whole node in ``disabled_slots``."""
     return -1 - node_id
 
 
@@ -84,7 +84,10 @@ def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: An
 def advance_log(
     tx: Transaction, allocation_id: str, node_id: int, before: int, after: int, num_lines: int
 ) -> bool:
-    """Set a log's read offset to ``after`` if it is ``before``; else return False."""
+    """Set the read offset (bytes) of a log on a node to ``after`` if it is ``before``.
+
+    ``num_lines`` is the number of lines between the offsets. Returns False if the stored offset is another one.
+    """
     cursor = tx.execute(
         "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "
         "WHERE allocation_id = ? AND node_id = ? AND log_offset = ?",

@@ -79,7 +79,7 @@ def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> Pr
 
 
 def refuse_shut(row: ProjectInfo, verb: str) -> None:
-    """Raise ``InvalidError`` if a project is archived or being deleted."""
+    """Raise ``InvalidError`` (cannot ``verb``) if a project is archived or DELETING."""
     state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -90,7 +90,7 @@ def refuse_shut(row: ProjectInfo, verb: str) -> None:
 
 
 def refuse_immutable(row: Project, verb: str) -> None:
-    """Raise ``InvalidError`` for the default project; the message contains ``verb``."""
+    """Raise ``InvalidError`` (cannot ``verb``) if a project is the default project."""
     if row.is_immutable:
         raise InvalidError(
             f"project {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -99,7 +99,10 @@ def refuse_immutable(row: Project, verb: str) -> None:
 
 
 def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own_id: int | None) -> None:
-    """Raise unless a project name has 1 to 80 characters and is new in the workspace."""
+    """Raise unless a project name has 1 to 80 characters and is new in the workspace.
+
+    ``own_id`` is the id of the project to rename; None for a new project.
+    """
     sql = "SELECT id FROM projects WHERE workspace_id = ? AND name = ?"
     holder = fetch_value(int, connection, sql, (workspace_id, name))
     check_container_name("project", name, " in this workspace", is_taken=holder not in (None, own_id))
@@ -108,7 +111,8 @@ def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own
 def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> str:
     """Return a project key in capitals; raise unless it is unused and valid.
 
-    A valid key has 1 to 5 letters or digits. Source: Determined 0.38.1.
+    A valid key has 1 to 5 letters or digits. ``own_id`` is the id of the project to change; None for a new project. Source:
+    Determined 0.38.1.
     """
     if re.fullmatch(rf"[A-Za-z0-9]{{1,{_MAX_KEY}}}", key) is None:
         raise InvalidError(
@@ -141,7 +145,7 @@ def _new_key(connection: sqlite3.Connection, name: str) -> str:
 
 
 def change(tx: Transaction, project_id: int, **fields: Any) -> None:
-    """Update columns of a project; ``notes`` is a list."""
+    """Update columns of a project; ``notes`` is a list of ``{name, contents}``."""
     tx.update("projects", project_id, fields)
 
 

@@ -28,7 +28,7 @@ _TIME = "%Y%m%d-%H%M%S"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
-    """A backup of a database."""
+    """A backup of the master's database."""
 
     path: Path
     is_daily: bool
@@ -41,7 +41,7 @@ def directory_of(database: Path) -> Path:
 
 
 def new_path(database: Path, now_s: float, kind: str) -> Path:
-    """Return the path for a new backup; ``kind`` is ``daily`` or ``master``."""
+    """Return the path for a new backup; ``kind`` is "daily" or "master" (by a user)."""
     moment = datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)
     return directory_of(database) / f"{kind}-{moment.strftime(_TIME)}.db"
 
@@ -62,7 +62,7 @@ def list_copies(database: Path) -> list[Copy]:
 
 
 def newest_copy(database: Path) -> Path | None:
-    """Return the path of the newest backup, if any."""
+    """Return the path of the newest backup; None if there is none."""
     found = list_copies(database)
     return found[0].path if found else None
 
@@ -76,7 +76,7 @@ def unusable(path: Path, error: Exception) -> MasterError:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return whether an SQLite error means a damaged page."""
+    """Return whether an error of SQLite means that a page of the file is damaged."""
     if not isinstance(error, sqlite3.DatabaseError):
         return False
     code = getattr(error, "sqlite_errorcode", None)
@@ -89,7 +89,7 @@ def open_for_writer(path: Path) -> sqlite3.Connection:
     """Verify a database and open it for writing; create the schema in a new one.
 
     Raises:
-        DatabaseDamagedError: the file is damaged or missing; nothing is changed.
+        DatabaseDamagedError: the file is damaged, or missing although its WAL or a backup exists; nothing is changed.
         MasterError: the file has another schema version.
         sqlite3.Error: SQLite cannot open the file.
     """
@@ -107,7 +107,10 @@ def open_for_writer(path: Path) -> sqlite3.Connection:
 
 
 def _find_damage(path: Path) -> str:
-    """Check a closed database; return a description of the damage, or an empty string."""
+    """Check a closed database; return a description of the damage, or an empty string.
+
+    A missing or empty file is damage if its WAL or a backup exists.
+    """
     size = path.stat().st_size if path.exists() else None
     if not size:
         log, new = (path.with_name(f"{path.name}{end}") for end in ("-wal", ".new"))

@@ -67,7 +67,10 @@ def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: s
 def is_over(
     connection: sqlite3.Connection, trial_id: int | None, task_id: str | None, before_us: int
 ) -> bool:
-    """Return whether a task, or all tasks of a trial, ended before ``before_us``."""
+    """Return whether a task, or all tasks of a trial, ended by ``before_us``.
+
+    Pass one of ``trial_id`` and ``task_id``. An allocation that has not terminated makes the result False.
+    """
     of_task, of_allocation, value = (
         ("trial_id", "trial_id", trial_id) if trial_id is not None else ("id", "task_id", task_id)
     )

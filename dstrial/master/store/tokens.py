@@ -57,7 +57,7 @@ class AllocationIdentity:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """The user or allocation that a token belongs to."""
+    """The user, and the allocation if any, that an API token authenticates."""
 
     token_hash: str  # of the token: SHA-256, hexadecimal
     user: User  # for an allocation, the owner of its experiment
@@ -68,7 +68,7 @@ class Identity:
 
 
 def create_token(tx: Transaction, user_id: int) -> str:
-    """Create and return a session token for a login; delete all expired tokens."""
+    """Create a session token at a login and return it; delete all expired tokens."""
     now = now_us()
     tx.execute("DELETE FROM tokens WHERE expires_us < ?", (now,))
     tx.execute("UPDATE users SET last_auth_us = ? WHERE id = ?", (now, user_id))
@@ -81,7 +81,10 @@ def create_token(tx: Transaction, user_id: int) -> str:
 def keep_allocation_tokens(
     tx: Transaction, allocation_id: str, user_id: int, hashes: Mapping[str, str]
 ) -> None:
-    """Store a new allocation's tokens: kind ("allocation", "user") -> SHA-256."""
+    """Store the tokens of a new allocation; ``hashes`` is kind -> SHA-256.
+
+    A token of kind "allocation" grants access to the allocation's trial only, one of kind "user" the access of ``user_id``.
+    """
     tx.executemany(
         "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
         [(hash_, kind, user_id, allocation_id, now_us()) for kind, hash_ in hashes.items()],
@@ -99,7 +102,10 @@ def end_token(tx: Transaction, token_hash: str) -> None:
 
 
 def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
-    """Revoke a user's tokens, except ``except_hash`` and tokens of kind "allocation"."""
+    """Revoke a user's session and access tokens, except the one with ``except_hash``.
+
+    Tokens of kind "allocation" stay valid, so that running trials continue.
+    """
     tx.execute(
         "DELETE FROM tokens WHERE user_id = ? AND kind = 'user' AND token_hash IS NOT ?",
         (user_id, except_hash),
@@ -112,7 +118,10 @@ def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = Non
 
 
 def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
-    """Return a token's identity; None if unknown, revoked, or of an ended allocation."""
+    """Return a token's identity; None if unknown, revoked, or of an ended allocation.
+
+    The expiry is not checked.
+    """
     row = connection.execute(
         "SELECT t.kind, t.allocation_id, t.expires_us, a.id AS a_id, a.state AS a_state, a.task_id, a.trial_id, "
         "a.experiment_id, a.run_id, u.* FROM tokens t JOIN users u ON u.id = t.user_id "
@@ -154,7 +163,7 @@ def _new_token() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AccessToken:
-    """An access token without its secret; lists show it after expiry or revocation."""
+    """An access token without its secret; kept after it expires or is revoked."""
 
     id: int
     user_id: int
@@ -205,7 +214,7 @@ def require_access_token(connection: sqlite3.Connection, token_id: int) -> Acces
 def change_access_token(
     tx: Transaction, token_id: int, description: str | None, *, is_revoked: bool
 ) -> AccessToken:
-    """Change an access token's description, revoke the token, or do both."""
+    """Change an access token's description, revoke the token, or both; return it."""
     now = now_us()
     if not require_access_token(tx.connection, token_id).is_active(now):
         raise InvalidError(
@@ -229,7 +238,7 @@ def _checked(description: str) -> str:
 
 
 class TokenStore:
-    """Cache of token -> identity, cleared after each commit to ``TOPIC``."""
+    """Cache of token -> identity, cleared when a token is revoked or a user changes."""
 
     def __init__(self, read: Callable[..., Awaitable[Any]], pubsub: PubSub) -> None:
         self._read = read

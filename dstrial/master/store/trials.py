@@ -74,12 +74,12 @@ def require(connection: sqlite3.Connection, trial_id: int) -> Trial:
 
 
 def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: str) -> Trial | None:
-    """Return the experiment's trial for a searcher's request id, or None."""
+    """Return the trial that the searcher requested with ``request_id``, or None."""
     return _one(connection, "experiment_id = ? AND request_id = ?", experiment_id, request_id)
 
 
 def by_external_id(connection: sqlite3.Connection, experiment_id: int, external_id: str) -> Trial | None:
-    """Return the trial with an external id (set by detached runs), or None."""
+    """Return the trial with an ``external_id``, which a script chose, or None."""
     return _one(connection, "experiment_id = ? AND external_id = ?", experiment_id, external_id)
 
 
@@ -124,7 +124,10 @@ def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, wa
 def insert_detached(
     tx: Transaction, experiment_id: int, hparams: Mapping[str, Any], external_id: str | None, now: int
 ) -> int:
-    """Insert a detached trial and its task; return the trial's id."""
+    """Insert a detached trial, which a script runs without the master; return its id.
+
+    ``external_id`` is an id that the script chose, or None. ``now`` is in microseconds.
+    """
     request_id = str(uuid.uuid4())
     task_id = f"{experiment_id}.{request_id}"
     columns = {
@@ -169,12 +172,12 @@ def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
 
 
 def keep_logs(tx: Transaction, trial_id: int, days: int) -> None:
-    """Set the retention of a trial's logs, in days; -1 for forever."""
+    """Set how many days a trial's logs are kept; -1 means forever."""
     tx.execute("UPDATE trials SET log_retention_days = ? WHERE id = ?", (days, trial_id))
 
 
 def silent_since(connection: sqlite3.Connection, before_us: int) -> list[Trial]:
-    """Return active detached trials whose last heartbeat was before a time."""
+    """Return active detached (unmanaged) trials with no heartbeat since ``before_us``."""
     return _where(connection, "state = 'ACTIVE' AND heartbeat_us < ? ORDER BY id", before_us)
 
 
@@ -183,7 +186,7 @@ def update(tx: Transaction, trial_id: int, **columns: Any) -> None:
 
 
 def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int) -> list[int]:
-    """Return the ids of the ``limit`` best trials of an experiment, best first."""
+    """Return the ids of an experiment's ``limit`` best trials, best first."""
     order = "ASC" if experiment.smaller_is_better else "DESC"
     sql = (
         "SELECT id FROM trials WHERE experiment_id = ? "  # noqa: S608 - one of two words of ours
@@ -193,7 +196,7 @@ def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int)
 
 
 def progress_by_request(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
-    """Return searcher's request id -> progress for all trials of an experiment."""
+    """Return the searcher's request id -> progress (0 to 1) of an experiment's trials."""
     rows = connection.execute(
         "SELECT request_id, progress FROM trials WHERE experiment_id = ?", (experiment_id,)
     )
@@ -207,6 +210,6 @@ def activate_paused(tx: Transaction, experiment_id: int) -> None:
 
 
 def set_flag(tx: Transaction, trial_id: int, column: Literal["retry_cancelled", "is_node_excluded"]) -> bool:
-    """Set a flag column for a log policy; return False if it was already set."""
+    """Set a flag of a trial after a log policy matched; return False if already set."""
     cursor = tx.execute(f"UPDATE trials SET {column} = 1 WHERE id = ? AND {column} = 0", (trial_id,))  # noqa: S608 - one of the two above
     return bool(cursor.rowcount)

@@ -37,7 +37,7 @@ class StoredUser(User):
 
 
 def new_passwords(*, is_blank: bool) -> dict[str, str]:
-    """Return the first users' passwords: random, or blank as in Determined."""
+    """Return username -> password for a new master's users: random, or blank."""
     return {name: "" if is_blank else secrets.token_urlsafe(18) for name in FIRST_USERS}
 
 
@@ -46,7 +46,7 @@ def has_users(connection: sqlite3.Connection) -> bool:
 
 
 def create_first_users(tx: Transaction, passwords: Mapping[str, str]) -> None:
-    """Create the users of a new master as in Determined: admin (id 1), determined (2)."""
+    """Create the users admin and determined (ids 1, 2) with plain-text ``passwords``."""
     for name in sorted(FIRST_USERS):
         create_user(tx, username=name, admin=FIRST_USERS[name], password=client_hash(passwords[name]))
 
@@ -64,7 +64,7 @@ def stored_hash(hashed: str) -> str:
 
 
 def is_password(stored: str, hashed: str) -> bool:
-    """Compare a client's hash with the stored hash, in constant time unless blank."""
+    """Return whether a client's hash matches a stored one; constant time unless blank."""
     if not stored or not hashed:
         return stored == hashed
     _, cost, salt, expected = stored.split("$")
@@ -97,7 +97,10 @@ def change_user(
     active: bool | None = None,
     password: str | None = None,
 ) -> None:
-    """Update fields of a user; raise if no active administrator would remain."""
+    """Update fields of a user; raise if no active administrator would remain.
+
+    A field that is None does not change. ``password`` is the client's hash, or blank.
+    """
     row = find_by_id(tx.connection, user_id)
     if username is not None and username != row.username:
         _check_name(username)

@@ -163,7 +163,7 @@ def check_url(url: str) -> None:
 
 
 def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int] | None) -> list[Webhook]:
-    """Return global webhooks and webhooks of the workspaces (None: all), by id."""
+    """Return webhooks without a workspace and those of ``workspace_ids`` (None: all)."""
     rows = connection.execute("SELECT * FROM webhooks ORDER BY id").fetchall()
     return [
         _webhook(connection, row)
@@ -194,7 +194,7 @@ def _webhook(connection: sqlite3.Connection, row: sqlite3.Row) -> Webhook:
 
 
 def change_url(tx: Transaction, webhook_id: int, url: str) -> None:
-    """Change a webhook's URL, also for its pending events."""
+    """Change a webhook's URL; pending events are sent to the new URL."""
     check_url(url)
     tx.update("webhooks", webhook_id, {"url": url})
     tx.publish(EVENTS_TOPIC)
@@ -209,7 +209,11 @@ def delete(tx: Transaction, webhook_id: int) -> None:
 def triggered(
     connection: sqlite3.Connection, kind: str, condition: str | None = None
 ) -> list[TriggeredWebhook]:
-    """Return triggers of type ``kind`` (and a condition), with their webhooks."""
+    """Return the triggers of a type with their webhooks.
+
+    ``kind`` is EXPERIMENT_STATE_CHANGE, TASK_LOG or CUSTOM. ``condition`` selects triggers with this condition; None matches
+    all.
+    """
     sql = (
         f"SELECT {_TRIGGERED} FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id "  # noqa: S608 - a constant
         "WHERE t.type = ? AND (? IS NULL OR t.condition = ?) ORDER BY t.id"
@@ -218,7 +222,7 @@ def triggered(
 
 
 def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> None:
-    """Enqueue an event, or count it as dropped if too many are pending."""
+    """Enqueue an event, or count it as dropped if ``MAX_PENDING`` events are pending."""
     if (fetch_value(int, tx.connection, _COUNT_WAITING, (webhook_id,)) or 0) >= MAX_PENDING:
         tx.execute("UPDATE webhooks SET num_dropped = num_dropped + 1 WHERE id = ?", (webhook_id,))
         return
@@ -243,7 +247,7 @@ def note_result(
 ) -> None:
     """Store the result (one line) of a delivery attempt.
 
-    If ``retry_us`` is None, an undelivered event is not retried. No-op if the webhook was deleted concurrently.
+    ``retry_us`` is the time of the next attempt; None: the event is not retried. No-op if the webhook was deleted concurrently.
     """
     now = now_us()
     if is_delivered:
@@ -291,7 +295,7 @@ def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: 
 
 
 def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
-    """Record that a task fired a log trigger; return False if it already did."""
+    """Record that a task's log fired a trigger; return False if it has done so before."""
     cursor = tx.execute(
         "INSERT OR IGNORE INTO webhook_task_logs (task_id, trigger_id) VALUES (?, ?)", (task_id, trigger_id)
     )

@@ -61,7 +61,7 @@ def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
 
 
 def refuse_archived(row: Workspace, verb: str) -> None:
-    """Raise ``InvalidError`` if a workspace is archived or being deleted."""
+    """Raise ``InvalidError`` (cannot ``verb``) if a workspace is archived or DELETING."""
     state = "archived" if row.is_archived else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -71,7 +71,7 @@ def refuse_archived(row: Workspace, verb: str) -> None:
 
 
 def refuse_immutable(row: Workspace, verb: str) -> None:
-    """Raise ``InvalidError`` for the default workspace; the message contains ``verb``."""
+    """Raise ``InvalidError`` (cannot ``verb``) if a workspace is the default one."""
     if row.is_immutable:
         raise InvalidError(
             f"workspace {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -80,13 +80,19 @@ def refuse_immutable(row: Workspace, verb: str) -> None:
 
 
 def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> None:
-    """Raise unless a name has 1 to 80 characters and no other workspace has it."""
+    """Raise unless a name has 1 to 80 characters and no other workspace has it.
+
+    ``own_id`` is the id of the workspace to rename; None for a new workspace.
+    """
     holder = fetch_value(int, connection, "SELECT id FROM workspaces WHERE name = ?", (name,))
     check_container_name("workspace", name, is_taken=holder not in (None, own_id))
 
 
 def check_container_name(kind: str, name: str, where: str = "", *, is_taken: bool) -> None:
-    """Raise ``InvalidError`` for a bad length, ``ConflictError`` for a taken name."""
+    """Raise ``InvalidError`` for a bad length, ``ConflictError`` for a taken name.
+
+    ``kind`` is "workspace" or "project". ``where`` completes the message "KIND NAME exists".
+    """
     if not name.strip() or len(name) > 80:
         raise InvalidError(
             f"the {kind}'s name is {name[:80]!r}; expected 1 to 80 characters. Choose another."

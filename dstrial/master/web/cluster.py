@@ -48,9 +48,10 @@ def count_slots(nodes: Sequence[Node], disabled: Mapping[int, bool], used: froze
 
 
 def pending_reason(wanted: int, num_waiting: int, num_ahead: int, counts: SlotCounts) -> str:
-    """Return why a queue entry is pending, for users; empty if it is not pending.
+    """Return why a job is pending, as text for users; empty if it is not pending.
 
-    The entry has ``num_waiting`` pending starts of ``wanted`` slots each, and ``num_ahead`` entries ahead of it in the queue.
+    ``wanted`` is the slot count of a trial or command. ``num_waiting`` trials or commands of the job are pending; ``num_ahead``
+    jobs are ahead of it in the queue.
     """
     if not num_waiting:
         return ""
@@ -196,7 +197,8 @@ async def get_cluster(request: ApiRequest) -> Json:
 async def get_usage(request: ApiRequest) -> Json:
     """Return the mean number of slots in use over time, for the last ``hours``.
 
-    ``times`` are the centres of the parts in milliseconds since the epoch. ``slots`` is the current number of slots.
+    ``used`` has a mean for each part of the time range. ``times`` are the centres of the parts in milliseconds since the epoch.
+    ``slots`` is the current number of slots.
     """
     services = request.services
     hours = min(max(request.query_int("hours") or 24, 1), _MAX_HOURS)

@@ -130,13 +130,19 @@ def _verify(services: Services, uuid: str) -> Json:
 
 
 async def get_verification(request: ApiRequest) -> Json:
-    """Return whether a checkpoint's manifest and file sizes are as its row says."""
+    """Return whether a checkpoint's files have the registered sizes and manifest.
+
+    ``isWhole`` is null if this cannot be checked. ``text`` is the result for users.
+    """
     services, uuid = request.services, request.path_params["uuid"]
     return await services.run(lambda: _verify(services, uuid))
 
 
 def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> Json:
-    """Return an experiment config and its DeepSpeed configs, with each value's origin."""
+    """Return an experiment's config and DeepSpeed configs, with each value's origin.
+
+    An origin is, for example, the submitted config or a default. ``tgz`` is the model definition.
+    """
     names, limits = services.secret_names, services.settings.limits
     # Mask secrets first, because problems quote values and are shown to other users.
     template = masked(json.loads(row.template), names) if row.template else None
@@ -185,8 +191,8 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
 async def get_config(request: ApiRequest) -> Json:
     """Return an experiment's submitted and effective config, and each value's origin.
 
-    ``deepspeed`` contains the output of ``dstrial check --explain`` for each DeepSpeed config. If values are missing, ``problem``
-    says why, for example because the config is no longer valid.
+    ``deepspeed`` contains the output of ``dstrial check --explain`` for each DeepSpeed config. If that fails, ``problem`` says
+    why, for example because the config is no longer valid.
     """
     services, experiment_id = request.services, request.path_params["experiment_id"]
     row = await services.read(experiments.require, experiment_id)
@@ -195,7 +201,10 @@ async def get_config(request: ApiRequest) -> Json:
 
 
 def listed_files(tgz: bytes) -> Json:
-    """List a model definition's files; ``more`` is true if the list is cut."""
+    """List the files of a model definition; ``more`` is true if the list is cut.
+
+    ``tgz`` is the model definition as tar.gz.
+    """
     files = list_files(tgz)
     return {
         "files": [
@@ -206,7 +215,10 @@ def listed_files(tgz: bytes) -> Json:
 
 
 def shown_file(tgz: bytes, path: str) -> Json:
-    """Return a file's text, cut at ``MAX_TEXT_BYTES``; it is empty for a binary file."""
+    """Return a model definition's file as text, cut at ``MAX_TEXT_BYTES``.
+
+    The text of a binary file is empty. ``tgz`` is the model definition as tar.gz.
+    """
     content, size = read_start(tgz, path, MAX_TEXT_BYTES)
     is_binary = b"\0" in content
     text = "" if is_binary else content.decode("utf-8", "replace")

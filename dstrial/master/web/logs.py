@@ -139,7 +139,7 @@ def _name(log: LogKey) -> str:
 
 
 async def get_line(request: ApiRequest) -> StreamingResponse:
-    """Return the untruncated line with an ``id`` as a text file."""
+    """Return the log line whose ``id`` is in the query as a text file, untruncated."""
     log = await _asked_log(request)
     line_id = _asked_id(request, "id")
     if line_id is None:

@@ -44,7 +44,7 @@ def _templates() -> jinja2.Environment:
 
 
 def render(name: str, status: int = 200, **values: Any) -> Response:
-    """Return a template as an HTML response with a strict Content-Security-Policy."""
+    """Return an HTML template with ``values`` as a response with a strict CSP header."""
     nonce = secrets.token_urlsafe(16)
     text = _templates().get_template(name).render(nonce=nonce, **values)
     headers = {
@@ -64,7 +64,7 @@ def has_libraries() -> bool:
 
 
 def asset_names() -> list[str]:
-    """Return the URL paths of all static files."""
+    """Return the names of the page's static files, for example ``vendor/preact.js``."""
     own = (path.relative_to(STATIC) for path in STATIC.rglob("*") if path.suffix in _TYPES)
     return sorted(str(path) for path in own) + [f"vendor/{name}" for name in LIBRARIES]
 
@@ -164,7 +164,7 @@ async def get_events(request: ApiRequest) -> Stream:
 
 
 def _below(path: str, depths: range) -> list[str]:
-    """Return the route patterns of paths at each depth of ``depths`` below ``path``."""
+    """Return route patterns below ``path``, one per number of segments in ``depths``."""
     return [path + "".join(f"/{{part_{idx}}}" for idx in range(depth)) for depth in depths]
 
 

@@ -21,9 +21,11 @@ def rungs_of(
 ) -> list[Json]:
     """Return an ASHA search's brackets as JSON, each with its rungs, lowest first.
 
-    ``method`` is the search method's snapshot, empty before the first trial. ``closed`` are request ids of exited trials.
-    ``trials`` maps request id -> trial id. Each rung has ``units`` (its length in the time metric), the number of trials that
-    reached it (``total``, also by outcome), the trials on the way to it, and ``entries`` (best trials with value and outcome).
+    Each rung has ``units`` (its length in the time metric), the number of trials that reached it (``total``, also by outcome),
+    the trials on the way to it, and ``entries`` (best trials with value and outcome).
+
+    ``searcher`` is the section of the config. ``method`` is the search method's snapshot, empty before the first trial.
+    ``closed`` are request ids of exited trials. ``trials`` maps request id -> trial id.
     """
     sizes = (
         [one.num_rungs for one in brackets(searcher)]
@@ -79,7 +81,10 @@ def _rungs(
 
 
 def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
-    """Return the outcome of a trial at rung ``idx``; ``reached`` is its highest rung."""
+    """Return "went on", "failed", "finished" or "stopped" for a trial at rung ``idx``.
+
+    ``top`` is the highest rung, ``reached`` the trial's highest. ``value`` is ``_WORST`` if the trial failed at the rung.
+    """
     if reached > idx or not is_stopped:
         return "went on"
     if value == _WORST:

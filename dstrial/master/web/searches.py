@@ -42,7 +42,7 @@ _ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 
 
 def search_of(label: str) -> str | None:
-    """Return the search id in an experiment's label; None for other labels."""
+    """Return the dsat search's id in an experiment's label; None for other labels."""
     found = _LABEL.match(label)
     return None if found is None else found[1]
 
@@ -115,7 +115,10 @@ def is_over(rows: Iterable[LabelledExperiment]) -> bool:
 
 
 def shown_state(rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> str:
-    """Return a search's state by its report, or by its experiments without a report."""
+    """Return RUNNING, COMPLETED, CANCELED or ERROR for a dsat search.
+
+    ``rows`` are the search's experiments. ``document`` is the search's report, which decides once all experiments have ended.
+    """
     if not is_over(rows):
         return "RUNNING"
     if document is None:

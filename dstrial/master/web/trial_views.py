@@ -119,7 +119,7 @@ def _compared(
 
 
 async def get_compared(request: ApiRequest) -> Json:
-    """Return trials to compare; an experiment id stands for its best trial."""
+    """Return the trials to compare, by id; an experiment's id means its best trial."""
     trials, found = request.query_ints("trials"), request.query_ints("experiments")
     if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
         raise RequestError(

@@ -41,7 +41,7 @@ def read_trials(
 
 
 def metrics_json(found: list[tuple[str, str]]) -> Json:
-    """Return group -> metric names as JSON; ``more`` is true if the list is cut."""
+    """Return (group, name) pairs as group -> names; ``more`` is true if any are cut."""
     groups: dict[str, list[str]] = {}
     for group, name in found[: overviews.MAX_METRICS]:
         groups.setdefault(group, []).append(name)
@@ -113,7 +113,7 @@ async def get_trials(request: ApiRequest) -> Json:
 
 
 def _stall(connection: Connection, trial_id: int) -> str:
-    """Return which rank or process stalls a trial, as text; empty if none does."""
+    """Return text on the rank or process that stalls a trial; empty if none does."""
     allocation = allocations.live(connection, trial_id)
     found = None if allocation is None else stall_in(Path(allocation.directory))
     return "" if found is None else found[0]
@@ -163,7 +163,10 @@ async def get_trial(request: ApiRequest) -> Json:
 
 
 def curve_json(steps: list[int], times: list[int], values: list[float], num_points: int) -> Json:
-    """Return a curve as JSON, downsampled to ``num_points``; times in milliseconds."""
+    """Return a curve as JSON, downsampled to ``num_points``, with times in ms.
+
+    ``times`` are in microseconds.
+    """
     kept = curves.downsample(values, num_points)
     return {
         "batches": [steps[idx] for idx in kept],
@@ -206,7 +209,7 @@ async def get_series(request: ApiRequest) -> Json:
 
 
 async def get_names(request: ApiRequest) -> Json:
-    """Return the metric names of ``trials``, with a substring ``text`` if given."""
+    """Return the metric names of ``trials``; ``text`` is a substring to search for."""
     found = await request.services.read(
         lambda connection: overviews.metric_names(
             connection, trial_ids=request.query_ints("trials"), text=(request.query("text") or "")[:200]

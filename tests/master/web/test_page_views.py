@@ -183,7 +183,7 @@ def test_the_pictures_of_documents_can_be_made_and_are_shown(
         take(browser, judge, target, is_whole=False)
         for one in (target, ROOT / "docs" / "pictures" / name):
             assert one.stat().st_size <= MOST_BYTES, f"{one} is larger than {MOST_BYTES} bytes; show less"
-    text = "".join(one.read_text() for one in (ROOT / "README.md", ROOT / "docs" / "page.md"))
+    text = "".join(one.read_text() for one in (ROOT / "README.md", ROOT / "docs" / "how-to" / "page.md"))
     assert {one.name for one in (ROOT / "docs" / "pictures").iterdir()} == set(DOCUMENTS)
     assert [name for name in DOCUMENTS if f"pictures/{name})" not in text] == []
 

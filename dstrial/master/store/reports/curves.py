@@ -32,9 +32,10 @@ SELECT group_concat(steps), group_concat(end_us), group_concat(value) FROM (
 def curve(
     connection: sqlite3.Connection, trial_id: int, group: str, name: str, *, after: int = -1
 ) -> tuple[list[int], list[int], list[float]]:
-    """Return a metric's (batches, times in us, values) after a batch, sorted by batch.
+    """Return all values of a metric as three lists: batches, times (us), values.
 
-    Skips archived reports, reports without a batch, and values that are not numbers.
+    The lists are sorted by batch and start after batch ``after``. Reports without a batch, values that are not numbers, and
+    archived reports (of batches that a later run has repeated) are skipped.
     """
     path = _path_of(name)
     if path is None or not _HAS_ARROW:
@@ -88,7 +89,7 @@ def _path_of(name: str) -> str | None:
 
 
 def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return an SQL expression for a metric of report ``m``, and its parameters.
+    """Return an SQL expression for a metric of ``metrics`` row ``m``, and parameters.
 
     Names with a NUL byte are never found, as SQLite's JSON functions end strings there.
     """

@@ -50,9 +50,10 @@ def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
 def by_rank(
     connection: sqlite3.Connection, trial_id: int, name: str
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
-    """Return an instrument's (batches, times in us, values by rank for each batch).
+    """Return three lists of a telemetry metric: batches, times (us), lists of values.
 
-    If there are more than ``MAX_REPORTS`` reports (fewer for many ranks), return an evenly spaced subset with the first and last.
+    A list of values has one value per rank, None if missing. If there are more than ``MAX_REPORTS`` reports (fewer for many
+    ranks), return an evenly spaced subset with the first and last.
     """
     steps: list[int] = []
     times: list[int] = []
@@ -72,7 +73,7 @@ def by_rank(
 
 
 def _chosen(connection: sqlite3.Connection, trial_id: int, name: str) -> list[int]:
-    """Return the ids of the reports that ``by_rank`` reads."""
+    """Return the ids of the reports that ``by_rank`` reads, at most ``MAX_REPORTS``."""
     ends = [
         connection.execute(
             "SELECT id, (SELECT MAX(CASE j.type WHEN 'array' THEN json_array_length(j.value) END) "  # noqa: S608 - constants

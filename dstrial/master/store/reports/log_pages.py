@@ -28,7 +28,7 @@ class PageFilter:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShownLine:
-    """A log line, possibly truncated."""
+    """A log line, truncated to ``MAX_BYTES`` if it is longer."""
 
     id: int
     time_us: int
@@ -46,7 +46,7 @@ class ShownLine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogPage:
-    """A page of log lines."""
+    """A page of log lines, and where the next page starts."""
 
     lines: list[ShownLine]  # oldest first
     searched_to: int | None  # line id at which a limit stopped the scan; None if complete
@@ -63,7 +63,10 @@ class LogExtent:
 
 
 def page(connection: sqlite3.Connection, log: LogKey, wanted: PageFilter) -> LogPage:
-    """Return a page of lines, scanning at most ``MAX_SEARCHED`` lines."""
+    """Return the page of log lines that ``wanted`` selects.
+
+    With a filter, at most ``MAX_SEARCHED`` lines are scanned; ``LogPage.searched_to`` says where the next page starts.
+    """
     is_back = wanted.after is None
     where = Conditions()
     where.need(log.condition, log.value)
@@ -107,7 +110,7 @@ def _shown(row: sqlite3.Row) -> ShownLine:
 
 
 def extent(connection: sqlite3.Connection, log: LogKey, *, is_counted: bool) -> LogExtent:
-    """Return a log's extent; ``is_counted`` adds the line count, a slow index scan."""
+    """Return a log's first and last line id and, if ``is_counted`` (slow), line count."""
     where = f"FROM logs WHERE {log.condition}"
     first, last, num_lines = (
         fetch_value(int, connection, f"SELECT {one} {where}", (log.value,))
@@ -117,7 +120,7 @@ def extent(connection: sqlite3.Connection, log: LogKey, *, is_counted: bool) -> 
 
 
 def some_ranks(connection: sqlite3.Connection, log: LogKey) -> list[int]:
-    """Return the ranks in a log's first and last lines; -1 means lines without a rank."""
+    """Return the ranks in a log's first and last 5000 lines; -1: lines without a rank."""
     part = f"SELECT rank FROM logs WHERE {log.condition} ORDER BY id {{}} LIMIT {_SAMPLE}"  # noqa: S608 - constants
     sql = (
         f"SELECT DISTINCT COALESCE(rank, -1) AS rank FROM (SELECT * FROM ({part.format('ASC')}) "  # noqa: S608 - constants

@@ -41,7 +41,7 @@ class LogOwner(LogKey):
 def add_lines(
     tx: Transaction, owner: LogOwner, lines: Sequence[LogLine], quota_bytes: int, *, num_lost: int = 0
 ) -> None:
-    """Store log lines; delete older ones that exceed ``quota_bytes``.
+    """Store log lines; if the log exceeds ``quota_bytes``, delete lines of its middle.
 
     ``num_lost`` is the number of preceding lines that were lost before the master could read them.
     """
@@ -68,7 +68,7 @@ def add_lines(
 
 
 def tell_at_end(tx: Transaction, owner: LogOwner) -> None:
-    """Append a summary line to a finished log if lines were deleted from it."""
+    """Append the number of deleted lines to a finished log, if lines were deleted."""
     size = _find_size(tx, owner)
     if size is not None and size.num_left_out:
         _log_line(tx, owner, f"{_lines(size.num_left_out)} left out of this log")
@@ -97,9 +97,9 @@ def _lines_behind(tx: Transaction, owner: LogOwner, log_id: int) -> sqlite3.Curs
 
 
 def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -> LogSize:
-    """Delete the oldest lines after the log's kept beginning, to fit the quota.
+    """Delete the oldest lines after the log's kept beginning; return the new size.
 
-    One call deletes at most ``_MAX_DELETED`` lines, to keep the writer thread responsive. One call adds fewer lines.
+    Deletes at most ``_MAX_DELETED`` lines, to keep the writer thread responsive. A call of ``add_lines`` adds fewer lines.
     """
     excess = size.num_bytes - quota_bytes
     num_bytes = num_lines = 0

@@ -58,7 +58,7 @@ class LogKey:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogFilter:
-    """Filter of a task's or trial's log lines; empty matches all."""
+    """Filter of a task's or trial's log lines; None and empty fields match all lines."""
 
     trial_id: int | None = None
     task_id: str | None = None  # for tasks without a trial
@@ -103,7 +103,7 @@ def add_master_line(
     level: str = "INFO",
     allocation_id: str | None = None,
 ) -> None:
-    """Append a message of the master (without newline) to a task's log."""
+    """Append a message (without newline) of the master to the log of a task."""
     columns = {"task_id": task_id, "trial_id": trial_id, "allocation_id": allocation_id, "level": level}
     tx.insert("logs", {**columns, "time_us": now_us(), "source": "master", "log": f"{text}\n"})
     _publish(tx, task_id, trial_id)
@@ -183,7 +183,7 @@ _DAYS = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :de
 
 
 def forget_old(tx: Transaction, default_days: int | None) -> int:
-    """Delete expired logs and commands' context files; return the count of log lines.
+    """Delete expired logs and uploaded files of commands; return the count of lines.
 
     ``default_days`` is the retention if neither the trial nor its experiment sets one; None and -1 mean forever.
     """

@@ -37,16 +37,16 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admitted:
-    """The metrics of a report that the limit of names admits."""
+    """The metrics of a report within the limit of ``MAX_NAMES`` names per trial."""
 
     values: dict[str, Any]  # by name, in report order
     before: dict[str, dict[str, Any]]  # metric name -> summary of earlier reports
 
 
 def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> Admitted:
-    """Return a report's metrics within ``MAX_NAMES``; warn when a trial reaches it.
+    """Return a report's metrics within the limit of ``MAX_NAMES`` names per trial.
 
-    The searcher metric is always admitted.
+    The report that reaches the limit logs a warning. The searcher metric is always admitted.
     """
     before = _summaries(tx.connection, trial.id, group, values)
     new = [name for name in values if name not in before]
@@ -91,7 +91,7 @@ def _summaries(
 
 
 def add(tx: Transaction, trial_id: int, group: str, admitted: Admitted) -> None:
-    """Update a trial's stored summaries with the metrics of an admitted report."""
+    """Update a trial's stored summaries with the admitted metrics of a report."""
     summaries = {
         name: summarised(admitted.before.get(name), value) for name, value in admitted.values.items()
     }
@@ -111,7 +111,7 @@ def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, M
 
 
 def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Recompute a trial's summaries from an ordered iterable of (group, values)."""
+    """Replace a trial's summaries by those of ``reports``: (group, values) in order."""
     tx.execute("DELETE FROM metric_summaries WHERE trial_id = ?", (trial_id,))
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for group, values in reports:
@@ -124,7 +124,7 @@ def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping
 
 
 def as_number(value: Any) -> float | None:
-    """Return a number, "NaN", "Infinity" or "-Infinity" as a float; None for others."""
+    """Return a number, "NaN", "Infinity" or "-Infinity" as a float, else None."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -146,10 +146,10 @@ def _plain_value(value: Any) -> Any:
 
 
 def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
-    """Return a metric's summary updated by a value; ``before`` is None for the first.
+    """Return a metric's summary ``before``, updated with ``value``.
 
-    Numbers have ``{count, sum, mean, min, max, last, type}``, other values ``{count, last, type}`` with the text of ``last``
-    truncated to ``MAX_LAST_CHARS``.
+    ``before`` is None for the first value. Numbers have ``{count, sum, mean, min, max, last, type}``, other values ``{count,
+    last, type}`` with the text of ``last`` truncated to ``MAX_LAST_CHARS``.
     """
     number = as_number(value)
     if number is None:

@@ -61,9 +61,12 @@ def add_report(
 ) -> AddedReport:
     """Store a report and update the trial's summaries and best and latest validation.
 
-    Idempotent. New names at the same batch are merged into the stored report. The first report of a new run archives older runs'
-    reports beyond the checkpoint that the run started from. Names beyond ``metric_summaries.MAX_NAMES`` are dropped. A report of
-    an older run, or another value for a stored metric, raises StoreError.
+    ``steps`` is the number of completed batches, None for a profiling report. Idempotent. New names at the same batch are
+    merged into the stored report. The first report of a new run archives older runs' reports beyond the checkpoint that the run
+    started from. Names beyond ``metric_summaries.MAX_NAMES`` are dropped.
+
+    Raises:
+        StoreError: the report is of an older run, or has another value for a stored metric.
     """
     trial = trials.require(tx.connection, trial_id)
     if run_id != trial.run_id:
@@ -116,7 +119,10 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
-    """Archive reports that a new run will repeat; return whether any were archived."""
+    """At a run's first report, archive the reports of batches that the run repeats.
+
+    ``steps`` is the batch of the report. Returns whether any report was archived.
+    """
     trial_id, run_id = trial.id, trial.run_id
     if trial.heartbeat_us is not None:
         return _begin_detached_run(tx, trial_id, run_id, steps)
@@ -130,7 +136,10 @@ def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
 
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """Archive the reports of older runs at or beyond the first batch of this run."""
+    """At a run's first report, archive older runs' reports from batch ``steps`` on.
+
+    Returns whether any report was archived.
+    """
     # The run's first batch is unknown until its first report: a detached run need not resume from its checkpoint.
     known = "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1"
     is_first = not exists(tx.connection, known, (trial_id, run_id))
@@ -157,7 +166,11 @@ def _merge(
 
 
 def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """Archive older runs' reports after batch ``steps``; return whether any existed."""
+    """Archive reports after batch ``steps`` of runs before ``run_id``, if any.
+
+    Run ``run_id`` repeats their batches. The trial's summaries and best validation are computed again without these reports.
+    Returns whether any report was archived.
+    """
     cursor = tx.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND steps > ? AND archived = 0 AND steps >= 0",
         (trial_id, run_id, steps),
@@ -178,7 +191,7 @@ def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> b
 def _note(
     tx: Transaction, trial: Trial, group: str, steps: int, report_id: int, admitted: metric_summaries.Admitted
 ) -> None:
-    """Update a trial's summaries, batches, and best and latest validation."""
+    """Update a trial's metric summaries, batch count, and best and latest validation."""
     metric_summaries.add(tx, trial.id, group, admitted)
     tx.execute("UPDATE trials SET total_batches = MAX(total_batches, ?) WHERE id = ?", (steps, trial.id))
     if group == "validation":
@@ -226,7 +239,7 @@ def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report 
 
 
 def last_batch(connection: sqlite3.Connection, trial_id: int) -> int:
-    """Return the batch of a trial's latest report; 0 without reports."""
+    """Return the highest batch of a trial's unarchived reports; 0 without reports."""
     sql = "SELECT MAX(steps) FROM metrics WHERE trial_id = ? AND archived = 0"
     return fetch_value(int, connection, sql, (trial_id,)) or 0
 
@@ -238,7 +251,10 @@ def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
 
 
 def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int, int, str]]:
-    """Return (id, batch, group) of a trial's reports in the order of `every_report`."""
+    """Return (id, batch, group) of a trial's unarchived reports, sorted by batch.
+
+    Reports without a batch are left out, as in ``every_report``.
+    """
     rows = connection.execute(
         "SELECT id, steps, group_name FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
         (trial_id,),
@@ -247,7 +263,10 @@ def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int
 
 
 def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None) -> array[int]:
-    """Return ids of unarchived reports, by batch; reports without a batch first."""
+    """Return ids of a trial's unarchived reports, by batch; those without one first.
+
+    A report is archived when a later run resumes before its batch.
+    """
     condition = "" if group is None else " AND group_name = ?"
     values = (trial_id, *(() if group is None else (group,)))
     found = array("q")
@@ -262,7 +281,7 @@ def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None)
 
 
 def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Report]:
-    """Return the first reports of ``ids`` that fit in one message, at least one.
+    """Return the first reports of ``ids`` that fit in a stream message, at least one.
 
     Skips reports that were deleted concurrently.
     """
@@ -281,7 +300,10 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
 def reports(
     connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
 ) -> list[Report]:
-    """Return at most ``limit`` unarchived reports of trials, by trial and batch."""
+    """Return at most ``limit`` unarchived reports, sorted by trial and batch.
+
+    A report is archived when a later run resumes before its batch.
+    """
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
         for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:
@@ -292,7 +314,10 @@ def reports(
 
 
 def every_report(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> Iterator[Report]:
-    """Yield a trial's unarchived reports with a batch, by batch."""
+    """Yield a trial's unarchived reports that have a batch, sorted by batch.
+
+    A report is archived when a later run resumes before its batch.
+    """
     condition = "" if group is None else " AND group_name = ?"
     yield from fetch_each(
         Report,

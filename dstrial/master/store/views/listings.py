@@ -121,7 +121,7 @@ class ListedTrial(Trial):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentFilter:
-    """Filter of experiments; None or empty matches all."""
+    """Filter of experiments; a field that is None or empty matches all experiments."""
 
     archived: bool | None = None  # True: only archived ones; False: only others
     with_parents: bool = False  # count experiments of archived projects and workspaces as archived
@@ -176,7 +176,7 @@ def list_experiments(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedExperiment]:
-    """Return a page of experiments; ``sort_by`` is SORT_BY_…, by default the id."""
+    """Return a page of experiments; ``sort_by`` is SORT_BY_NAME etc. (None: the id)."""
     where = _where(wanted)
     order = _order_by(_EXPERIMENT_ORDER.get(sort_by or "", "e.id"), "e.id", is_descending=is_descending)
     page = f"SELECT e.id FROM experiments e {where.sql} {order} LIMIT ? OFFSET ?"  # noqa: S608 - constants
@@ -185,7 +185,7 @@ def list_experiments(
 
 
 def _of_page(select: str, id_column: str, page: str, order: str) -> str:
-    """Return SQL that selects ids by the subquery ``page``, then reads their rows."""
+    """Return SQL that reads the rows whose ids the subquery ``page`` selects."""
     return f"{select} WHERE {id_column} IN ({page}) {order}"
 
 
@@ -221,7 +221,7 @@ def list_trials(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedTrial]:
-    """Return a page of trials; run times of live allocations count until ``now_us``."""
+    """Return a page of trials; active allocations count as running until ``now_us``."""
     where = Conditions()
     where.need_equal("t.id", trial_id)
     where.need_equal("t.experiment_id", experiment_id)

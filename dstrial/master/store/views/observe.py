@@ -71,7 +71,7 @@ class Start:
 
 
 class Stalled(Start):
-    """A trial whose ranks stall; ``text`` is like ``rank 1 is stopped at batch 81``."""
+    """A trial whose ranks hang; ``text`` is like ``rank 1 is stopped at batch 81``."""
 
     __slots__ = ()
 
@@ -166,7 +166,7 @@ def stall_in(directory: Path) -> tuple[str, float] | None:
 
 
 def untrained_phase_in(directory: Path) -> str | None:
-    """Return an allocation's startup phase; None after the ranks begin to train."""
+    """Return the startup phase of an allocation's ranks; None once the ranks train."""
     report = _report(directory / "starting.json", "untrained")
     return None if report is None else report[0]
 
@@ -207,7 +207,7 @@ def num_pending_jobs(state: StateDirectory) -> int:
 
 
 def supervisors(state: StateDirectory) -> list[Supervisor]:
-    """Return the supervisors of active allocations, oldest first."""
+    """Return the supervisor processes of active allocations, oldest first."""
     rows = _query(
         state,
         "SELECT id, supervisor_pid, supervisor_start FROM allocations "

@@ -60,7 +60,7 @@ MAX_CHECKPOINTS = 5000  # per experiment, newest first
 
 
 def finite(value: float | str | None) -> float | str | None:
-    """Return the value, but "NaN", "Infinity" or "-Infinity" for a non-finite float."""
+    """Return a value for JSON: a non-finite float as "NaN", "Infinity" or "-Infinity"."""
     if isinstance(value, float) and value - value != 0:
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -91,7 +91,7 @@ def _fetch(connection: sqlite3.Connection, sql: str, parameters: Parameters = ()
 
 
 def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list[Json]:
-    """Return all experiments or those of ``ids``, newest first, with unmasked secrets."""
+    """Return the experiments ``ids`` (empty: all), newest first, secrets unmasked."""
     where = "WHERE e.id IN (SELECT value FROM json_each(?))" if ids else ""
     values = (json.dumps(list(ids)),) if ids else ()
     return _fetch(connection, f"{_EXPERIMENTS} {where} ORDER BY e.id DESC", values)
@@ -100,7 +100,7 @@ def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list
 def trials(
     connection: sqlite3.Connection, ids: Sequence[int] = (), experiment_id: int | None = None
 ) -> list[Json]:
-    """Return trials of ``ids`` or an experiment, sorted by id, with unmasked secrets."""
+    """Return the trials ``ids``, or an experiment's, by id, with unmasked secrets."""
     where = Conditions()
     where.need_equal("t.experiment_id", experiment_id)
     if ids or experiment_id is None:
@@ -109,7 +109,10 @@ def trials(
 
 
 def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[Json]:
-    """Return an experiment's newest checkpoints, at most ``MAX_CHECKPOINTS`` + 1."""
+    """Return an experiment's newest ``MAX_CHECKPOINTS`` checkpoints, and one more.
+
+    The page shows that the list is cut if there is one more.
+    """
     return _fetch(connection, _CHECKPOINTS, (experiment_id, MAX_CHECKPOINTS + 1))
 
 
@@ -129,9 +132,10 @@ def metric_names(
     trial_ids: Sequence[int] = (),
     text: str = "",
 ) -> list[tuple[str, str]]:
-    """Return (group, name) of at most ``MAX_METRICS`` + 1 numeric metrics of trials.
+    """Return (group, name) of numeric metrics, at most ``MAX_METRICS`` + 1.
 
-    ``text`` filters by a substring of ``group.name``, case-insensitive.
+    The metrics are those of an experiment's trials or, without ``experiment_id``, of ``trial_ids``. ``text`` filters by a
+    substring of ``group.name``, case-insensitive.
     """
     where = Conditions()
     if experiment_id is not None:
@@ -184,7 +188,7 @@ WHERE e.labels LIKE '%"dsat-%' AND j.value LIKE ? ORDER BY e.id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LabelledExperiment:
-    """An experiment with its dsat label, which contains the search's id."""
+    """An experiment of a dsat search, with the label that contains the search's id."""
 
     id: int
     name: str
@@ -202,5 +206,5 @@ class LabelledExperiment:
 
 
 def labelled(connection: sqlite3.Connection, search_id: str = "") -> list[LabelledExperiment]:
-    """Return the experiments of one dsat search, or of all searches, by id."""
+    """Return the experiments of one dsat search ("": of all searches), sorted by id."""
     return fetch_all(LabelledExperiment, connection, _LABELLED, (f"dsat-{search_id}%",))

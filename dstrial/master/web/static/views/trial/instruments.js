@@ -11,7 +11,7 @@ import { useParam } from "../../router.js";
 import { marksOf } from "./marks.js";
 import { TrialChart, WhenSeen } from "./series.js";
 
-// Names are those of dstrial.telemetry.samples; docs/telemetry.md says what each is.
+// Names are those of dstrial.telemetry.samples; docs/reference/telemetry.md says what each is.
 /** @type {[string, string, string, string][]} instrument, words, colour when light and when dark */
 const PARTS = [
   ["data_wait_ms", "data wait", "#b4460f", "#ffa15c"],

@@ -1,0 +1,177 @@
+"""Tensor-, sequence- and expert-parallel trials: equal to plain replicas, resumed, and refused."""
+
+import json
+
+import pytest
+from small_runs import deepspeed_config, experiment, train
+
+from dstrial.testing.ranks import run_function
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+LAYERS = [
+    {"patterns": [".*up_proj.weight"], "partition_type": "column"},
+    {"patterns": [".*down_proj.weight"], "partition_type": "row"},
+]
+LENGTH = 8
+
+
+def ds_config(axis, size, stage):
+    sections = {}
+    if axis == "tensor":
+        partition = {"use_default_specs": False, "layer_specs": LAYERS}
+        sections["tensor_parallel"] = {"autotp_size": size, "partition_config": partition}
+    elif axis == "llama" and size > 1:
+        sections["tensor_parallel"] = {"autotp_size": size}
+    elif axis in ("sequence", "mesh", "no groups"):
+        sections["sequence_parallel_size"] = size
+    return deepspeed_config(stage, **sections)
+
+
+def go(folder, axis, size, ranks, batches, stage=1, run=None):
+    folder.mkdir(exist_ok=True)
+    hparams = {"deepspeed_config": ds_config(axis, size, stage), "axis": axis, "size": size}
+    given = experiment(
+        {**hparams, "log": str(folder / "log")},
+        batches,
+        report=1,
+        validate=4,
+        checkpoint=4,
+        checkpoint_policy="none",
+    )
+    return train(folder, "AxisTrial", given, ranks=ranks, run=run, module="axis_trials")
+
+
+def trained(*arguments, **options):
+    run = go(*arguments, **options)
+    assert run.returncode == 0, run.output
+    return run
+
+
+def log_of(folder, rank):
+    return [json.loads(line) for line in (folder / f"log.{rank}").read_text().splitlines()]
+
+
+def losses(run):
+    return [row["loss"] for row in run.reports("training").values()]
+
+
+@pytest.mark.parametrize(("axis", "stage"), [("tensor", 1), ("sequence", 1), ("sequence", 3)])
+@pytest.mark.exhaustive("[tensor-1]", "[sequence-1]")
+def test_two_groups_of_ranks_train_as_two_replicas(tmp_path, axis, stage):
+    """The ranks of a group read the same records; losses, validations and tokens are those of plain replicas."""
+    plain = trained(tmp_path / "plain", "plain", 1, 2, 4)
+    split = trained(tmp_path / axis, axis, 2, 4, 4, stage=stage)
+    assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
+    validation, expected = (run.reports("validation")[4] for run in (split, plain))
+    assert validation["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
+    assert expected["num_records"] == 6
+    if axis == "tensor":
+        assert validation["num_records"] == 6
+    for rank in range(4):
+        assert [line["records"] for line in log_of(tmp_path / axis, rank)] == [
+            line["records"] for line in log_of(tmp_path / "plain", rank // 2)
+        ]
+    if axis == "sequence":
+        assert (
+            len({str([line["weights"] for line in log_of(tmp_path / axis, rank)]) for rank in range(4)}) == 1
+        )
+    for run in (plain, split):
+        told = run.rows("telemetry")[-1]["metrics"]
+        assert told["tokens_per_second"] == pytest.approx(LENGTH * told["records_per_second"])
+
+
+@pytest.mark.exhaustive
+def test_hugging_face_tp_plan_trains_as_replicas(tmp_path):
+    """AutoTP without ``partition_config`` cuts Llama by the model's ``tp_plan``."""
+    plain = trained(tmp_path / "plain", "llama", 1, 2, 4)
+    split = trained(tmp_path / "split", "llama", 2, 4, 4)
+    assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axis", "size", "ranks", "stage"),
+    [
+        ("tensor", 2, 4, 1),
+        ("sequence", 2, 4, 3),
+        ("expert", 2, 2, 1),
+        ("expert", 2, 4, 1),
+        ("expert", 1, 2, 1),
+    ],
+)
+@pytest.mark.exhaustive("[tensor-2-4-1]", "[expert-2-2-1]")
+def test_resumed_axis_equals_the_whole_run_to_the_bit(tmp_path, axis, size, ranks, stage):
+    whole = trained(tmp_path / "whole", axis, size, ranks, 8, stage=stage)
+    first = trained(tmp_path / "parts", axis, size, ranks, 4, stage=stage)
+    second = trained(tmp_path / "parts", axis, size, ranks, 8, stage=stage, run=first)
+    assert losses(second) == losses(whole)
+    for rank in range(ranks):
+        assert log_of(tmp_path / "parts", rank) == log_of(tmp_path / "whole", rank)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(("sequence", 2, 4, 1), ("sequence", 1, 4, 3), id="sequence 2 to 1"),
+        pytest.param(("sequence", 1, 2, 3), ("sequence", 2, 4, 1), id="sequence 1 to 2"),
+        pytest.param(("tensor", 2, 4, 1), ("tensor", 2, 2, 3), id="tensor on fewer ranks"),
+    ],
+)
+@pytest.mark.exhaustive("[sequence 2 to 1]", "[tensor on fewer ranks]")
+def test_layout_may_change_at_a_resume(tmp_path, before, after):
+    """Another layout trains the same records with the same batch; losses differ by rounding only."""
+    whole = trained(tmp_path / "whole", *before[:3], 8, stage=before[3])
+    first = trained(tmp_path / "parts", *before[:3], 4, stage=before[3])
+    second = trained(tmp_path / "parts", *after[:3], 8, stage=after[3], run=first)
+    assert "is brought into another layout" in second.output
+    if before[1] != after[1]:
+        assert f"sequence-parallel size was {before[1]}, is {after[1]}" in second.output
+    assert losses(second) == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "exit_code", "said"),
+    [
+        (("tensor", 2, 2), ("tensor", 1, 2), 2, "tensor_parallel.autotp_size is 1; expected 2"),
+        (("expert", 2, 2), ("expert", 2, 4), 2, "whose experts are spread over its ranks"),
+        # Only the trial's code has this size.
+        (("expert", 2, 2), ("expert", 1, 2), 1, "expert-parallel size was 2, is 1"),
+    ],
+    ids=["tensor 2 to 1", "experts on more ranks", "expert 2 to 1"],
+)
+@pytest.mark.exhaustive("[tensor 2 to 1]", "[experts on more ranks]")
+def test_layout_that_cannot_change_is_refused(tmp_path, before, after, exit_code, said):
+    first = trained(tmp_path / "run", *before, 4)
+    refused = go(tmp_path / "run", *after, 8, run=first)
+    assert refused.returncode == exit_code, refused.output
+    assert said in refused.output
+    if before[0] == "tensor":
+        assert "the tensor-parallel size was 2, is 1" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("axis", "said"),
+    [("mesh", "reduces no gradients over the ranks of a sequence"), ("no groups", "has 1 rank per sequence")],
+)
+def test_sequence_parallel_size_without_its_groups_is_refused(tmp_path, axis, said):
+    refused = go(tmp_path / "run", axis, 2, 2, 4)
+    assert refused.returncode == 1, refused.output
+    assert said in refused.output
+    assert "mpu=parallel_state_sp" in refused.output
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("axis", "size", "ranks"),
+    [("tensor", 2, 4), ("sequence", 2, 4), ("expert", 1, 2), ("expert", 2, 2), ("expert", 2, 4)],
+)
+def test_trial_equals_plain_deepspeed_code_to_the_bit(tmp_path, axis, size, ranks):
+    """20 batches, on each rank: the losses of DeepSpeed code without dstrial on the same records."""
+    trained(tmp_path / "run", axis, size, ranks, 20)
+    from axis_trials import plain_losses
+
+    config = ds_config(axis, size, 1)
+    log = str(tmp_path / "run" / "log")
+    results = run_function(plain_losses, ranks, config, axis, size, log, deadline_s=400)
+    for result in results:
+        assert result.value == [line["loss"] for line in log_of(tmp_path / "run", result.rank)]
