@@ -95,7 +95,8 @@ def require_determined_loader(loader: Any, method: str, checks_disabled: bool) -
         raise ForeignLoaderError(
             f"{method} returned a {type(loader).__module__}.{type(loader).__name__}; expected dstrial.DataLoader, whose "
             "order gives reproducibility and can be resumed. Return one. If not, you can disable this check by calling "
-            "context.disable_dataset_reproducibility_checks() in __init__: order and sharding are then yours (docs/how-to/data.md)."
+            "context.disable_dataset_reproducibility_checks() in __init__: order and sharding are then yours "
+            "(docs/how-to/data.md)."
         )
 
 
