@@ -66,7 +66,7 @@ _MODULES = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that suggests the nearest command, option or choice for a misspelt word."""
+    """A parser that suggests the nearest command or option for a misspelt word."""
 
     subcommands: Mapping[str, argparse.ArgumentParser] = {}
 
@@ -84,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser with all subcommands, of which only ``command`` has its arguments."""
+    """Return the parser of all subcommands; only ``command`` gets its arguments."""
     width = max(map(len, COMMANDS))
     listing = "".join(
         f"\n{title}:\n" + "".join(f"  {name:<{width}}  {text}\n" for name, text in group.items())

@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def session(record: MasterRecord, username: str) -> Iterator[Client]:
-    """Yield a client that is logged in as a user of this machine's master; log out at the end."""
+    """Log in to this machine's master as a user; log out at the end."""
     from dstrial.master.login import new_token
 
     client = Client(record.address, new_token(record, username))

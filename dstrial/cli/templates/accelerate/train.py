@@ -1,4 +1,4 @@
-"""An Accelerate loop as a trial: which points of a square lie inside a circle? Replace model and data by your own."""
+"""Which points lie inside a circle, by an Accelerate loop? Replace model and data."""
 
 import torch
 from accelerate import Accelerator

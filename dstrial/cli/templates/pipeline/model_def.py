@@ -1,4 +1,4 @@
-"""A pipeline trial: the layers of a classifier on two stages. Replace layers and data by your own."""
+"""The layers of a classifier on two pipeline stages. Replace layers and data."""
 
 import deepspeed
 import torch

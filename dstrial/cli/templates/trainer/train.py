@@ -1,4 +1,4 @@
-"""A script with Hugging Face's Trainer as a trial: a tiny GPT-2 that learns to count. Replace model and data by your own."""
+"""A tiny GPT-2 learns to count, by Hugging Face's Trainer. Replace model and data."""
 
 import sys
 

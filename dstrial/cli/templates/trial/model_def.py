@@ -1,4 +1,4 @@
-"""A trial: which points of a square lie inside a circle? Replace model and data by your own."""
+"""Which points of a square lie inside a circle? Replace model and data."""
 
 import deepspeed
 import torch
