@@ -12,13 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dstrial import object_storage
 from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.errors import MasterError
 from dstrial.file_writes import remove_tree
+from dstrial.master.backends.environment import user_variables
 from dstrial.master.store import checkpoints
 from dstrial.master.store.checkpoints import CheckpointInfo
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports.metric_summaries import as_number
+
+_ALL = ("**/*", "**", "*")  # patterns that match every file of a checkpoint
+_OBJECTS_TIMEOUT_S = 600.0  # timeout of deletions in object storage, for one checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,8 +92,7 @@ def storage_root(storage: Mapping[str, Any]) -> Path:
     if kind == "directory":
         return Path(str(storage["container_path"]))
     raise MasterError(
-        f"checkpoint_storage.type is {kind!r}; expected shared_fs or directory, whose files this master can reach. "
-        "Delete them with the storage's own tools."
+        f"checkpoint_storage.type is {kind!r}; expected shared_fs or directory, whose files this machine has."
     )
 
 
@@ -107,7 +111,13 @@ def tensorboard_directory(storage: Mapping[str, Any], cluster_id: str, experimen
     return storage_root(storage) / cluster_id / "tensorboard" / "experiment" / str(experiment_id)
 
 
-def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
+def delete_tensorboard_files(config: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
+    storage = config["checkpoint_storage"]
+    if object_storage.is_object_storage(storage):
+        # The slash keeps experiment 12 when experiment 1 is deleted: names of objects are compared as text.
+        prefix = f"{cluster_id}/tensorboard/experiment/{experiment_id}/"
+        _delete_objects(config, prefix, (object_storage.ALL_FILES,))
+        return
     directory = tensorboard_directory(storage, cluster_id, experiment_id)
     with _deleting(directory):
         if directory.is_dir() and not directory.is_symlink():
@@ -124,11 +134,27 @@ def _deleting(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
+def _delete_objects(config: Mapping[str, Any], name: str, globs: Sequence[str]) -> dict[str, int]:
+    """Delete objects in a child process with the variables of the experiment's trials."""
+    storage = object_storage.external_storage(config)
+    assert storage is not None
+    if any(pattern in _ALL for pattern in globs):
+        globs = (object_storage.ALL_FILES,)
+    return object_storage.delete(storage, name, globs, user_variables(config), _OBJECTS_TIMEOUT_S)
+
+
+def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
     """Delete a checkpoint's files matching ``globs``; return the rest (path -> bytes).
 
-    Symbolic links are deleted, not followed. Without patterns nothing is deleted.
+    Symbolic links are deleted, not followed. Without patterns nothing is deleted. ``config`` is the experiment's.
+
+    Raises:
+        CheckpointError: the object storage has not done it; it may be unreachable.
+        MasterError: files cannot be deleted.
     """
+    storage = config["checkpoint_storage"]
+    if object_storage.is_object_storage(storage):
+        return _delete_objects(config, uuid, globs)
     directory = checkpoint_directory(storage, uuid)
     # The cluster id is also a UUID that names a directory in the storage.
     if directory.is_symlink() or (directory / "tensorboard" / "experiment").is_dir():
@@ -141,7 +167,7 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
     with _deleting(directory):
         if not globs:
             return remaining(directory)
-        if any(pattern in ("**/*", "**", "*") for pattern in globs):
+        if any(pattern in _ALL for pattern in globs):
             remove_tree(directory)
             return {}
         for entry in reversed(_entries(directory)):
