@@ -162,7 +162,7 @@ def _transfer(
             child.stdin.close()
         child.wait()
         child.stdout.close()
-    address = address_of(storage, storage_id)
+    address = address_of(storage, storage_id) if storage_id else f"checkpoint storage {address_of(storage)}"
     try:
         answer = json.loads(lines[-1])
     except (IndexError, ValueError):
