@@ -18,6 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker
 from dstrial.config.secrets import MASK, SecretNames, masked, secrets_in
 from dstrial.errors import CheckpointError, CheckpointNotFoundError
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
@@ -31,6 +32,8 @@ _FIELDS = {
 _CREDENTIALS = ("access_key", "secret_key", "connection_string", "credential")
 _SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "azure"}
 ALL_FILES = "**/*"
+STORAGE_KEY = "storage"
+"""Key of a completion marker: the external storage of the checkpoint's files, without credentials."""
 
 
 def external_storage(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -54,8 +57,14 @@ def location_of(storage: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in storage.items() if key not in _CREDENTIALS}
 
 
-def with_credentials(location: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a recorded location with the credentials of a config of the same type."""
+def recorded_storage(path: pathlib.Path, own: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return the external storage of a checkpoint's files; None if ``path`` has them.
+
+    ``own`` is the storage of this run's config; it gives the credentials of a storage of the same type.
+    """
+    location = read_marker(path).get(STORAGE_KEY) if is_complete(path) else None
+    if location is None or pathlib.Path(location.get("container_path", ""), path.name) == path:
+        return None
     known = own if own is not None and own["type"] == location["type"] else {}
     return {**{key: known[key] for key in _CREDENTIALS if key in known}, **location}
 
@@ -218,8 +227,6 @@ def _perform(
 ) -> Any:
     from determined import errors
     from determined.common import storage as managers
-
-    from dstrial.checkpoint.completion_marker import MARKER_NAME
 
     manager = managers.build(storage, container_path=None)
     if action == "check":

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
-import pytest
 from waiting import wait_for
 
 from dstrial.ranks.sockets import free_port
@@ -32,13 +30,13 @@ class Bucket:
     def client(self) -> Any:
         return _client("s3", self.url, self.access_key, self.secret_key)
 
-    def keys(self) -> list[str]:
+    def objects(self) -> list[str]:
         pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=self.name)
         return sorted(entry["Key"] for page in pages for entry in page.get("Contents", ()))
 
     def uuids(self) -> set[str]:
         """Return the checkpoints with a completion marker."""
-        return {key.split("/")[-2] for key in self.keys() if key.endswith("/COMPLETE")}
+        return {key.split("/")[-2] for key in self.objects() if key.endswith("/COMPLETE")}
 
     def storage(self, **changes: Any) -> dict[str, Any]:
         """Return a ``checkpoint_storage`` without credentials, which come from ``variables``."""
@@ -54,6 +52,8 @@ class Bucket:
 
 
 def _client(service: str, url: str, key: str, secret: str) -> Any:
+    import boto3  # only here: it takes long
+
     return boto3.client(
         service,
         endpoint_url=url,
@@ -89,12 +89,6 @@ def s3_server(directory: Path) -> Iterator[Bucket]:
     finally:
         server.kill()
         server.wait()
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
-    with s3_server(tmp_path_factory.mktemp("moto")) as made:
-        yield made
 
 
 def assert_nowhere(secret: str, *places: Path) -> None:

@@ -30,11 +30,11 @@ from dstrial.cli.streams import det_for
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
 from dstrial.local.checkpoint_directory import newest_checkpoint
-from dstrial.local.node_checkpoints import recorded_storage
 from dstrial.local.run_directory import RunDirectory, default_runs_dir
 from dstrial.master.client import Client
 from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
 from dstrial.master.state_directory import StateDirectory
+from dstrial.object_storage import recorded_storage
 from dstrial.scratch import scratch_directory
 
 if TYPE_CHECKING:

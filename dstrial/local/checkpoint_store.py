@@ -48,7 +48,6 @@ from dstrial.local.node_checkpoints import (
     ObjectStorageManager,
     completion_info,
     downloaded_record,
-    recorded_storage,
     require_storage,
     run_on_all_ranks,
     shared_scratch,
@@ -56,6 +55,7 @@ from dstrial.local.node_checkpoints import (
 )
 from dstrial.local.run_directory import RunDirectory, default_runs_dir
 from dstrial.local.train_context import LocalTrainContext
+from dstrial.object_storage import recorded_storage
 from dstrial.storage_guard import StorageGoneError
 
 logger = logging.getLogger("dstrial.local")
@@ -178,7 +178,8 @@ class LocalCheckpointContext(NodeCheckpointContext):
         except Exception as failure:
             # After a `RankError` the checkpoint may be complete. If it is not, the next start removes it.
             if self._dist.rank == 0 and made and not isinstance(failure, RankError):
-                self._remove(made[0])
+                with contextlib.suppress(CheckpointError):  # the next start deletes the objects
+                    self._remove(made[0])
             raise
         if self._dist.rank == 0:
             self._apply_keep_policy()
@@ -446,10 +447,18 @@ class MirroredCheckpointContext(NodeCheckpointContext):
             smaller_is_better=self._train.smaller_is_better,
         ):
             if self._is_own(superfluous):
-                remove_marker(self._checkpoints_path / superfluous)
-                self.delete(superfluous)
-                remove_checkpoint(self._checkpoints_path, superfluous)
+                self._delete(superfluous)
                 logger.debug("deleted checkpoint %s, which the keep policy does not keep", superfluous)
+
+    def _delete(self, storage_id: str) -> None:
+        if not isinstance(self._storage_manager, ObjectStorageManager):
+            remove_marker(self._checkpoints_path / storage_id)
+        try:
+            self.delete(storage_id)
+        except CheckpointError as error:
+            logger.warning("checkpoint %s, which is not to be kept, cannot be deleted: %s", storage_id, error)
+        else:
+            remove_checkpoint(self._checkpoints_path, storage_id)
 
     def _is_own(self, storage_id: str) -> bool:
         """Return whether this trial has saved the checkpoint, by the master's record.

@@ -23,18 +23,16 @@ from determined import core
 from determined.common import storage
 
 from dstrial import object_storage
-from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker, write_marker
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, write_marker
 from dstrial.checkpoint.manifest import MANIFEST_DIGEST, MANIFEST_NAME, METADATA_NAME, hash_file
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import begin_checkpoint, end_saving
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import utc_now
+from dstrial.object_storage import STORAGE_KEY, recorded_storage
 from dstrial.scratch import scratch_directory
 
 logger = logging.getLogger("dstrial.local")
-
-STORAGE_KEY = "storage"
-"""Key of a completion marker: the external storage of the files, without credentials."""
 
 _RECORDED = (MANIFEST_NAME, METADATA_NAME)
 
@@ -105,21 +103,6 @@ def write_record(files: Path, record: Path, info: Mapping[str, Any], settings: M
         if files != record and (files / name).is_file():
             shutil.copy2(files / name, record / name)
     write_marker(record, {**info, STORAGE_KEY: object_storage.location_of(settings)})
-
-
-def recorded_storage(path: Path, own: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the external storage of a checkpoint's files; None if ``path`` has them.
-
-    ``own`` is the storage of this run's config, for the credentials.
-    """
-    location = read_marker(path).get(STORAGE_KEY) if is_complete(path) else None
-    if location is None or (location["type"] == "directory" and _directory_of(location, path) == path):
-        return None
-    return object_storage.with_credentials(location, own)
-
-
-def _directory_of(settings: Mapping[str, Any], record: Path) -> Path:
-    return Path(settings["container_path"]) / record.name
 
 
 class ObjectStorageManager(storage.StorageManager):  # type: ignore[misc]  # mypy does not follow determined
@@ -291,7 +274,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         if settings is None:
             yield record
         elif settings["type"] == "directory":
-            yield _directory_of(settings, record)
+            yield Path(settings["container_path"], record.name)
         else:
             manager = ObjectStorageManager(settings, record.parent, None, is_chief=False)
             with self._restored(manager, record.name, download_mode, selector, record) as path:

@@ -21,15 +21,23 @@ def names_in(path: Path) -> list[str]:
 
 
 def _rank_main(
-    rank: int, size: int, ports: tuple[int, int], function: Callable[..., Any], args: Any, results: Any
+    rank: int,
+    size: int,
+    ports: tuple[int, int],
+    function: Callable[..., Any],
+    args: Any,
+    results: Any,
+    num_nodes: int,
 ) -> None:
+    local_size = size // num_nodes
     dist = core.DistributedContext(
         rank=rank,
         size=size,
-        local_rank=rank,
-        local_size=size,
-        cross_rank=0,
-        cross_size=1,
+        local_rank=rank % local_size,
+        local_size=local_size,
+        cross_rank=rank // local_size,
+        cross_size=num_nodes,
+        chief_ip="127.0.0.1",
         pub_port=ports[0],
         pull_port=ports[1],
     )
@@ -41,7 +49,7 @@ def _rank_main(
         dist.close()
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(size: int, function: Callable[..., Any], *args: Any, num_nodes: int = 1) -> list[Any]:
     """Call ``function(dist, *args)`` on every rank; its result, or the exception, by rank.
 
     Fails if a rank has not answered within a minute, which is how a hang shows.
@@ -50,7 +58,7 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     results = fork.Queue()
     ports = (free_port(), free_port())
     processes = [
-        fork.Process(target=_rank_main, args=(rank, size, ports, function, args, results))
+        fork.Process(target=_rank_main, args=(rank, size, ports, function, args, results, num_nodes))
         for rank in range(size)
     ]
     for process in processes:

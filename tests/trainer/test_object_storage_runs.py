@@ -1,13 +1,10 @@
 """Runs without a master whose checkpoints lie in a bucket of a real S3 server, or in a directory elsewhere."""
 
-import json
-import os
-
 import sys
 
 import pytest
 import warm_start
-from object_store import assert_nowhere, bucket  # noqa: F401 - a fixture
+from object_store import assert_nowhere
 from small_runs import deepspeed_config, experiment, train
 
 pytestmark = pytest.mark.ranks
@@ -15,7 +12,15 @@ pytestmark = pytest.mark.ranks
 
 def config_of(storage, batches=12, **fields):
     hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70}
-    return experiment(hyperparameters, batches=batches, report=4, validate=12, checkpoint=3, checkpoint_storage=storage, **fields)
+    return experiment(
+        hyperparameters,
+        batches=batches,
+        report=4,
+        validate=12,
+        checkpoint=3,
+        checkpoint_storage=storage,
+        **fields,
+    )
 
 
 def dstrial(*words):
@@ -37,7 +42,11 @@ def test_run_killed_on_two_ranks_resumes_from_the_bucket(tmp_path, bucket, monke
     # The run directory has records only.
     records = {path.parent.name: path.parent for path in killed.directory.checkpoints_path.glob("*/COMPLETE")}
     for record in records.values():
-        assert sorted(path.name for path in record.iterdir()) == ["COMPLETE", "manifest.json", "metadata.json"]
+        assert sorted(path.name for path in record.iterdir()) == [
+            "COMPLETE",
+            "manifest.json",
+            "metadata.json",
+        ]
     assert bucket.uuids() >= set(records)
 
     resumed = train(tmp_path, "DataParallelTrial", config_of(storage), ranks=2, run=killed)
@@ -45,7 +54,7 @@ def test_run_killed_on_two_ranks_resumes_from_the_bucket(tmp_path, bucket, monke
     assert resumed.returncode == 0, resumed.output
     assert resumed.checkpoints() == [9, 12]
     kept = {path.parent.name for path in resumed.directory.checkpoints_path.glob("*/COMPLETE")}
-    assert {key.split("/")[2] for key in bucket.keys()} == bucket.uuids() == kept
+    assert {key.split("/")[2] for key in bucket.objects()} == bucket.uuids() == kept
     whole = train(tmp_path / "whole", "DataParallelTrial", config_of({}), ranks=2)
     assert resumed.reports("training") == whole.reports("training")
     assert resumed.reports("validation") == whole.reports("validation")
@@ -56,7 +65,9 @@ def test_run_killed_on_two_ranks_resumes_from_the_bucket(tmp_path, bucket, monke
 
 def _check_commands(run, bucket, tmp_path):
     """Verify, download and load a checkpoint of the bucket; resume a new run from its UUID only."""
-    newest = max(run.directory.checkpoints_path.glob("*/COMPLETE"), key=lambda path: path.stat().st_mtime).parent
+    newest = max(
+        run.directory.checkpoints_path.glob("*/COMPLETE"), key=lambda path: path.stat().st_mtime
+    ).parent
     assert "is whole" in dstrial("checkpoint", "verify", run.directory.path)
     assert "verified" in dstrial("checkpoint", "download", newest, "-o", tmp_path / "copy")
     assert (tmp_path / "copy" / "dstrial_rank1.pt").is_file()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dstrial import object_storage
-from dstrial.checkpoint.completion_marker import is_uuid
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_uuid
+from dstrial.checkpoint.manifest import MANIFEST_NAME, METADATA_NAME
 from dstrial.errors import MasterError
 from dstrial.file_writes import remove_tree
 from dstrial.master.backends.environment import user_variables
@@ -22,6 +23,7 @@ from dstrial.master.store.checkpoints import CheckpointInfo
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports.metric_summaries import as_number
 
+_RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # as in dstrial.local.run_directory, which the master never imports
 _ALL = ("**/*", "**", "*")  # patterns that match every file of a checkpoint
 _OBJECTS_TIMEOUT_S = 600.0  # timeout of deletions in object storage, for one checkpoint
 
@@ -177,6 +179,18 @@ def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("
             elif any(_matches(os.path.relpath(entry, directory), pattern) for pattern in globs):
                 Path(entry).unlink()
         return remaining(directory)
+
+
+def forget_record(config: Mapping[str, Any], uuid: str) -> None:
+    """Delete the record that a run directory keeps of a checkpoint whose files are deleted."""
+    run_directory = user_variables(config).get(_RUN_DIR_VARIABLE)
+    if run_directory is None or not is_uuid(uuid):
+        return
+    record = Path(run_directory, "checkpoints", uuid)
+    with contextlib.suppress(OSError):
+        for name in (MARKER_NAME, MANIFEST_NAME, METADATA_NAME):
+            (record / name).unlink(missing_ok=True)
+        record.rmdir()
 
 
 def swept_text(uuids: Sequence[str], num_bytes: int) -> str:

@@ -250,6 +250,8 @@ class Janitor:
         if trouble is not None:  # lost meanwhile: the files may still exist
             self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
             raise _StorageAwayError(trouble)
+        if not left:
+            checkpoint_gc.forget_record(config, uuid)
         self._database.write(lambda tx: checkpoints.set_resources(tx, uuid, left))
 
     def _delete_experiment(self, experiment_id: int) -> None:
@@ -268,6 +270,7 @@ class Janitor:
             storage = config["checkpoint_storage"]
             try:
                 checkpoint_gc.delete_files(config, row.uuid)
+                checkpoint_gc.forget_record(config, row.uuid)
             except CheckpointError as error:
                 raise MasterError(str(error)) from error
         self._delete_tensorboard(experiment_id)
