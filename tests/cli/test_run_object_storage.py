@@ -47,7 +47,7 @@ def test_run_killed_on_two_ranks_goes_on_from_the_bucket(
 
     killed = shared_master.dstrial(*command, cwd=tmp_path, deadline_s=DEADLINE_S)
 
-    assert killed.returncode == 1, killed.stdout + killed.stderr
+    assert killed.returncode != 0, killed.stdout + killed.stderr
     (record,) = (tmp_path / "runs").glob("*/*/run.json")
     run = RunDirectory(record.parent)
     assert [found.steps_completed for found in list_checkpoints(run.checkpoints_path)] == [2, 4]

@@ -49,10 +49,12 @@ def _rank_main(
         dist.close()
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any, num_nodes: int = 1) -> list[Any]:
+def on_ranks(
+    size: int, function: Callable[..., Any], *args: Any, num_nodes: int = 1, deadline_s: float = DEADLINE_S
+) -> list[Any]:
     """Call ``function(dist, *args)`` on every rank; its result, or the exception, by rank.
 
-    Fails if a rank has not answered within a minute, which is how a hang shows.
+    Fails if a rank has not answered within ``deadline_s``, which is how a hang shows.
     """
     fork = multiprocessing.get_context("fork")
     results = fork.Queue()
@@ -64,11 +66,11 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, num_nodes: int
     for process in processes:
         process.start()
     answers: dict[int, Any] = {}
-    deadline_s = time.monotonic() + DEADLINE_S
+    give_up_at_s = time.monotonic() + deadline_s
     try:
         while len(answers) < size:
             try:
-                rank, answer = results.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                rank, answer = results.get(timeout=max(0.0, give_up_at_s - time.monotonic()))
             except queue.Empty:
                 raise AssertionError(f"only ranks {sorted(answers)} of {size} have ended") from None
             answers[rank] = answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from object_store import Bucket
 from rank_processes import names_in, on_ranks
 
 from dstrial.errors import CheckpointError, CheckpointNotFoundError
+from dstrial.local import checkpoint_store
 from dstrial.local.checkpoint_directory import KeepPolicy, list_checkpoints
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
 from dstrial.object_storage import external_storage
@@ -42,7 +44,7 @@ def save(store: LocalCheckpointContext, rank: int, steps_completed: int) -> str:
 
 
 def save_and_restore(dist: core.DistributedContext, path: Path, storage: dict[str, Any]) -> Any:
-    os.environ["TMPDIR"] = str(path / f"node-{dist.cross_rank}")
+    tempfile.tempdir = str(path / f"node-{dist.cross_rank}")
     store = opened(dist, path, storage)
     name = save(store, dist.rank, 5)
     with store.restore_path(name) as source:
@@ -60,7 +62,7 @@ def test_each_node_uploads_its_files_and_downloads_all(
     for node in range(num_nodes):
         (tmp_path / f"node-{node}").mkdir()
 
-    answers = on_ranks(2, save_and_restore, tmp_path, storage, num_nodes=num_nodes)
+    answers = on_ranks(2, save_and_restore, tmp_path, storage, num_nodes=num_nodes, deadline_s=300)
 
     name = answers[0][0]
     assert [texts for _, texts, _ in answers] == [["0", "1"]] * 2
@@ -107,17 +109,20 @@ def test_objects_of_a_killed_save_are_deleted_at_the_next_start(
     store.close()
 
 
-def test_checkpoint_without_record_or_marker(tmp_path: Path, bucket: Bucket, storage: dict[str, Any]) -> None:
+def test_checkpoint_without_record_or_marker(
+    tmp_path: Path, bucket: Bucket, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another run finds a complete checkpoint by its UUID; one without the marker does not exist."""
-    first = opened(core.DummyDistributedContext(), tmp_path / "first", storage)
+    first = opened(core.DummyDistributedContext(), tmp_path / "first" / "runs" / "a" / "b", storage)
     name = save(first, 0, 3)
-    second = opened(core.DummyDistributedContext(), tmp_path / "second", storage)
+    monkeypatch.setattr(checkpoint_store, "_written_here", {})  # as in another process
+    second = opened(core.DummyDistributedContext(), tmp_path / "second" / "runs" / "a" / "b", storage)
     assert second.get_metadata(name) == {"steps_completed": 3}
     with second.restore_path(name) as path:
         assert (path / "shard-0").read_text() == "0"
     assert second.list() == []
     bucket.client().delete_object(Bucket=bucket.name, Key=f"of/mine/{name}/COMPLETE")
-    third = opened(core.DummyDistributedContext(), tmp_path / "third", storage)
+    third = opened(core.DummyDistributedContext(), tmp_path / "third" / "runs" / "a" / "b", storage)
     with pytest.raises(CheckpointNotFoundError, match="expected one that is complete"):
         third.get_metadata(name)
     for store in (first, second, third):
@@ -127,7 +132,7 @@ def test_checkpoint_without_record_or_marker(tmp_path: Path, bucket: Bucket, sto
 def test_a_storage_that_cannot_be_written_is_an_error_on_all_ranks(
     tmp_path: Path, bucket: Bucket, storage: dict[str, Any]
 ) -> None:
-    answers = on_ranks(2, opened, tmp_path, storage | {"bucket": "missing"})
+    answers = on_ranks(2, opened, tmp_path, storage | {"bucket": "missing"}, deadline_s=300)
     for answer in answers:
         assert isinstance(answer, CheckpointError)
         assert "NoSuchBucket" in str(answer)

@@ -14,12 +14,8 @@ from dstrial.config.keys import Dialect, Section, check_keys
 from dstrial.config.schema import EXPERIMENT, STORAGE_REQUIRES
 
 _SAVE_DEFAULTS = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
-# Module of a storage type's client library, and its pip requirement. Determined 0.38.1 requires them all.
-_PACKAGES = {
-    "s3": ("boto3", "boto3"),
-    "gcs": ("google.cloud.storage", "google-cloud-storage"),
-    "azure": ("azure.storage.blob", "azure-storage-blob"),
-}
+# Modules of client libraries. With dashes these are names of packages, all of which Determined 0.38.1 requires.
+_CLIENTS = {"s3": "boto3", "gcs": "google.cloud.storage", "azure": "azure.storage.blob"}
 _FIELDS = {
     "shared_fs": (
         "host_path",
@@ -49,8 +45,8 @@ def check_storage(raw: Mapping[str, Any], given: object, findings: Diagnostics) 
     _check_kept_within(storage, findings)
     if kind == "azure":
         _check_azure(storage, findings)
-    module, requirement = _PACKAGES.get(kind, ("dstrial", ""))
-    if not _is_installed(module):
+    if kind in _CLIENTS and not _is_installed(_CLIENTS[kind]):
+        requirement = _CLIENTS[kind].replace(".", "-")
         findings.problem(
             "checkpoint_storage.type",
             f"{kind}, and the package {requirement} is not installed",
