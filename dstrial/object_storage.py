@@ -37,7 +37,7 @@ STORAGE_KEY = "storage"
 
 
 def external_storage(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return ``checkpoint_storage`` if it is object storage or ``directory``, else None.
+    """Return ``checkpoint_storage`` if it is no ``shared_fs``; None otherwise.
 
     The result has the fields of its type that are given and not masked, and no ``save_…`` field.
     """

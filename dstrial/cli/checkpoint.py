@@ -208,7 +208,7 @@ def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSo
 
 
 def _new_directory(uuid: str) -> Path:
-    """Return a scratch directory named after a checkpoint; deleted when the process ends."""
+    """Return a scratch directory, deleted at exit, that is named after a checkpoint."""
     target = _DOWNLOADS.enter_context(scratch_directory("dstrial-download-")) / uuid
     target.mkdir()
     return target

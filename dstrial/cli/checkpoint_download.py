@@ -1,4 +1,4 @@
-"""``dstrial checkpoint download``: copy a checkpoint into a directory and verify it."""
+"""``dstrial checkpoint download``: copy a checkpoint and verify the copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint context whose nodes transfer files to and from object storage once each.
+"""A checkpoint context whose nodes each transfer files to object storage once.
 
 Ranks write a checkpoint into a scratch directory of their node. Then the first rank of each node uploads the node's files, and
 rank 0 uploads the completion marker last. To load a checkpoint, the first rank of each node downloads the checkpoint for all.
@@ -106,7 +106,7 @@ def write_record(files: Path, record: Path, info: Mapping[str, Any], settings: M
 
 
 class ObjectStorageManager(storage.StorageManager):  # type: ignore[misc]  # mypy does not follow determined
-    """Determined's storage manager for object storage; transfers run in child processes.
+    """A storage manager of Determined whose transfers run in child processes.
 
     Args:
         settings: ``checkpoint_storage`` of the config.
@@ -339,7 +339,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
 
 
 def _require_manifest(root: Path, expected: str | None) -> None:
-    """Raise CheckpointDamagedError if a downloaded manifest is not the one that was saved."""
+    """Raise CheckpointDamagedError if a manifest is not the one that was saved."""
     path = root / MANIFEST_NAME
     if expected is not None and path.is_file() and hash_file(path).sha256 != expected:
         raise CheckpointDamagedError(
@@ -349,7 +349,7 @@ def _require_manifest(root: Path, expected: str | None) -> None:
 
 
 def downloaded_record(manager: ObjectStorageManager, storage_id: str) -> Path | None:
-    """Return a directory with a checkpoint's marker, manifest and metadata, downloaded now.
+    """Download a checkpoint's marker, manifest and metadata; return their directory.
 
     None if the storage has no such checkpoint, or one without a completion marker.
     """

@@ -182,7 +182,7 @@ def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("
 
 
 def forget_record(config: Mapping[str, Any], uuid: str) -> None:
-    """Delete the record that a run directory keeps of a checkpoint whose files are deleted."""
+    """Delete a run directory's record of a checkpoint whose files are deleted."""
     run_directory = user_variables(config).get(_RUN_DIR_VARIABLE)
     if run_directory is None or not is_uuid(uuid):
         return
