@@ -123,7 +123,7 @@ def trial_environment(
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
     # TMPDIR is deleted with the allocation, so torch's compile cache is put elsewhere.
     env.update(compile_cache())
-    env.update(_user_variables(request))
+    env.update(user_variables(request.config, request.slots[0].kind if request.slots else "cpu"))
     bin_dirs = [str(_OWN_FILES / "bin"), str(Path(request.interpreter or sys.executable).parent)]
     env["PATH"] = os.pathsep.join([*bin_dirs, env.get("PATH", os.defpath)])
     # Also puts the directory of dstrial's sitecustomize first in PYTHONPATH.
@@ -227,10 +227,10 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
     }
 
 
-def _user_variables(request: AllocationRequest) -> dict[str, str]:
-    given = (request.config.get("environment") or {}).get("environment_variables") or []
+def user_variables(config: Mapping[str, Any], kind: str = "cpu") -> dict[str, str]:
+    """Return a config's ``environment_variables`` for a kind of device."""
+    given = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(given, Mapping):
-        kind = request.slots[0].kind if request.slots else "cpu"
         given = given.get(kind) or []
     values: dict[str, str] = {}
     for assignment in given:

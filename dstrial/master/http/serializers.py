@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from determined.common.api import bindings
 
-from dstrial.config.secrets import SecretNames, masked_json, masked_yaml
+from dstrial.config.secrets import MASK, SecretNames, masked_json, masked_yaml
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.responses import message
 from dstrial.master.services import Services
@@ -177,11 +177,25 @@ def sizes_as_texts(resources: str) -> dict[str, str]:
     return {path: str(size) for path, size in json.loads(resources).items()}
 
 
+def _config_for_download(text: str, names: SecretNames) -> Any:
+    """Mask the secrets of a checkpoint's config; leave out the storage's.
+
+    ``det checkpoint download`` would send the mask to the storage. Without credentials it uses the user's, or asks the master.
+    """
+    shown = masked_json(text, names)
+    if MASK not in shown:
+        return orjson.Fragment(shown)
+    config = orjson.loads(shown)
+    storage = config.get("checkpoint_storage") or {}
+    config["checkpoint_storage"] = {key: None if value == MASK else value for key, value in storage.items()}
+    return config
+
+
 def checkpoint_json(row: CheckpointInfo, names: SecretNames) -> dict[str, Any]:
     validation: dict[str, Any] = json.loads(row.validation) if row.validation else {}
     training = message(
         bindings.v1CheckpointTrainingMetadata,
-        experimentConfig=shown_config(row.experiment_config, names),
+        experimentConfig=_config_for_download(row.experiment_config, names),
         experimentId=row.experiment_id,
         hparams=shown_config(row.trial_hparams, names),
         searcherMetric=validation.get(row.searcher_metric),
