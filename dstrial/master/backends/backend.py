@@ -18,9 +18,14 @@ from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.nodes import OWN_NODE, node_of
 
 Cause = Literal["exited", "lost", "unreachable", "preempted", "refused"]
-"""Why an allocation ended on a node. "exited": its entrypoint exited; "lost": its supervisor was killed or its node removed;
-"unreachable": the node did not answer for too long; "preempted": the master killed it, after a failure on another node for
-example; "refused": the node could not start it."""
+"""Why an allocation ended on a node.
+
+- exited: its entrypoint exited
+- lost: its supervisor was killed, or its node removed
+- unreachable: the node did not answer for too long
+- preempted: the master killed it, after a failure on another node for example
+- refused: the node could not start it
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,13 @@ from dstrial.hosts.transport import Transport
 from dstrial.master.backends.backend import Refusal
 
 JobState = Literal["pending", "running", "leaving", "ended"]
-"""State of an engine's job: queued; it has its nodes; it will lose them soon; it has lost them."""
+"""State of a Slurm or Ray job.
+
+- pending: it waits for nodes
+- running: it has its nodes
+- leaving: it will soon lose its nodes
+- ended: it has lost its nodes
+"""
 
 MAX_PENDING = 32  # maximum number of dstrial's jobs in an engine's queue; the master queues the others
 

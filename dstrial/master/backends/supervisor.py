@@ -432,7 +432,7 @@ def start_time(pid: int) -> str | None:
 def end_reason(lease: str, agent: "str | None") -> str:
     """Return why the allocation must be killed; "" while lease and agent are alive.
 
-    ``lease`` and ``agent`` are paths of the lease and of the agent's record; None if the agent may end.
+    ``lease`` and ``agent`` are paths of the lease's file and the agent's pid file; if None, the agent is not watched.
     """
     if lease_left_s(lease) < 0:
         return "the master has not answered for too long"

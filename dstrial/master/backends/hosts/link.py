@@ -216,7 +216,7 @@ class HostLink:
             return notes
 
     def take_ports(self) -> dict[str, int]:
-        """Return free ports of the host by environment variable, once; empty if unknown."""
+        """Return free ports of the host by variable, and forget them; empty if unknown."""
         with self._lock:
             ports, self._ports = self._ports, {}
             return ports

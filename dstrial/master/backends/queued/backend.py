@@ -473,7 +473,7 @@ class QueuedBackend(LinkedBackend):
 
 
 def _close_links(jobs: Iterable[TrackedJob], *, for_good: bool = False) -> None:
-    """Close the links to jobs' nodes concurrently, to dead nodes in the background."""
+    """Close the connections to jobs' nodes, those to dead nodes in the background."""
     threads = [
         threading.Thread(target=link.close, kwargs={"for_good": for_good}, name="dstrial-close", daemon=True)
         for job in jobs
