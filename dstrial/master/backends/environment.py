@@ -57,7 +57,10 @@ _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
-    """Return a trial's config, with ``shared_fs`` storage as a ``directory``."""
+    """Return a trial's config as its processes see it.
+
+    Storage of type ``shared_fs`` becomes the same storage of type ``directory``.
+    """
     config = copy.deepcopy(request.config)
     storage = config.get("checkpoint_storage") or {}
     if storage.get("type") == "shared_fs":
@@ -69,7 +72,7 @@ def trial_config(request: AllocationRequest) -> dict[str, Any]:
 
 
 def cluster_info_files(request: AllocationRequest) -> dict[str, dict[str, Any]]:
-    """Return the content of the files that ``determined.get_cluster_info()`` reads."""
+    """Return name -> content of the files that ``determined.get_cluster_info`` reads."""
     files: dict[str, dict[str, Any]] = {
         "cluster.json": {
             "master_url": request.master_url,
@@ -114,10 +117,10 @@ def trial_environment(
     temporary_directory: Path,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the environment of a task's entrypoint, which extends ``base``.
+    """Return the environment of a trial's or command's entrypoint.
 
-    ``base`` is by default the master's environment. ``marker`` is a unique value that identifies the task's processes if its
-    supervisor is lost. ``temporary_directory`` becomes ``TMPDIR``; its path is short, because sockets are created there.
+    It extends ``base``, by default the master's environment. ``marker`` is a unique value that identifies the task's processes if
+    its supervisor is lost. ``temporary_directory`` becomes ``TMPDIR``; its path is short, because sockets are created there.
     """
     outer = os.environ if base is None else base
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}

@@ -46,7 +46,7 @@ def shown_state(row: ListedExperiment | ListedTrial) -> str:
 
 
 def stored_states(names: Iterable[str]) -> list[str]:
-    """Convert API states to stored states; QUEUED, RUNNING and others become ACTIVE."""
+    """Return the stored states for API states: ACTIVE for QUEUED, RUNNING and others."""
     states = {name.removeprefix("STATE_") for name in names}
     if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
         states.add("ACTIVE")
@@ -173,7 +173,7 @@ def _best_checkpoint(row: ListedTrial, names: SecretNames) -> dict[str, Any] | N
 
 
 def sizes_as_texts(resources: str) -> dict[str, str]:
-    """Return a checkpoint's files with sizes as strings, the API's 64-bit integers."""
+    """Return path -> size of a checkpoint's files, as text: the API's 64-bit integers."""
     return {path: str(size) for path, size in json.loads(resources).items()}
 
 

@@ -78,7 +78,7 @@ class Janitor:
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
     def start(self) -> None:
-        """Release a killed master's claims on checkpoints, and start the thread."""
+        """Start the thread; unmark checkpoints that a killed master was deleting."""
         self._database.write(checkpoints.release_claims)
         self._thread.start()
 
@@ -177,7 +177,7 @@ class Janitor:
         return self._storages.trouble(json.loads(row.config)["checkpoint_storage"])
 
     def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
-        """Delete an ended allocation's checkpoints that were begun and never reported."""
+        """Delete checkpoints that an ended allocation began to save and did not report."""
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
             left = checkpoints.unknown_of(connection, uuids)
