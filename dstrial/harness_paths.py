@@ -35,11 +35,13 @@ WARM_VARIABLE = "DSTRIAL_WARM"
 _LOG_AGAIN_S = 30.0  # gap between retries, usually one second, after which an outage is logged again
 
 
-def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) -> dict[str, Patch]:
+def patches_of_allocation(
+    allocation: str, guard: StorageGuard | None = None, notes: StorageGuard | None = None
+) -> dict[str, Patch]:
     """Return a dict: module name -> patch function, for an allocation's processes.
 
     ``allocation`` is the allocation's private directory. ``guard`` protects its checkpoint storage; None if the storage has no
-    marker.
+    marker. ``notes`` records checkpoints that are being saved to object storage.
     """
     python = os.environ.get(BASE_PYTHON_VARIABLE, "")
     is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
@@ -54,16 +56,14 @@ def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) ->
         ),
         "determined.tensorboard.shared": lambda module: _patch_tensorboard_shared(module, guard),
         "urllib3.connectionpool": _patch_connection_pool,
-        "determined.common.storage.base": lambda module: _patch_storage_base(module, guard),
+        "determined.common.storage.base": lambda module: _patch_storage_base(module, guard, notes),
+        "determined.core._checkpoint": lambda module: _patch_checkpoint(module, guard, notes),
         **({} if guard is None else _patches_of_storage(guard)),
     }
 
 
 def _patches_of_storage(guard: StorageGuard) -> dict[str, Patch]:
-    return {
-        "determined.common.storage.shared": lambda module: _patch_storage_shared(module, guard),
-        "determined.core._checkpoint": lambda module: _patch_checkpoint(module, guard),
-    }
+    return {"determined.common.storage.shared": lambda module: _patch_storage_shared(module, guard)}
 
 
 def _patch_info(module: ModuleType, allocation: str) -> None:
@@ -130,8 +130,11 @@ def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
     cls.__init__, cls._sync_impl = __init__, _sync_impl
 
 
-def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:
-    """Make Determined create storages with the umask; 0.38.1 ``base.py:70`` sets 0777."""
+def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
+    """Make Determined create storages with the umask; 0.38.1 ``base.py:70`` sets 0777.
+
+    ``notes`` records the checkpoints that are begun, also in object storage.
+    """
     cls = module.StorageManager
     original = cls.pre_store_path
 
@@ -141,6 +144,8 @@ def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:
             guard.note(dst)
         else:
             os.makedirs(self._base_path, exist_ok=True)
+            if notes is not None and not self.store_path_is_direct_access():
+                notes.note(dst)
         return original(self, dst)
 
     cls.pre_store_path = pre_store_path
@@ -168,19 +173,22 @@ def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
     cls.upload, cls.delete = upload, delete
 
 
-def _patch_checkpoint(module: Any, guard: StorageGuard) -> None:
+def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
     """Check the storage before ``core/_checkpoint.py`` (0.38.1) reports a checkpoint."""
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 
     def _report_checkpoint(self: Any, storage_id: str, *args: Any, **options: Any) -> None:
         base_path = getattr(self._storage_manager, "_base_path", None)
-        is_covered = isinstance(base_path, str) and guard.covers(base_path)
-        if is_covered:
-            guard.check()
+        covering = (
+            guard if isinstance(base_path, str) and guard is not None and guard.covers(base_path) else None
+        )
+        if covering is not None:
+            covering.check()
         original(self, storage_id, *args, **options)
-        if is_covered:
-            guard.forget(storage_id)
+        begun = covering or notes
+        if begun is not None:
+            begun.forget(storage_id)
 
     cls._report_checkpoint = _report_checkpoint
 

@@ -14,6 +14,7 @@ import os
 import pathlib
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from determined import core
 from dstrial.errors import LaunchError, RankIdentityError
 from dstrial.local import core_context as local_context
 from dstrial.local.core_context import mirror, remove_tensorboard_directories
+from dstrial.local.node_checkpoints import NodeCheckpointContext, ObjectStorageManager, require_storage
 from dstrial.local.run_directory import (
     RUN_DIR_VARIABLE,
     RUNS_DIR_VARIABLE,
@@ -34,6 +36,7 @@ from dstrial.local.run_directory import (
 )
 from dstrial.local.script_variables import STAND_IN_CLUSTER
 from dstrial.local.train_context import LocalTrainContext
+from dstrial.object_storage import external_storage, is_object_storage
 from dstrial.ranks import process_group
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import RankIdentity, identify
@@ -147,11 +150,18 @@ def process_runtime(
         is_own = False
         if info is not None:
             exp_conf = info.trial._config
+            storage = external_storage(exp_conf)
+            require_storage(channel, storage)
             made = core.init(
                 distributed=channel,
                 preempt_mode=core.PreemptMode.ChiefOnly,
                 tensorboard_mode=core.TensorboardMode.MANUAL,
             )
+            if storage is not None and is_object_storage(storage):
+                # The temporary directory is deleted with the allocation.
+                scratch = pathlib.Path(tempfile.gettempdir(), "dstrial-checkpoints")
+                manager = ObjectStorageManager(storage, scratch, None, is_chief=channel.rank == 0)
+                made.checkpoint = NodeCheckpointContext.of_cluster(made.checkpoint, manager)
             sink = _ClusterSystemMetrics(made, info, channel.cross_rank)
             made.profiler = local_context.NodeProfiler(info.agent_id, channel, sink)
             if os.environ.get(RUN_DIR_VARIABLE):

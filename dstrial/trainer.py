@@ -283,7 +283,7 @@ class Trainer:
             loggers.note_stop()
         runtime = self._runtime
         if self._info is None and result.checkpoint_uuid is not None:
-            directory = runtime.core.run_directory.checkpoints_path / result.checkpoint_uuid
+            directory = runtime.core.checkpoint.directory_of(result.checkpoint_uuid)
             result = dataclasses.replace(result, checkpoint_path=directory)
         if runtime.is_chief:
             ending = "completed" if result.stopped is None else f"stopped: {result.stopped.value}"

@@ -16,6 +16,7 @@ import types
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import kept_bytecode
 import pytest
@@ -27,6 +28,9 @@ from dstrial.fork_server import client
 from dstrial.master.store import users
 from dstrial.testing import master, ranks
 from dstrial.testing.master import MasterForTest, master_for_test
+
+if TYPE_CHECKING:
+    from object_store import Bucket
 
 # Both would fail a test because its machine is busy.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -204,6 +208,15 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             + "\n".join(broken),
             pytrace=False,
         )
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    """A bucket of a real S3 server, with credentials that the server checks."""
+    from object_store import s3_server
+
+    with s3_server(tmp_path_factory.mktemp("moto")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from dstrial import object_storage
 from dstrial.checkpoint.completion_marker import MARKER_NAME, is_uuid
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.integrity import verify_files
@@ -31,11 +34,13 @@ from dstrial.local.run_directory import RunDirectory, default_runs_dir
 from dstrial.master.client import Client
 from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
 from dstrial.master.state_directory import StateDirectory
+from dstrial.object_storage import recorded_storage
+from dstrial.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-ACTIONS = ("inspect", "verify", "diff", "export", "reshape")
+ACTIONS = ("inspect", "verify", "diff", "export", "reshape", "download")
 """Actions; the module ``checkpoint_<action>`` of each has ``add_parser(actions)`` and ``main(args)``."""
 
 _EPILOG = """\
@@ -48,7 +53,10 @@ examples:
   dstrial checkpoint diff BEFORE AFTER --optimizer
   dstrial checkpoint export CHECKPOINT model.safetensors --format safetensors
   dstrial checkpoint reshape CHECKPOINT for-4-slots --slots 4 --zero-stage 3
+  dstrial checkpoint download CHECKPOINT -o a-copy
 """
+_DOWNLOADS = contextlib.ExitStack()  # copies of checkpoints in object storage
+atexit.register(_DOWNLOADS.close)
 # A directory that contains one of these is a checkpoint, possibly a damaged one.
 _CHECKPOINT_FILES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank0.pt", "model0")
 
@@ -56,8 +64,8 @@ _CHECKPOINT_FILES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "checkpoint",
-        help="inspect, verify, compare, export and reshape checkpoints",
-        description="Look into checkpoints, verify, compare, export and reshape them. Needs no accelerator.",
+        help="inspect, verify, compare, export, reshape and download checkpoints",
+        description="Look into checkpoints, verify, compare, export, reshape and download them. Needs no accelerator.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -159,14 +167,14 @@ def find_checkpoint(
 ) -> CheckpointSource:
     """Resolve a directory, a run (its newest checkpoint) or a UUID to a checkpoint.
 
-    The checkpoint is not verified.
+    The checkpoint is not verified. One in object storage is downloaded; the copy is deleted when this process ends.
 
     Raises:
         MasterError: the master has the checkpoint, but its files are not on this machine.
     """
-    path = Path(asked)
+    path, state = Path(asked), StateDirectory.choose(state_dir)
     if path.is_dir():
-        return _in_directory(path.resolve(), asked)
+        return _with_files(_in_directory(path.resolve(), asked), state)
     if not is_uuid(asked):
         got = "no directory" if not path.exists() else "a file"
         raise CheckpointNotFoundError(
@@ -175,8 +183,36 @@ def find_checkpoint(
         )
     runs = default_runs_dir(runs_dir)
     for found in sorted(runs.glob(f"*/*/checkpoints/{asked}")):
-        return _in_directory(found.resolve(), asked)
-    return _from_master(asked, StateDirectory.choose(state_dir), runs)
+        return _with_files(_in_directory(found.resolve(), asked), state)
+    return _from_master(asked, state, runs)
+
+
+def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSource:
+    """Replace a run's record of a checkpoint by the checkpoint's files.
+
+    Without credentials for the object storage, they come through a running master that knows the checkpoint.
+    """
+    settings = recorded_storage(source.path)
+    if settings is None:
+        return source
+    if not object_storage.is_object_storage(settings):
+        return dataclasses.replace(source, path=Path(settings["container_path"]) / source.path.name)
+    target = _new_directory(source.path.name)
+    try:
+        object_storage.download(settings, source.path.name, target)
+    except CheckpointError:
+        if state.running() is None:
+            raise
+        from_master = _from_master(source.path.name, state, default_runs_dir())
+        return dataclasses.replace(from_master, run_directory=source.run_directory)
+    return dataclasses.replace(source, path=target)
+
+
+def _new_directory(uuid: str) -> Path:
+    """Return a scratch directory, deleted at exit, that is named after a checkpoint."""
+    target = _DOWNLOADS.enter_context(scratch_directory("dstrial-download-")) / uuid
+    target.mkdir()
+    return target
 
 
 def has_trusted_code(source: CheckpointSource) -> bool:
@@ -235,6 +271,10 @@ def _from_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSou
             f"a checkpoint's UUID. Look for it with `{det_for(record.address)} experiment list-checkpoints EXPERIMENT`."
         ) from error
     storage = answer["training"]["experimentConfig"].get("checkpoint_storage") or {}
+    if object_storage.is_object_storage(storage):
+        target = _new_directory(asked)
+        client.extract(f"/checkpoints/{asked}", target)
+        return CheckpointSource(target, record=answer, client=client)
     try:
         path = checkpoint_directory(storage, asked)
     except MasterError as error:

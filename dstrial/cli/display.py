@@ -29,6 +29,7 @@ from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.local.run_monitor import Report, RunView, named_metric, read_validations
 from dstrial.master.store.views.observe import ExperimentView, TrialView
+from dstrial.object_storage import address_of, recorded_storage
 from dstrial.telemetry.summary import summary_rows
 from dstrial.visible_text import visible
 
@@ -204,6 +205,9 @@ def summary(
             where = "the last" if is_last else f"checkpoints/{best_stored.path.name}"
             rows.append(("  best", f"{where} (batch {best_stored.steps_completed}, {metric} {value:.6g})"))
         rows.append(("  last", f"checkpoints/{checkpoint.path.name} (batch {checkpoint.steps_completed})"))
+        settings = recorded_storage(checkpoint.path)
+        if settings is not None:
+            rows.append(("  stored in", address_of(settings)))
     attempt = run_directory.attempt_logs_path(run_directory.read_record().num_attempts)
     parts = [run_directory.metrics_path, run_directory.tensorboard_path, attempt]
     rows.append(("  files", ", ".join(str(part.relative_to(run_directory.path)) for part in parts)))

@@ -28,6 +28,7 @@ from dstrial.master import daemon
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.views import observe
+from dstrial.object_storage import external_storage
 from dstrial.process_state import is_stopped
 from dstrial.resume.metadata import RESUME_VARIABLE
 from dstrial.storage_guard import STORAGE_MARKER
@@ -247,6 +248,8 @@ def config_of_run(
     if request.num_slots == 0:
         variables["DS_ACCELERATOR"] = "cpu"
     given = config.get("checkpoint_storage") or {}
+    # A test leaves nothing behind, so it never uses the user's storage.
+    storage = None if request.args.test else external_storage(config)
     return {
         **copy.deepcopy(dict(config)),
         "environment": {
@@ -254,8 +257,7 @@ def config_of_run(
             "environment_variables": [f"{name}={value}" for name, value in variables.items()],
         },
         "checkpoint_storage": {
-            "type": "shared_fs",
-            "host_path": str(run_directory.checkpoints_path),
+            **(storage or {"type": "shared_fs", "host_path": str(run_directory.checkpoints_path)}),
             **{key: given[key] for key in _RETENTION_KEYS if given.get(key) is not None},
         },
     }
@@ -289,7 +291,8 @@ def submit(
         run_directory.checkpoints_path.mkdir(parents=True, exist_ok=True)
         (run_directory.checkpoints_path / STORAGE_MARKER).touch()
     # Written before the trial can start and read it.
-    storage = dict(config.get("checkpoint_storage") or {})
+    given = config.get("checkpoint_storage") or {}
+    storage = {key: given[key] for key in _RETENTION_KEYS if key in given}
     submission = Submission(0, master.record.cluster_id, mark, storage)
     submission.write(run_directory)
     body = {

@@ -66,12 +66,12 @@ FREE_NAMES = frozenset(
 
 
 def is_free(name: str) -> bool:
-    """Return whether forks of one server may have different values of a variable."""
+    """Return whether forks of one server may differ in environment variable ``name``."""
     return name in FREE_NAMES or name.startswith(FREE_PREFIXES)
 
 
 def key_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that must be equal in a fork server and its programs."""
+    """Return the environment variables that a fork server and its programs must share."""
     key = {name: value for name, value in environment.items() if not is_free(name)}
     places = [place for place in import_places(environment) if place != SITE]
     if places:
@@ -81,14 +81,14 @@ def key_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def import_places(environment: Mapping[str, str]) -> list[str]:
-    """Return the directories of PYTHONPATH."""
+    """Return the directories in an environment's ``PYTHONPATH``, in order."""
     return [place for place in environment.get(PATH_VARIABLE, "").split(os.pathsep) if place]
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the names of key variables in which two environments differ, sorted.
+    """Return the names of variables in which two environments have different keys.
 
-    Names only: values may be secrets.
+    The key (``key_of``) selects a fork server. The names are sorted, without values: these may be secrets.
     """
     ours, theirs = key_of(one), key_of(other)
     return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))

@@ -31,13 +31,14 @@ _adopting = threading.Lock()
 
 
 class ForkRefusedError(Exception):
-    """No process was forked; the message says why a new process is needed."""
+    """A program cannot run as a fork; the message says why it needs a new process."""
 
 
 def trains_trial_class(words: Sequence[str]) -> bool:
-    """Return whether a command line launches ranks that import a trial class.
+    """Return whether a Python command, without the interpreter, trains a trial class.
 
-    Such ranks import ``dstrial.launch.imported_ahead`` before the user's module. A script may import in any order.
+    Its ranks import ``dstrial.launch.imported_ahead`` before the user's module, as a fork server does. A script may import in
+    any order.
     """
     if tuple(words[:2]) != ("-m", "dstrial.launch"):
         return False
@@ -86,7 +87,9 @@ class ForkedProcess:
 
 
 def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
-    """Start a program in this process's spare; see ``start_program``.
+    """Start a program as a fork of this process's *spare*, an idle process.
+
+    ``files`` are open descriptors; the program sees them as the descriptors ``program.numbers``.
 
     Raises:
         ForkRefusedError: a new process is needed; the message is empty if this process has no spare.
@@ -107,7 +110,7 @@ def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
 
 
 def fork_or_none(program: Program, files: Sequence[int]) -> ForkedProcess | None:
-    """Start a program in this process's spare; if refused, log why and return None."""
+    """Start a program as ``start_from_spare`` does; if refused, log why, return None."""
     try:
         return start_from_spare(program, files)
     except ForkRefusedError as reason:
@@ -132,10 +135,13 @@ def _ask_for_spare(connection: socket.socket, request: bytes) -> int:
 def start_program(
     spare: int, program: Program, files: Sequence[int], *, known: Callable[[int], object] = lambda _: None
 ) -> int:
-    """Run a program in a spare; close the spare's socket and return the pid.
+    """Run a program in an idle fork; return the fork's pid.
 
-    ``files`` are open files; the program sees them as descriptors ``program.numbers``. ``known`` is called with the pid before
-    the program starts; if it raises, the program does not start.
+    Args:
+        spare: socket of the idle fork; closed on return.
+        program: the program.
+        files: open descriptors; the program sees them as the descriptors ``program.numbers``.
+        known: called with the pid before the program starts; if it raises, the program does not start.
 
     Raises:
         ForkRefusedError: a new process is needed.
@@ -162,7 +168,7 @@ def start_program(
 
 
 def _ask(connection: socket.socket, request: bytes, files: Sequence[int] = ()) -> tuple[bytes, list[int]]:
-    """Send a request, unless it is empty; return the answer and its open files."""
+    """Send a request, unless it is empty; return the answer and its file descriptors."""
     try:
         if request:
             socket.send_fds(connection, [request], list(files))
@@ -175,7 +181,7 @@ def _ask(connection: socket.socket, request: bytes, files: Sequence[int] = ()) -
 
 
 class ForkServer:
-    """Handle of a fork server, which ends when this process ends. Thread-safe."""
+    """Controls a fork server process, which ends when this process ends. Thread-safe."""
 
     def __init__(
         self,
@@ -186,7 +192,10 @@ class ForkServer:
         python: str = sys.executable,
         program: Sequence[str] = ("-m", server.__name__),
     ) -> None:
-        """Start the server process, which imports ``modules``; return at once."""
+        """Start the server process, which imports ``modules``; return before that ends.
+
+        ``environment`` is that of the programs to fork; ``program`` are the arguments of ``python`` that run the server.
+        """
         self.key = key_of(environment)
         self._problem: str | None = None
         self._lock = threading.Lock()
@@ -229,7 +238,9 @@ class ForkServer:
         return f"{', '.join(names)}: not as where it was imported ahead" if names else ""
 
     def spare(self, request: bytes) -> int:
-        """Request a spare, ``fork.CHILD`` or ``fork.ORPHAN``; return the spare's socket.
+        """Request an idle fork of the server; return the socket that takes its program.
+
+        ``request`` chooses the fork's parent: this process (``fork.CHILD``) or the server (``fork.ORPHAN``).
 
         Raises:
             ForkRefusedError: the server has ended, is stopped or does not answer.
@@ -247,7 +258,7 @@ class ForkServer:
     def start(
         self, program: Program, files: Sequence[int], *, known: Callable[[int], object] = lambda _: None
     ) -> ForkedProcess:
-        """Start a program as a child of this process; see ``start_program``.
+        """Start a program as a fork that is this process's child; see ``start_program``.
 
         Raises:
             ForkRefusedError: a new process is needed.
@@ -275,9 +286,9 @@ class OwnForkServer:
         self._server: ForkServer | None = None
 
     def get(self, environment: Mapping[str, str], timeout_s: float) -> ForkServer | None:
-        """Return the server when its imports have ended; None if they fail or time out.
+        """Return the server once its imports have ended; None if they fail or time out.
 
-        A server with another environment is replaced.
+        A server that cannot fork programs with this environment is replaced.
         """
         with self._lock:
             try:

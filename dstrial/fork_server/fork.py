@@ -47,7 +47,7 @@ _exit_code = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A command line without the interpreter, and the process state at its start."""
+    """A Python program to run in a fork: arguments and initial state of the process."""
 
     words: Sequence[str]  # ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS``
     environment: Mapping[str, str]
@@ -59,7 +59,7 @@ class Program:
     has_spare: bool = False  # whether the process gets a spare to fork its own children from
 
     def import_directories(self) -> list[str]:
-        """Return the directories that the program puts before installed modules."""
+        """Return the absolute directories that a program puts before installed modules."""
         found = ["" if self.words[0] == "-m" else os.path.dirname(self.words[0])]  # noqa: PTH120
         for word, following in itertools.pairwise((*self.words, "")):
             if word.startswith("--cont"):  # --context-dir, or short for it
@@ -78,7 +78,7 @@ class Origin:
     absent: frozenset[str]  # modules that the imports tried and did not find
 
     def refusal(self, program: Program) -> str:
-        """Return why a fork would differ from a new process; "" if it would not."""
+        """Return why a program would run differently in a fork; "" if it would not."""
         names = differing(os.environ, {**self.added, **program.environment})
         if names:
             return f"{', '.join(names)}: not as where it was imported ahead"
@@ -126,9 +126,10 @@ def prctl(option: int, value: int) -> None:
 
 
 def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
-    """Fork a spare of this process; return the socket that takes its program.
+    """Fork this process; return a socket to the idle fork, which waits for a program.
 
-    With ``is_adopted`` the spare is orphaned, so that the nearest child subreaper above becomes its parent.
+    ``origin`` is this process's state after its imports. With ``is_adopted`` the fork is orphaned, so that the nearest child
+    subreaper above becomes its parent.
     """
     ours, theirs = (one.detach() for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
@@ -147,7 +148,7 @@ def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
 
 
 def _run_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
-    """Wait for a program, run it and exit.
+    """Wait in an idle fork for a program from socket ``descriptor``, run it and exit.
 
     The exit also unwinds the frames inherited from the parent, which must hold open files by descriptor only.
     """
@@ -184,7 +185,7 @@ def _run_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn
 
 
 def send_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
-    """Fork a spare and send its socket, or an error, to the requesting process."""
+    """Fork an idle process; send its socket, or an error, on socket ``descriptor``."""
     try:
         given = fork_spare(origin, is_adopted=is_adopted)
     except OSError as error:
@@ -206,12 +207,12 @@ def _ending_on_error() -> Iterator[None]:
 
 
 def reply(descriptor: int, problem: str) -> None:
-    """Answer a request with a problem; an empty text means success."""
+    """Answer a request on socket ``descriptor``: why it failed, or "" for success."""
     os.write(descriptor, b"=" + problem.encode()[:4000])
 
 
 def _receive(descriptor: int) -> tuple[bytes, list[int]]:
-    """Wait for the next request; return it and its open files."""
+    """Wait for a request; return its byte (``PROGRAM``, for example) and descriptors."""
     with _ending_on_error():
         connection = socket.socket(fileno=descriptor)
         request, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES + 1, socket.MSG_CMSG_CLOEXEC)
@@ -228,7 +229,7 @@ def _read_program(files: list[int]) -> tuple[Program, list[int]]:
 
 
 def _adopt_state(program: Program, files: Sequence[int], origin: Origin, descriptor: int) -> None:
-    """Set signals, files, environment, name and directory as a new process has them."""
+    """Give this fork the signals, files, environment and directory of a program."""
     for number in _IGNORED_WHILE_IDLE:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -318,7 +319,7 @@ def _run(words: Sequence[str]) -> NoReturn:
 
 
 def _load_main(words: Sequence[str]) -> types.CodeType:
-    """Create the module ``__main__`` and return its code."""
+    """Create the module ``__main__`` for a program's arguments; return its code."""
     main = types.ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # both names, as multiprocessing sets them
@@ -355,7 +356,7 @@ def end_without_teardown() -> None:
 
 
 def _move_above(descriptor: int, numbers: Iterable[int]) -> int:
-    """Duplicate an open file to a descriptor above ``numbers``; close the old one."""
+    """Move an open file to a descriptor above all of ``numbers``; return that."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1)
     os.close(descriptor)
     return moved

@@ -21,7 +21,7 @@ from dstrial.fork_server import NVML_CHECK_VARIABLE, fork, import_places
 
 
 def main(words: Sequence[str]) -> None:
-    """Import modules and answer requests for spares; ``words`` are SOCKET and MODULES."""
+    """Run the fork server; ``words`` are a socket's descriptor and names of modules."""
     descriptor = int(words[0])
     os.set_inheritable(descriptor, False)
     atexit.register(fork.end_without_teardown)  # registered first, so that it runs last
@@ -73,7 +73,7 @@ def _unforkable() -> str:
 
 
 class _AbsentModules:
-    """Last entry of ``sys.meta_path``: record top-level modules that no finder found."""
+    """Import finder that records the top-level modules that no other finder has found."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

@@ -23,15 +23,16 @@ _PIECE_BYTES = 256 * 1024  # size of a payload's pieces; heartbeats are answered
 
 
 class HostConnection:
-    """Handle of a program on a host, with JSON lines on its input and output.
+    """Runs a program on a host by a local process; exchanges JSON lines with it.
 
-    The program is ``remote.main``, which can replace itself by another one. Any thread may call ``send``, which never blocks;
-    one thread calls ``next``. Each sent line, at least one per ``BEAT_S``, acknowledges the program's last heartbeat.
+    The local process is ssh, srun or Ray's relay. The program is ``remote.main``, which replaces itself by the master's agent on
+    request. Any thread may call ``send``, which never blocks; one thread calls ``next``. Each sent line, at least one per
+    ``BEAT_S``, acknowledges the agent's last heartbeat.
 
     Attributes:
         heard_s: time of the last received line, monotonic seconds.
-        lease_ends_s: end of the program's lease, at which its allocations are killed unless another heartbeat is acknowledged;
-            monotonic seconds, None before the first heartbeat.
+        lease_ends_s: time at which the agent kills its allocations unless another heartbeat is acknowledged; monotonic seconds,
+            None before the first heartbeat.
     """
 
     def __init__(self, host: Host, python: str, transport: Transport | None = None) -> None:
@@ -73,14 +74,14 @@ class HostConnection:
             thread.start()
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Queue a payload, as lines with one ``piece`` each, and then a line."""
+        """Queue a JSON line, after a payload in lines with a base64 ``piece`` each."""
         self._sent.put((message, payload))
 
     def next(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Return the program's next answer; None once the connection has ended.
+        """Return the program's next line, parsed; None once the connection has ended.
 
         Raises:
-            TimeoutError: no answer within the timeout.
+            TimeoutError: no line has come within the timeout.
         """
         try:
             return self._frames.get(timeout=timeout_s)
@@ -88,29 +89,29 @@ class HostConnection:
             raise TimeoutError(self.host.name) from None
 
     def ask(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        """Send a request and return the answer; None after a timeout or a lost connection."""
+        """Send a request and return the next line; None after a timeout or a disconnect."""
         self.send(message)
         with contextlib.suppress(TimeoutError):
             return self.next(timeout_s)
         return None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the connection's local process ends, or for the timeout."""
+        """Wait until the local process (ssh, srun or relay) ends, or for the timeout."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._program.wait(timeout_s)
 
     def errors(self) -> str:
-        """Return the last part of stderr; complete once the program has ended."""
+        """Return the last part of the local process's stderr; complete once it has ended."""
         if self._program.poll() is not None:
             self._threads[0].join(_CLOSE_S)  # a process of ProxyCommand may keep the pipe open for ever
         return self._stderr.decode(errors="replace").strip()
 
     def refusal(self) -> Refusal:
-        """Return why the host has not answered, and a fix, from the exit code and stderr."""
+        """Return why the program has not answered, and a fix, for users."""
         return self.transport.refusal(self.host.name, self._python, self._program.poll(), self.errors())
 
     def close(self) -> None:
-        """Send a goodbye and end the connection and its threads. Idempotent."""
+        """Send ``GOODBYE``, and end the local process and the threads. Idempotent."""
         assert self._input.stdin is not None
         self._sent.put(None)
         self._input.stdin.close()
@@ -125,7 +126,7 @@ class HostConnection:
                 end.close()
 
     def abandon(self) -> None:
-        """Kill the connection's local process without a goodbye."""
+        """Kill the local process (ssh, srun or relay) without sending ``GOODBYE``."""
         self._program.kill()
         self._program.wait()
 

@@ -41,9 +41,9 @@ class Host:
 
 
 def read_hosts(path: Path, *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """Return the filtered hosts of a hostfile, in its order.
+    """Return the hosts of a hostfile that pass the filters, in the file's order.
 
-    Filters look like ``host1@host2:0,2``.
+    ``include`` or ``exclude``, but not both, is a filter like ``host1@host2:0,2``: all of host1, slots 0 and 2 of host2.
 
     Raises:
         ConfigError: all problems of the file and the filters.
@@ -172,7 +172,7 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = F
 
 
 def require_hostfile(args: argparse.Namespace) -> None:
-    """Raise ConfigError if a flag that needs ``--hostfile`` is given without it."""
+    """Raise ConfigError if the user gives a flag that needs ``--hostfile`` without it."""
     given = {"--include": args.include, "--exclude": args.exclude, "--python": args.python}
     problems = [
         ConfigProblem(flag, "given without --hostfile", "both or none", "Add --hostfile FILE.")
@@ -190,7 +190,8 @@ def hosts_of(args: argparse.Namespace) -> tuple[Host, ...]:
 def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
     """Return ``resources.slots_per_trial`` as the user set it; None if not set.
 
-    If it is not set, a hostfile's slots are all used; the default of 1 applies to one machine only.
+    ``overrides`` are ``key=value`` texts that win over the config file. If the key is not set, all slots of a hostfile are
+    used; the default of 1 applies to one machine only.
     """
     for override in reversed(overrides):
         key, _, value = override.partition("=")
@@ -206,7 +207,7 @@ def python_of(args: argparse.Namespace) -> str:
 
 
 def placement_lines(preflight: Preflight) -> list[str]:
-    """Return a line for each checked host, with its slots and address."""
+    """Return a line for users about each checked host: its name, slots and address."""
     lines = []
     for ready in preflight.hosts:
         count = len(ready.host.slots)

@@ -70,14 +70,14 @@ def check_hosts(
     environ: Mapping[str, str] = os.environ,
     transport: Transport | None = None,
 ) -> Preflight:
-    """Check versions, devices, network and storage of all hosts.
+    """Check that hosts can train together: versions, devices, network and storage.
 
     Args:
         hosts: at least one.
         python: path of the interpreter on each host.
         shared_directory: directory of checkpoints, which all hosts must mount; created by the first host.
         environ: environment of the training; ``GLOO_SOCKET_IFNAME`` names the interface to use on each host.
-        transport: None for ssh.
+        transport: how programs are started on hosts; None for ssh.
 
     Raises:
         HostError: all problems of all hosts.
@@ -119,7 +119,7 @@ def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProbl
 
 
 def facts_of(answer: Mapping[str, Any]) -> Facts:
-    """Parse a host's first answer; call it at once, for the clock skew."""
+    """Parse a host's first report; call it at once, as it compares the clocks."""
     first = [address for address in answer["reached_at"] if not address.startswith("127.")]
     pairs = [(str(name), str(address)) for name, address in answer["addresses"]]
     return Facts(
@@ -148,9 +148,9 @@ def named_interface(environ: Mapping[str, str], facts: Sequence[Facts]) -> str |
 
 
 def place_of(facts: Facts, interface: str | None) -> tuple[str, str]:
-    """Return a host's address for other hosts and its interface; "" if it has none.
+    """Return a host's IPv4 address for other hosts, and its interface; "" if none.
 
-    If the host lacks ``interface``, its first address is used.
+    An address on ``interface`` is preferred; without one, the host's first address is used.
     """
     pairs = [pair for pair in facts.addresses if pair[0] == interface] or facts.addresses
     name, address = next(iter(pairs), ("", ""))
@@ -169,9 +169,10 @@ def fact_problems(
     environ: Mapping[str, str],
     interface: str | None,
 ) -> list[HostProblem]:
-    """Return the problems that follow from the hosts' facts. Pure.
+    """Return the problems that follow from ``facts``, the hosts' reports. Pure.
 
-    ``here`` are this machine's package versions, required on all hosts; ``interface`` is the required one, None for any.
+    ``here`` has this machine's version of each package, required on all hosts. ``interface`` is required on each host; None for
+    any.
     """
     problems = []
     machines: dict[str, str] = {}
@@ -235,7 +236,7 @@ def _connectivity(
     places: Sequence[tuple[str, str]],
     greetings: Sequence[str],
 ) -> list[HostProblem]:
-    """Make every host connect to every other one; return the failed connections."""
+    """Make every host connect to every other one; return a problem per failure."""
 
     def listen(number: int) -> int | None:
         answer = connections[number].ask({"do": "listen", "address": places[number][0]}, _ANSWER_S)
@@ -265,7 +266,7 @@ def _connectivity(
 
 
 def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> list[HostProblem]:
-    """Write a file on the first host, read it on the others; return the problems."""
+    """Write a file on the first host, read it on the others; return the failures."""
     if not connections:
         return []
     first, *others = connections

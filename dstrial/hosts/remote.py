@@ -72,7 +72,7 @@ def num_accelerators() -> int:
 
 
 def addresses() -> list[list[str]]:
-    """Return ``[interface, IPv4 address]`` pairs, no loopback, link-local last."""
+    """Return ``[interface, IPv4 address]`` pairs without loopback; link-local is last."""
     import fcntl
 
     found = []
@@ -88,7 +88,7 @@ def addresses() -> list[list[str]]:
 
 
 def _boot_and_namespace() -> str:
-    """Return an id that is equal for all host names of one machine; "" if unknown."""
+    """Return an id of this machine and its network namespace; "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -97,7 +97,7 @@ def _boot_and_namespace() -> str:
 
 
 def listen(address: str, greeting: str) -> int | None:
-    """Send ``greeting`` to all clients of a new port; return it, None on an error."""
+    """Listen on a free port; send ``greeting`` to clients. Return the port, or None."""
     with contextlib.suppress(OSError):
         listener = socket.create_server((address, 0))
         threading.Thread(target=_greet, args=(listener, greeting), daemon=True).start()
@@ -114,7 +114,10 @@ def _greet(listener: socket.socket, greeting: str) -> None:
 
 
 def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
-    """Connect to ``[address, port, greeting]`` targets; return an error or None each."""
+    """Connect to other hosts; return for each what is wrong, or None.
+
+    ``targets`` are ``[address, port, greeting]``. The port is None if the host does not listen; another greeting is an error.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     def attempt(target: list[Any]) -> str | None:
@@ -133,7 +136,10 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
 
 
 def write_probe(directory: str) -> dict[str, Any]:
-    """Create a file with a random word in a directory, which is created if needed."""
+    """Write a file with a random word into a directory, which is created if needed.
+
+    Return the file's ``path``, its ``word`` and the directories ``made``; or an ``error``.
+    """
     word = secrets.token_hex(16)
     path = os.path.join(directory, f".dstrial-hosts-{word[:12]}")
     made: list[str] = []
@@ -160,7 +166,7 @@ def remove_probe(path: str, made: list[str]) -> None:
 
 
 def read_probe(path: str) -> dict[str, Any]:
-    """Return the word in a probe file, or an error after retries."""
+    """Return the ``word`` in a file of ``write_probe``, or an ``error`` after retries."""
     for _ in range(10):
         try:
             with open(path, encoding="ascii") as file:
@@ -174,7 +180,7 @@ def read_probe(path: str) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any]) -> dict[str, Any]:
-    """Replace this process by another program (execve); return only an error."""
+    """Replace this process by another program (execve); on failure, return ``error``."""
     try:
         os.chdir(request["directory"])
         os.execve(request["command"][0], request["command"], request["environment"])  # noqa: S606  # no shell is meant
@@ -220,7 +226,7 @@ def _answer(answer: dict[str, Any]) -> None:
 
 
 def _read_line() -> bytes:
-    """Read a line and no byte more: later bytes are input of the next program."""
+    """Read a line of stdin and no byte more: later bytes are the next program's input."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)

@@ -67,7 +67,7 @@ class SrunTransport(Transport):
         return ["srun", *options, *remote_words(python)]
 
     def environment(self) -> Mapping[str, str] | None:
-        """Return this process's variables without those that are options of srun."""
+        """Return this process's variables without those that srun would read as options."""
         return self._environ
 
 
@@ -94,12 +94,12 @@ def transport_of(allocation: Allocation) -> SrunTransport:
 
 
 def hosts_of_allocation(allocation: Allocation, wanted: int | None = None) -> tuple[Host, ...]:
-    """Return the nodes of an allocation that have slots, as hosts.
+    """Return the nodes of a Slurm allocation that have slots, as hosts.
 
     ``wanted`` is the number of slots on all nodes together; None for all.
 
     Raises:
-        LaunchError: the allocation has fewer slots.
+        LaunchError: the allocation has fewer slots, or its nodes cannot share them equally.
     """
     pairs = zip(allocation.nodes, slots_of_nodes(allocation, wanted), strict=True)
     return tuple(Host(name, tuple(range(count))) for name, count in pairs if count)

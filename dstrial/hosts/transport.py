@@ -78,22 +78,22 @@ _OF_A_STEP = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a host cannot be used; ``fix`` is one imperative sentence."""
+    """Why a host cannot be used (``got``), and what to do (``fix``), for users."""
 
     got: str
     fix: str
 
 
 class Transport(abc.ABC):
-    """A way to start a program on a host through a local command.
+    """A way to start a program on a host through a local command: ssh, srun or relay.
 
     Messages may contain ``{host}``, ``{python}`` (the interpreter's path there), ``{line}`` (the last printed line) and
     ``{job}``.
 
     Attributes:
         connect_s: timeout of the start, seconds.
-        ends_with_parent: whether the end of the program's parent process means that the job has lost the host.
-        job: the engine's name of the job, for messages.
+        ends_with_parent: whether the Slurm or Ray job has lost the host once the program's parent process there has ended.
+        job: Slurm's or Ray's id of the job, for messages; "" with ssh.
         known_errors: rows of causes (exit codes, or phrases in lower case), what is wrong, what to do; the first match is used.
         timeout_error: what is wrong and what to do if the command is still running.
         other_error: what is wrong and what to do if no row of ``known_errors`` matches.
@@ -108,16 +108,16 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def words(self, host: str, python: str) -> list[str]:
-        """Return the local command that runs ``remote.main`` on ``host``."""
+        """Return the local command that runs ``remote.main`` by ``python`` on ``host``."""
 
     def environment(self) -> Mapping[str, str] | None:
-        """Return the local command's environment; None to inherit this process's."""
+        """Return the environment of the command ``words``; None to inherit this process's."""
         return None
 
     def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        """Return why a program has not answered, and a fix.
+        """Return why a program on a host has not answered, and a fix.
 
-        ``exit_code`` (None while it runs) and ``errors`` (its stderr) are those of the local command.
+        ``exit_code`` (None while it runs) and ``errors`` (stderr) are those of the command ``words``.
         """
         text, line = errors.lower(), last_line(errors)
         if exit_code is None:
@@ -142,13 +142,13 @@ def _packed_source() -> str:
 
 
 def remote_words(python: str) -> list[str]:
-    """Return the command that runs ``remote.main`` on a host, which may lack dstrial."""
+    """Return the command on a host that runs ``remote.main``, even without dstrial."""
     program = f"import base64,zlib;exec(zlib.decompress(base64.b64decode({_packed_source()!r})))"
     return [python, "-I", "-u", "-c", program]
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not blank; "" if there is none."""
+    """Return a text's last line that is not blank; "" if there is none."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""
 
@@ -170,17 +170,17 @@ class SshTransport(Transport):
 
 
 def remote_command(python: str) -> str:
-    """Return the command line that runs ``remote.main`` from a host's login shell."""
+    """Return the shell command, on a host, that runs ``remote.main``."""
     words = " ".join(map(shlex.quote, remote_words(python)))
     # The outer shell turns a signal that ends the program into an exit code; sshd would only close the connection.
     return f"exec sh -c {shlex.quote(f'{words}; exit $?')}"
 
 
 def remote_environment(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a program on another host.
+    """Return the environment of a program that this process starts on another host.
 
-    It has the variables of ``environ`` that are not local (``is_local_variable``), and the others of ``there``, a login's
-    environment.
+    The variables of ``environ``, without those of this machine (``is_local_variable``), win over those of ``there``, the
+    environment of a login on that host.
     """
     ours = {name: value for name, value in environ.items() if not is_local_variable(name)}
     theirs = {name: value for name, value in there.items() if not name.startswith(("SSH_", *_OF_A_STEP))}

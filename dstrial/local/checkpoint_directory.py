@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dstrial.checkpoint.completion_marker import is_complete, is_uuid, read_marker, remove_marker
-from dstrial.errors import CheckpointDamagedError, DstrialError
+from dstrial.errors import CheckpointDamagedError, CheckpointError, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.process_state import start_ticks
+
+logger = logging.getLogger("dstrial.local")
 
 SAVING_SUFFIX = ".saving"
 _WRITER_FILE = "writer.json"
@@ -92,16 +95,21 @@ def end_saving(checkpoints_path: Path, storage_id: str) -> None:
     shutil.rmtree(_saving_path(checkpoints_path, storage_id), ignore_errors=True)
 
 
-def remove_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
+def remove_checkpoint(
+    checkpoints_path: Path, storage_id: str, delete_files: Callable[[str], object] | None = None
+) -> None:
     """Remove a complete or incomplete checkpoint, its completion marker first.
 
-    If the process is killed during the call, ``remove_incomplete_checkpoints`` removes the rest.
+    ``delete_files`` deletes the files of a checkpoint whose directory is only a record. If it raises, or the process is killed
+    during the call, ``remove_incomplete_checkpoints`` removes the rest.
     """
     path = checkpoints_path / storage_id
     if path.is_dir():
         with contextlib.suppress(OSError):  # for example a full disk
             _saving_path(checkpoints_path, storage_id).mkdir(exist_ok=True)
         remove_marker(path)
+        if delete_files is not None:
+            delete_files(storage_id)
         shutil.rmtree(path, ignore_errors=True)
     end_saving(checkpoints_path, storage_id)
 
@@ -135,10 +143,13 @@ def newest_checkpoint(checkpoints_path: Path) -> StoredCheckpoint | None:
     return max(list_checkpoints(checkpoints_path), key=lambda checkpoint: checkpoint.time, default=None)
 
 
-def remove_incomplete_checkpoints(checkpoints_path: Path) -> dict[str, int]:
+def remove_incomplete_checkpoints(
+    checkpoints_path: Path, delete_files: Callable[[str], object] | None = None
+) -> dict[str, int]:
     """Remove incomplete checkpoints of dead processes; return name -> removed bytes.
 
-    A checkpoint is kept if its writer lives or runs on another machine. Directories without a ``.saving`` directory are kept,
+    A checkpoint is kept if its writer lives or runs on another machine. ``delete_files`` is that of ``remove_checkpoint``; if it
+    raises ``CheckpointError``, the checkpoint is kept for the next call. Directories without a ``.saving`` directory are kept,
     such as the TensorBoard files that Determined stores under the cluster's id.
     """
     names = {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
@@ -155,8 +166,13 @@ def remove_incomplete_checkpoints(checkpoints_path: Path) -> dict[str, int]:
             writer = None
         if writer is not None and _may_be_alive(writer):
             continue
-        removed[name] = _num_bytes(checkpoints_path / name)
-        remove_checkpoint(checkpoints_path, name)
+        num_bytes = _num_bytes(checkpoints_path / name)
+        try:
+            remove_checkpoint(checkpoints_path, name, delete_files)
+        except CheckpointError as error:
+            logger.warning("incomplete checkpoint %s is not deleted: %s", name, error)
+        else:
+            removed[name] = num_bytes
     return removed
 
 

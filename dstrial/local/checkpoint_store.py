@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import platformdirs
 from determined import core
@@ -20,6 +20,7 @@ from determined.common import storage
 from determined.common.api import bindings
 from determined.common.api.errors import ForbiddenException, NotFoundException
 
+from dstrial import object_storage
 from dstrial.checkpoint.completion_marker import (
     MARKER_NAME,
     is_complete,
@@ -42,8 +43,19 @@ from dstrial.local.checkpoint_directory import (
     remove_incomplete_checkpoints,
 )
 from dstrial.local.json_files import read_json, write_json_atomically
-from dstrial.local.run_directory import RunDirectory, default_runs_dir, utc_now
+from dstrial.local.node_checkpoints import (
+    NodeCheckpointContext,
+    ObjectStorageManager,
+    completion_info,
+    downloaded_record,
+    require_storage,
+    run_on_all_ranks,
+    shared_scratch,
+    write_record,
+)
+from dstrial.local.run_directory import RunDirectory, default_runs_dir
 from dstrial.local.train_context import LocalTrainContext
+from dstrial.object_storage import recorded_storage
 from dstrial.storage_guard import StorageGoneError
 
 logger = logging.getLogger("dstrial.local")
@@ -52,52 +64,11 @@ METADATA_FILE = "metadata.json"
 
 _METADATA_DIGEST = "metadata_sha256"
 
-T = TypeVar("T")
-
 # Paths of checkpoints that this process has completed, by uuid; their run directories may lie anywhere.
 _written_here: dict[str, Path] = {}
 # Directory in which Determined 0.38.1 keeps checkpoints without a master. User code may build paths below it: `_find` takes
 # the uuid from such a path.
 _DETERMINED_PATH = platformdirs.user_data_path("determined")
-
-
-def run_on_all_ranks(
-    distributed: core.DistributedContext, step: Callable[[], T], describe: Callable[[Exception], str]
-) -> list[T]:
-    """Run a function on every rank; return all results by rank, or raise on all ranks.
-
-    Args:
-        distributed: the ranks, and the channel for the exchange of results.
-        step: the function; its result is small and can be pickled.
-        describe: makes the error message for a failure on this rank; the other ranks raise it too.
-
-    Raises:
-        CheckpointError: ``step`` raised an ``OSError`` on this rank, or any exception on another rank. Any other exception of
-            this rank is raised unchanged.
-
-    Ranks: all, collectively.
-    """
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = step()
-    except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
-        error = caught
-    if isinstance(error, RankError):
-        raise error  # the other ranks no longer answer
-    message = None if error is None else describe(error)
-    if error is not None and distributed.size > 1 and not isinstance(error, CheckpointError):
-        # The other ranks may wait in a collective of the step, such as a barrier of DeepSpeed's, instead of the gather below.
-        logger.error("%s", message)
-    outcomes: list[tuple[str | None, T]] = distributed.allgather((message, result))
-    if isinstance(error, OSError):
-        raise CheckpointError(message) from error
-    if error is not None:
-        raise error
-    for failure, _ in outcomes:
-        if failure is not None:
-            raise CheckpointError(failure)
-    return [outcome for _, outcome in outcomes]
 
 
 class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc]  # mypy does not follow determined
@@ -129,10 +100,15 @@ class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc
             raise StorageGoneError(str(self.path), "a directory that was made since")
 
 
-class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
+class LocalCheckpointContext(NodeCheckpointContext):
     """Stores checkpoints in a directory that all ranks can write to, without a master.
 
+    With an external storage, ``checkpoints_path`` has the records of checkpoints.
+
     Args:
+        checkpoints_path: directory of the checkpoints or of their records.
+        manager: where files are stored.
+        settings: the external storage; None if the files are in ``checkpoints_path``.
         keep: the policy for deleting checkpoints after each save; None keeps all.
         validations: returns ``steps_completed`` -> searcher metric, for ``keep``; called on the chief.
     """
@@ -141,17 +117,21 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         self,
         dist: core.DistributedContext,
         checkpoints_path: Path,
+        manager: _CheckpointDirectory | ObjectStorageManager,
         *,
+        settings: Mapping[str, Any] | None = None,
         keep: KeepPolicy | None = None,
         validations: Callable[[], Mapping[int, float]] = dict,
         smaller_is_better: bool = True,
     ) -> None:
         self._dist = dist
+        self._settings = settings
         self._checkpoints_path = checkpoints_path
         self._keep = keep
         self._validations = validations
         self._smaller_is_better = smaller_is_better
-        self._storage_manager = _CheckpointDirectory(checkpoints_path, is_chief=dist.rank == 0)
+        self._storage_manager = manager
+        self._open = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def store_path(
@@ -198,7 +178,8 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         except Exception as failure:
             # After a `RankError` the checkpoint may be complete. If it is not, the next start removes it.
             if self._dist.rank == 0 and made and not isinstance(failure, RankError):
-                remove_checkpoint(self._checkpoints_path, made[0])
+                with contextlib.suppress(CheckpointError):  # the next start deletes the objects
+                    self._remove(made[0])
             raise
         if self._dist.rank == 0:
             self._apply_keep_policy()
@@ -227,17 +208,26 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         metadata: dict[str, Any] | None = None,
     ) -> None:
         """Write the completion marker; ``metadata`` needs ``steps_completed``. Ranks: 0."""
-        path = self._checkpoints_path / storage_id
+        manager = self._storage_manager
         if "steps_completed" not in (metadata or {}):
             raise ValueError(
-                f"metadata of checkpoint {path} is {metadata!r}; expected the key 'steps_completed'. Add how many batches are "
-                "trained."
+                f"metadata of checkpoint {self._checkpoints_path / storage_id} is {metadata!r}; expected the key "
+                "'steps_completed'. Add how many batches are trained."
             )
         assert metadata is not None
-        self._storage_manager.require_present()
-        _complete(path, metadata["steps_completed"], hash_file(path / METADATA_FILE).sha256)
-        _written_here[storage_id] = path
-        end_saving(self._checkpoints_path, storage_id)
+        record = self._checkpoints_path / storage_id
+        info = completion_info(storage_id, metadata["steps_completed"])
+        if isinstance(manager, ObjectStorageManager):
+            manager.mark(storage_id, info | _digest_of_metadata(record))
+        else:
+            manager.require_present()
+            path = manager.path / storage_id
+            info |= _digest_of_metadata(path)
+            write_marker(path, info)
+            end_saving(manager.path, storage_id)
+            if self._settings is not None and path != record:
+                write_record(path, record, info, self._settings)
+        _written_here[storage_id] = record
         logger.info("saved checkpoint %s at batch %s", storage_id, metadata["steps_completed"])
 
     def _apply_keep_policy(self) -> None:
@@ -245,13 +235,18 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             self._checkpoints_path, self._keep, self._validations, smaller_is_better=self._smaller_is_better
         ):
             try:
-                remove_checkpoint(self._checkpoints_path, storage_id)
-            except OSError as error:
+                self._remove(storage_id)
+            except (CheckpointError, OSError) as error:
                 logger.warning(
                     "checkpoint %s, which is not to be kept, cannot be deleted: %s", storage_id, error
                 )
             else:
                 logger.info("deleted checkpoint %s, which the keep policy does not keep", storage_id)
+
+    def _remove(self, storage_id: str) -> None:
+        path = self._checkpoints_path / storage_id
+        settings = recorded_storage(path, self._settings) or self._settings
+        remove_checkpoint(self._checkpoints_path, storage_id, _deletion(settings, self._storage_manager))
 
     def upload(
         self,
@@ -310,25 +305,50 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
         Ranks: all, collectively, unless ``download_mode`` is ``NoSharedDownload``.
         """
-        self._find(storage_id)
-        super().download(storage_id, ckpt_dir, download_mode, selector=selector)
+        path = self._find(storage_id)
+        settings = recorded_storage(path, self._settings)
+        if settings is None or not object_storage.is_object_storage(settings):
+            super().download(storage_id, ckpt_dir, download_mode, selector=selector)
+            return
+        manager = ObjectStorageManager(settings, path.parent, None, is_chief=False)
+        self._fetch(self._sharing(download_mode), manager, path.name, Path(ckpt_dir), selector, path)
 
     @contextlib.contextmanager
     def restore_path(
         self,
         storage_id: str,
-        download_mode: core.DownloadMode = core.DownloadMode.LocalWorkersShareDownload,  # noqa: ARG002
+        download_mode: core.DownloadMode = core.DownloadMode.LocalWorkersShareDownload,
         *,
-        selector: Callable[[str], bool] | None = None,  # noqa: ARG002 - nothing is copied
+        selector: Callable[[str], bool] | None = None,
     ) -> Iterator[Path]:
-        """Yield the checkpoint's own directory, without a copy; takes a uuid or a path."""
-        yield self._find(storage_id)
+        """Yield the checkpoint's directory; takes a uuid or a path.
+
+        Ranks: any; with object storage as in Determined, which is all, unless ``download_mode`` is ``NoSharedDownload``.
+        """
+        with self._restored_from(self._find(storage_id), self._settings, download_mode, selector) as path:
+            yield path
 
     def delete(self, storage_id: str) -> None:
         if not is_uuid(storage_id):
             raise CheckpointNotFoundError(f"checkpoint is {storage_id!r}; expected a UUID from list().")
         self._find(storage_id, is_read=False)
-        remove_checkpoint(self._checkpoints_path, storage_id)
+        self._remove(storage_id)
+
+    def directory_of(self, storage_id: str) -> Path | None:
+        """Return the directory of a complete checkpoint; None in object storage."""
+        path = self._checkpoints_path / storage_id
+        settings = recorded_storage(path, self._settings)
+        if settings is None:
+            return path
+        return (
+            None
+            if object_storage.is_object_storage(settings)
+            else Path(settings["container_path"], storage_id)
+        )
+
+    def close(self) -> None:
+        """Delete the scratch directory of checkpoints in object storage."""
+        self._open.close()
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
         metadata: dict[str, Any] = read_json(self._find(storage_id) / METADATA_FILE) or {}
@@ -353,7 +373,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         else:
             name, path = path.name, self._checkpoints_path / path
             if is_read and not is_complete(path):
-                path = _elsewhere(self._checkpoints_path, name) or path
+                path = _elsewhere(self._checkpoints_path, name) or self._stored(name) or path
         if not is_complete(path):
             complete = ", ".join(checkpoint.uuid for checkpoint in self.list()) or "none"
             raise CheckpointNotFoundError(
@@ -365,8 +385,15 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             _require_metadata(path / METADATA_FILE, expected)
         return path
 
+    def _stored(self, name: str) -> Path | None:
+        """Return the record of a checkpoint that only the object storage has."""
+        manager = self._storage_manager
+        if not isinstance(manager, ObjectStorageManager) or not is_uuid(name):
+            return None
+        return downloaded_record(manager, name)
 
-class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # see above
+
+class MirroredCheckpointContext(NodeCheckpointContext):
     """The master's checkpoint context, writing into a run directory (``dstrial run``)."""
 
     def __init__(
@@ -374,6 +401,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         cluster: core.CheckpointContext,
         run_directory: RunDirectory,
         *,
+        settings: Mapping[str, Any] | None,
         keep: KeepPolicy | None,
         train: LocalTrainContext,
     ) -> None:
@@ -388,6 +416,9 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             cluster._storage_backend_id,
         )
         self._checkpoints_path = run_directory.checkpoints_path
+        self._settings = settings
+        if isinstance(self._storage_manager, ObjectStorageManager):
+            self._storage_manager.records = self._checkpoints_path
         self._keep = keep
         self._train = train
         self._owned: dict[str, bool] = {}
@@ -401,8 +432,13 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         """Write the completion marker, report to the master, delete by policy. Ranks: 0."""
         path = self._checkpoints_path / storage_id
         steps_completed = (metadata or {}).get("steps_completed")
-        if path.is_dir() and steps_completed is not None:
-            _complete(path, steps_completed)
+        if steps_completed is not None and not isinstance(self._storage_manager, ObjectStorageManager):
+            info = completion_info(storage_id, steps_completed)
+            files = Path(self._storage_manager._base_path, storage_id)
+            if files.is_dir():
+                write_marker(files, info)
+            if self._settings is not None:
+                write_record(files, path, info, self._settings)
         super()._report_checkpoint(storage_id, resources, metadata)
         for superfluous in _superfluous(
             self._checkpoints_path,
@@ -411,9 +447,18 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             smaller_is_better=self._train.smaller_is_better,
         ):
             if self._is_own(superfluous):
-                remove_marker(self._checkpoints_path / superfluous)
-                self.delete(superfluous)
+                self._delete(superfluous)
                 logger.debug("deleted checkpoint %s, which the keep policy does not keep", superfluous)
+
+    def _delete(self, storage_id: str) -> None:
+        if not isinstance(self._storage_manager, ObjectStorageManager):
+            remove_marker(self._checkpoints_path / storage_id)
+        try:
+            self.delete(storage_id)
+        except CheckpointError as error:
+            logger.warning("checkpoint %s, which is not to be kept, cannot be deleted: %s", storage_id, error)
+        else:
+            remove_checkpoint(self._checkpoints_path, storage_id)
 
     def _is_own(self, storage_id: str) -> bool:
         """Return whether this trial has saved the checkpoint, by the master's record.
@@ -439,7 +484,9 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
     ) -> Iterator[Path]:
         """Yield a checkpoint's directory; takes a uuid, or a path from ``--resume``."""
         if Path(storage_id).is_absolute():
-            yield Path(storage_id)
+            record = Path(storage_id)
+            with self._restored_from(record, self._settings, download_mode, selector) as path:
+                yield path
             return
         with super().restore_path(storage_id, download_mode, selector=selector) as path:
             yield path
@@ -463,9 +510,25 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _complete(path: Path, steps_completed: Any, metadata_sha256: str | None = None) -> None:
-    info = {"uuid": path.name, "steps_completed": steps_completed, "time": utc_now()}
-    write_marker(path, info if metadata_sha256 is None else {**info, _METADATA_DIGEST: metadata_sha256})
+def _digest_of_metadata(path: Path) -> dict[str, str]:
+    return {_METADATA_DIGEST: hash_file(path / METADATA_FILE).sha256}
+
+
+def _deletion(
+    settings: Mapping[str, Any] | None, manager: storage.StorageManager
+) -> Callable[[str], object] | None:
+    """Return the function that deletes a checkpoint's files from an external storage."""
+    if settings is None:
+        return None
+    if not object_storage.is_object_storage(settings):
+        return lambda storage_id: remove_checkpoint(Path(settings["container_path"]), storage_id)
+
+    def delete(storage_id: str) -> None:
+        if isinstance(manager, ObjectStorageManager):
+            shutil.rmtree(manager.scratch / storage_id, ignore_errors=True)
+        object_storage.delete(settings, storage_id)
+
+    return delete
 
 
 def _superfluous(
@@ -522,17 +585,48 @@ def open_checkpoint_store(
     dist: core.DistributedContext,
     checkpoints_path: Path,
     *,
+    settings: Mapping[str, Any] | None = None,
     keep: KeepPolicy | None = None,
     validations: Callable[[], Mapping[int, float]] = dict,
     smaller_is_better: bool = True,
 ) -> LocalCheckpointContext:
-    """Open or create a checkpoints directory; rank 0 removes incomplete checkpoints."""
+    """Open or create a checkpoints directory; rank 0 removes incomplete checkpoints.
+
+    ``settings`` is the external storage of the files; None if ``checkpoints_path`` has them.
+
+    Raises:
+        CheckpointError: the object storage cannot be written.
+
+    Ranks: all, collectively, with object storage.
+    """
     checkpoints_path.mkdir(parents=True, exist_ok=True)
-    if dist.rank == 0:
-        for name, num_bytes in remove_incomplete_checkpoints(checkpoints_path).items():
-            logger.warning(
-                "removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}"
-            )
-    return LocalCheckpointContext(
-        dist, checkpoints_path, keep=keep, validations=validations, smaller_is_better=smaller_is_better
-    )
+    manager: _CheckpointDirectory | ObjectStorageManager
+    with contextlib.ExitStack() as stack:
+        if settings is not None and object_storage.is_object_storage(settings):
+            require_storage(dist, settings)
+            scratch = shared_scratch(dist, stack)
+            manager = ObjectStorageManager(settings, scratch, checkpoints_path, is_chief=dist.rank == 0)
+        else:
+            files = checkpoints_path if settings is None else Path(settings["container_path"]).absolute()
+            files.mkdir(parents=True, exist_ok=True)
+            manager = _CheckpointDirectory(files, is_chief=dist.rank == 0)
+        if dist.rank == 0:
+            paths = {checkpoints_path: _deletion(settings, manager)}
+            if isinstance(manager, _CheckpointDirectory):
+                paths.setdefault(manager.path, None)
+            for path, deletion in paths.items():
+                for name, num_bytes in remove_incomplete_checkpoints(path, deletion).items():
+                    logger.warning(
+                        "removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}"
+                    )
+        store = LocalCheckpointContext(
+            dist,
+            checkpoints_path,
+            manager,
+            settings=settings,
+            keep=keep,
+            validations=validations,
+            smaller_is_better=smaller_is_better,
+        )
+        store._open = stack.pop_all()
+    return store

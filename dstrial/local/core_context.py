@@ -23,6 +23,7 @@ from dstrial.local.checkpoint_store import (
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory
 from dstrial.local.train_context import LocalTrainContext, repair_reports
+from dstrial.object_storage import external_storage
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
         """Write the latest progress, then close all parts of the context. Ranks: all."""
         self.train.flush_progress()
         super().close(exc_type, exc_val, exc_tb)
+        self.checkpoint.close()
 
 
 def init(
@@ -163,6 +165,7 @@ def init(
         checkpoint=open_checkpoint_store(
             distributed,
             run_directory.checkpoints_path,
+            settings=external_storage(config),
             keep=KeepPolicy.from_config(config.get("checkpoint_storage")),
             validations=train.validations,
             smaller_is_better=train.smaller_is_better,
@@ -211,10 +214,14 @@ def mirror(
     train = _train_context(run_directory, exp_conf, is_chief=is_chief, cluster=core_context.train)
     # The user's keep policy applies during training; the master applies its defaults at the end.
     submitted = read_json(run_directory.submission_path) or {}
+    settings = external_storage(exp_conf)
+    if settings is not None and settings.get("container_path") == str(run_directory.checkpoints_path):
+        settings = None  # `dstrial run` has put the checkpoints into the run directory
     core_context.train = train
     core_context.checkpoint = MirroredCheckpointContext(
         core_context.checkpoint,
         run_directory,
+        settings=settings,
         keep=KeepPolicy.from_config(submitted.get("checkpoint_storage")),
         train=train,
     )

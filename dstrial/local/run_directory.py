@@ -46,6 +46,7 @@ from dstrial.context_directory import OUTPUT_MARK, make_output_directory
 from dstrial.errors import DstrialError, LaunchError
 from dstrial.file_writes import replace_file
 from dstrial.local.json_files import read_json, write_json_atomically
+from dstrial.object_storage import without_credentials
 
 logger = logging.getLogger("dstrial.local")
 
@@ -250,7 +251,11 @@ class RunDirectory:
             directory.mkdir(exist_ok=exist_ok)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Replace ``experiment.yaml``; only the owner may read it if it has secrets."""
+        """Replace ``experiment.yaml``; only the owner may read it if it has secrets.
+
+        Credentials of the checkpoint storage are masked.
+        """
+        config = without_credentials(config) or {}
         is_private = bool(secrets_in(config, SecretNames()))
         replace_file(self.experiment_config_path, yaml_text(dict(config)), is_private=is_private)
 

@@ -165,7 +165,7 @@ class FitResult:
         batches_total: length of the run in batches.
         stopped: why training ended early; None if training is complete.
         checkpoint_uuid: the newest checkpoint that this call wrote; None if it wrote none.
-        checkpoint_path: the directory of that checkpoint; None on a cluster.
+        checkpoint_path: the directory of that checkpoint; None on a cluster and in object storage.
         skipped_steps: optimizer steps of all engines that were skipped because gradients were not finite.
     """
 

@@ -31,7 +31,7 @@ from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
 from dstrial.engine.state import engine_extra_state
 from dstrial.errors import CheckpointError
-from dstrial.local.checkpoint_store import run_on_all_ranks
+from dstrial.local.node_checkpoints import run_on_all_ranks
 from dstrial.loop.background_save import (
     PendingReports,
     SaveJob,
@@ -41,6 +41,7 @@ from dstrial.loop.background_save import (
     describe_failure,
 )
 from dstrial.loop.run_state import RunState, reducer_state
+from dstrial.object_storage import without_credentials
 from dstrial.ranks.control_channel import ControlChannel
 from dstrial.trial.trial import Checkpointable
 
@@ -258,7 +259,7 @@ class CheckpointSaver:
     def _configuration(self) -> str:
         load_data = {
             "trial_type": "DeepSpeedTrial",
-            "experiment_config": self._state.runtime.exp_conf,
+            "experiment_config": without_credentials(self._state.runtime.exp_conf),
             "hparams": self._state.runtime.given_hparams,
         }
         return json.dumps(load_data, default=str)

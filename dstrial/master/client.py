@@ -7,6 +7,7 @@ import dataclasses
 import http.client
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -66,6 +67,16 @@ class Client:
                 if "error" in message:
                     raise RequestError(500, str(message["error"].get("message", message["error"])))
                 yield message["result"]
+
+    def extract(self, path: str, directory: Path) -> None:
+        """Extract a tar.gz response into a directory; raises the errors of ``send``."""
+        import tarfile
+
+        with (
+            self._answer("GET", path, {}, None, timeout_s=None) as answer,
+            tarfile.open(fileobj=answer, mode="r|gz") as tar,
+        ):
+            tar.extractall(directory, filter="data")
 
     @contextlib.contextmanager
     def _answer(

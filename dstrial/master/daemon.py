@@ -190,7 +190,10 @@ def _startup_failure(state: StateDirectory, exit_code: int) -> str:
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
-    """Return the port for a new master: the last one's if its trials still run."""
+    """Return the port for a new master: the last one's if its trials still run.
+
+    Else the port of ``options``, of their settings file, or the default.
+    """
     asked = options.port
     if asked is None and options.config_file is not None:
         from dstrial.master.settings import MasterSettings

@@ -39,7 +39,7 @@ def raise_limit() -> int:
 
 
 def restore_limit(pid: int) -> None:
-    """Restore the user's limit in a child, where ``select`` fails beyond 1024 files."""
+    """Give a child the user's open-file limit: beyond 1024 files ``select`` fails."""
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))

@@ -380,7 +380,7 @@ class Shutdown:
 
 
 def main(words: list[str]) -> int:
-    """Run a master; report success or failure through a pipe; return the exit code."""
+    """Run a master; ``words`` are STATE_DIR, READY_FD, OPTIONS. Return the exit code."""
     state = StateDirectory(Path(words[0]))
     ready = int(words[1])
     os.set_inheritable(ready, False)

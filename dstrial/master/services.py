@@ -198,7 +198,7 @@ class Services:
         return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
 
     def agent_of(self, allocation: Allocation) -> str:
-        """Return the names of an allocation's nodes, comma-separated; without slots, ours."""
+        """Return the names of an allocation's nodes; without slots, the master's machine."""
         wanted = {nodes.node_of(slot_id) for slot_id in allocation.slots}
         return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
 

@@ -323,7 +323,7 @@ def _path(text: str | None, config_file: Path | None) -> str | None:
 
 
 def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
-    """Return the pool's name; merge the pool's task defaults into those of ``raw``.
+    """Return the resource pool's name; merge its task defaults into those of ``raw``.
 
     Source: Determined 0.38.1 ``TaskContainerDefaultsConfig.Merge``: variables are merged, hooks are replaced.
     """

@@ -72,7 +72,10 @@ class Bridge:
         }
 
     def reserve(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Create a placement group that outlives the bridge; return its id."""
+        """Create a placement group that outlives the bridge; return its ``id``.
+
+        ``request`` has ``name``, ``bundles`` and ``excluded_nodes`` (Ray's ids).
+        """
         from ray.util.placement_group import placement_group
 
         bundles, excluded = request["bundles"], request["excluded_nodes"]
@@ -87,7 +90,7 @@ class Bridge:
         return {"id": group.id.hex()}
 
     def remove(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Remove a placement group and the actors in it. Idempotent."""
+        """Remove the placement group ``id`` of a request, with its actors. Idempotent."""
         import ray
         from ray.util.placement_group import get_placement_group, remove_placement_group
 
@@ -98,7 +101,10 @@ class Bridge:
         return {}
 
     def start(self, request: Mapping[str, Any]) -> tuple[Any, int]:
-        """Start a program on a node of a job; return the actor and the program's number."""
+        """Start a program on a node of a job; return the actor and the program's number.
+
+        ``request`` has ``job`` (id of the placement group), ``host`` (the node's name) and ``words`` (the command).
+        """
         import ray
         from ray.util.placement_group import get_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -162,7 +168,7 @@ def _serve_relay(bridge: Bridge, request: Mapping[str, Any], connection: socket.
 
 
 def _without_ids(text: str) -> str:
-    """Remove the indented lines of Ray's error, which are ids of the actor."""
+    """Return the text of a Ray error without its indented lines, the ids of the actor."""
     return " ".join(line for line in text.splitlines() if not line.startswith("\t"))
 
 

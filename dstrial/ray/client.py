@@ -27,7 +27,7 @@ class RayRefusedError(Exception):
 
 
 def require_ray(where: str) -> None:
-    """Raise MissingExtraError if Ray is not installed; import nothing."""
+    """Raise MissingExtraError if Ray, needed by ``where``, is missing; import nothing."""
     found = importlib.util.find_spec("ray")
     if found is None or found.origin is None:
         raise MissingExtraError(
@@ -46,6 +46,8 @@ class BridgeClient:
 
     def ask(self, what: str, **values: Any) -> dict[str, Any]:
         """Send a request to the bridge and return the answer.
+
+        ``what`` is ``poll``, ``reserve`` or ``remove``, with the values that this method of ``Bridge`` reads.
 
         Raises:
             RayRefusedError: Ray rejects the values.
@@ -76,7 +78,7 @@ class BridgeClient:
         raise ConnectionError(f"Ray at {self._address}: {text}")
 
     def close(self) -> None:
-        """End the bridge; reservations and programs remain."""
+        """End the bridge; placement groups and programs remain."""
         self._end()
         shutil.rmtree(self._directory, ignore_errors=True)
 

@@ -55,7 +55,7 @@ class _Program:
         self._is_input_over = False
 
     def read(self, timeout_s: float) -> tuple[bytes, bytes, int | None]:
-        """Wait for output; return stdout, stderr, and the exit code after all output."""
+        """Wait for output; return stdout, stderr, and the exit code, None before the end."""
         found = [b"", b""]
         with self._reading:
             poll = select.poll()
@@ -125,7 +125,7 @@ class NodeActor:
             threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def start(self, words: Sequence[str]) -> int:
-        """Start a program; return its number, also if it cannot be started (see ``read``)."""
+        """Start a program; return its number, even on failure, which ``read`` reports."""
         number = next(self._numbers)
         try:
             self._programs[number] = _Program(words, environment_of(_login_environment(), os.environ))
@@ -165,10 +165,11 @@ class NodeActor:
 
 
 def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return a program's environment: Ray's daemon's, with the actor's devices. Pure.
+    """Return the environment of a program that the actor starts. Pure.
 
-    The actor's own environment (``own``) is not inherited: Ray sets ``OMP_NUM_THREADS`` and others in it for the actor. Ray's
-    own variables and preloaded allocator are removed from the daemon's (``login``).
+    It is that of Ray's daemon on the node (``login``), without Ray's own variables and preloaded allocator, and with the
+    devices of the actor (``own``). Other variables of the actor are not inherited: Ray sets ``OMP_NUM_THREADS`` and others for
+    the actor only.
     """
     found = {name: value for name, value in login.items() if not name.startswith("RAY_")}
     loaded = [path for path in found.pop("LD_PRELOAD", "").replace(" ", ":").split(":") if path]

@@ -53,10 +53,13 @@ def saved_run_of_trial(info: Any) -> SavedRun | None:
     ``info`` is Determined's cluster info.
     """
     storage = info.trial._config.get("checkpoint_storage") or {}
-    is_mirrored = bool(os.environ.get(RUN_DIR_VARIABLE))
+    run_dir = os.environ.get(RUN_DIR_VARIABLE)
+    is_mirrored = bool(run_dir)
     path: Path | None = None
     if info.latest_checkpoint is not None:
-        if storage.get("type") == "directory" and storage.get("container_path"):
+        if run_dir:  # it has at least a record of the checkpoint
+            path = RunDirectory(Path(run_dir)).checkpoints_path / info.latest_checkpoint
+        elif storage.get("type") == "directory" and storage.get("container_path"):
             path = Path(storage["container_path"]) / info.latest_checkpoint
     elif is_mirrored and os.environ.get(RESUME_VARIABLE):
         path = Path(os.environ[RESUME_VARIABLE])

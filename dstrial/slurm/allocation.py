@@ -33,7 +33,7 @@ class Allocation:
 
 
 def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation that the variables describe; None outside of one. Pure.
+    """Return the Slurm allocation that ``environ`` describes; None without one. Pure.
 
     Raises:
         LaunchError: the variables cannot be parsed, or this process is one of several tasks.
@@ -69,10 +69,10 @@ def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def slots_of_nodes(allocation: Allocation, wanted: int | None) -> list[int]:
-    """Return the number of slots, each for one rank, on each node. Pure.
+    """Return the number of slots on each node of an allocation, in its order. Pure.
 
-    If a node has several tasks, each task is a slot. Else ``wanted`` slots are divided equally between the nodes; if it is
-    None, each accelerator is a slot.
+    A slot is for one rank. If a node has several tasks, each task is a slot. Else ``wanted`` slots are divided equally between
+    the nodes; if ``wanted`` is None, each accelerator is a slot.
 
     Raises:
         LaunchError: the allocation has too few slots, or the nodes cannot share them equally.
@@ -143,7 +143,7 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Split at the commas outside brackets."""
+    """Split a list of nodes at the commas outside of brackets."""
     words = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if ",".join(words) != text:
         raise _error(text)
@@ -168,7 +168,7 @@ def _error(text: str) -> ValueError:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Expand ``4(x2),3`` to 4, 4 and 3 tasks; empty if it cannot be parsed. Pure."""
+    """Expand Slurm's ``4(x2),3`` tasks to 4, 4, 3; empty if it cannot be parsed. Pure."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = _COUNT.fullmatch(part.strip())

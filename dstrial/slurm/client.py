@@ -86,7 +86,7 @@ _NODE_STATES = ("sinfo", "--noheader", "--Node", "-o", "%T")
 
 
 def require_slurm(*names: str, or_else: str = "leave --slurm out to train here") -> None:
-    """Raise LaunchError unless these commands are on PATH; ``or_else`` ends its fix."""
+    """Raise LaunchError unless commands are on PATH; ``or_else`` ends its message."""
     absent = [name for name in names if shutil.which(name) is None]
     if absent:
         raise LaunchError(
@@ -148,7 +148,7 @@ def is_transient(error: LaunchError) -> bool:
 
 
 def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str]:
-    """Run sbatch; return its exit code, stdout and stderr.
+    """Run sbatch with one option on a script; return its exit code, stdout and stderr.
 
     Raises:
         NodesUnknownError: sbatch rejects the job, but some nodes have not registered yet.
@@ -163,7 +163,7 @@ def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) ->
 
 
 def may_lack_nodes(said: str) -> bool:
-    """Return whether a rejection may be due to nodes not yet registered. Pure."""
+    """Return whether sbatch's message may be due to nodes not yet registered. Pure."""
     return any(words in said.lower() for words in _NODES_MISSING)
 
 
@@ -177,7 +177,7 @@ def has_unknown_nodes(timeout_s: float = _TIMEOUT_S) -> bool:
 
 
 def test(script: Path) -> None:
-    """Raise unless Slurm would accept a batch script (``sbatch --test-only``).
+    """Check that Slurm would accept a batch script, by ``sbatch --test-only``.
 
     Raises:
         NodesUnknownError: Slurm rejects the script, but some nodes have not registered yet.
@@ -222,13 +222,16 @@ def is_away(said: str) -> bool:
 
 
 def away_reason(said: str, command: str, code: int) -> str:
-    """Return a failed command's messages in one line, for an error text. Pure."""
+    """Return why a Slurm command has failed, in one line for an error message. Pure.
+
+    ``said`` is its output; if that is empty, the exit code ``code`` is named.
+    """
     lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in said.splitlines() if line.strip()]
     return f"{command} says: {'; '.join(lines)}" if lines else f"{command} ended with {code}"
 
 
 def refused(errors: str, script: str) -> str:
-    """Return an error text, with a fix, for sbatch's rejection of a script. Pure."""
+    """Return an error message, with a fix, for sbatch's rejection of a script. Pure."""
     said = one_line(errors)
     return f"Slurm rejects the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
 
@@ -240,12 +243,12 @@ def one_line(errors: str) -> str:
 
 
 def fix_for(said: str) -> str | None:
-    """Return the fix for sbatch's error message; None if unknown. Pure."""
+    """Return what a user can do about sbatch's error message; None if unknown. Pure."""
     return next((fix for words, fix in _FIXES if words in said.lower()), None)
 
 
 def job_of(job_id: int) -> Job | None:
-    """Return a job's state from ``scontrol``; None if the controller has deleted it.
+    """Return a Slurm job from ``scontrol``; None if the controller has deleted it.
 
     Raises:
         ConnectionError: the controller does not answer.

@@ -24,7 +24,7 @@ _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """A job as Slurm's controller sees it."""
+    """A Slurm job, as scontrol or squeue shows it."""
 
     job_id: str
     state: str  # Slurm's word, ``PENDING`` for example
@@ -102,7 +102,7 @@ def parse_job(text: str) -> Job | None:
 
 
 def parse_queue(text: str) -> list[Job]:
-    """Return the jobs in the output of the command ``SQUEUE``."""
+    """Return the jobs in the output of squeue, called as in ``SQUEUE``."""
     jobs = []
     for line in text.splitlines():
         words = line.strip().removesuffix("|").split("|", len(_FIELDS) - 1)
@@ -125,7 +125,7 @@ def parse_queue(text: str) -> list[Job]:
 
 
 def seconds(text: str) -> int | None:
-    """Parse a time like ``1-02:03:04`` or ``3:04`` to seconds; None for no limit."""
+    """Parse a time like ``1-02:03:04`` or ``3:04`` to seconds; None for other texts."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None
@@ -149,9 +149,10 @@ def num_gpus(gres: str) -> int:
 
 
 def parse_nodes(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> dict[str, tuple[int, str]]:
-    """Return each node's number of slots and state from the output of ``SINFO``.
+    """Return node name -> (number of slots, state) from the output of sinfo.
 
-    The output has a line for each node and partition. A slot is a GPU, or a task of ``cpus_per_task`` cores.
+    sinfo is called as in ``SINFO``; its output has a line for each node and partition. A slot is a GPU, or a task of
+    ``cpus_per_task`` cores. Nodes without slots are left out.
     """
     found: dict[str, tuple[int, str]] = {}
     for line in text.splitlines():

@@ -37,8 +37,9 @@ _SIZES = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--exclusive")
 def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) -> list[str]:
     """Return the user's options of sbatch, from the config and the command line. Pure.
 
-    An option and a value that is a separate word (``-p gpu``) are joined to one line of the script. ``settings`` is the config's
-    top-level key ``slurm``, Determined's; ``more``, from the command line, comes last.
+    An option and a value that is a separate word (``-p gpu``) are joined to one line of the script. ``settings`` is the
+    config's top-level key ``slurm``, Determined's; ``more``, from the command line, comes last. ``where`` names the config in
+    messages.
 
     Raises:
         ConfigError: all problems of the options.
@@ -72,7 +73,7 @@ def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) ->
 
 
 def value_of(options: Sequence[str], *names: str) -> str | None:
-    """Return the last value of an option with one of these names, or None. Pure."""
+    """Return the last value of an sbatch option with one of ``names``, or None. Pure."""
     value = None
     for option in options:
         name, _, given = option.partition("=") if option.startswith("--") else (option[:2], "", option[2:])
@@ -92,7 +93,7 @@ def request_lines(
     """Return the options that request a trial's slots, one task per slot. Pure.
 
     The user's ``options`` win: they may set the number of nodes and tasks, or devices. ``settings`` is the config's key
-    ``slurm``, of which ``slots_per_node`` and ``gpu_type`` are read.
+    ``slurm``, of which ``slots_per_node`` and ``gpu_type`` are read. ``where`` names the config in messages.
 
     Raises:
         ConfigError: the slots are no multiple of ``slots_per_node``.
@@ -121,9 +122,9 @@ def request_lines(
 
 
 def notice_s(limit: str | None) -> int:
-    """Return a job's notice before its time limit, in seconds. Pure.
+    """Return how many seconds before its time limit a job has to start ending. Pure.
 
-    The notice is a tenth of the limit, within ``NOTICE_S``. ``limit`` is in one of sbatch's formats, ``MINUTES``,
+    That is a tenth of the limit, within ``NOTICE_S``. ``limit`` is in one of sbatch's formats, ``MINUTES``,
     ``HOURS:MINUTES:SECONDS`` or ``DAYS-HOURS`` for example; None if unknown.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", (limit or "").strip())
@@ -141,7 +142,7 @@ def notice_s(limit: str | None) -> int:
 
 
 def refused_options(options: Sequence[str]) -> list[str]:
-    """Return the user's options of sbatch that a job for holding nodes cannot have."""
+    """Return the user's sbatch options that a master's node-holding job cannot have."""
     own = (
         "--job-name", "-J", "--array", "-a", "--wrap", "--chdir", "-D", "--output", "-o", "--requeue",
         "--wait", "-W", "--parsable", "--test-only", *CLUSTER_OPTIONS,
@@ -166,7 +167,8 @@ def batch_script(
 ) -> str:
     """Return the batch script that starts a run, or resumes it after a requeue. Pure.
 
-    The user's ``options`` come after the other options and override them.
+    ``request`` has the options that request slots, ``options`` the user's, which come last and win. The script runs
+    ``command``; ``submitted_by``, for a comment, is the command that the user ran.
 
     Raises:
         ConfigError: a directory has characters that Slurm cannot handle.
@@ -186,8 +188,8 @@ def holding_script(
 ) -> str:
     """Return the batch script of a job that only holds nodes for a master. Pure.
 
-    The user's ``options`` come after the other options and override them. ``directory``, for the job's files, is one that the
-    master and the nodes mount.
+    ``request`` has the options that request slots, ``options`` the user's, which come last and win. ``title`` names the trial.
+    The master and the nodes mount ``directory``, for the job's files.
 
     Raises:
         ConfigError: a directory has characters that Slurm cannot handle.

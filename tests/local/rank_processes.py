@@ -21,15 +21,23 @@ def names_in(path: Path) -> list[str]:
 
 
 def _rank_main(
-    rank: int, size: int, ports: tuple[int, int], function: Callable[..., Any], args: Any, results: Any
+    rank: int,
+    size: int,
+    ports: tuple[int, int],
+    function: Callable[..., Any],
+    args: Any,
+    results: Any,
+    num_nodes: int,
 ) -> None:
+    local_size = size // num_nodes
     dist = core.DistributedContext(
         rank=rank,
         size=size,
-        local_rank=rank,
-        local_size=size,
-        cross_rank=0,
-        cross_size=1,
+        local_rank=rank % local_size,
+        local_size=local_size,
+        cross_rank=rank // local_size,
+        cross_size=num_nodes,
+        chief_ip="127.0.0.1",
         pub_port=ports[0],
         pull_port=ports[1],
     )
@@ -41,26 +49,28 @@ def _rank_main(
         dist.close()
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(
+    size: int, function: Callable[..., Any], *args: Any, num_nodes: int = 1, deadline_s: float = DEADLINE_S
+) -> list[Any]:
     """Call ``function(dist, *args)`` on every rank; its result, or the exception, by rank.
 
-    Fails if a rank has not answered within a minute, which is how a hang shows.
+    Fails if a rank has not answered within ``deadline_s``, which is how a hang shows.
     """
     fork = multiprocessing.get_context("fork")
     results = fork.Queue()
     ports = (free_port(), free_port())
     processes = [
-        fork.Process(target=_rank_main, args=(rank, size, ports, function, args, results))
+        fork.Process(target=_rank_main, args=(rank, size, ports, function, args, results, num_nodes))
         for rank in range(size)
     ]
     for process in processes:
         process.start()
     answers: dict[int, Any] = {}
-    deadline_s = time.monotonic() + DEADLINE_S
+    give_up_at_s = time.monotonic() + deadline_s
     try:
         while len(answers) < size:
             try:
-                rank, answer = results.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                rank, answer = results.get(timeout=max(0.0, give_up_at_s - time.monotonic()))
             except queue.Empty:
                 raise AssertionError(f"only ranks {sorted(answers)} of {size} have ended") from None
             answers[rank] = answer

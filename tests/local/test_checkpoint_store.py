@@ -21,7 +21,8 @@ from dstrial.errors import (
     RankError,
 )
 from dstrial.local.checkpoint_directory import KeepPolicy, newest_checkpoint, remove_incomplete_checkpoints
-from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store, run_on_all_ranks
+from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
+from dstrial.local.node_checkpoints import run_on_all_ranks
 
 
 def local_store(path: Path, **options: Any) -> LocalCheckpointContext:

@@ -71,7 +71,9 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diag
 
 def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:
     """Return dotted keys with non-default values that have no effect on a run."""
-    unused = [f"checkpoint_storage.{key}" for key in raw["checkpoint_storage"] if not key.startswith("save_")]
+    storage = raw["checkpoint_storage"]
+    is_own = storage["type"] in (None, "shared_fs")  # checkpoints lie in the run directory
+    unused = [f"checkpoint_storage.{key}" for key in storage if is_own and not key.startswith("save_")]
     unused += [f"{section}.{key}".lstrip(".") for section in _UNUSED for key in _UNUSED[section].split()]
     if not has_slurm:
         unused.append("slurm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import posixpath
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -13,6 +14,8 @@ from dstrial.config.keys import Dialect, Section, check_keys
 from dstrial.config.schema import EXPERIMENT, STORAGE_REQUIRES
 
 _SAVE_DEFAULTS = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
+# Modules of client libraries. With dashes these are names of packages, all of which Determined 0.38.1 requires.
+_CLIENTS = {"s3": "boto3", "gcs": "google.cloud.storage", "azure": "azure.storage.blob"}
 _FIELDS = {
     "shared_fs": (
         "host_path",
@@ -42,6 +45,21 @@ def check_storage(raw: Mapping[str, Any], given: object, findings: Diagnostics) 
     _check_kept_within(storage, findings)
     if kind == "azure":
         _check_azure(storage, findings)
+    if kind in _CLIENTS and not _is_installed(_CLIENTS[kind]):
+        requirement = _CLIENTS[kind].replace(".", "-")
+        findings.problem(
+            "checkpoint_storage.type",
+            f"{kind}, and the package {requirement} is not installed",
+            "a storage whose client library is installed",
+            f"Install it with `pip install {requirement}`.",
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that should contain the module
+        return False
 
 
 def _check_kept_within(storage: Mapping[str, Any], findings: Diagnostics) -> None:

@@ -33,12 +33,13 @@ from dstrial.engine.partial_training import (
 )
 from dstrial.errors import RankError
 from dstrial.integrations.huggingface import arguments
-from dstrial.local.checkpoint_store import run_on_all_ranks
+from dstrial.local.node_checkpoints import run_on_all_ranks
 from dstrial.loop.background_save import (
     base_metadata,
     complete_manifest,
     describe_failure,
 )
+from dstrial.object_storage import without_credentials
 from dstrial.resume.metadata import EngineRecord, run_metadata
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ class TrainerCheckpoints:
         kept = self._description
         configuration = {
             "trial_type": "transformers.Trainer",
-            "experiment_config": dict(kept.exp_conf),
+            "experiment_config": without_credentials(kept.exp_conf),
             "hparams": dict(kept.hparams),
         }
         (root / _CONFIGURATION_NAME).write_text(json.dumps(configuration, default=str), encoding="utf-8")

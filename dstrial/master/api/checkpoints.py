@@ -15,10 +15,12 @@ from typing import Any
 from determined.common.api import bindings
 from starlette.responses import StreamingResponse
 
+from dstrial import object_storage
 from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.config.secrets import unmasked
-from dstrial.errors import RequestError
+from dstrial.errors import CheckpointError, RequestError
 from dstrial.master.api.trials import report_json, report_time_us
+from dstrial.master.backends.environment import user_variables
 from dstrial.master.clock import format_us
 from dstrial.master.http.responses import message
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, reads, route, writes
@@ -31,6 +33,8 @@ from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import metrics
 from dstrial.master.store.reports.metric_summaries import as_number
 from dstrial.master.trial_files import open_regular
+from dstrial.object_storage import external_storage, is_object_storage
+from dstrial.scratch import scratch_directory
 
 _CHUNK_BYTES = 1 << 16  # capacity of a pipe
 
@@ -204,19 +208,33 @@ async def download(request: ApiRequest) -> StreamingResponse:
     """Stream a checkpoint's files as tar.gz; the ``Accept`` header is ignored."""
     uuid = request.path_params["checkpoint_uuid"]
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
-    storage = json.loads(row.experiment_config)["checkpoint_storage"]
-    directory = checkpoint_gc.checkpoint_directory(storage, uuid)
+    config = json.loads(row.experiment_config)
+    storage, stack = external_storage(config), contextlib.ExitStack()
+    if row.state != "DELETED" and storage is not None and is_object_storage(storage):
+        directory = stack.enter_context(scratch_directory("dstrial-download-"))
+        try:
+            await asyncio.to_thread(
+                object_storage.download, storage, uuid, directory, variables=user_variables(config)
+            )
+        except CheckpointError as error:
+            stack.close()
+            raise RequestError(502, str(error)) from error
+    else:
+        directory = checkpoint_gc.checkpoint_directory(config["checkpoint_storage"], uuid)
     if row.state == "DELETED" or not directory.is_dir():
         raise RequestError(404, f"checkpoint {uuid} has no files any more; expected one that is not deleted.")
     return StreamingResponse(
-        _archive(directory),
+        _archive(directory, stack),
         media_type="application/gzip",
         headers={"Content-Disposition": f'attachment; filename="{uuid}.tar.gz"'},
     )
 
 
-async def _archive(directory: Path) -> AsyncIterator[bytes]:
-    """Yield a tar.gz of a directory's regular files; raise if a file is unreadable."""
+async def _archive(directory: Path, stack: contextlib.ExitStack) -> AsyncIterator[bytes]:
+    """Yield a tar.gz of a directory's regular files; raise if a file is unreadable.
+
+    At the end ``stack`` is closed.
+    """
     read_end, write_end = os.pipe()
     problems: list[Exception] = []
 
@@ -237,7 +255,7 @@ async def _archive(directory: Path) -> AsyncIterator[bytes]:
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
     )
-    with contextlib.closing(transport):
+    with stack, contextlib.closing(transport):
         while chunk := await reader.read(_CHUNK_BYTES):
             yield chunk
     thread.join()  # returns at once: the thread has closed its end of the pipe

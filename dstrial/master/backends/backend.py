@@ -18,9 +18,14 @@ from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.nodes import OWN_NODE, node_of
 
 Cause = Literal["exited", "lost", "unreachable", "preempted", "refused"]
-"""Why an allocation ended on a node. "exited": its entrypoint exited; "lost": its supervisor was killed or its node removed;
-"unreachable": the node did not answer for too long; "preempted": the master killed it, after a failure on another node for
-example; "refused": the node could not start it."""
+"""Why an allocation ended on a node.
+
+- exited: its entrypoint exited
+- lost: its supervisor was killed, or its node removed
+- unreachable: the node did not answer for too long
+- preempted: the master killed it, after a failure on another node for example
+- refused: the node could not start it
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeAllocation:
-    """An allocation's slots on one node, as cluster-wide ids."""
+    """An allocation's slots on one node; the ids are unique in the cluster."""
 
     node_id: int
     slots: tuple[int, ...]
@@ -45,7 +50,7 @@ class NodeAllocation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRef:
-    """Reference to an allocation, for calls of back ends."""
+    """Identifies an allocation, running or about to start, in calls of a back end."""
 
     allocation_id: str
     directory: Path  # its files on the master's machine
@@ -59,7 +64,7 @@ class RunRef:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SupervisorHandle:
-    """Identity of a supervisor process: pid, and the kernel's start time and boot id."""
+    """Identity of an allocation's supervisor: pid, and boot id with start time."""
 
     pid: int
     start_time: str
@@ -90,7 +95,7 @@ class AllocationExit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """The local directory with one node's output, for ``log_file.read_lines``."""
+    """The local directory with an allocation's output on one node."""
 
     node_id: int
     directory: Path
@@ -115,7 +120,7 @@ Key: TypeAlias = int | str
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """Slots that a waiting trial or command requests from an engine."""
+    """Slots that a waiting trial or command requests from Slurm or Ray."""
 
     key: Key
     num_slots: int  # at least 1
@@ -129,7 +134,7 @@ class ResourceRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an engine cannot run a job, as a problem of the experiment's config."""
+    """Why Slurm or Ray cannot run a job, as a problem of the experiment's config."""
 
     key: str  # dotted path in the config
     got: str  # the value there, for users
@@ -140,7 +145,7 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """A back end's answer to waiting requests for slots."""
+    """A back end's answer to all waiting requests for slots."""
 
     # requests that have got slots: their slot ids in rank order
     slots: Mapping[Key, Sequence[int]] = dataclasses.field(default_factory=dict)
@@ -163,24 +168,24 @@ class Backend(Protocol):
     def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
         """Return slots for waiting requests; None if the master itself assigns the slots.
 
-        Called at each poll of the queue, even if ``requests`` is empty; it has the most urgent request first. A back end with an
-        engine submits and cancels the engine's jobs here.
+        ``requests`` are all waiting ones, the most urgent first. The scheduler calls the method at each poll of its queue, even
+        without requests: a back end for Slurm or Ray submits and cancels jobs here.
         """
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        """Return why the engine rejects a request; empty if it accepts, or if unknown.
+        """Return why Slurm or Ray would reject a request; empty if accepted or unknown.
 
         May block for some seconds.
         """
 
     def job_text(self, key: Key) -> str:
-        """Return the state, for users, of a trial's or command's engine job; "" if none."""
+        """Return the state of a trial's or command's Slurm or Ray job; "" if it has none."""
 
     def leaving_reason(self, run: RunRef) -> str | None:
-        """Return why a run will lose its slots soon; None if it will not."""
+        """Return why an allocation will soon lose its slots; None if it will not."""
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
-        """Start an allocation; return its supervisor, None if only :meth:`find` knows it.
+        """Start an allocation; return its supervisor, None if ``find`` returns it later.
 
         Raises:
             SlotsGoneError: the allocation's slots are gone.
@@ -188,41 +193,44 @@ class Backend(Protocol):
         """
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return a run's supervisor, also if an earlier master started it, or None."""
+        """Return an allocation's supervisor, an earlier master's too; None if unknown."""
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
-        """Return a run's known supervisors by node id; all nodes' once all have started."""
+        """Return the supervisors of an allocation that have started, by node id."""
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how a run ended, None while it runs; kill what is left of a lost run."""
+        """Return how an allocation ended; None while it runs.
+
+        If a supervisor was lost, the other processes of the allocation are killed.
+        """
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
-        """Return the directories with a run's output, the first failed node's first."""
+        """Return the directories of an allocation's output, the first failed node's first."""
 
     def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return new lines for the run's log; each is returned once."""
+        """Return lines to add to an allocation's log; each is returned once."""
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
-        """Return uuids of checkpoints that a run began to save and has not reported."""
+        """Return uuids of checkpoints that an allocation began to save and did not report."""
 
     def ask_to_stop(self, run: RunRef) -> None:
-        """Send SIGTERM to a run's entrypoints; its other processes are killed afterwards."""
+        """Send SIGTERM to an allocation's entrypoints; kill other processes afterwards."""
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
-        """Kill every process of a run.
+        """Kill every process of an allocation; its supervisors first record the exit.
 
-        With ``leaves_record=False`` supervisors are killed, too, and the run counts as lost: on a full disk a supervisor would
-        wait until it can write its record.
+        With ``leaves_record=False`` supervisors are killed, too, and the allocation counts as lost: on a full disk a supervisor
+        would wait until it can write its record.
         """
 
     def resident_bytes(self, run: RunRef) -> int:
-        """Return the resident memory of a run's processes; 0 if unknown."""
+        """Return the resident memory of an allocation's processes; 0 if unknown."""
 
     def forget(self, run: RunRef) -> None:
-        """Delete the files of an ended run, on all nodes."""
+        """Delete the files of an ended allocation, on all nodes."""
 
     def begin(self) -> None:
-        """Connect to the nodes within some seconds; called after :meth:`find` of all runs.
+        """Connect to the nodes within some seconds, after ``find`` of all allocations.
 
         If it raises, it is called again after a backoff.
         """
@@ -235,7 +243,7 @@ class Backend(Protocol):
 
 
 class OwnNodes:
-    """Methods of a back end without an engine: the master itself assigns slots."""
+    """Methods of a back end without Slurm or Ray: the master itself assigns slots."""
 
     def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
         del requests
@@ -255,7 +263,7 @@ class OwnNodes:
 
 
 def run_of(allocation: Allocation) -> RunRef:
-    """Build an allocation's :class:`RunRef`; one without slots runs on the own node."""
+    """Return an allocation's reference; one without slots is on the master's machine."""
     allocated: dict[int, list[int]] = {}
     for slot_id in allocation.slots:
         allocated.setdefault(node_of(slot_id), []).append(slot_id)

@@ -93,8 +93,8 @@ def _cuda() -> Iterator[Slot]:
 def nvml_slots(nvml: Any, visible: str | None) -> Iterator[Slot]:
     """Yield a slot per NVIDIA device, and per instance of a GPU in MIG mode.
 
-    The slots are in NVML's order. ``visible`` is ``CUDA_VISIBLE_DEVICES``, with indices and prefixes of UUIDs; None for all. The
-    index of a GPU in MIG mode selects all its instances.
+    ``nvml`` is the module pynvml; the slots are in its order. ``visible`` is ``CUDA_VISIBLE_DEVICES``, with indices and prefixes
+    of UUIDs; None for all. The index of a GPU in MIG mode selects all its instances.
 
     Source: NVIDIA's MIG user guide, "CUDA_VISIBLE_DEVICES": ``MIG-<UUID>``, which ``nvmlDeviceGetUUID`` returns for an instance.
     """

@@ -15,18 +15,24 @@ from dstrial.hosts.transport import Transport
 from dstrial.master.backends.backend import Refusal
 
 JobState = Literal["pending", "running", "leaving", "ended"]
-"""State of an engine's job: queued; it has its nodes; it will lose them soon; it has lost them."""
+"""State of a Slurm or Ray job.
+
+- pending: it waits for nodes
+- running: it has its nodes
+- leaving: it will soon lose its nodes
+- ended: it has lost its nodes
+"""
 
 MAX_PENDING = 32  # maximum number of dstrial's jobs in an engine's queue; the master queues the others
 
 
 class EngineRefusedError(MasterError):
-    """The engine rejects a job; the message says why and what to do."""
+    """Slurm or Ray rejects a job; the message says why and what to do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A request to an engine for a job."""
+    """A request to Slurm or Ray for a job that holds the slots of one allocation."""
 
     key: str  # ``trial-7`` or ``command-<task id>``; a restarted master finds the job by its key
     title: str  # the job's title in the engine's own lists
@@ -48,7 +54,7 @@ class NodeCapacity:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """A job's slots on one node."""
+    """Slots of a Slurm or Ray job on one node."""
 
     host: str
     num_slots: int
@@ -56,7 +62,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineJob:
-    """The state of a job, as its engine reports it."""
+    """The state of a job, as Slurm or Ray reports it."""
 
     id: str  # the engine's id, without characters that a shell interprets
     key: str  # key of its ``JobRequest``
@@ -66,18 +72,19 @@ class EngineJob:
 
 
 class Engine(Protocol):
-    """An engine with a queue; the methods raise ConnectionError if it does not answer.
+    """Slurm or Ray, which queues jobs and chooses their nodes.
 
-    Methods may block for some seconds. One thread, not the scheduler's, calls them; ``unsatisfiable_reasons`` is thread-safe.
+    Methods raise ConnectionError if it does not answer, and may block for some seconds. One thread, not the scheduler's, calls
+    them; ``unsatisfiable_reasons`` is thread-safe.
 
     Attributes:
-        name: the engine's name for users, ``Slurm``.
+        name: for users, ``Slurm`` or ``Ray``.
     """
 
     name: str
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
-        """Return the engine's nodes by name."""
+        """Return the number of slots and the state of each node, by name."""
         ...
 
     def job_name(self, job_id: str) -> str:
@@ -88,27 +95,27 @@ class Engine(Protocol):
         """Return why a job does not fit on the nodes that are up; empty if it fits.
 
         Raises:
-            OSError: the engine does not answer, or cannot tell now.
+            OSError: Slurm or Ray does not answer, or cannot tell now.
         """
         ...
 
     def submit(self, request: JobRequest) -> str:
-        """Submit a job to the engine; return its id.
+        """Submit a job; return the id that Slurm or Ray gives it.
 
         Raises:
-            EngineRefusedError: the engine rejects the job.
+            EngineRefusedError: Slurm or Ray rejects the job.
         """
         ...
 
     def max_pending(self, num_slots: int) -> int:
-        """Return how many pending jobs, each of ``num_slots`` or fewer, are allowed.
+        """Return how many jobs, of at most ``num_slots`` each, may be pending at a time.
 
         The master queues the others, and submits them in the order of its own queue.
         """
         ...
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return this state directory's jobs in the engine; ended ones may be missing."""
+        """Return the jobs of this master and its predecessors; ended ones may be missing."""
         ...
 
     def cancel(self, job_id: str) -> None:
@@ -120,5 +127,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Disconnect from the engine; jobs continue."""
+        """Disconnect from Slurm or Ray; jobs continue."""
         ...

@@ -57,7 +57,10 @@ _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
-    """Return a trial's config, with ``shared_fs`` storage as a ``directory``."""
+    """Return a trial's config as its processes see it.
+
+    Storage of type ``shared_fs`` becomes the same storage of type ``directory``.
+    """
     config = copy.deepcopy(request.config)
     storage = config.get("checkpoint_storage") or {}
     if storage.get("type") == "shared_fs":
@@ -69,7 +72,7 @@ def trial_config(request: AllocationRequest) -> dict[str, Any]:
 
 
 def cluster_info_files(request: AllocationRequest) -> dict[str, dict[str, Any]]:
-    """Return the content of the files that ``determined.get_cluster_info()`` reads."""
+    """Return name -> content of the files that ``determined.get_cluster_info`` reads."""
     files: dict[str, dict[str, Any]] = {
         "cluster.json": {
             "master_url": request.master_url,
@@ -114,16 +117,16 @@ def trial_environment(
     temporary_directory: Path,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the environment of a task's entrypoint, which extends ``base``.
+    """Return the environment of a trial's or command's entrypoint.
 
-    ``base`` is by default the master's environment. ``marker`` is a unique value that identifies the task's processes if its
-    supervisor is lost. ``temporary_directory`` becomes ``TMPDIR``; its path is short, because sockets are created there.
+    It extends ``base``, by default the master's environment. ``marker`` is a unique value that identifies the task's processes if
+    its supervisor is lost. ``temporary_directory`` becomes ``TMPDIR``; its path is short, because sockets are created there.
     """
     outer = os.environ if base is None else base
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
     # TMPDIR is deleted with the allocation, so torch's compile cache is put elsewhere.
     env.update(compile_cache())
-    env.update(_user_variables(request))
+    env.update(user_variables(request.config, request.slots[0].kind if request.slots else "cpu"))
     bin_dirs = [str(_OWN_FILES / "bin"), str(Path(request.interpreter or sys.executable).parent)]
     env["PATH"] = os.pathsep.join([*bin_dirs, env.get("PATH", os.defpath)])
     # Also puts the directory of dstrial's sitecustomize first in PYTHONPATH.
@@ -227,10 +230,10 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
     }
 
 
-def _user_variables(request: AllocationRequest) -> dict[str, str]:
-    given = (request.config.get("environment") or {}).get("environment_variables") or []
+def user_variables(config: Mapping[str, Any], kind: str = "cpu") -> dict[str, str]:
+    """Return a config's ``environment_variables`` for a kind of device."""
+    given = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(given, Mapping):
-        kind = request.slots[0].kind if request.slots else "cpu"
         given = given.get(kind) or []
     values: dict[str, str] = {}
     for assignment in given:

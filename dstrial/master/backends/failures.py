@@ -171,7 +171,7 @@ def _in_one_line(lines: Sequence[str]) -> str:
 
 
 def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return from torchrun's output which signal ended the first failed rank, or None."""
+    """Return which local rank torchrun reports as failed first, and why; or None."""
     for _, text in lines:
         found = _TORCHRUN_FAILURE.search(text)
         if found is not None:
@@ -182,7 +182,7 @@ def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
 
 
 def is_of_launcher(traceback: str) -> bool:
-    """Return whether a traceback is a launcher's, which says not why a rank failed."""
+    """Return whether a launcher raised a traceback, which does not show the cause."""
     return not _is_of_user(traceback)
 
 

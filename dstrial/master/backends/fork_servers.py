@@ -38,9 +38,9 @@ class ForkSettings:
 
 
 def forkable_words(command: Sequence[str], environment: Mapping[str, str], python: str) -> list[str] | None:
-    """Return the arguments of ``python`` in a command; None if it cannot be forked.
+    """Return the arguments after ``python`` in a command; None if no fork can run it.
 
-    ``sh -c TEXT`` is treated as TEXT if TEXT has no shell syntax.
+    A fork can run a command that trains a trial class. ``sh -c TEXT`` is treated as TEXT if TEXT has no shell syntax.
     """
     words = list(command)
     if len(words) == 3 and words[:2] == ["sh", "-c"] and not _SHELL_CHARACTERS & set(words[2]):
@@ -66,7 +66,7 @@ class _ServerEntry:
         return self.python == python and not self.server.mismatch(environment)
 
     def is_ready(self) -> bool:
-        """Return whether the fork server can fork.
+        """Return whether the fork server's imports have ended without an error.
 
         A server that failed to import stays in the list as broken, so that it is not started again.
         """
@@ -92,8 +92,8 @@ class ForkServers:
     ) -> tuple[int | None, str]:
         """Fork an allocation's supervisor, or start a fork server for later allocations.
 
-        ``log`` is the descriptor for the supervisor's own output. ``known`` is called with the pid before the supervisor starts;
-        if it raises, the supervisor does not start.
+        ``spec`` is the content of ``spec.json`` in the allocation's ``directory``, ``log`` the descriptor for the supervisor's
+        own output. ``known`` is called with the pid before the supervisor starts; if it raises, the supervisor does not start.
 
         Returns the pid and "", or None and the reason for a new process, which is "" if nothing failed.
         """
@@ -121,7 +121,7 @@ class ForkServers:
         return pid, ""
 
     def poll(self, *, is_busy: bool) -> None:
-        """End idle fork servers, unless ``is_busy``: a trial runs or waits."""
+        """End idle fork servers; none is idle while a trial runs or waits (``is_busy``)."""
         now_s = time.monotonic()
         for found in list(self._running):
             if is_busy:
@@ -144,7 +144,7 @@ class ForkServers:
         )
 
     def _start_server(self, python: str, environment: Mapping[str, str]) -> _ServerEntry | None:
-        """Start a fork server, or return None; end the least recently used of too many."""
+        """Start a fork server, None on failure; end the least recently used of too many."""
         for other in self._running:
             if other.python == python:
                 logger.info("another fork server is needed: %s", other.server.mismatch(environment))

@@ -80,8 +80,8 @@ def prepare(
 ) -> None:
     """Create an allocation's directory; ``start`` then starts its supervisor.
 
-    ``watch`` has the paths ``lease`` and ``agent``, which the supervisor of a remote allocation watches
-    (``supervisor.end_reason``).
+    ``is_warm`` allows forks, ``forks_with_accelerators`` also on accelerators. ``watch`` has the paths ``lease`` and ``agent``,
+    which the supervisor of a remote allocation watches (``supervisor.end_reason``).
 
     Raises:
         MasterError: the directory cannot be created.
@@ -119,7 +119,7 @@ def prepare(
 
 
 def _marker_of(directory: Path) -> str:
-    """Return the environment variable's value that marks an allocation's processes."""
+    """Return the value of ``MARKER_VARIABLE`` in all processes of an allocation."""
     return hashlib.sha256(os.fsencode(directory)).hexdigest()[:32]
 
 
@@ -155,7 +155,7 @@ def _forkable(
     is_warm: bool,
     has_accelerators: bool,
 ) -> list[str] | None:
-    """Return the interpreter's arguments if the task can be forked, else None."""
+    """Return a command's arguments after the interpreter; None if no fork can run it."""
     if request.task_type != TRIAL or not is_warm:
         return None
     if not has_accelerators and any(slot.kind != "cpu" for slot in request.slots):
@@ -164,7 +164,7 @@ def _forkable(
 
 
 def _command_with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
-    """Return the command that runs hooks, `task_venv` if needed, and the entrypoint."""
+    """Return the command that runs hooks, ``task_venv`` if needed, and the entrypoint."""
     command = command_for(request.entrypoint)
     files = directory / "workdir"
     hooks = []
@@ -202,7 +202,7 @@ def _command_with_hooks(request: AllocationRequest, directory: Path) -> list[str
 
 
 def start(directory: Path, fork_servers: ForkServers | None = None) -> SupervisorHandle:
-    """Start the supervisor of a prepared directory, as a fork if possible."""
+    """Start the supervisor in a directory of :func:`prepare`, as a fork if possible."""
     spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
     line = ""
     with (directory / "supervisor.log").open("ab") as log:
@@ -247,7 +247,7 @@ def _restore_limit(pid: int) -> None:
 
 
 def find(directory: Path) -> SupervisorHandle | None:
-    """Return the running supervisor of an allocation's directory, or None."""
+    """Return the running supervisor of an allocation's directory; None if none runs."""
     try:
         handle = read_record(directory / "supervisor.json", SupervisorHandle)
         works_in = Path(f"/proc/{handle.pid}/cwd").readlink()
@@ -303,7 +303,7 @@ class _ExitRecord:
 
 
 def terminate(handle: SupervisorHandle) -> None:
-    """Make a supervisor send SIGTERM to the entrypoint; it kills the rest afterwards."""
+    """Have a supervisor send SIGTERM to the entrypoint, and kill the rest afterwards."""
     _signal(handle, signal.SIGTERM)
 
 
@@ -347,7 +347,7 @@ def resident_bytes(handle: SupervisorHandle) -> int:
 
 
 def begun_checkpoints(directory: Path) -> list[str]:
-    """Return uuids of checkpoints that an allocation's trial began to save."""
+    """Return uuids of checkpoints that a trial began to save and did not report."""
     saving = directory / SAVING_DIRECTORY
     with contextlib.suppress(OSError):
         if not saving.is_symlink():
@@ -413,7 +413,7 @@ def _in_session(supervisor_: SupervisorHandle) -> set[int]:
 
 
 def _environ(process: Path) -> bytes:
-    """Return a process's initial environment, even if its first thread has ended."""
+    """Return the ``environ`` of ``/proc/PID``, even if the first thread has ended."""
     for directory in (process, *(process / "task").iterdir()):
         with contextlib.suppress(ProcessLookupError):
             return (directory / "environ").read_bytes()
@@ -429,7 +429,8 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
 class LocalBackend(OwnNodes):
     """Runs allocations on the master's own machine.
 
-    ``is_warm`` allows forks. ``on_exit`` is called in a separate thread when a supervisor ends.
+    ``is_warm`` allows forks, ``forks_with_accelerators`` also on accelerators. A separate thread calls ``on_exit`` when a
+    supervisor ends.
     """
 
     def __init__(
@@ -471,7 +472,7 @@ class LocalBackend(OwnNodes):
         return self._handles[run.allocation_id]
 
     def _watch_exit(self, handle: SupervisorHandle) -> None:
-        """Try to start a thread that calls ``on_exit`` at a supervisor's end."""
+        """Call ``on_exit`` in a new thread when a supervisor ends, if the system allows."""
 
         def wait() -> None:
             self._watched.add(handle)

@@ -38,7 +38,7 @@ class LogRead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A file of an allocation's log, after ``start`` bytes and ``num_lines`` lines."""
+    """A file of a log; ``start`` bytes and ``num_lines`` lines are in earlier files."""
 
     path: Path
     start: int
@@ -48,8 +48,8 @@ class _Part:
 def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int = 0) -> LogRead:
     """Return the complete lines of an allocation's log from a byte offset on.
 
-    The log has parts: ``output.log``, and later ones, of which the supervisor deletes the oldest. ``offset`` is the start of a
-    line, in bytes of the whole log; ``num_lines`` is the number of lines before it.
+    At most about ``max_bytes`` are read. The log has parts: ``output.log``, and later ones, of which the supervisor deletes the
+    oldest. ``offset`` is the start of a line, in bytes of the whole log; ``num_lines`` is the number of lines before it.
     """
     first = _Part(directory / _NAME, 0, 0)
     data = _read(first, offset, max_bytes)
@@ -75,7 +75,7 @@ def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int =
 
 
 def _read(part: _Part, offset: int, max_bytes: int) -> bytes | None:
-    """Return bytes of a log's part from an offset on; None if the file does not exist."""
+    """Return bytes of a log file from an offset in the whole log on; None if missing."""
     try:
         with open_regular(part.path) as file:
             file.seek(offset - part.start)
@@ -138,7 +138,10 @@ def parse(raw: str) -> LogLine:
 
 
 def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
-    """Yield rank and text of each line, of a large log from its two ends (16 MiB)."""
+    """Yield (rank or None, text) of each line that an allocation printed.
+
+    If the log is larger than 16 MiB, only its beginning and its end are read.
+    """
     offset = 0
     end = _size(directory)
     is_end = end <= _BEGINNING_BYTES + _END_BYTES

@@ -179,7 +179,7 @@ def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
 
 
 def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str | None]]:
-    """Yield archive, member and its path, or None for a path outside the directory."""
+    """Yield (archive, member, path) of a gzip tar; the path is None if it leads out."""
     if not tgz:
         return
     total = 0

@@ -15,7 +15,7 @@ TRIAL = "TRIAL"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationRequest:
-    """One run of a trial or command, on one node.
+    """What a back end needs to start a trial or command on one node.
 
     The fields of a trial are 0, empty or None for a command.
     """

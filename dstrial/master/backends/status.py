@@ -41,7 +41,7 @@ class ShownServer:
 
 
 class StatusFile:
-    """A file with a list of records, written when the list has changed."""
+    """A JSON file of status records, rewritten when they have changed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,17 +63,17 @@ class StatusFile:
 
 
 def shown_hosts(state_dir: Path) -> list[ShownHost]:
-    """Read the status of the hosts of a state directory's master; empty if none."""
+    """Return the hosts of the master of a state directory; empty if it has none."""
     return _read(state_dir / HOSTS_NAME, ShownHost)
 
 
 def shown_engine(state_dir: Path) -> ShownEngine | None:
-    """Read the status of the engine of a state directory's master; None if none."""
+    """Return the state of Slurm or Ray as a master last saw it; None without either."""
     return next(iter(_read(state_dir / ENGINE_NAME, ShownEngine)), None)
 
 
 def shown_servers(state_dir: Path) -> list[ShownServer]:
-    """Read the status of the running fork servers of a state directory's master."""
+    """Return the running fork servers of the master of a state directory."""
     return [one for one in _read(state_dir / SERVERS_NAME, ShownServer) if read_state(one.pid) is not None]
 
 

@@ -42,7 +42,7 @@ _lease_ends_s: "dict[str, float]" = {}
 
 
 def main(directory: str, line: str = "") -> None:
-    """Run the allocation in ``directory`` until all its processes have ended."""
+    """Run the allocation in ``directory`` to its end; log ``line`` first, if any."""
     os.chdir(directory)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -82,7 +82,7 @@ def _write_exit(requests: "_Requests", exit_code: int, signal_number: int | None
 
 
 class _Requests:
-    """Signal handlers that record requests; ``wakeup`` is readable after each signal."""
+    """Records SIGTERM and SIGUSR1; ``wakeup`` becomes readable after each signal."""
 
     def __init__(self, lease: "str | None" = None, agent: "str | None" = None) -> None:
         self._lease = lease
@@ -100,7 +100,7 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def should_retry(self, error: OSError) -> bool:
-        """Sleep if the disk is full; return whether to retry the write.
+        """Sleep if ``error`` is that of a full disk; return whether to retry the write.
 
         Other errors are permanent: the trial may have replaced the file or changed its mode.
         """
@@ -129,7 +129,7 @@ class _Fork:
 
 
 def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[bytes] | _Fork, str]":
-    """Start the entrypoint; return it, and a log line if a fork was refused."""
+    """Start the entrypoint; return its process, and a log line if a fork was refused."""
 
     def in_child() -> None:
         os.setpgid(0, 0)
@@ -155,7 +155,7 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
 
 
 def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint in this process's spare; None, and why, if that fails."""
+    """Start the entrypoint in this process's idle fork; else return None, and why."""
     client = sys.modules.get("dstrial.fork_server.client")  # imported only if this process is a fork
     if client is None or client.fork.spare is None:
         return None, ""
@@ -248,7 +248,7 @@ class _Output:
         return self._status
 
     def _is_spared(self, pid: int) -> bool:
-        """Return whether a process is left running for now, to clean up /dev/shm."""
+        """Return whether a process may run on for now: a tracker that cleans up /dev/shm."""
         return pid != self._child.pid and is_tracker(pid)
 
     def _wait(self, timeout_s: float) -> None:
@@ -301,7 +301,7 @@ class _Output:
                     return
 
     def _begin_part(self) -> None:
-        """Start a new part of the log; delete the oldest parts except the first."""
+        """Start a new file of the log; delete the oldest files except the first."""
         name = f"output.log.{self._num_bytes}.{self._num_lines}"
         try:
             descriptor = _open_part(name)
@@ -316,7 +316,7 @@ class _Output:
             del self._parts[0]
 
     def log_line(self, text: str) -> None:
-        """Log a line as stderr of the entrypoint, unless it is empty."""
+        """Log a line as stderr of the entrypoint; nothing if the text is empty."""
         for descriptor, tag in self._streams.items():
             if text and tag == b"e":
                 self._append(descriptor, [text.encode()])
@@ -363,7 +363,7 @@ def descendants(pid: int) -> "list[int]":
 
 
 def _process_table() -> "dict[int, list[bytes]]":
-    """Return the fields of :func:`_stat` of every process, by pid."""
+    """Return pid -> fields of :func:`_stat`, for every process."""
     found = {int(name): _stat(name) for name in os.listdir("/proc") if name.isdigit()}
     return {pid: fields for pid, fields in found.items() if fields}
 
@@ -404,7 +404,7 @@ def is_tracker(pid: int) -> bool:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """Return the fields of ``/proc/PID/stat`` after the name; empty if it has ended.
+    """Return the fields of ``/proc/PID/stat`` after the name; [] for an ended process.
 
     The fields (proc(5)) start with state, parent, process group and session; the eighteenth is the number of threads.
     """
@@ -416,7 +416,7 @@ def _stat(pid: str) -> list[bytes]:
 
 
 def _has_ended(fields: list[bytes]) -> bool:
-    """Return whether all threads of a process have ended, not only the first."""
+    """Return whether all threads of a process have ended, from its :func:`_stat`."""
     return fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
 
 
@@ -430,7 +430,10 @@ def start_time(pid: int) -> str | None:
 
 
 def end_reason(lease: str, agent: "str | None") -> str:
-    """Return why the allocation must be killed; "" while lease and agent are alive."""
+    """Return why the allocation must be killed; "" while lease and agent are alive.
+
+    ``lease`` and ``agent`` are paths of the lease's file and the agent's pid file; if None, the agent is not watched.
+    """
     if lease_left_s(lease) < 0:
         return "the master has not answered for too long"
     if agent is None:

@@ -115,7 +115,7 @@ def site_directories() -> list[str]:
 
 
 def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
-    """Return the name of the shared environment: a hash of all that defines it."""
+    """Return the name of a task's shared environment: a hash of all that defines it."""
     found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
     base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
     digest = hashlib.sha256(json.dumps([sys.executable, sys.version, base, requirements]).encode())
@@ -132,6 +132,8 @@ def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> st
 
 def acquire(environment: Path, task: str) -> tuple[int, bool]:
     """Wait for and lock a shared environment: exclusively to fill it, else shared.
+
+    ``task`` names the task in messages to others that wait.
 
     Returns:
         The descriptor of the lock, which the task's processes inherit, and whether the environment is complete.

@@ -55,7 +55,7 @@ def check_host_and_origin(headers: Headers) -> None:
 
 
 def token_of(headers: Headers) -> tuple[str | None, bool]:
-    """Return a request's token and whether it came from a cookie."""
+    """Return a request's token, or None, and whether it came from a cookie."""
     for name in ("x-user-token", "authorization", ALLOCATION_HEADER):
         token = _bearer(headers.get(name))
         if token is not None:
@@ -64,10 +64,10 @@ def token_of(headers: Headers) -> tuple[str | None, bool]:
 
 
 async def identify(services: Services, headers: Headers, method: str, task_id: str | None = None) -> Identity:
-    """Return the identity that a request's token belongs to.
+    """Return the user, or allocation, of a request's token; raise 401 or 403.
 
     CSRF protection: a request with a cookie may change state only if its Origin is the master's page. On the host name of task
-    ``task_id`` the task's service grant replaces the cookie.
+    ``task_id`` the cookie must be one of ``ServiceGrants`` for this task.
     """
     token, is_cookie = token_of(headers)
     if is_cookie and task_id is not None:
@@ -97,7 +97,7 @@ async def is_known(services: Services, headers: Headers, method: str) -> bool:
 
 
 def require_owner(user: User, owner_id: int, what: str) -> None:
-    """Raise 403 unless the user owns ``what`` or is an administrator."""
+    """Raise 403 unless a user owns a resource, named ``what``, or is an administrator."""
     if not user.admin and user.id != owner_id:
         raise RequestError(
             403, f"{what} is another user's; expected your own, or an administrator. Ask with `det -u admin`."
@@ -184,7 +184,7 @@ class ServiceGrants:
         return token
 
     def renew(self, code: str, task_id: str) -> str | None:
-        """Exchange a URL's one-time code for a cookie's code; None if it is invalid."""
+        """Exchange the one-time code of a URL for that of a cookie; None if it is invalid."""
         token = self.token_of(code, task_id)
         if token is None:
             return None

@@ -51,7 +51,7 @@ class Fields(dict[str, Any]):
         return value
 
     def integer(self, name: str, minimum: int = -_MAX_INTEGER - 1, maximum: int = _MAX_INTEGER) -> int | None:
-        """Return an integer; the protocol sends 64-bit integers as strings."""
+        """Return the integer of a key; Determined sends 64-bit integers as strings."""
         value = self.get(name)
         if value is None:
             return None

@@ -35,7 +35,10 @@ _SUSPECT = re.compile(rb"\\(?:u00[01]|b|f|r)|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8-
 
 
 def message(bindings_class: type, **fields: Any) -> dict[str, Any]:
-    """Return a message of Determined's API with all fields of its class, or null."""
+    """Return a message of Determined's API; optional fields not given are null.
+
+    ``bindings_class`` is the message's class in Determined's client. Raises TypeError for other fields than those of the class.
+    """
     required, optional = _names_of(bindings_class)
     unknown = fields.keys() - required - optional.keys()
     missing = required - fields.keys()
@@ -74,7 +77,7 @@ class Page:
 
 
 def page_of(total: int, offset: int | None, limit: int | None) -> Page:
-    """Return the range of rows of a page, of ``total`` rows.
+    """Return which of ``total`` rows are on the requested page.
 
     A negative offset counts from the end. Limit 0 or None means 100, -1 all, -2 none (Determined 0.38.1
     ``master/internal/api/paginate.go``).
@@ -214,7 +217,7 @@ async def _lines(items: AsyncIterator[Item]) -> AsyncIterator[bytes]:
 
 
 def event_stream(items: AsyncIterator[Mapping[str, Any] | None]) -> Stream:
-    """Return server-sent events: one JSON object per event; None sends a heartbeat."""
+    """Return a stream of server-sent events, one per JSON object; None is a heartbeat."""
     headers = {"content-type": "text/event-stream", "cache-control": "no-store"}
     return Stream(_events(items), headers=headers)
 
@@ -254,7 +257,7 @@ class Stream(StreamingResponse):
 
 
 async def _until_unknown(is_still_known: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until the user logs out or is deactivated, or the token is revoked."""
+    """Wait until the request's token is no longer valid, after a logout for example."""
     while await is_still_known():
         await asyncio.sleep(_TOKEN_CHECK_S)
 

@@ -102,13 +102,13 @@ def route(
     max_body_bytes: int = MAX_BODY_BYTES,
     unauthenticated: Handler | None = None,
 ) -> Route:
-    """Return a route for a path below ``/api/v1``; ``//info`` means ``/info``."""
+    """Return a route; ``path`` is below ``/api/v1``, and ``//info`` means ``/info``."""
     absolute = path[1:] if path.startswith("//") else API_PREFIX + path
     return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)
 
 
 def reads(handle: Callable[[Connection, ApiRequest], Answer]) -> Handler:
-    """Make a handler of a function that runs in a reader thread, in one snapshot."""
+    """Make a handler of a function that reads the database, in one snapshot."""
 
     @functools.wraps(handle)
     async def run(request: ApiRequest) -> Answer:
@@ -143,7 +143,7 @@ class ApiRequest:
     _query: dict[str, list[str]] | None = None
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
-        """Await ``work``; cancel it if the client disconnects first."""
+        """Return the result of ``work``; cancel it if the client disconnects before."""
 
         async def leave() -> None:
             while (await self.receive())["type"] != "http.disconnect":
@@ -255,13 +255,13 @@ class ApiRequest:
     ) -> list[T]:
         """Return rows in the order of the query's ``sortBy`` and ``orderBy``.
 
-        ``keys`` are sort keys by ``sortBy``; ``keys[""]`` is the default.
+        ``keys`` are sort keys by ``sortBy``; ``keys[""]`` is the default. ``choices`` are the allowed values.
         """
         sort_by = self.query_choice("sortBy", choices) or ""
         return sorted(rows, key=keys.get(sort_by, keys[""]), reverse=self.is_descending)
 
     def page_of(self, total: int) -> Page:
-        """Return the range of ``total`` rows for the query's ``offset`` and ``limit``."""
+        """Return which of ``total`` rows the query's ``offset`` and ``limit`` select."""
         return page_of(total, self.query_int("offset"), self.query_int("limit"))
 
     def page(self, rows: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
@@ -427,7 +427,7 @@ class Api:
         return response
 
     def _find(self, scope: Scope) -> tuple[Route, list[tuple[str, str, str]]]:
-        """Return the route of a request, and name, kind and value of its path parameters."""
+        """Return a request's route, and (name, kind, value) of each path parameter."""
         # The raw path keeps an encoded slash within its segment.
         raw = scope.get("raw_path") or scope["path"].encode()
         path = raw.split(b"?", 1)[0].decode("latin-1")

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from determined.common.api import bindings
 
-from dstrial.config.secrets import SecretNames, masked_json, masked_yaml
+from dstrial.config.secrets import MASK, SecretNames, masked_json, masked_yaml
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.responses import message
 from dstrial.master.services import Services
@@ -46,7 +46,7 @@ def shown_state(row: ListedExperiment | ListedTrial) -> str:
 
 
 def stored_states(names: Iterable[str]) -> list[str]:
-    """Convert API states to stored states; QUEUED, RUNNING and others become ACTIVE."""
+    """Return the stored states for API states: ACTIVE for QUEUED, RUNNING and others."""
     states = {name.removeprefix("STATE_") for name in names}
     if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
         states.add("ACTIVE")
@@ -173,15 +173,29 @@ def _best_checkpoint(row: ListedTrial, names: SecretNames) -> dict[str, Any] | N
 
 
 def sizes_as_texts(resources: str) -> dict[str, str]:
-    """Return a checkpoint's files with sizes as strings, the API's 64-bit integers."""
+    """Return path -> size of a checkpoint's files, as text: the API's 64-bit integers."""
     return {path: str(size) for path, size in json.loads(resources).items()}
+
+
+def _config_for_download(text: str, names: SecretNames) -> Any:
+    """Mask the secrets of a checkpoint's config; leave out the storage's.
+
+    ``det checkpoint download`` would send the mask to the storage. Without credentials it uses the user's, or asks the master.
+    """
+    shown = masked_json(text, names)
+    if MASK not in shown:
+        return orjson.Fragment(shown)
+    config = orjson.loads(shown)
+    storage = config.get("checkpoint_storage") or {}
+    config["checkpoint_storage"] = {key: None if value == MASK else value for key, value in storage.items()}
+    return config
 
 
 def checkpoint_json(row: CheckpointInfo, names: SecretNames) -> dict[str, Any]:
     validation: dict[str, Any] = json.loads(row.validation) if row.validation else {}
     training = message(
         bindings.v1CheckpointTrainingMetadata,
-        experimentConfig=shown_config(row.experiment_config, names),
+        experimentConfig=_config_for_download(row.experiment_config, names),
         experimentId=row.experiment_id,
         hparams=shown_config(row.trial_hparams, names),
         searcherMetric=validation.get(row.searcher_metric),

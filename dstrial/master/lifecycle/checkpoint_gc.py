@@ -12,13 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.completion_marker import is_uuid
+from dstrial import object_storage
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_uuid
+from dstrial.checkpoint.manifest import MANIFEST_NAME, METADATA_NAME
 from dstrial.errors import MasterError
 from dstrial.file_writes import remove_tree
+from dstrial.master.backends.environment import user_variables
 from dstrial.master.store import checkpoints
 from dstrial.master.store.checkpoints import CheckpointInfo
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports.metric_summaries import as_number
+
+_RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # as in dstrial.local.run_directory, which the master never imports
+_ALL = ("**/*", "**", "*")  # patterns that match every file of a checkpoint
+_OBJECTS_TIMEOUT_S = 600.0  # timeout of deletions in object storage, for one checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,8 +94,7 @@ def storage_root(storage: Mapping[str, Any]) -> Path:
     if kind == "directory":
         return Path(str(storage["container_path"]))
     raise MasterError(
-        f"checkpoint_storage.type is {kind!r}; expected shared_fs or directory, whose files this master can reach. "
-        "Delete them with the storage's own tools."
+        f"checkpoint_storage.type is {kind!r}; expected shared_fs or directory, whose files this machine has."
     )
 
 
@@ -107,7 +113,13 @@ def tensorboard_directory(storage: Mapping[str, Any], cluster_id: str, experimen
     return storage_root(storage) / cluster_id / "tensorboard" / "experiment" / str(experiment_id)
 
 
-def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
+def delete_tensorboard_files(config: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
+    storage = config["checkpoint_storage"]
+    if object_storage.is_object_storage(storage):
+        # The slash keeps experiment 12 when experiment 1 is deleted: names of objects are compared as text.
+        prefix = f"{cluster_id}/tensorboard/experiment/{experiment_id}/"
+        _delete_objects(config, prefix, (object_storage.ALL_FILES,))
+        return
     directory = tensorboard_directory(storage, cluster_id, experiment_id)
     with _deleting(directory):
         if directory.is_dir() and not directory.is_symlink():
@@ -124,12 +136,28 @@ def _deleting(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
+def _delete_objects(config: Mapping[str, Any], name: str, globs: Sequence[str]) -> dict[str, int]:
+    """Delete objects in a child process with the variables of the experiment's trials."""
+    storage = object_storage.external_storage(config)
+    assert storage is not None
+    if any(pattern in _ALL for pattern in globs):
+        globs = (object_storage.ALL_FILES,)
+    return object_storage.delete(storage, name, globs, user_variables(config), _OBJECTS_TIMEOUT_S)
+
+
+def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
     """Delete the files of a checkpoint that match ``globs``.
 
-    Returns the remaining files: path -> bytes. ``storage`` is a config's ``checkpoint_storage``. Symbolic links are deleted,
-    not followed. Without patterns nothing is deleted.
+    Returns the remaining files: path -> bytes. ``config`` is the experiment's. Symbolic links are deleted, not followed. Without
+    patterns nothing is deleted.
+
+    Raises:
+        CheckpointError: the object storage could not delete the files; it may be unreachable.
+        MasterError: files cannot be deleted.
     """
+    storage = config["checkpoint_storage"]
+    if object_storage.is_object_storage(storage):
+        return _delete_objects(config, uuid, globs)
     directory = checkpoint_directory(storage, uuid)
     # The cluster id is also a UUID that names a directory in the storage.
     if directory.is_symlink() or (directory / "tensorboard" / "experiment").is_dir():
@@ -142,7 +170,7 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
     with _deleting(directory):
         if not globs:
             return remaining(directory)
-        if any(pattern in ("**/*", "**", "*") for pattern in globs):
+        if any(pattern in _ALL for pattern in globs):
             remove_tree(directory)
             return {}
         for entry in reversed(_entries(directory)):
@@ -152,6 +180,18 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
             elif any(_matches(os.path.relpath(entry, directory), pattern) for pattern in globs):
                 Path(entry).unlink()
         return remaining(directory)
+
+
+def forget_record(config: Mapping[str, Any], uuid: str) -> None:
+    """Delete a run directory's record of a checkpoint whose files are deleted."""
+    run_directory = user_variables(config).get(_RUN_DIR_VARIABLE)
+    if run_directory is None or not is_uuid(uuid):
+        return
+    record = Path(run_directory, "checkpoints", uuid)
+    with contextlib.suppress(OSError):
+        for name in (MARKER_NAME, MANIFEST_NAME, METADATA_NAME):
+            (record / name).unlink(missing_ok=True)
+        record.rmdir()
 
 
 def swept_text(uuids: Sequence[str], num_bytes: int) -> str:

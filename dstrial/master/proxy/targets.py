@@ -161,7 +161,11 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
 
 
 def _socket_owner(port: int, own_port: int) -> tuple[int | None, str]:
-    """Return user id and inode of the socket that accepted ``own_port``, or listens."""
+    """Return user id and inode of the socket at the other end of a connection.
+
+    The connection is from ``own_port`` to ``port``. Until it is accepted, the listening socket is used; (None, "") if there is
+    none.
+    """
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener: tuple[int | None, str] = (None, "")
     for name in ("tcp", "tcp6"):

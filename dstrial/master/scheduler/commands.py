@@ -29,7 +29,7 @@ _CONNECT_TIMEOUT_S = 0.2  # timeout of a probe whether a TensorBoard listens
 
 
 def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
-    """Return a command's port variables, for ``choose_ports``."""
+    """Return, for a command's ports, environment variable -> first port of its range."""
     kind = commands.require(connection, task_id).kind
     return dict(TENSORBOARD_PORTS) if kind == "TENSORBOARD" else {}
 
@@ -37,7 +37,7 @@ def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
 def request(
     services: Services, connection: Connection, allocation: Allocation, common: Mapping[str, Any]
 ) -> AllocationRequest:
-    """Return the request that starts a command; ``common`` are fields as of trials."""
+    """Return the request to start a command; trials have its ``common`` fields, too."""
     row = commands.require(connection, allocation.task_id)
     config: dict[str, Any] = json.loads(row.config)
     links: dict[str, Path] = {}
@@ -89,7 +89,7 @@ def _tensorboard(task_id: str, directory: Path, ports: dict[str, int], more: lis
 
 
 class CommandWatch:
-    """Ends a running TensorBoard that is idle or uses too much memory."""
+    """Ends each running TensorBoard that is idle or uses too much memory."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

@@ -182,7 +182,7 @@ class Dispatcher:
         trials: Iterable[jobs.WaitingTrial],
         excluded_nodes: Mapping[int, frozenset[int]],
     ) -> None:
-        """Add waiting trials to ``queue.entries``; ``excluded_nodes`` is by trial id."""
+        """Add waiting trials to ``queue.entries``; ``excluded_nodes`` has ids by trial id."""
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
         for row in trials:
             if not self._retries.is_due(row.id):
@@ -221,7 +221,10 @@ class Dispatcher:
         self._database.write(end)
 
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
-        """Return the slots a trial waits for; fewer than configured if needed to resume."""
+        """Return how many slots a waiting trial needs.
+
+        It is less than configured if only fewer are available and the trial's checkpoint can resume on them.
+        """
         wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:
@@ -240,7 +243,8 @@ class Dispatcher:
     ) -> Waiting:
         """Return ``one`` with the numbers of slots that the trial can start with.
 
-        A trial that waits alone may get all free slots up to ``max_slots``, except with an engine, whose free slots are unknown.
+        A trial that waits alone may get all free slots up to ``max_slots``, except with Slurm or Ray, whose free slots are
+        unknown.
         """
         takes_all = len(queue.rows) == 1 and self._services.engine is None
         choices = self._resizing.choices(connection, row, queue.capacity, at_most=None if takes_all else 0)
@@ -253,9 +257,10 @@ class Dispatcher:
         return dataclasses.replace(one, num_slots=num_slots, choices=choices)
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
-        """Fail a trial excluded from every node; let it wait without ``launch_error``.
+        """Fail a trial whose log policies exclude every node, if ``launch_error`` is set.
 
-        Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with ``launch_error``, else QUEUED.
+        Else the trial waits. Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with
+        ``launch_error``, else QUEUED.
         """
         if not self._services.settings.launch_error:
             return
@@ -265,7 +270,7 @@ class Dispatcher:
         self._fail(row, why)
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
-        """Request slots from the engine; return None if there is none."""
+        """Request slots from Slurm or Ray; return None if the master assigns them itself."""
         requests = requests_of(waiting, queue.capacity.used_by, queue.disabled, self._describe)
         answer = self._backend.request(requests)
         if answer is not None:
@@ -324,7 +329,7 @@ class Dispatcher:
     ) -> Allocation | None:
         """Start a trial or command on slots; return None if it no longer waits.
 
-        ``num_wanted`` is a trial's configured number of slots.
+        ``used_ports`` are those of other allocations. ``num_wanted`` is a trial's configured number of slots.
         """
         first_ports: Mapping[str, int] | None = None  # the ports of a trial
         if isinstance(key, str):
@@ -408,7 +413,11 @@ class Dispatcher:
 
 
 def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:
-    """Return free and enabled slots; ``off``: disabled slot -> whether it is drained."""
+    """Return the free, enabled and drained slots of the nodes ``places``.
+
+    ``live`` are the allocations that use slots. ``off`` has each disabled slot, and whether it is drained: a trial there may
+    finish.
+    """
     # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
     grace_start_us = now_us() - _NODE_GRACE_US
     enabled = {
@@ -445,6 +454,6 @@ def _insert_node_allocations(tx: Transaction, allocation_id: str, slots: Sequenc
 
 
 def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
-    """Return new tokens by kind, and their hashes by kind."""
+    """Return new tokens by kind (``allocation``, ``user``), and their hashes by kind."""
     tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
     return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dstrial.errors import DstrialError, MasterError
+from dstrial.errors import CheckpointError, DstrialError, MasterError
 from dstrial.file_writes import remove_tree
 from dstrial.master.backends import task_venv
 from dstrial.master.backends.environment import tracebacks_directory
@@ -29,6 +29,7 @@ from dstrial.master.store.database import (
     find_cluster_id,
 )
 from dstrial.master.store.reports import logs
+from dstrial.object_storage import is_object_storage
 
 logger = logging.getLogger("dstrial.master.janitor")
 
@@ -77,7 +78,7 @@ class Janitor:
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
     def start(self) -> None:
-        """Release a killed master's claims on checkpoints, and start the thread."""
+        """Start the thread; unmark checkpoints that a killed master was deleting."""
         self._database.write(checkpoints.release_claims)
         self._thread.start()
 
@@ -116,7 +117,7 @@ class Janitor:
             return
         try:
             self._perform(row)
-        except _StorageUnavailableError as error:
+        except (_StorageUnavailableError, CheckpointError) as error:  # CheckpointError: of object storage
             self._retries.record_failure(row.id, counts=False)
             if row.id not in self._logged_away:
                 logger.warning("%s of experiment %d is postponed: %s", row.kind, row.experiment_id, error)
@@ -176,21 +177,20 @@ class Janitor:
         return self._storages.trouble(json.loads(row.config)["checkpoint_storage"])
 
     def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
-        """Delete an ended allocation's checkpoints that were begun and never reported."""
+        """Delete checkpoints that an ended allocation began to save and did not report."""
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
             left = checkpoints.unknown_of(connection, uuids)
             allocation = allocations.get(connection, allocation_id)
         if experiment is None:
             return
-        storage = json.loads(experiment.config)["checkpoint_storage"]
+        config = json.loads(experiment.config)
         num_bytes, names = 0, []
         for uuid in left:
-            directory = checkpoint_gc.checkpoint_directory(storage, uuid)
-            if directory.is_dir() and not directory.is_symlink():
-                with contextlib.suppress(OSError):
-                    num_bytes += sum(checkpoint_gc.remaining(directory).values())
-                checkpoint_gc.delete_files(storage, uuid)
+            found = self._begun_files(config, uuid)
+            if found is not None:
+                num_bytes += sum(found.values())
+                checkpoint_gc.delete_files(config, uuid)
                 names.append(uuid)
         if names:
             text = checkpoint_gc.swept_text(names, num_bytes)
@@ -199,6 +199,19 @@ class Janitor:
                 self._database.write(
                     lambda tx: logs.add_master_line(tx, allocation.task_id, allocation.trial_id, text)
                 )
+
+    def _begun_files(self, config: dict[str, Any], uuid: str) -> dict[str, int] | None:
+        """Return path -> bytes of an incomplete checkpoint; None if there is none."""
+        storage = config["checkpoint_storage"]
+        if is_object_storage(storage):
+            return checkpoint_gc.delete_files(config, uuid, ()) or None
+        directory = checkpoint_gc.checkpoint_directory(storage, uuid)
+        if not directory.is_dir() or directory.is_symlink():
+            return None
+        try:
+            return checkpoint_gc.remaining(directory)
+        except OSError:
+            return {}
 
     def _collect(self, experiment_id: int) -> None:
         with self._database.read() as connection:
@@ -223,17 +236,22 @@ class Janitor:
         if used_as is not None:
             logger.warning("checkpoint %s is kept: it has become %s", uuid, used_as)
             return
-        storage = json.loads(row.experiment_config)["checkpoint_storage"]
+        config = json.loads(row.experiment_config)
         try:
-            left = checkpoint_gc.delete_files(storage, uuid, globs)
+            left = checkpoint_gc.delete_files(config, uuid, globs)
+        except CheckpointError:
+            self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
+            raise
         except DstrialError as error:
             logger.error("checkpoint %s: %s", uuid, error)
             self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
             return
-        trouble = self._storages.trouble(storage)
+        trouble = self._storages.trouble(config["checkpoint_storage"])
         if trouble is not None:  # lost meanwhile: the files may still exist
             self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
             raise _StorageUnavailableError(trouble)
+        if not left:
+            checkpoint_gc.forget_record(config, uuid)
         self._database.write(lambda tx: checkpoints.set_resources(tx, uuid, left))
 
     def _delete_experiment(self, experiment_id: int) -> None:
@@ -248,8 +266,13 @@ class Janitor:
             held = allocations.of_experiment(connection, experiment_id)
         storage: dict[str, Any] | None = None
         for row in rows:
-            storage = json.loads(row.experiment_config)["checkpoint_storage"]
-            checkpoint_gc.delete_files(storage, row.uuid)
+            config = json.loads(row.experiment_config)
+            storage = config["checkpoint_storage"]
+            try:
+                checkpoint_gc.delete_files(config, row.uuid)
+                checkpoint_gc.forget_record(config, row.uuid)
+            except CheckpointError as error:
+                raise MasterError(str(error)) from error
         self._delete_tensorboard(experiment_id)
         trouble = None if storage is None else self._storages.trouble(storage)
         if trouble is not None:  # lost meanwhile: the files may still exist
@@ -262,15 +285,13 @@ class Janitor:
         self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
 
     def _delete_tensorboard(self, experiment_id: int) -> None:
-        """Delete an experiment's TensorBoard files if the storage is local."""
+        """Delete an experiment's TensorBoard files."""
         with self._database.read() as connection:
             row = experiments.get(connection, experiment_id)
             cluster_id = find_cluster_id(connection)
         if row is None or cluster_id is None:
             return
-        storage = json.loads(row.config)["checkpoint_storage"]
-        if storage["type"] in ("shared_fs", "directory"):
-            checkpoint_gc.delete_tensorboard_files(storage, cluster_id, experiment_id)
+        checkpoint_gc.delete_tensorboard_files(json.loads(row.config), cluster_id, experiment_id)
 
     def _collect_venvs(self) -> None:
         if self._venvs_path is not None:

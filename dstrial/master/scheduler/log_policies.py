@@ -38,7 +38,7 @@ def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
 
 
 def matches(policies: Iterable[LogPolicy], texts: Iterable[str]) -> list[tuple[LogPolicy, str]]:
-    """Return the log policies that match any line, each with its first match."""
+    """Return (policy, first matching line) of each log policy that matches a line."""
     patterns = [(policy, policy.pattern) for policy in policies]
     return events.first_matches(patterns, "".join(texts).splitlines()) if patterns else []
 

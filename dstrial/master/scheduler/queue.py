@@ -21,7 +21,7 @@ def by_node(slot_ids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def could_ever_fit(num_slots: int, capacity: Mapping[int, int], *, is_on_one_node: bool = False) -> bool:
-    """Return whether ``capacity`` (node -> slots) would suffice if all were free."""
+    """Return whether ``num_slots`` fit if all of ``capacity`` (by node id) were free."""
     most = max(capacity.values(), default=0) if is_on_one_node else sum(capacity.values())
     return num_slots <= most
 
@@ -35,7 +35,8 @@ def place(
 ) -> list[int] | None:
     """Return free slots for an allocation, in rank order; None if it must wait.
 
-    ``capacity`` includes slots in use. An allocation that would fit on one node waits for one instead of being divided.
+    ``free`` has slot ids by node id; ``capacity`` has the number of slots by node id, used ones included. An allocation that
+    would fit on one node waits for one instead of being divided.
     """
     fitting = [node for node, slots in free.items() if len(slots) >= num_slots]
     if fitting:
@@ -81,12 +82,12 @@ class Waiting:
 def assignments(
     waiting: Sequence[Waiting], free: Collection[int], enabled: Collection[int], used_by: Mapping[int, int]
 ) -> list[tuple[int | str, list[int]]]:
-    """Return the keys and slots of the trials and commands that start now.
+    """Return (key, slot ids in rank order) of the trials and commands that start now.
 
-    ``waiting`` has the most urgent first; ``free`` and ``enabled`` are slot ids. The first job that does not fit blocks the later
-    ones, so that small jobs do not starve a large one. A job blocks no others if it needs no slots, if its experiment is at
-    ``max_slots``, or if it would not fit even if all enabled slots were free. A job with ``choices`` leaves enough slots free for
-    the smallest choice of each later job.
+    ``waiting`` has the most urgent first; ``free`` and ``enabled`` are slot ids; ``used_by`` has the number of slots in use by
+    experiment id. The first job that does not fit blocks the later ones, so that small jobs do not starve a large one. A job
+    blocks no others if it needs no slots, if its experiment is at ``max_slots``, or if it would not fit even if all enabled
+    slots were free. A job with ``choices`` leaves enough slots free for the smallest choice of each later job.
     """
     left = by_node(free)
     capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
@@ -133,7 +134,10 @@ def assignments(
 
 
 def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping[int, int]) -> bool:
-    """Return whether a trial or command could start if others released their slots."""
+    """Return whether a trial or command could start if others released their slots.
+
+    ``capacity`` has the number of enabled slots by node id, ``used_by`` that of slots in use by experiment id.
+    """
     most = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
     if not could_ever_fit(one.num_slots, most, is_on_one_node=one.is_on_one_node):
         return False

@@ -62,7 +62,7 @@ class _State:
     deadline: tuple[int, float] | None = None  # stored deadline, and the same on the monotonic clock
 
     def refresh(self, row: Allocation) -> None:
-        """Set the allocation's row; make the next poll due at a new stop request."""
+        """Replace the allocation's row; make a poll due if the row has a new stop request."""
         before = self.row
         if row == before:
             return
@@ -84,7 +84,7 @@ class Reconciler:
         self._commands = CommandWatch(services)
 
     def adopt(self, rows: Iterable[Allocation]) -> None:
-        """Find the processes of allocations that a previous master started."""
+        """Find the processes of live allocations that a previous master started."""
         for row in rows:
             run = run_of(row)
             handle = self._backend.find(run)
@@ -94,7 +94,10 @@ class Reconciler:
                     self._started(row, run)
 
     def poll(self, rows: Iterable[Allocation], *, is_all_due: bool) -> float:
-        """Poll the allocations that are due; return the seconds until the next poll."""
+        """Poll the allocations that are due; return the seconds until the next poll.
+
+        ``rows`` are all live allocations; with ``is_all_due`` all are polled.
+        """
         states = {}
         for row in rows:
             state = states[row.id] = self._states.get(row.id) or _State(row, run_of(row))
@@ -142,7 +145,7 @@ class Reconciler:
             logger.exception("allocation %s could not be ended; retrying", row.id)
 
     def _reconcile(self, state: _State) -> bool:
-        """Reconcile one allocation; return whether more output is ready."""
+        """Store an allocation's new output and exit; return whether more output is ready."""
         row, run = state.row, state.run
         self._kill_if_asked(state)  # first, as reading files may fail
         # Observe before reading output, so that everything printed before the exit is read.
@@ -252,7 +255,7 @@ class Reconciler:
         return state.policies
 
     def launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
-        """Start an allocation's processes; end the allocation if that fails."""
+        """Start an allocation's processes, as ``request()`` says; end it if that fails."""
         run = run_of(row)
         try:
             handle = self._backend.submit(request(), run)
@@ -296,7 +299,7 @@ class Reconciler:
         self._finish(row, run, exit_, exited, traceback)
 
     def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        """Return the function that stores a trial's exit."""
+        """Return the function that stores a trial's exit within a transaction."""
         trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
         begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
@@ -309,7 +312,7 @@ class Reconciler:
         exited: Callable[..., None],
         traceback: str | None,
     ) -> None:
-        """Store an exit and its effects, and delete the allocation's files."""
+        """Store an exit by ``exited`` in a transaction; delete the allocation's files."""
 
         def end(tx: Transaction) -> None:
             log_quota.tell_at_end(tx, _log_of(row))
@@ -337,11 +340,11 @@ def _stop_requests(row: Allocation) -> tuple[int | None, ...]:
 
 
 def _untrained_phase(row: Allocation) -> str | None:
-    """Return the startup phase of untrained ranks that ignore a stop request.
+    """Return the startup phase in which ranks ignore a request to stop; None if none.
 
-    None before the grace period has passed, and for ranks that have trained. Untrained ranks have nothing to save, and ignore the
-    request while they compile an operator, for minutes. On a full disk the ranks' files are stale, but a run with reports has
-    trained.
+    None before the grace period has passed, and for ranks that have trained. Untrained ranks have nothing to save, and ignore
+    the request while they compile an operator, for minutes. On a full disk the ranks' files are stale, but a run with reports
+    has trained.
     """
     if row.preempt_us is None or row.kill_us is not None or row.num_reports:
         return None
@@ -350,10 +353,10 @@ def _untrained_phase(row: Allocation) -> str | None:
 
 
 def _expired_grace_period(state: _State) -> str | None:
-    """Return which grace period since the stop request has expired, or None.
+    """Return the grace period, as text, that has expired since the request to stop.
 
-    Ranks that had stalled before the request cannot save, and get a shorter one. A grace period starts when this master first
-    sees the request, on the monotonic clock.
+    None if none has. Ranks that had stalled before the request cannot save, and get a shorter one. A grace period starts when
+    this master first sees the request, on the monotonic clock.
     """
     row = state.row
     deadline_us = row.preempt_deadline_us
@@ -375,7 +378,7 @@ def _expired_grace_period(state: _State) -> str | None:
 
 
 def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return a failed exit with an explanation from the output, and the traceback."""
+    """Return a failed exit, explained from the output, and a traceback or None."""
     traceback = first_traceback(printed(directory))
     if traceback is None or is_of_launcher(traceback):
         explanation = explain_rank(printed(directory))

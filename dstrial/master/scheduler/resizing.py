@@ -46,7 +46,7 @@ class Running:
         return len(self.slots)
 
     def waiting(self, choices: Sequence[int]) -> Waiting:
-        """Return the trial as it will wait for slots after it has stopped."""
+        """Return the stopped trial as an entry of the queue, for one of ``choices`` slots."""
         return Waiting(
             self.trial_id,
             self.experiment_id,
@@ -68,8 +68,9 @@ def select_preemption_victims(
 ) -> list[Running]:
     """Return the trials to stop so that the first job in the queue can start.
 
-    Victims have a lower priority and can continue on the remaining slots; the least urgent come first. Empty if that would not
-    be enough. ``free`` are the ids of slots that are unused, or are being released.
+    Victims have a lower priority and can continue on the remaining slots; the least urgent come first. Empty if that would not be
+    enough. ``urgency`` is (priority, queue position) of ``first``. ``free`` are the ids of slots that are unused, or are being
+    released; ``used_by`` has the number of slots in use by experiment id.
     """
     if _all_fit([first], free, enabled, used_by):
         return []  # slots that are being released suffice
@@ -103,7 +104,7 @@ def _all_fit(
 
 
 def can_leave_drained(one: Running, drained: Collection[int], free: Collection[int]) -> bool:
-    """Return whether a trial on ``drained`` slots can continue on other slots."""
+    """Return whether a trial on ``drained`` slots can continue on others, or on fewer."""
     kept = [slot for slot in one.slots if slot not in drained]
     if len(kept) == one.num_slots:
         return False
@@ -117,7 +118,10 @@ def can_leave_drained(one: Running, drained: Collection[int], free: Collection[i
 
 
 def grown(one: Running, *, free: Collection[int], enabled: Collection[int], used: int) -> int:
-    """Return the largest number of slots to which a trial can grow, or its current."""
+    """Return the largest number of slots to which a trial can grow, or its current.
+
+    ``free`` and ``enabled`` are slot ids; ``used`` is the number of slots that the trial's experiment uses.
+    """
     left = by_node({*free, *(slot for slot in one.slots if slot in set(enabled))})
     capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
     for count in one.choices:
@@ -207,7 +211,7 @@ class Resizing:
         return self._choices(connection, row.id, row.experiment_id, at_least, most).choices
 
     def slots_to_resume_with(self, connection: Connection, row: WaitingTrial, available: int) -> int | None:
-        """Return the most available slots that a trial can resume on, or None."""
+        """Return the most slots, up to ``available``, that a trial can resume on, or None."""
         at_least = _elasticity(row.section, row.slots_per_trial).at_least or 1
         return next(
             iter(self._choices(connection, row.id, row.experiment_id, at_least, available).choices), None
@@ -223,7 +227,7 @@ class Resizing:
     ) -> list[Stop]:
         """Return the trials of lower priority to stop so that ``first`` can start.
 
-        ``soon`` are the ids of slots that are being released.
+        ``urgency`` is (priority, queue position) of ``first``; ``soon`` are the ids of slots that are being released.
         """
         running = [
             one
@@ -243,7 +247,7 @@ class Resizing:
         return [(one.trial_id, why) for one in chosen]
 
     def leave_drained(self, connection: Connection, capacity: Capacity) -> list[Stop]:
-        """Return a trial to stop because it can continue on slots that are not drained."""
+        """Return at most one trial to stop because it can resume without drained slots."""
         for row in rows.resizable_trials(connection):
             if capacity.drained.isdisjoint(json.loads(row.slots)):
                 continue
@@ -253,7 +257,7 @@ class Resizing:
         return []
 
     def grow(self, connection: Connection, capacity: Capacity) -> list[Stop]:
-        """Return a trial to stop so that it grows onto free slots, if nothing waits."""
+        """Return at most one trial to stop because it can resume on more slots."""
         if not capacity.is_settled:
             return []
         for row in rows.resizable_trials(connection):
@@ -274,7 +278,10 @@ class Resizing:
     def _at_next_checkpoint(
         self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
     ) -> bool:
-        """Return whether to stop a trial now: after a new checkpoint, or without a period."""
+        """Return whether a trial that can grow may stop now.
+
+        It may after its next checkpoint, or, once it has one, at any time if its config sets no checkpoint period.
+        """
         latest = checkpoint_rows.latest_completed(connection, row.trial_id)
         if latest is None:
             return False
@@ -301,9 +308,9 @@ class Resizing:
     def _running(
         self, connection: Connection, row: rows.ResizableTrial, at_most: int | None = None
     ) -> Running | None:
-        """Return a running trial with its choices; None if it has none or is not elastic.
+        """Return a running trial with the numbers of slots it can resume on; None if none.
 
-        ``at_most`` limits the choices; by default to the trial's current number of slots.
+        ``at_most`` limits the choices; by default to the trial's current number of slots, and to elastic trials.
         """
         elasticity = _elasticity(row.section, row.slots_per_trial)
         slots = tuple(json.loads(row.slots))
@@ -327,7 +334,7 @@ class Resizing:
     def _choices(
         self, connection: Connection, trial_id: int, experiment_id: int, at_least: int, at_most: int
     ) -> _CacheEntry:
-        """Return a trial's possible numbers of slots, cached per checkpoint and config."""
+        """Return the numbers of slots within bounds that a trial can resume on; cached."""
         latest = checkpoint_rows.latest_completed(connection, trial_id)
         text = experiment_rows.require(connection, experiment_id).config
         unusable = rows.unusable_counts(connection, trial_id)
@@ -345,7 +352,7 @@ class Resizing:
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
-    """Record in a trial's log and metrics that its number of slots has changed."""
+    """Record in log and metrics that a trial has ``num_slots``, of ``num_wanted``."""
     before = rows.slots_of_run_before(tx.connection, allocation.trial_id, allocation.run_id)
     is_changed = before not in (0, num_slots)
     if num_slots < num_wanted:
@@ -376,7 +383,7 @@ def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_want
 
 
 def _may_change(row: rows.ResizableTrial) -> bool:
-    """Return whether a trial is elastic or runs below its configured slots."""
+    """Return whether a trial is elastic, or runs on fewer slots than configured."""
     elasticity = _elasticity(row.section, row.slots_per_trial)
     return elasticity.is_asked_for or len(json.loads(row.slots)) < row.slots_per_trial
 

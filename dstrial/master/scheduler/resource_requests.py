@@ -29,7 +29,11 @@ def requests_of(
     off: frozenset[int],
     describe: Callable[[Key], tuple[str, Mapping[str, Any]]],
 ) -> Iterator[ResourceRequest]:
-    """Yield requests of waiting jobs within ``max_slots``; ``off``: disabled nodes."""
+    """Yield the requests of waiting trials and commands to Slurm or Ray.
+
+    Those above their experiment's ``max_slots`` are left out; ``used_by`` has the number of slots in use by experiment id.
+    ``off`` are ids of disabled nodes; ``describe`` returns a job's title and config.
+    """
     used = dict(used_by)
     for one in waiting:
         in_use = used.get(one.experiment_id, 0)
@@ -83,7 +87,10 @@ def request_of_command(config: Mapping[str, Any]) -> ResourceRequest | None:
 
 
 def starts_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, list[int]]]:
-    """Return keys and slots of the jobs that an engine's answer lets start now."""
+    """Return (key, slot ids) of the waiting trials and commands that start now.
+
+    They have slots in Slurm's or Ray's ``answer``, or need none.
+    """
     found: list[tuple[Key, list[int]]] = []
     for one in waiting:
         if one.num_slots == 0:
@@ -107,7 +114,7 @@ def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
 
 
 def write_answer(database: Database, answer: Answer) -> None:
-    """Write the engine's messages to logs; fail refused trials and commands."""
+    """Write the messages of Slurm or Ray to logs; fail refused trials and commands."""
     if not answer.messages and not answer.refused:
         return
 
@@ -137,12 +144,12 @@ SLOTS_KEY = "resources.slots_per_trial"  # the key under which back ends report 
 async def refuse_unsatisfiable(
     services: Services, request: ResourceRequest | None, findings: Diagnostics, *, slots_key: str = SLOTS_KEY
 ) -> None:
-    """Raise ``ConfigError`` if the engine could never run the requested job.
+    """Raise ``ConfigError`` if Slurm or Ray could never run the requested job.
 
     ``request`` is None for a job without slots; ``slots_key`` is the config key of the slot count.
 
     Raises:
-        ConfigError: with ``findings`` and the engine's reasons.
+        ConfigError: with ``findings`` and the reasons of Slurm or Ray.
     """
     if services.engine is None or request is None:
         return

@@ -51,13 +51,13 @@ class Retries:
         return 0.0 if failures is None else max(failures.due_s - self._clock(), 0.0)
 
     def postponed(self) -> dict[Hashable, float]:
-        """Return the seconds until the next attempt, of keys whose backoff is not over."""
+        """Return key -> seconds until the next attempt, of keys whose backoff is not over."""
         return {key: delay_s for key in self._failures if (delay_s := self.delay_s(key))}
 
     def record_failure(self, key: Hashable, *, counts: bool = True) -> bool:
         """Postpone a key's next attempt; return whether the limit is reached.
 
-        With ``counts`` false the failure only postpones: its cause is not the key.
+        With ``counts=False`` the failure does not count towards the limit, because its cause is not the key.
         """
         failures = self._failures.setdefault(key, _Failures(0, 0.0))
         failures.count += counts

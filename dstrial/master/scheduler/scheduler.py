@@ -180,7 +180,7 @@ class Scheduler:
         return wait_s
 
     def _remove_stale(self, live: set[str]) -> None:
-        """Kill processes and remove directories of allocations that have ended."""
+        """Kill and delete what is left of allocations whose ids are not in ``live``."""
         for directory in self._directory.iterdir():
             if directory.name not in live:
                 local.kill(local.find(directory), directory)

@@ -102,7 +102,10 @@ class WaitReasons:
             logger.info("%s waits: %s", _key(row), text)
 
     def lacks_slots(self, row: WaitingTrial | CommandInfo, num_slots: int, why: str | None = None) -> None:
-        """Log that a job needs more slots than exist; ``why``: it cannot resume on fewer."""
+        """Log that a trial or command needs more slots than the ``num_slots`` that exist.
+
+        ``why`` is the reason why a trial's checkpoint cannot resume on fewer; None if unknown.
+        """
         services = self._services
         is_command = isinstance(row, CommandInfo)
         wanted = row.num_slots if isinstance(row, CommandInfo) else row.slots_per_trial
@@ -124,7 +127,7 @@ class WaitReasons:
     def waits_for_slots(
         self, waiting: Sequence[tuple[WaitingTrial, Waiting]], live: Sequence[Allocation], num_enabled: int
     ) -> None:
-        """Log once per run why a trial waits, and which jobs use the slots."""
+        """Log once per run of a trial why it waits, and which ``live`` jobs use the slots."""
         begun = {row.trial_id for row in live}
         left = [pair for pair in waiting if pair[0].id not in begun]
         new = [

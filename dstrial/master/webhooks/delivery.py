@@ -111,7 +111,7 @@ class _HttpConnection(http.client.HTTPConnection):
 
 
 class _TlsConnection(http.client.HTTPSConnection, _HttpConnection):
-    """Its ``connect`` runs ``_HttpConnection.connect``, then the TLS handshake."""
+    """HTTPS connection that a ``Deadline`` can shut down, also in the TLS handshake."""
 
 
 def _connection(
@@ -149,7 +149,7 @@ class Sender:
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> DeliveryResult | None:
-        """Send a signed JSON body once; return None if the master shuts down meanwhile."""
+        """Send a signed JSON body once; return the result, None if the master shuts down."""
         deadline = Deadline(self._timeout_s)
         with self._lock:
             if self._ended.is_set():
@@ -198,7 +198,7 @@ class Sender:
 
 
 def load_key(path: Path, configured: str | None) -> str:
-    """Return the configured key for signatures, else the one in ``path``.
+    """Return the key for signatures: ``configured``, else the one in file ``path``.
 
     A missing file is created with a new key.
 
@@ -309,7 +309,7 @@ class Delivery:
             self._event.clear()
 
     def _start_due(self) -> tuple[float, bool]:
-        """Start sending due events; return the delay to the next poll, and if any was due."""
+        """Start sending due events; return seconds to the next poll, and if any was due."""
         with self._database.read() as connection:
             rows = webhooks.next_events(connection)
         next_us = now_us() + int(_IDLE_S * 1e6)

@@ -53,7 +53,7 @@ class LogTriggers:
         self._patterns: tuple[tuple[int, Any], ...] = ()
 
     def find(self, lines: Iterable[str]) -> list[tuple[int, str]]:
-        """Return ids of triggers that match, each with its first matching line.
+        """Return (trigger id, first matching line) of each trigger that matches a line.
 
         Not to be called inside a database snapshot.
         """
@@ -126,7 +126,7 @@ def notify_alert(
 
 
 def notify_lines(tx: Transaction, task_id: str, matches: Iterable[tuple[int, str]]) -> None:
-    """Enqueue events for matching log lines, one per task and trigger."""
+    """Enqueue events for ``matches``, (trigger id, line); one per task and trigger."""
     for trigger_id, line in matches:
         _notify_line(tx, task_id, trigger_id, line)
 
@@ -200,7 +200,7 @@ def _cut(text: str, limit: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WebhookChoice:
-    """The config section ``integrations.webhooks``; ``excludes`` disables webhooks."""
+    """Webhooks that a config selects (``integrations.webhooks``); ``excludes``: none."""
 
     ids: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
@@ -208,7 +208,7 @@ class WebhookChoice:
 
     @classmethod
     def from_config(cls, config: str) -> WebhookChoice:
-        """Parse a config's JSON; ignore values that do not match the schema."""
+        """Read a config's webhooks from its JSON; ignore values that break the schema."""
         # Fast path: most configs have no webhooks, and parsing a large one is slow.
         if '"webhooks"' not in config:
             return cls()

@@ -10,9 +10,15 @@ import pytest
 from dstrial.errors import MasterError
 from dstrial.master.backends.local import begun_checkpoints
 from dstrial.master.lifecycle import checkpoint_gc
-from dstrial.master.lifecycle.checkpoint_gc import Candidate, Policy, delete_files, plan
+from dstrial.master.lifecycle.checkpoint_gc import Candidate, Policy, checkpoint_directory, delete_files, plan
 
 UUID = "b3b4a7b8-0000-4000-8000-000000000001"
+
+
+def in_directory(path: Path) -> dict[str, dict[str, str]]:
+    return {"checkpoint_storage": {"type": "directory", "container_path": str(path)}}
+
+
 CANDIDATES = [
     Candidate("a1", 1, 10, 0.9),
     Candidate("a2", 1, 20, 0.5),
@@ -53,9 +59,9 @@ def test_other_encodings_of_names_are_told_escaped(tmp_path: Path) -> None:
     checkpoint.mkdir()
     for name in (b"drop.me", b"caf\xe9.bin"):
         Path(os.fsdecode(os.fsencode(checkpoint) + b"/" + name)).touch()
-    storage = {"type": "directory", "container_path": str(tmp_path)}
+    config = in_directory(tmp_path)
 
-    assert delete_files(storage, UUID, ["drop.me"]) == {"caf\\xe9.bin": 0}
+    assert delete_files(config, UUID, ["drop.me"]) == {"caf\\xe9.bin": 0}
 
 
 def test_files_that_cannot_be_counted_are_an_error_of_the_master(
@@ -70,7 +76,7 @@ def test_files_that_cannot_be_counted_are_an_error_of_the_master(
     monkeypatch.setattr(checkpoint_gc, "remaining", fail)
     for globs in (["drop.me"], []):
         with pytest.raises(MasterError, match=r"cannot be deleted \(Input/output error\)"):
-            delete_files({"type": "directory", "container_path": str(tmp_path)}, UUID, globs)
+            delete_files(in_directory(tmp_path), UUID, globs)
 
 
 def test_files_are_deleted_by_pattern_and_links_are_not_followed(tmp_path: Path) -> None:
@@ -82,10 +88,10 @@ def test_files_are_deleted_by_pattern_and_links_are_not_followed(tmp_path: Path)
     (checkpoint / "model" / "w.pt").write_text("weights")
     (checkpoint / "meta.json").write_text("{}")
     (checkpoint / "link").symlink_to(outside)
-    storage = {"type": "shared_fs", "host_path": str(tmp_path), "storage_path": "ck"}
+    config = {"checkpoint_storage": {"type": "shared_fs", "host_path": str(tmp_path), "storage_path": "ck"}}
 
-    assert delete_files(storage, UUID, ["**/*.pt"]) == {"link": len(str(outside)), "meta.json": 2}
-    assert delete_files(storage, UUID) == {}
+    assert delete_files(config, UUID, ["**/*.pt"]) == {"link": len(str(outside)), "meta.json": 2}
+    assert delete_files(config, UUID) == {}
     assert (outside / "keep").exists()
     assert not checkpoint.exists()
 
@@ -95,7 +101,7 @@ def test_delete_files_other_name_than_uuid_is_refused(tmp_path: Path, name: str)
     (tmp_path / name).mkdir(parents=True, exist_ok=True)
 
     with pytest.raises(MasterError, match="expected a UUID in lower case"):
-        delete_files({"type": "directory", "container_path": str(tmp_path)}, name)
+        delete_files(in_directory(tmp_path), name)
 
     assert (tmp_path / name).is_dir()
 
@@ -108,7 +114,7 @@ def test_delete_files_of_a_cluster_is_refused(tmp_path: Path, globs: list[str]) 
     file.write_text("x")
 
     with pytest.raises(MasterError, match="has the TensorBoard files of a cluster"):
-        delete_files({"type": "directory", "container_path": str(tmp_path)}, UUID, globs)
+        delete_files(in_directory(tmp_path), UUID, globs)
 
     assert file.exists()
 
@@ -121,7 +127,7 @@ def test_delete_files_behind_a_link_is_refused(tmp_path: Path) -> None:
     (root / UUID).symlink_to(outside)
 
     with pytest.raises(MasterError, match="is a link"):
-        delete_files({"type": "directory", "container_path": str(root)}, UUID, ["*.pt"])
+        delete_files(in_directory(root), UUID, ["*.pt"])
 
     assert (outside / "weights.pt").exists()
 
@@ -136,4 +142,4 @@ def test_begun_checkpoints_other_names_are_left_out(tmp_path: Path) -> None:
 
 def test_a_storage_that_is_no_directory_is_refused() -> None:
     with pytest.raises(MasterError, match="expected shared_fs or directory"):
-        delete_files({"type": "s3", "bucket": "b"}, UUID)
+        checkpoint_directory({"type": "s3", "bucket": "b"}, UUID)

@@ -53,7 +53,7 @@ _output = threading.Lock()
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """An allocation's part on this host, and what the master has received of it."""
+    """An allocation on this host, and how much of its output the master has received."""
 
     directory: Path
     handle: SupervisorHandle | None
@@ -76,7 +76,7 @@ def _in_background(run: Callable[..., object], *arguments: object, **options: ob
 
 
 class Agent:
-    """Runs a master's allocations on this host; ``hello`` is the master's first line."""
+    """Runs a master's allocations on this host; ``hello`` is its first message."""
 
     def __init__(self, hello: Mapping[str, Any]) -> None:
         self._hello = hello
@@ -138,7 +138,7 @@ class Agent:
                 os.kill(int(last["pid"]), signal.SIGKILL)
 
     def _recover_runs(self, live: set[str]) -> None:
-        """Adopt the running allocations named in ``live``, and kill the others."""
+        """Adopt the allocations on this host whose ids are in ``live``; kill the others."""
         for directory in self._allocations.iterdir():
             handle = local.find(directory)
             if directory.name in live:
@@ -148,7 +148,7 @@ class Agent:
                 local.remove(directory)
 
     def _listen(self) -> socket.socket:
-        """Listen on the last agent's port, to which running trials send their reports."""
+        """Listen for reports of trials, if possible on the port that running trials use."""
         record = self._directory / f"relay{self._suffix}.json"
         port = 0
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -203,7 +203,7 @@ class Agent:
             _in_background(local.remove, run.directory)
 
     def _release(self) -> NoReturn:
-        """Delete this agent's files, because its job has ended, and exit."""
+        """Delete this agent's files and exit, because its Slurm or Ray job has ended."""
         with self._lock:
             self._fork_servers.close()
         with contextlib.suppress(OSError):
@@ -213,7 +213,7 @@ class Agent:
         os._exit(0)
 
     def _outlive(self) -> NoReturn:
-        """Extend the lease to ``ORPHAN_S`` and exit; allocations run without a master."""
+        """Exit because the master ends; the allocations may run on for ``ORPHAN_S``."""
         if supervisor.lease_left_s(str(self._lease)) > 0:
             self._set_lease(_boottime() + ORPHAN_S)
         self._record.unlink(missing_ok=True)
@@ -223,7 +223,10 @@ class Agent:
         os._exit(0)
 
     def lose_connection(self) -> None:
-        """Close all streams; wait until the lease ends or the next agent kills this one."""
+        """Wait until the lease ends, then kill the allocations and exit.
+
+        Trials lose their connections to the master. The agent of the next connection kills this one.
+        """
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -231,7 +234,7 @@ class Agent:
         self._watch_lease()
 
     def on_sigterm(self, *_: Any) -> None:
-        """Report a SIGTERM, which Slurm sends some time before the job loses the node."""
+        """Report a SIGTERM to the master; Slurm sends it before the job loses the node."""
         why = "SIGTERM has come, as when it is preempted, cancelled or out of time"
         _in_background(_send, {"leaving": why})
 
@@ -312,7 +315,7 @@ class Agent:
             time.sleep(_POLL_S)
 
     def _report(self, name: str, run: _Run) -> None:
-        """Send an allocation's new output and files, and its exit once it has ended."""
+        """Send the master an allocation's new output and files, and its exit at the end."""
         if run.sent is None or run.is_reported:
             return
         exit_ = local.poll_exit(run.directory, run.handle)
@@ -356,7 +359,7 @@ class Agent:
                 self._send_file(name, file, text.encode() or None)
 
     def _send_file(self, name: str, file: str, data: bytes | None, at: int | None = None) -> None:
-        """Send a whole file, or its bytes from offset ``at``; None for a deleted file."""
+        """Send a file of allocation ``name``, or its bytes from ``at``; None if deleted."""
         text = None if data is None else base64.b64encode(data).decode()
         _send({"id": name, "file": file, "at": at, "data": text})
 
@@ -378,7 +381,7 @@ class Agent:
 
 
 def _slots_of(wanted: list[int]) -> tuple[Slot, ...]:
-    """Return the host's slots with these indices: accelerators, else CPU slots."""
+    """Return the host's slots with ``wanted`` indices: accelerators, else CPU slots."""
     found = {slot.id: slot for slot in find_slots()}
     if all(slot.kind == "cpu" for slot in found.values()):
         found = {slot.id: slot for slot in find_slots(max(wanted, default=-1) + 1)}

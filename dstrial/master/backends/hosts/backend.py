@@ -34,7 +34,10 @@ _EXIT_GRACE_S = 5.0  # grace period of the other nodes after one has failed
 
 
 class LinkedBackend(abc.ABC):
-    """Base of back ends with a link to each node; no slots means the master's machine."""
+    """Base of back ends that run allocations on other nodes, by a link to each.
+
+    A link (``HostLink``) is the connection to a node's agent. Allocations without slots run on the master's machine.
+    """
 
     def __init__(self, local: LocalBackend, state_dir: Path) -> None:
         self._local = local
@@ -47,7 +50,7 @@ class LinkedBackend(abc.ABC):
 
     @abc.abstractmethod
     def _link_to(self, run: RunRef, on_node: NodeAllocation) -> HostLink | None:
-        """Return the link to a node of a run; None if the master no longer has the node."""
+        """Return the link to a node of an allocation; None if the master has no such node."""
 
     def _unlinked_reason(self, run: RunRef, on_node: NodeAllocation) -> str:
         del run
@@ -94,7 +97,7 @@ class LinkedBackend(abc.ABC):
         return run.directory if on_node == run.allocated[0] else run.directory / f"node-{on_node.node_id}"
 
     def _parts(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
-        """Return the link and state of each node's part, also of an adopted run's."""
+        """Return (link, state) of an allocation on each node; no link if the node is gone."""
         found: list[tuple[HostLink | None, RemoteRun]] = []
         for on_node in run.allocated:
             link = self._link_to(run, on_node)
@@ -123,9 +126,9 @@ class LinkedBackend(abc.ABC):
         }
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how a run ended on all nodes, None before; kill it if a node failed.
+        """Return how an allocation ended on all nodes; None before.
 
-        The first failure decides the exit.
+        If a node failed, the allocation is killed on the others. The first failure decides the exit.
         """
         if run.is_on_own_node:
             return self._local.observe(run)
@@ -162,7 +165,7 @@ class LinkedBackend(abc.ABC):
         return [note for link in links if link is not None for note in link.take_notes(run.allocation_id)]
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
-        """Return uuids of begun checkpoints; those on a lost host are unknown."""
+        """Return uuids of checkpoints begun and not reported; unknown on lost hosts."""
         found = {uuid for output in self.outputs(run) for uuid in begun_checkpoints(output.directory)}
         return sorted(found)
 
@@ -205,7 +208,7 @@ class LinkedBackend(abc.ABC):
 
 
 class HostsBackend(OwnNodes, LinkedBackend):
-    """Runs allocations with slots on the hosts of a hostfile.
+    """Runs allocations with slots on the hosts of a hostfile (node id -> host).
 
     ``notify`` wakes the scheduler; it is called from any thread.
     """
@@ -246,9 +249,9 @@ def _has_not_failed(part: RemoteRun) -> bool:
 
 
 def _failure_order(part: RemoteRun) -> tuple[bool, bool, float]:
-    """Return a sort key that orders an allocation's parts by their failure.
+    """Return a sort key that puts the node that caused an allocation's failure first.
 
-    Order: parts that failed themselves, parts that ended because another failed, parts that run or succeeded; within each, by
+    Order: nodes that failed themselves, nodes that ended because another failed, nodes that run or succeeded; within each, by
     the time of the report.
     """
     is_preempted = part.exit is not None and part.exit.cause == "preempted"
@@ -265,9 +268,10 @@ def _ranks_of(run: RunRef, on_node: NodeAllocation) -> str:
 def _combined_exit(
     ended: Sequence[RemoteRun], cause: RemoteRun, terminating: NodeExit | None
 ) -> AllocationExit:
-    """Return the exit of an allocation whose parts have all ended.
+    """Return the exit of an allocation that has ended on all nodes.
 
-    ``cause`` is the part that failed first. ``terminating``, if given, is the exit of a node that could not report it; it wins.
+    ``ended`` is its state on each node, ``cause`` that on the node that failed first. ``terminating``, if given, is the exit of a
+    node that could not report it; it wins.
     """
     exits = [part.exit for part in ended if part.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]

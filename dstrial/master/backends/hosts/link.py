@@ -78,7 +78,7 @@ class AgentSettings:
 
 @dataclasses.dataclass(slots=True)
 class RemoteRun:
-    """State of an allocation's part on a host, as the agent last reported it."""
+    """State of an allocation on one host, as the host's agent last reported it."""
 
     mirror: Path  # local copy of the allocation's directory on the host
     # the request until the agent confirms it; None afterwards, or if an earlier master sent it
@@ -97,7 +97,7 @@ class RemoteRun:
 
 
 class HostLink:
-    """The master's connection to one host, and the state of the allocations there.
+    """The master's connection to the agent on one host, and its allocations there.
 
     Args:
         notify: wakes the scheduler; called from any thread.
@@ -159,7 +159,7 @@ class HostLink:
     def close(self, *, for_good: bool = False) -> None:
         """Disconnect from the host; allocations there continue.
 
-        With ``for_good`` nothing runs there and no agent will be started again, so the agent deletes its files.
+        ``for_good`` means that no allocation runs there and no agent will be started again; the agent then deletes its files.
         """
         with self._lock:
             connection = self._connection
@@ -199,7 +199,7 @@ class HostLink:
             return dataclasses.replace(self._runs.setdefault(name, run))
 
     def run(self, name: str) -> RemoteRun | None:
-        """Return a copy of an allocation's state on the host; None if unknown."""
+        """Return a copy of the state of allocation ``name`` on the host; None if unknown."""
         with self._lock:
             run = self._runs.get(name)
             if run is None:
@@ -216,7 +216,7 @@ class HostLink:
             return notes
 
     def take_ports(self) -> dict[str, int]:
-        """Return free ports of the host by environment variable, once; empty if unknown."""
+        """Return free ports of the host by variable, and forget them; empty if unknown."""
         with self._lock:
             ports, self._ports = self._ports, {}
             return ports
@@ -229,7 +229,7 @@ class HostLink:
                 self._send({"do": "stop", "id": name})
 
     def kill(self, name: str, *, leaves_record: bool) -> None:
-        """Kill an allocation on the host; one that was not sent yet is never started."""
+        """Kill allocation ``name`` on the host; if it was not sent yet, never start it."""
         with self._lock:
             run = self._runs.get(name)
             if run is None or run.exit is not None:
@@ -262,9 +262,10 @@ class HostLink:
         return self._was_silent and self._why_down is not None
 
     def lose_all(self, why: str) -> None:
-        """End all allocations on the host as lost, because the job has lost the host.
+        """End all allocations on the host as lost: the Slurm or Ray job has lost the host.
 
-        If the host was silent, it may be up without a network: then allocations are lost only when the lease has ended.
+        If the host was silent, it may be up without a network: then allocations are lost only at the end of the lease, when the
+        host kills them.
         """
         with self._lock:
             self._is_released = True
@@ -277,7 +278,7 @@ class HostLink:
                         self._end(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
 
     def _end_if_lease_over(self, run: RemoteRun) -> None:
-        """End a run as lost if its host is down and the host's lease has ended."""
+        """End an allocation as lost if its host is down long enough to have killed it."""
         # A connection may have extended the lease before its agent has answered.
         newest_s = self._connection.lease_ends_s if self._connection is not None else None
         ends_s = max(self._lease_ends_s, newest_s or 0.0)
@@ -343,7 +344,7 @@ class HostLink:
             self._notify()
 
     def _connect_and_follow(self) -> str:
-        """Connect, start the agent and follow it to the end; return why the host is down."""
+        """Connect, and serve the agent until the connection ends; return why it ended."""
         connection = HostConnection(self.host, self._settings.python, self._settings.transport)
         with self._lock:
             self._connection = connection
@@ -365,7 +366,7 @@ class HostLink:
                 self._lease_ends_s = connection.lease_ends_s
 
     def _start_agent(self, connection: HostConnection) -> str | None:
-        """Check the host and start its agent; return the host's problems, or None."""
+        """Check the host and start its agent; return what is wrong, for users, or None."""
         answer = None
         try:
             answer = connection.next(self._settings.transport.connect_s + 1)
@@ -437,7 +438,7 @@ class HostLink:
         return "disconnected: the master ends"
 
     def _on_hello(self, frame: Mapping[str, Any]) -> None:
-        """Mark the host as up, and reconcile the agent's allocations with the master's."""
+        """Handle an agent's first message: mark the host as up, reconcile the allocations."""
         with self._lock:
             self._slots = tuple(
                 dataclasses.replace(Slot(**slot), id=self._ids[int(slot["id"])]) for slot in frame["slots"]
@@ -537,7 +538,7 @@ class HostLink:
 
 
 def _write_mirror(mirror: Path, frame: Mapping[str, Any]) -> None:
-    """Write a received file to the mirror; append bytes that have an offset."""
+    """Write, extend or delete a file in a local copy, as an agent's ``frame`` says."""
     path, at = mirror / _file_name(frame["file"]), frame["at"]
     if frame["data"] is None:
         path.unlink(missing_ok=True)
@@ -557,5 +558,5 @@ def _sizes(mirror: Path) -> dict[str, int]:
 
 
 def _file_name(name: str) -> str:
-    """Return a path's last part, so that a host cannot write outside of the mirror."""
+    """Return a path's last part, so that a host cannot write outside of the directory."""
     return Path(str(name)).name

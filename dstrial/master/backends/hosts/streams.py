@@ -22,7 +22,10 @@ _ESTABLISHED = "01"
 
 
 class Streams:
-    """One end of the tunnel, with all its streams. Thread-safe; ``send`` may block."""
+    """One end of a tunnel of TCP connections, its streams. Thread-safe.
+
+    ``send`` sends a frame to the other end; it may block.
+    """
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
@@ -31,7 +34,7 @@ class Streams:
         self._open: dict[int, tuple[socket.socket, queue.Queue[bytes | None]]] = {}
 
     def add(self, number: int, connection: socket.socket) -> None:
-        """Forward a socket as a new stream; close the socket at the stream's end."""
+        """Tunnel a socket as a new stream; close the socket at the stream's end."""
         arrived: queue.Queue[bytes | None] = queue.Queue(_WAITING_CHUNKS)
         with self._lock:
             self._open[number] = (connection, arrived)
@@ -40,7 +43,7 @@ class Streams:
         threading.Thread(target=self._write, args=(number, connection, arrived, reader), daemon=True).start()
 
     def take(self, frame: Mapping[str, Any]) -> None:
-        """Process a frame from the other end of the tunnel; never blocks."""
+        """Process a frame from the other end; never wait for a socket to accept data."""
         with self._lock:
             connection, arrived = self._open.get(int(frame["stream"]), (None, None))
         if connection is None or arrived is None:

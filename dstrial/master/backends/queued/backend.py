@@ -68,7 +68,7 @@ _CLOSE_S = 15.0  # timeout of cancelling unused jobs when the master ends
 
 
 class QueuedBackend(LinkedBackend):
-    """Runs allocations with slots in an engine's jobs, others on the master's machine.
+    """Runs allocations with slots in jobs of Slurm or Ray, others on its own machine.
 
     Args:
         engine: called from one thread only.
@@ -151,7 +151,7 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, messages)
 
     def _slots_for(self, name: str, request: ResourceRequest) -> list[int] | None:
-        """Return slots in a running, unused job of the request; None if it has none."""
+        """Return slots for a request in its running, unused job; None without such a job."""
         for job in self._jobs.values():
             nodes = [link.node() for link in job.links.values()]
             if job.seen.key == name and job.is_free and nodes and all(one.why_down is None for one in nodes):
@@ -159,7 +159,7 @@ class QueuedBackend(LinkedBackend):
         return None
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        """Return why the engine rejects a request; empty also if it does not answer."""
+        """Return why Slurm or Ray rejects a request; empty also if there is no answer."""
         if self._unreachable_reason is not None:
             return ()
         try:
@@ -213,7 +213,7 @@ class QueuedBackend(LinkedBackend):
         return super().submit(request, run)
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how a run ended; None also before the engine has named the job's nodes."""
+        """Return how an allocation ended; None before, and while its nodes are unknown."""
         with self._lock:
             job = self._find_job(run)
             if job is not None and not job.seen.parts and not job.links and job.end is None:
@@ -253,7 +253,7 @@ class QueuedBackend(LinkedBackend):
     # An allocation's job; under the lock
 
     def _find_job(self, run: RunRef) -> TrackedJob | None:
-        """Return a run's job; an earlier master's run has its id in ``job.json``."""
+        """Return an allocation's job, after a restart from ``job.json``; None if unknown."""
         job = self._job_of.get(run.allocation_id)
         if job is None and not run.is_on_own_node:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -297,7 +297,7 @@ class QueuedBackend(LinkedBackend):
         self._engine.close()
 
     def _poll(self) -> None:
-        """Poll the engine once; cancel and submit jobs accordingly."""
+        """Poll Slurm or Ray once; cancel and submit jobs accordingly."""
         if time.monotonic() > self._capacity_s + _NODES_PERIOD_S:
             self._update_capacity()
         seen = {job.id: job for job in self._engine.jobs()}
@@ -343,7 +343,7 @@ class QueuedBackend(LinkedBackend):
         self._capacity_s = time.monotonic()
 
     def _track(self, seen: Mapping[str, EngineJob]) -> bool:
-        """Update the jobs from the engine's report; return whether any has changed."""
+        """Update the jobs from the report of Slurm or Ray; return whether any has changed."""
         changed = False
         for job_id, job in self._jobs.items():
             if job.report(seen.get(job_id)):
@@ -361,7 +361,7 @@ class QueuedBackend(LinkedBackend):
         return changed
 
     def _open_links(self, job: TrackedJob) -> None:
-        """Open links to a job's nodes; assign the lowest slot ids that no other job has."""
+        """Connect to the agents on a job's nodes; assign the lowest free slot ids."""
         run = job.run
         allocated = {} if run is None else {on_node.node_id: on_node for on_node in run.allocated}
         taken = [on_node for one in self._jobs.values() for on_node in one.allocated]
@@ -398,7 +398,7 @@ class QueuedBackend(LinkedBackend):
         self._notify_scheduler()
 
     def _plan(self) -> Plan:
-        """Return which jobs to cancel and submit; none before the first ``request``."""
+        """Return which jobs to cancel and submit; none before the first ``request`` call."""
         if not self._has_requests:
             return Plan()
         requests = {name: one.request for name, one in self._waiting.items()}
@@ -432,7 +432,7 @@ class QueuedBackend(LinkedBackend):
         self._cancel(unused)
 
     def _submit(self, name: str, waiting: WaitingRequest) -> None:
-        """Submit a job with the most acceptable slots that the engine does not reject."""
+        """Submit a job with as many of the request's slots as Slurm or Ray accepts."""
         request = waiting.request
         excluded = self._nodes.names_of(request.excluded_nodes)
         first: EngineRefusedError | None = None
@@ -473,7 +473,7 @@ class QueuedBackend(LinkedBackend):
 
 
 def _close_links(jobs: Iterable[TrackedJob], *, for_good: bool = False) -> None:
-    """Close links concurrently; links to dead nodes close in the background."""
+    """Close the connections to jobs' nodes, those to dead nodes in the background."""
     threads = [
         threading.Thread(target=link.close, kwargs={"for_good": for_good}, name="dstrial-close", daemon=True)
         for job in jobs

@@ -20,7 +20,7 @@ _MAX_FAILURES = 3  # consecutive job failures after which a request fails
 
 @dataclasses.dataclass(slots=True)
 class WaitingRequest:
-    """A request for slots until its allocation starts or the scheduler drops it."""
+    """A request for slots of a Slurm or Ray job, until its allocation starts."""
 
     request: ResourceRequest
     num_failures: int = 0  # consecutive jobs that have ended before the allocation started
@@ -40,7 +40,7 @@ class WaitingRequest:
 
 @dataclasses.dataclass(slots=True)
 class TrackedJob:
-    """A job of the engine and the master's state of it, until it ends and is unused."""
+    """A job of Slurm or Ray, with the master's own state of it."""
 
     seen: EngineJob  # the engine's last report
     name: str  # for users
@@ -68,9 +68,9 @@ class TrackedJob:
         return self.state == "running" and not self.was_used and not self.is_cancelled
 
     def report(self, now: EngineJob | None) -> bool:
-        """Update the job from the engine's report; return whether it has changed.
+        """Update the job from Slurm's or Ray's report; return whether it has changed.
 
-        ``now`` is None if the engine no longer lists the job.
+        ``now`` is None if the job is no longer listed.
         """
         if self.end is not None or now == self.seen:
             return False
@@ -89,20 +89,20 @@ class TrackedJob:
     def cancel(self) -> bool:
         """Mark the job as cancelled; return False if it was already.
 
-        The next job can get its slot ids, although the engine may still be ending this job.
+        Its slot ids are free for the next job at once, although Slurm or Ray may still be ending this one.
         """
         is_new, self.is_cancelled, self.allocated = not self.is_cancelled, True, ()
         return is_new
 
     def leaving_reason(self) -> str | None:
-        """Return why the job will lose its nodes soon, from the engine or an agent."""
+        """Return why the job will soon lose its nodes; None if it will not."""
         if self.seen.state == "leaving":
             return self.seen.text
         reason = next(filter(None, (link.leaving_reason for link in self.links.values())), None)
         return None if reason is None else f"{self.name} is being ended: {reason}"
 
     def unusable_nodes(self) -> dict[int, str]:
-        """Return the job's nodes that cannot start programs, with the reason."""
+        """Return node id -> reason, of the job's nodes that cannot start programs."""
         return {
             node_id: reason
             for node_id, link in self.links.items()
@@ -140,7 +140,7 @@ class TrackedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """Jobs to cancel and requests to submit, after one poll of the engine."""
+    """Jobs to cancel and requests to submit, after one poll of Slurm or Ray."""
 
     cancelled: tuple[tuple[TrackedJob, str], ...] = ()  # jobs to cancel, with the reason
     submitted: tuple[str, ...] = ()  # keys of requests to submit a job for, in this order
@@ -153,7 +153,7 @@ def plan(
     """Return which jobs to cancel and submit, so that each request has one job. Pure.
 
     Args:
-        requests: waiting requests by the engine's key.
+        requests: waiting requests by :func:`key_text`.
         due: keys for which a job may be submitted now, the most urgent first.
         jobs: all jobs; those that have ended, or run an allocation, are left alone.
         max_pending: limit of pending jobs.
@@ -182,16 +182,20 @@ def plan(
 
 
 def size_of(request: ResourceRequest) -> tuple[int, bool, frozenset[int]]:
-    """Return the fields of a request that a submitted job must match."""
+    """Return a request's number of slots, ``is_on_one_node`` and excluded nodes.
+
+    A job serves a request only if these were the same at its submission.
+    """
     return request.num_slots, request.is_on_one_node, request.excluded_nodes
 
 
 def chosen_counts(
     num_slots: int, available: Mapping[int, int], *, is_on_one_node: bool = False
 ) -> dict[int, int] | None:
-    """Return how many slots to use of each part of a job; None if there are too few.
+    """Return how many slots to use on each of a job's nodes; None if it has too few.
 
-    An allocation that fits on one part is not divided. ``available`` has the number of slots by part, in rank order.
+    ``available`` has the number of slots by the node's index in the job, in rank order. An allocation that fits on one node is
+    not divided.
     """
     for part, count in available.items():
         if count >= num_slots:
@@ -213,7 +217,7 @@ def free_indices(num: int, taken: Collection[int]) -> list[int]:
 
 
 def key_text(key: int | str) -> str:
-    """Return the key of an engine's job for a trial's number or a command's task id."""
+    """Return the key of a trial's or command's job: ``trial-7``, ``command-TASK_ID``."""
     return f"command-{key}" if isinstance(key, str) else f"trial-{key}"
 
 
@@ -225,13 +229,13 @@ def submitted_text(job_name: str, engine: str, num_slots: int, request: Resource
 
 
 class NodeTable:
-    """The engine's nodes, with permanent ids of nodes and slots.
+    """The nodes of Slurm or Ray, with permanent ids of nodes and slots.
 
     The engine's thread writes; any thread may read ``nodes``.
 
     Args:
         ids_of: returns the permanent ids of nodes by name.
-        engine: the engine's name, for messages.
+        engine: ``Slurm`` or ``Ray``, for messages.
         kind: kind of all slots.
     """
 
@@ -251,16 +255,16 @@ class NodeTable:
         self._capacity = dict(capacity)
 
     def learn(self, names: Collection[str]) -> None:
-        """Assign ids to nodes that are new."""
+        """Assign permanent ids to the named nodes that have none."""
         if new := sorted(name for name in names if name not in self.ids):
             self.ids = {**self.ids, **self._ids_of(new)}
 
     def names_of(self, excluded: frozenset[int]) -> frozenset[str]:
-        """Return the names of excluded nodes and of nodes that do not answer."""
+        """Return the names of nodes with ``excluded`` ids, and of nodes that are silent."""
         return frozenset(name for name, id_ in self.ids.items() if id_ in excluded or id_ in self._silent)
 
     def update(self, jobs: Iterable[TrackedJob]) -> bool:
-        """Rebuild ``nodes`` from capacity and links; return whether any has changed."""
+        """Rebuild ``nodes`` from capacity and jobs; return whether any node has changed."""
         jobs = [job for job in jobs if job.end is None]
         links = [link for job in jobs for link in job.links.values()]
         ends = [link.node() for link in links]

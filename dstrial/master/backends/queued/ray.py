@@ -87,7 +87,7 @@ class RayEngine:
         return slot_kind(nodes, os.environ) == GPU
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why a request does not fit on the nodes of the last poll, or nothing."""
+        """Return why a request does not fit on the last poll's nodes; empty if it fits."""
         found = bundles_for(request, self._nodes)
         return [found] if self._nodes and isinstance(found, Refusal) else ()
 
@@ -111,7 +111,7 @@ class RayEngine:
         return str(answer["id"])
 
     def max_pending(self, num_slots: int) -> int:
-        """Return how many jobs of that size fit on the free slots, at least one.
+        """Return how many jobs of ``num_slots`` fit on the free slots, at least one.
 
         With more pending groups than fit, the oldest could starve: Ray tries new groups first (gcs_placement_group_manager.cc
         orders them by the time of the last attempt plus a backoff of up to a second).
@@ -119,7 +119,7 @@ class RayEngine:
         return min(max(self._num_free // max(num_slots, 1), 1), MAX_PENDING)
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return the master's jobs; remove groups that have lost a node, as ended."""
+        """Return the master's jobs; end those that have lost a node."""
         seen = self._bridge.ask("poll")
         nodes = parse_nodes(seen)
         self._nodes = usable(nodes)
@@ -157,7 +157,7 @@ _RAY_ERRORS = (
 
 
 class RayTransport(Transport):
-    """Start programs in a placement group, through the bridge's ``socket``."""
+    """Starts programs in a placement group, through the bridge's UNIX ``socket``."""
 
     connect_s = _CONNECT_S
     ends_with_parent = True  # the parent is the job's actor
@@ -188,7 +188,10 @@ def usable(nodes: Sequence[RayNode]) -> list[RayNode]:
 
 
 def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
-    """Return GPU if any node has one and ``DS_ACCELERATOR`` is not ``cpu``, else CPU."""
+    """Return what a slot is: ``GPU`` or ``CPU``.
+
+    It is ``GPU`` if any node has one and ``DS_ACCELERATOR`` is not ``cpu``.
+    """
     has_gpus = any(node.num_slots(GPU) for node in nodes) and environ.get("DS_ACCELERATOR") != "cpu"
     return GPU if has_gpus else CPU
 
@@ -198,7 +201,7 @@ def num_free(nodes: Sequence[RayNode], kind: str) -> int:
 
 
 def check_ray(address: str) -> Mapping[str, int]:
-    """Return the number of slots of each node of a Ray cluster; needs no master.
+    """Return node name -> number of slots of a Ray cluster; needs no master.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -213,7 +216,7 @@ def check_ray(address: str) -> Mapping[str, int]:
 
 
 def group_name(cluster_id: str, request: JobRequest, token: str) -> str:
-    """Return a placement group's name; ``token`` makes it unique."""
+    """Return the name of a request's placement group; ``token`` makes it unique."""
     return f"{_PREFIX} {cluster_id} {request.key} {token} {visible_line(request.title)}".rstrip()
 
 
@@ -223,7 +226,7 @@ def key_of(name: str, cluster_id: str) -> str | None:
 
 
 def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str, float]] | Refusal:
-    """Return a placement group's bundles for a request, or why it does not fit. Pure."""
+    """Return the bundles of a placement group, one per node, or why none fits. Pure."""
     kind = GPU if request.wants_devices else CPU
     nodes = [node for node in nodes if node.name not in request.excluded_nodes]
     counts = [node.num_slots(kind) for node in nodes]
@@ -244,7 +247,7 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
 
 
 def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode], first: Sequence[str] = ()) -> EngineJob:
-    """Return the state of a placement group's job.
+    """Return the state of a placement group as a job with a request's ``key``.
 
     ``nodes`` are all nodes that Ray lists. ``first`` are the nodes on which the bundles were created, empty if unknown: Ray
     moves a dead node's bundle to a node with free slots, and reports only the new node.

@@ -99,7 +99,7 @@ class SlurmEngine:
         return output
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why sbatch rejects the job's script (``--test-only``). Thread-safe."""
+        """Return why sbatch rejects a job, by ``--test-only``; empty if not. Thread-safe."""
         try:
             text = self._script(request)
         except ConfigError as error:
@@ -140,7 +140,7 @@ class SlurmEngine:
         return script_of(request, self._settings, name, self._directory)
 
     def max_pending(self, num_slots: int) -> int:
-        """Return a fixed limit: Slurm's queue has its own order."""
+        """Return a limit that is equal for all sizes: Slurm orders its queue itself."""
         del num_slots
         return MAX_PENDING
 
@@ -169,7 +169,7 @@ class SlurmEngine:
         return EngineJob(job.job_id, key, "pending", f"{text}, where it begins")
 
     def _parts_of(self, job: Job) -> tuple[Part, ...]:
-        """Return the nodes that the job's script has written to its file; empty before."""
+        """Return the slots by node that the job's script has written; empty before that."""
         if job.job_id not in self._parts:
             with contextlib.suppress(OSError, ValueError):
                 text = (self._directory / f"{job.job_id}{NODES_SUFFIX}").read_text(encoding="utf-8")
@@ -185,7 +185,7 @@ class SlurmEngine:
         self._parts.pop(job_id, None)
 
     def transport(self, job_id: str) -> Transport:
-        """Return a transport that starts steps of the job with the devices of its slots."""
+        """Return a transport whose programs see the devices of the job's slots."""
         parts = self._parts.get(job_id, ()) if self._wants_devices else ()
         return SrunTransport(int(job_id), devices={part.host: part.num_slots for part in parts})
 
@@ -211,7 +211,7 @@ def state_of(job: Job) -> JobState:
 def text_of(job: Job, unwritten: Path | None = None) -> str:
     """Return a job's state for users, with the likely reason of a failure. Pure.
 
-    ``unwritten`` is the directory for the job's file of nodes, if the job has not written the file.
+    ``unwritten`` is the directory into which the job should have written its nodes; None if it has.
     """
     state = state_of(job)
     if state == "leaving":
@@ -226,7 +226,7 @@ def text_of(job: Job, unwritten: Path | None = None) -> str:
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
-    """Parse the file that a job's script wrote: its nodes and the tasks on each. Pure.
+    """Parse the nodes and numbers of tasks that a job's script wrote to a file. Pure.
 
     Raises:
         ValueError: the text has another format.
@@ -239,7 +239,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
 
 
 def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
-    """Return Slurm's rejection of a job as a problem of the experiment's config. Pure."""
+    """Return sbatch's message ``said`` as a problem of the experiment's config. Pure."""
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
     options = request.settings.get("sbatch_args")
     is_for_nodes = client.may_lack_nodes(said)
@@ -254,6 +254,8 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
 
 def script_of(request: JobRequest, settings: Mapping[str, object], name: str, directory: Path) -> str:
     """Return the batch script of the job that serves a request. Pure.
+
+    ``settings`` is key ``slurm`` of the master's settings, ``name`` the job's name; the job's files are in ``directory``.
 
     Raises:
         ConfigError: options of the request or the settings are invalid.
@@ -309,7 +311,10 @@ def check_slurm(settings: Mapping[str, object], directory: Path) -> None:
 
 
 def wants_devices(settings: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether slots are GPUs, from options, partition and environment."""
+    """Return whether a slot is a GPU: options request GPUs, or the partition has some.
+
+    With ``DS_ACCELERATOR=cpu`` a slot is no GPU. ``settings`` is key ``slurm`` of the master's settings.
+    """
     if environ.get("DS_ACCELERATOR") == "cpu":
         return False
     options = sbatch_args(settings, [], _MASTER)

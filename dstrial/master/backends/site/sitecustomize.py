@@ -31,8 +31,9 @@ def _import_hidden():
 
 if _ALLOCATION:
     _paths = _load("harness_paths")
-    _guard = _load("storage_guard").guard_of_environment(_ALLOCATION)
-    _paths.install(_paths.patches_of_allocation(_ALLOCATION, _guard))
+    _storage = _load("storage_guard")
+    _guard = _storage.guard_of_environment(_ALLOCATION)
+    _paths.install(_paths.patches_of_allocation(_ALLOCATION, _guard, _storage.StorageGuard("", _ALLOCATION)))
 if os.environ.get("DSTRIAL_DETERMINED_IMPORTS", "0") != "0":
     _load("determined_imports").install_if_asked()
 _import_hidden()

@@ -1,0 +1,371 @@
+"""A checkpoint context whose nodes each transfer files to object storage once.
+
+Ranks write a checkpoint into a scratch directory of their node. Then the first rank of each node uploads the node's files, and
+rank 0 uploads the completion marker last. To load a checkpoint, the first rank of each node downloads the checkpoint for all.
+
+The run directory keeps a record of each checkpoint in object storage: ``checkpoints/<uuid>/`` with the manifest, the metadata and
+a completion marker that names the storage. Whatever lists or chooses checkpoints reads the records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any, TypeVar
+
+from determined import core
+from determined.common import storage
+
+from dstrial import object_storage
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, write_marker
+from dstrial.checkpoint.manifest import MANIFEST_DIGEST, MANIFEST_NAME, METADATA_NAME, hash_file
+from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
+from dstrial.local.checkpoint_directory import begin_checkpoint, end_saving
+from dstrial.local.json_files import read_json
+from dstrial.local.run_directory import utc_now
+from dstrial.object_storage import STORAGE_KEY, recorded_storage
+from dstrial.scratch import scratch_directory
+
+logger = logging.getLogger("dstrial.local")
+
+_RECORDED = (MANIFEST_NAME, METADATA_NAME)
+
+T = TypeVar("T")
+
+
+def run_on_all_ranks(
+    distributed: core.DistributedContext, step: Callable[[], T], describe: Callable[[Exception], str]
+) -> list[T]:
+    """Run a function on every rank; return all results by rank, or raise on all ranks.
+
+    Args:
+        distributed: the ranks, and the channel for the exchange of results.
+        step: the function; its result is small and can be pickled.
+        describe: makes the error message for a failure on this rank; the other ranks raise it too.
+
+    Raises:
+        CheckpointError: ``step`` raised an ``OSError`` on this rank, or any exception on another rank. Any other exception of
+            this rank is raised unchanged.
+
+    Ranks: all, collectively.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = step()
+    except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
+        error = caught
+    if isinstance(error, RankError):
+        raise error  # the other ranks no longer answer
+    message = None if error is None else describe(error)
+    if error is not None and distributed.size > 1 and not isinstance(error, CheckpointError):
+        # The other ranks may wait in a collective of the step, such as a barrier of DeepSpeed's, instead of the gather below.
+        logger.error("%s", message)
+    outcomes: list[tuple[str | None, T]] = distributed.allgather((message, result))
+    if isinstance(error, OSError):
+        raise CheckpointError(message) from error
+    if error is not None:
+        raise error
+    for failure, _ in outcomes:
+        if failure is not None:
+            raise CheckpointError(failure)
+    return [outcome for _, outcome in outcomes]
+
+
+def require_storage(distributed: core.DistributedContext, settings: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError on all ranks if rank 0 cannot write to the object storage.
+
+    Ranks: all, collectively, if ``settings`` are those of object storage.
+    """
+    if settings is not None and object_storage.is_object_storage(settings):
+        run_on_all_ranks(
+            distributed, lambda: object_storage.check(settings) if distributed.rank == 0 else None, str
+        )
+
+
+def completion_info(storage_id: str, steps_completed: Any) -> dict[str, Any]:
+    return {"uuid": storage_id, "steps_completed": steps_completed, "time": utc_now()}
+
+
+def write_record(files: Path, record: Path, info: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Complete the record of a checkpoint whose files lie in an external storage.
+
+    ``files`` is a directory with the manifest and the metadata; it may be ``record`` itself.
+    """
+    record.mkdir(exist_ok=True)
+    for name in _RECORDED:
+        if files != record and (files / name).is_file():
+            shutil.copy2(files / name, record / name)
+    write_marker(record, {**info, STORAGE_KEY: object_storage.location_of(settings)})
+
+
+class ObjectStorageManager(storage.StorageManager):  # type: ignore[misc]  # mypy does not follow determined
+    """A storage manager of Determined whose transfers run in child processes.
+
+    Args:
+        settings: ``checkpoint_storage`` of the config.
+        scratch: directory of this node for checkpoints that are being saved.
+        records: directory of the records; None without a run directory.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], scratch: Path, records: Path | None, *, is_chief: bool
+    ) -> None:
+        super().__init__(str(scratch))
+        self.settings = settings
+        self.scratch = scratch
+        self.records = records
+        self._is_chief = is_chief
+
+    def pre_store_path(self, dst: str) -> Path:
+        if self.records is not None and self._is_chief:
+            begin_checkpoint(self.records, dst)
+        path: Path = super().pre_store_path(dst)
+        return path
+
+    def post_store_path(self, src: str | os.PathLike[str], dst: str, paths: Set[str] | None = None) -> None:
+        try:
+            self.upload(src, dst, paths)
+        finally:
+            shutil.rmtree(src, ignore_errors=True)
+
+    def store_path_is_direct_access(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def restore_path(self, src: str, selector: Callable[[str], bool] | None = None) -> Iterator[Path]:
+        with scratch_directory("dstrial-checkpoint-") as path:
+            self.download(src, path, selector)
+            yield path
+
+    def upload(self, src: str | os.PathLike[str], dst: str, paths: Set[str] | None = None) -> None:
+        names = self._list_directory(src) if paths is None else paths
+        object_storage.upload(self.settings, dst, Path(src), list(names))
+        if self.records is not None:
+            (self.records / dst).mkdir(exist_ok=True)
+            for name in _RECORDED:
+                if name in names:
+                    shutil.copy2(Path(src, name), self.records / dst / name)
+
+    def download(
+        self, src: str, dst: str | os.PathLike[str], selector: Callable[[str], bool] | None = None
+    ) -> None:
+        names = None if selector is None else [name for name in self.names_of(src) if selector(name)]
+        Path(dst).mkdir(parents=True, exist_ok=True)
+        object_storage.download(self.settings, src, Path(dst), names)
+
+    def delete(self, tgt: str, globs: list[str]) -> dict[str, int]:
+        return object_storage.delete(self.settings, tgt, globs)
+
+    def names_of(self, storage_id: str) -> list[str]:
+        return sorted(object_storage.delete(self.settings, storage_id, ()))
+
+    def mark(self, storage_id: str, info: Mapping[str, Any]) -> None:
+        """Upload the completion marker, then complete the record."""
+        marker = {**info, STORAGE_KEY: object_storage.location_of(self.settings)}
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.scratch) as directory:
+            write_marker(directory, marker)
+            object_storage.upload(self.settings, storage_id, Path(directory), [MARKER_NAME])
+        if self.records is not None:
+            record = self.records / storage_id
+            write_record(record, record, info, self.settings)
+            end_saving(self.records, storage_id)
+
+
+class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
+    """Determined's checkpoint context; with object storage, nodes transfer files.
+
+    Determined 0.38.1 finds ranks that share a directory by device and inode, which may be equal on two machines.
+    """
+
+    @classmethod
+    def of_cluster(
+        cls, cluster: core.CheckpointContext, manager: ObjectStorageManager
+    ) -> NodeCheckpointContext:
+        """Return a master's checkpoint context with another storage manager."""
+        made = cls.__new__(cls)
+        made.__dict__.update(cluster.__dict__, _storage_manager=manager)
+        return made
+
+    def _store_path_sharded(self, metadata: dict[str, Any] | None = None) -> Iterator[tuple[Path, str]]:
+        manager, dist = self._storage_manager, self._dist
+        if not isinstance(manager, ObjectStorageManager):
+            yield from super()._store_path_sharded(metadata)
+            return
+        storage_id: str = dist.broadcast(str(uuid.uuid4()))
+        path = manager.pre_store_path(storage_id)
+        yield path, storage_id
+        merged = self._merge_metadata(metadata)
+
+        def upload() -> dict[str, int]:
+            if dist.rank == 0:
+                self._write_metadata_file(str(path), merged)
+            if dist.local_rank != 0:
+                return {}
+            sizes: dict[str, int] = manager._list_directory(path)
+            manager.post_store_path(path, storage_id, set(sizes))
+            return sizes
+
+        parts = run_on_all_ranks(dist, upload, lambda error: f"rank {dist.rank}: {error}")
+        if dist.rank == 0:
+            sizes = {name: size for part in parts for name, size in part.items()}
+            self._report_checkpoint(storage_id, sizes, merged)
+        dist.allgather(None)
+
+    def _report_checkpoint(
+        self,
+        storage_id: str,
+        resources: dict[str, int] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        steps_completed = (metadata or {}).get("steps_completed")
+        if steps_completed is not None and isinstance(self._storage_manager, ObjectStorageManager):
+            self._storage_manager.mark(storage_id, completion_info(storage_id, steps_completed))
+        super()._report_checkpoint(storage_id, resources, metadata)
+
+    def download(
+        self,
+        storage_id: str,
+        ckpt_dir: str | os.PathLike[str],
+        download_mode: core.DownloadMode = core.DownloadMode.LocalWorkersShareDownload,
+        *,
+        selector: Callable[[str], bool] | None = None,
+    ) -> None:
+        manager = self._storage_manager
+        if isinstance(manager, ObjectStorageManager):
+            ranks = self._sharing(download_mode)
+            self._fetch(ranks, manager, storage_id, Path(ckpt_dir), selector)
+        else:
+            super().download(storage_id, ckpt_dir, download_mode, selector=selector)
+
+    @contextlib.contextmanager
+    def restore_path(
+        self,
+        storage_id: str,
+        download_mode: core.DownloadMode = core.DownloadMode.LocalWorkersShareDownload,
+        *,
+        selector: Callable[[str], bool] | None = None,
+    ) -> Iterator[Path]:
+        manager = self._storage_manager
+        if not isinstance(manager, ObjectStorageManager):
+            with super().restore_path(storage_id, download_mode, selector=selector) as path:
+                yield path
+            return
+        with self._restored(manager, storage_id, download_mode, selector) as path:
+            yield path
+
+    @contextlib.contextmanager
+    def _restored_from(
+        self,
+        record: Path,
+        own: Mapping[str, Any] | None,
+        download_mode: core.DownloadMode,
+        selector: Callable[[str], bool] | None,
+    ) -> Iterator[Path]:
+        """Yield the files of a checkpoint that is given by its directory or record."""
+        settings = recorded_storage(record, own)
+        if settings is None:
+            yield record
+        elif settings["type"] == "directory":
+            yield Path(settings["container_path"], record.name)
+        else:
+            manager = ObjectStorageManager(settings, record.parent, None, is_chief=False)
+            with self._restored(manager, record.name, download_mode, selector, record) as path:
+                yield path
+
+    @contextlib.contextmanager
+    def _restored(
+        self,
+        manager: ObjectStorageManager,
+        storage_id: str,
+        download_mode: core.DownloadMode,
+        selector: Callable[[str], bool] | None,
+        record: Path | None = None,
+    ) -> Iterator[Path]:
+        ranks = self._sharing(download_mode)
+        with contextlib.ExitStack() as stack:
+            made = ""
+            if ranks.local_rank == 0:
+                made = str(stack.enter_context(scratch_directory("dstrial-checkpoint-")))
+            path = Path(ranks.broadcast_local(made), storage_id)
+            self._fetch(ranks, manager, storage_id, path, selector, record)
+            yield path
+            ranks.gather_local(None)  # the other ranks of the node have read the files
+
+    def _sharing(self, download_mode: core.DownloadMode) -> core.DistributedContext:
+        is_shared = core.DownloadMode(download_mode) is core.DownloadMode.LocalWorkersShareDownload
+        return self._dist if is_shared else core.DummyDistributedContext()
+
+    def _fetch(
+        self,
+        ranks: core.DistributedContext,
+        manager: ObjectStorageManager,
+        storage_id: str,
+        target: Path,
+        selector: Callable[[str], bool] | None,
+        record: Path | None = None,
+    ) -> None:
+        """Download the files that any rank selects, once per node; check the manifest.
+
+        The manifest is compared with ``record``, by default with the checkpoint's metadata.
+
+        Ranks: all of ``ranks``, collectively.
+        """
+        names: list[str] | None = None
+        if any(ranks.allgather(selector is not None)):
+            listed = run_on_all_ranks(
+                ranks, lambda: manager.names_of(storage_id) if ranks.rank == 0 else [], str
+            )
+            mine = [name for name in listed[0] if selector is None or selector(name)]
+            names = sorted({name for chosen in ranks.allgather(mine) for name in chosen})
+
+        def fetch() -> None:
+            if ranks.local_rank == 0:
+                target.mkdir(parents=True, exist_ok=True)
+                object_storage.download(manager.settings, storage_id, target, names)
+                metadata = (
+                    self.get_metadata(storage_id) if record is None else read_json(record / METADATA_NAME)
+                )
+                _require_manifest(target, (metadata or {}).get(MANIFEST_DIGEST))
+
+        run_on_all_ranks(ranks, fetch, lambda error: f"rank {ranks.rank}: {error}")
+
+
+def _require_manifest(root: Path, expected: str | None) -> None:
+    """Raise CheckpointDamagedError if a manifest is not the one that was saved."""
+    path = root / MANIFEST_NAME
+    if expected is not None and path.is_file() and hash_file(path).sha256 != expected:
+        raise CheckpointDamagedError(
+            f"{MANIFEST_NAME} of the downloaded checkpoint {root.name} has another SHA-256 than {expected[:12]}, with which it "
+            "was saved. Resume from an earlier checkpoint."
+        )
+
+
+def downloaded_record(manager: ObjectStorageManager, storage_id: str) -> Path | None:
+    """Download a checkpoint's marker, manifest and metadata; return their directory.
+
+    None if the storage has no such checkpoint, or one without a completion marker.
+    """
+    record = manager.scratch / "records" / storage_id
+    record.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(CheckpointNotFoundError):
+        object_storage.download(manager.settings, storage_id, record, [MARKER_NAME, *_RECORDED])
+    return record if is_complete(record) else None
+
+
+def shared_scratch(distributed: core.DistributedContext, stack: contextlib.ExitStack) -> Path:
+    """Return a scratch directory of this node; ``stack`` of its first rank deletes it.
+
+    Ranks: all, collectively.
+    """
+    made = ""
+    if distributed.local_rank == 0:
+        made = str(stack.enter_context(scratch_directory("dstrial-checkpoints-")))
+    return Path(distributed.broadcast_local(made))

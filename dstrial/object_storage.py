@@ -1,0 +1,253 @@
+"""Transfer checkpoints to and from object storage, in a child process.
+
+The child uses Determined's storage managers. They reset Python's random state after each transfer, which in a thread of a rank
+would change the order of training data. ``checkpoint_storage`` of a config is passed through a pipe, so that credentials appear
+in no command line, and error messages are masked. The master, which loads no cloud library, uses the same child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker
+from dstrial.config.secrets import MASK, SecretNames, masked, secrets_in
+from dstrial.errors import CheckpointError, CheckpointNotFoundError
+from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
+
+_FIELDS = {
+    "s3": ("bucket", "prefix", "endpoint_url", "access_key", "secret_key"),
+    "gcs": ("bucket", "prefix"),
+    "azure": ("container", "account_url", "connection_string", "credential"),
+    "directory": ("container_path",),
+}
+_CREDENTIALS = ("access_key", "secret_key", "connection_string", "credential")
+_SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "azure"}
+ALL_FILES = "**/*"
+STORAGE_KEY = "storage"
+"""Key of a completion marker: the external storage of the checkpoint's files, without credentials."""
+
+
+def external_storage(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return ``checkpoint_storage`` if it is no ``shared_fs``; None otherwise.
+
+    The result has the fields of its type that are given and not masked, and no ``save_…`` field.
+    """
+    given = (config or {}).get("checkpoint_storage") or {}
+    names = _FIELDS.get(str(given.get("type")))
+    if names is None:
+        return None
+    return {"type": given["type"], **{key: given[key] for key in names if given.get(key) not in (None, MASK)}}
+
+
+def is_object_storage(storage: Mapping[str, Any] | None) -> bool:
+    return storage is not None and storage.get("type") in _SCHEMES
+
+
+def location_of(storage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a storage without its credentials, as completion markers record it."""
+    return {key: value for key, value in storage.items() if key not in _CREDENTIALS}
+
+
+def recorded_storage(path: pathlib.Path, own: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return the external storage of a checkpoint's files; None if ``path`` has them.
+
+    ``own`` is the storage of this run's config; it gives the credentials of a storage of the same type.
+    """
+    location = read_marker(path).get(STORAGE_KEY) if is_complete(path) else None
+    if location is None or pathlib.Path(location.get("container_path", ""), path.name) == path:
+        return None
+    known = own if own is not None and own["type"] == location["type"] else {}
+    return {**{key: known[key] for key in _CREDENTIALS if key in known}, **location}
+
+
+def without_credentials(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return an experiment config whose ``checkpoint_storage`` has masked credentials."""
+    if not config or not isinstance(config.get("checkpoint_storage"), Mapping):
+        return None if config is None else dict(config)
+    return {**config, "checkpoint_storage": masked(config["checkpoint_storage"], SecretNames())}
+
+
+def address_of(storage: Mapping[str, Any], storage_id: str = "") -> str:
+    """Return a readable address, such as ``s3://bucket/prefix/uuid``."""
+    if storage["type"] == "directory":
+        return str(pathlib.Path(storage["container_path"], storage_id))
+    parts = [
+        str(storage.get("bucket") or storage.get("container")),
+        str(storage.get("prefix") or ""),
+        storage_id,
+    ]
+    address = f"{_SCHEMES[storage['type']]}://" + "/".join(part.strip("/") for part in parts if part)
+    endpoint = storage.get("endpoint_url") or storage.get("account_url")
+    return f"{address} at {endpoint}" if endpoint else address
+
+
+def check(storage: Mapping[str, Any]) -> None:
+    """Write, read and delete one object; raise CheckpointError if any of it fails."""
+    _transfer("check", storage)
+
+
+def upload(storage: Mapping[str, Any], storage_id: str, source: pathlib.Path, names: Sequence[str]) -> None:
+    """Upload the named files, and directories with a trailing slash, below ``source``."""
+    _transfer("upload", storage, storage_id, directory=str(source.absolute()), names=sorted(names))
+
+
+def download(
+    storage: Mapping[str, Any],
+    storage_id: str,
+    target: pathlib.Path,
+    names: Sequence[str] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Download a checkpoint's objects, all or only the named ones.
+
+    Raises:
+        CheckpointNotFoundError: the storage has no object of this checkpoint.
+        CheckpointError: the download failed; the message has the storage's own.
+    """
+    wanted = None if names is None else list(names)
+    _transfer("download", storage, storage_id, variables, directory=str(target.absolute()), names=wanted)
+
+
+def delete(
+    storage: Mapping[str, Any],
+    storage_id: str,
+    globs: Sequence[str] = (ALL_FILES,),
+    variables: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> dict[str, int]:
+    """Delete objects that match; return the remaining ones, path -> bytes.
+
+    If all are deleted, the completion marker is deleted first. Without patterns, nothing is deleted.
+    """
+    left: dict[str, int] = _transfer(
+        "delete", storage, storage_id, variables, timeout_s=timeout_s, globs=list(globs)
+    )
+    return left
+
+
+def _transfer(
+    action: str,
+    storage: Mapping[str, Any],
+    storage_id: str = "",
+    variables: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    **arguments: Any,
+) -> Any:
+    request = {"action": action, "storage": dict(storage), "storage_id": storage_id, **arguments}
+    # A session of its own: Ctrl-C and a stop signal to the process group must not end an upload. The child exits when the
+    # pipe is closed, also by this process's death.
+    child = subprocess.Popen(
+        [sys.executable, "-m", "dstrial.object_storage"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # Without the hooks of an allocation, which would note the object of `check` as a checkpoint.
+        env={**{k: v for k, v in os.environ.items() if k != ALLOCATION_DIR_VARIABLE}, **(variables or {})},
+        start_new_session=True,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    timer = None if timeout_s is None else threading.Timer(timeout_s, child.kill)
+    try:
+        if timer is not None:
+            timer.start()
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.flush()
+        lines = child.stdout.read().decode(errors="replace").splitlines()
+    finally:
+        if timer is not None:
+            timer.cancel()
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+        child.wait()
+        child.stdout.close()
+    address = address_of(storage, storage_id) if storage_id else f"checkpoint storage {address_of(storage)}"
+    try:
+        answer = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        tail = _without_secrets(lines[-1] if lines else "no output", storage)
+        raise CheckpointError(
+            f"the {action} of {address} ended with exit code {child.returncode}: {tail}. Try again."
+        ) from None
+    if "error" not in answer:
+        return answer["result"]
+    if answer["is_missing"]:
+        raise CheckpointNotFoundError(f"{address} has no objects; expected a checkpoint. Name another one.")
+    raise CheckpointError(
+        f"the {action} of {address} failed: {_without_secrets(answer['error'], storage).rstrip('.')}. Correct "
+        "checkpoint_storage, its credentials or its permissions."
+    )
+
+
+def _without_secrets(text: str, storage: Mapping[str, Any]) -> str:
+    for secret in secrets_in(storage, SecretNames()):
+        text = text.replace(str(secret.value), MASK)
+    return text
+
+
+# ---- the child process -------------------------------------------------------------------------------
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    logging.disable(logging.CRITICAL)  # the client libraries log headers of requests
+    try:
+        answer = {"result": _perform(**request)}
+    except Exception as error:  # noqa: BLE001 - a process's boundary; the parent raises it
+        causes = [error] if error.__cause__ is None else [error, error.__cause__]
+        text = ": ".join(f"{type(one).__name__}: {one}" for one in causes)
+        answer = {"error": text, "is_missing": type(error).__name__ == "CheckpointNotFound"}
+    sys.stdout.write(f"\n{json.dumps(answer)}\n")
+
+
+def _exit_with_parent() -> None:
+    # Not through `sys.stdin`: a thread that holds its lock aborts the interpreter's shutdown.
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+def _perform(
+    action: str,
+    storage: dict[str, Any],
+    storage_id: str,
+    directory: str = "",
+    names: Sequence[str] | None = None,
+    globs: Sequence[str] = (),
+) -> Any:
+    from determined import errors
+    from determined.common import storage as managers
+
+    manager = managers.build(storage, container_path=None)
+    if action == "check":
+        managers.validate_manager(manager)
+    elif action == "upload":
+        manager.upload(directory, storage_id, set(names or ()))
+    elif action == "download":
+
+        def is_wanted(name: str) -> bool:
+            return not name.startswith("../") and (names is None or name in names)
+
+        manager.download(storage_id, directory, is_wanted)
+    else:
+        is_whole = ALL_FILES in globs
+        with contextlib.suppress(errors.CheckpointNotFound):
+            if is_whole:
+                manager.delete(storage_id, [MARKER_NAME])
+            return manager.delete(storage_id, [ALL_FILES] if is_whole else list(globs))
+        return {}
+    return None
+
+
+if __name__ == "__main__":
+    main()
