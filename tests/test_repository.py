@@ -339,7 +339,11 @@ def test_the_proof_on_a_gpu_refuses_what_is_no_interpreter(tmp_path: Path) -> No
 
 
 EXTRAS = {
-    "huggingface": ("dstrial/integrations/huggingface", "dstrial/integrations/accelerate"),
+    "huggingface": (
+        "dstrial/integrations/huggingface",
+        "dstrial/integrations/accelerate",
+        "dstrial/cli/templates",
+    ),
     "ray": ("dstrial/ray",),
 }
 """Which packages of ours each extra is for; everything else imports the core's distributions only."""

@@ -8,56 +8,112 @@ at top level.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import NoReturn
 
 import dstrial
 from dstrial.cli.streams import to_null_device
 from dstrial.errors import DstrialError
 from dstrial.process_state import open_closed_streams
 
-COMMANDS = {
-    "backup": "copy the master's database, also while it runs",
-    "check": "check an experiment config and its DeepSpeed config; starts nothing",
-    "checkpoint": "inspect, verify, compare, export and reshape checkpoints",
-    "convert": "convert another tool's config to an experiment config",
-    "doctor": "check whether this machine can train, with --train by a test run",
-    "down": "stop all trials with a checkpoint and end the master",
-    "dsat": "tune the DeepSpeed configuration of an experiment",
-    "hosts": "check whether the hosts of a hostfile can train together",
-    "login": "log det in to the master of this machine, without a password",
-    "logs": "print the master's own log",
-    "memory": "predict a model's memory, and whether it needs several devices",
-    "restore": "restore the master's database from a backup",
-    "run": "train one experiment on this machine and follow it",
-    "status": "show the master's address, slots, experiments and disk use",
-    "up": "start the master of this machine in the background",
-    "webhook": "manage webhooks: HTTP requests on events of experiments",
+COMMAND_GROUPS = {
+    "train": {
+        "init": "write a new project that trains",
+        "check": "check an experiment config and its DeepSpeed config; starts nothing",
+        "run": "train one experiment on this machine and follow it",
+        "list": "list the experiments of this machine's master",
+        "show": "show an experiment and its trials",
+        "kill": "end experiments without a checkpoint",
+    },
+    "tune": {
+        "dsat": "tune the DeepSpeed configuration of an experiment",
+        "memory": "predict a model's memory, and whether it needs several devices",
+    },
+    "checkpoints": {
+        "checkpoint": "inspect, verify, compare, export and reshape checkpoints",
+        "convert": "convert another tool's config to an experiment config",
+    },
+    "master": {
+        "up": "start the master of this machine in the background",
+        "down": "stop all trials with a checkpoint and end the master",
+        "status": "show the master's address, slots, experiments and disk use",
+        "logs": "print the master's own log",
+        "login": "log det in to the master of this machine, without a password",
+        "backup": "copy the master's database, also while it runs",
+        "restore": "restore the master's database from a backup",
+        "webhook": "manage webhooks: HTTP requests on events of experiments",
+    },
+    "machine": {
+        "doctor": "check whether this machine can train, with --train by a test run",
+        "hosts": "check whether the hosts of a hostfile can train together",
+    },
 }
-"""Name of each subcommand -> its line in the help."""
+"""Title of a group in the help -> name of each subcommand -> its line in the help."""
+COMMANDS = {name: text for group in COMMAND_GROUPS.values() for name, text in group.items()}
 
-_MASTER_COMMANDS = ("backup", "down", "login", "logs", "restore")  # all in module ``master``
+_MODULES = {
+    **dict.fromkeys(("backup", "down", "login", "logs", "restore"), "master"),
+    **dict.fromkeys(("list", "show", "kill"), "experiments"),
+}
+"""Subcommand -> its module, for modules of several subcommands."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that suggests the nearest command or option for a misspelt word."""
+
+    subcommands: Mapping[str, argparse.ArgumentParser] = {}
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
+        if wrong is not None:
+            helps = [parser.format_help() for parser in (self, *self.subcommands.values())]
+            options = re.findall(r"--[a-z][a-z-]*", "".join(helps))
+            choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
+            word = wrong[1] or wrong[2].partition("=")[0]
+            near = difflib.get_close_matches(word, choices or options, n=1)
+            if near:
+                message = f"{message.partition(' (choose from')[0]}; did you mean {near[0]}?"
+        super().error(message)
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dstrial", description="Determined-style trials for DeepSpeed.")
+    """Return the parser of all subcommands; only ``command`` gets its arguments."""
+    width = max(map(len, COMMANDS))
+    listing = "".join(
+        f"\n{title}:\n" + "".join(f"  {name:<{width}}  {text}\n" for name, text in group.items())
+        for title, group in COMMAND_GROUPS.items()
+    )
+    parser = _Parser(
+        prog="dstrial",
+        usage="dstrial COMMAND ...",
+        description=f"Determined-style trials for DeepSpeed.\n{listing}",
+        epilog="`dstrial COMMAND --help` shows the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"dstrial {dstrial.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, help_text in COMMANDS.items():
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+    )
+    for name in COMMANDS:
         if name != command:
-            subparsers.add_parser(name, help=help_text)
-        elif name in _MASTER_COMMANDS:
-            _module(name).add_parser(subparsers, name, help_text)
+            subparsers.add_parser(name)
+        elif name in _MODULES:
+            _module(name).add_parser(subparsers, name, COMMANDS[name])
         else:
             _module(name).add_parser(subparsers)
+    parser.subcommands = subparsers.choices
     return parser
 
 
 def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"dstrial.cli.{'master' if command in _MASTER_COMMANDS else command}")
+    return importlib.import_module(f"dstrial.cli.{_MODULES.get(command, command)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +123,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     open_closed_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        import argcomplete
+
+        words = os.environ.get("COMP_LINE", "").split()
+        argcomplete.autocomplete(build_parser(next((word for word in words if word in COMMANDS), None)))
     command = next((word for word in argv if word in COMMANDS), None)
     args = build_parser(command).parse_args(_with_defaults(command, argv))
     module = _module(args.command)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from dstrial.cli.experiments import session
 from dstrial.cli.streams import det_for, text_table
 from dstrial.cli.up import add_state_dir_argument, require_running
-from dstrial.errors import MasterError, RequestError
+from dstrial.errors import RequestError
 from dstrial.master.client import Client
-from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.master.state_directory import StateDirectory
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -104,21 +104,9 @@ def main(args: argparse.Namespace) -> int:
         "delete": _delete,
         "test": _test,
     }[args.action]
-    with _session(record, args.user) as client:
+    with session(record, args.user) as client:
         sys.stdout.write(perform(client, args))
     return 0
-
-
-@contextlib.contextmanager
-def _session(record: MasterRecord, username: str) -> Iterator[Client]:
-    from dstrial.master.login import new_token
-
-    client = Client(record.address, new_token(record, username))
-    try:
-        yield client
-    finally:
-        with contextlib.suppress(MasterError):
-            client.post("/api/v1/auth/logout")
 
 
 def _create(client: Client, args: argparse.Namespace) -> str:

@@ -33,6 +33,21 @@ def test_wrong_usage_exits_with_2(arguments):
     assert "usage: dstrial" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (("rnu",), "run"),
+        (("checkpoint", "inspct"), "inspect"),
+        (("run", "exp.yaml", "--confg", "a=1"), "--config"),
+    ],
+)
+def test_misspelt_word_names_the_nearest(arguments, near):
+    result = run(*arguments)
+
+    assert result.returncode == 2
+    assert f"did you mean {near}?" in result.stderr
+
+
 @pytest.mark.parametrize("slots", ["0", "x", "1.5"])
 @pytest.mark.parametrize("command", ["check", "run"])
 def test_slots_that_are_no_number_are_explained(command, slots):

@@ -1,0 +1,169 @@
+"""``dstrial list``, ``show`` and ``kill``: experiments of this machine's master."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dstrial.cli.up import add_state_dir_argument, require_running
+from dstrial.errors import MasterError
+from dstrial.master.client import Client
+from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.visible_text import visible
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_DEEPSPEED_KEYS = ("deepspeed_config", "overwrite_deepspeed_args")
+_TRIALS_SHOWN = 100  # rows of `dstrial show`, best first
+_DESCRIPTIONS = {
+    "list": "List the newest experiments of this machine's master: those of `dstrial run` and of `det experiment create`.",
+    "show": "Show an experiment and its trials, the best first.",
+    "kill": "End experiments at once, without a checkpoint. Ctrl-C in `dstrial run` and `det experiment pause` save one.",
+}
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser], command: str, help_text: str) -> None:
+    parser = subparsers.add_parser(command, help=help_text, description=_DESCRIPTIONS[command])
+    if command == "list":
+        parser.add_argument(
+            "-n", "--limit", type=int, default=20, metavar="N", help="the newest N (default: %(default)s)"
+        )
+        parser.add_argument("--all", action="store_true", help="also archived experiments")
+    elif command == "show":
+        parser.add_argument("id", type=int, metavar="ID", help="number of the experiment")
+    else:
+        parser.add_argument("ids", type=int, nargs="+", metavar="ID", help="numbers of the experiments")
+    if command != "kill":
+        parser.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+    add_state_dir_argument(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    run: Callable[[Client, argparse.Namespace], None] = {"list": _list, "show": _show, "kill": _kill}[
+        args.command
+    ]
+    with session(require_running(StateDirectory.choose(args.state_dir)), "determined") as client:
+        run(client, args)
+    return 0
+
+
+@contextlib.contextmanager
+def session(record: MasterRecord, username: str) -> Iterator[Client]:
+    """Log in to this machine's master as a user; log out at the end."""
+    from dstrial.master.login import new_token
+
+    client = Client(record.address, new_token(record, username))
+    try:
+        yield client
+    finally:
+        with contextlib.suppress(MasterError):
+            client.post("/api/v1/auth/logout")
+
+
+def _list(client: Client, args: argparse.Namespace) -> None:
+    query = {"limit": args.limit, "orderBy": "ORDER_BY_DESC", "archived": None if args.all else "false"}
+    found = client.get("/api/v1/experiments", **query)["experiments"]
+    if args.as_json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return
+    rows = [
+        (
+            str(one["id"]),
+            one["name"],
+            _state(one),
+            _progress(one),
+            str(one["numTrials"]),
+            _age(one["startTime"]),
+        )
+        for one in found
+    ]
+    _print_table(("id", "name", "state", "progress", "trials", "started"), rows, "no experiments")
+
+
+def _show(client: Client, args: argparse.Namespace) -> None:
+    experiment = client.get(f"/api/v1/experiments/{args.id}")["experiment"]
+    searcher = experiment["config"].get("searcher", {})
+    order = "ORDER_BY_ASC" if searcher.get("smaller_is_better", True) else "ORDER_BY_DESC"
+    path = f"/api/v1/experiments/{args.id}/trials"
+    trials = client.get(path, limit=_TRIALS_SHOWN, sortBy="SORT_BY_BEST_VALIDATION_METRIC", orderBy=order)[
+        "trials"
+    ]
+    if args.as_json:
+        sys.stdout.write(json.dumps({"experiment": experiment, "trials": trials}, indent=2) + "\n")
+        return
+    metric = str(searcher.get("metric", ""))
+    facts = [
+        ("experiment", f"{args.id}, {visible(experiment['name'])}"),
+        ("state", f"{_state(experiment)}, {_progress(experiment)}, started {_age(experiment['startTime'])}"),
+        ("searcher", f"{searcher.get('name', '')}, {visible(metric)}"),
+    ]
+    sys.stdout.write("".join(f"{name + ':':<13}{text}\n" for name, text in facts))
+    rows = [
+        (
+            str(one["id"]),
+            _state(one),
+            str(one.get("totalBatchesProcessed", 0)),
+            _metric(one.get("bestValidation"), metric),
+            _metric(one.get("latestValidation"), metric),
+            ", ".join(
+                f"{name} {value}" for name, value in one["hparams"].items() if name not in _DEEPSPEED_KEYS
+            ),
+        )
+        for one in trials
+    ]
+    _print_table(
+        ("trial", "state", "batches", "best", "latest", "hyperparameters"),
+        rows,
+        "no trials",
+    )
+
+
+def _kill(client: Client, args: argparse.Namespace) -> None:
+    for experiment_id in args.ids:
+        client.post(f"/api/v1/experiments/{experiment_id}/kill")
+        sys.stdout.write(f"experiment {experiment_id}: killed\n")
+
+
+def _state(one: Mapping[str, Any]) -> str:
+    return str(one["state"]).removeprefix("STATE_").lower()
+
+
+def _progress(one: Mapping[str, Any]) -> str:
+    done = 1.0 if one["state"] == "STATE_COMPLETED" else one.get("progress") or 0.0
+    return f"{100 * done:.0f} %"
+
+
+def _metric(validation: Mapping[str, Any] | None, name: str) -> str:
+    value = ((validation or {}).get("metrics") or {}).get("avgMetrics", {}).get(name)
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _age(started: str) -> str:
+    passed = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(
+        started.replace("Z", "+00:00")
+    )
+    seconds = max(int(passed.total_seconds()), 0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length} {unit} ago"
+    return f"{seconds} s ago"
+
+
+def _print_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], nothing: str) -> None:
+    if not rows:
+        sys.stdout.write(f"{nothing}\n")
+        return
+    table = Table(*heads, box=box.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*(visible(cell) for cell in row))
+    Console(markup=False).print(table)

@@ -1,0 +1,56 @@
+"""``dstrial init``: write a new project that trains."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrial.errors import DstrialError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_IGNORED = "runs/\n"  # `det` packs the context directory without what .detignore names
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "init",
+        help="write a new project that trains",
+        description="Write a small project that trains as it is: experiment config, DeepSpeed config and training code.",
+    )
+    parser.add_argument(
+        "directory", metavar="DIR", nargs="?", default=".", help="where (default: this directory)"
+    )
+    parser.add_argument(
+        "--template",
+        choices=("trial", "pipeline", "trainer", "accelerate"),
+        default="trial",
+        help="a DeepSpeedTrial, one with a pipeline, a script with Hugging Face's Trainer, or an Accelerate loop "
+        "(default: %(default)s)",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Copy a template; existing files are not overwritten."""
+    target = Path(args.directory)
+    files = sorted(path for path in (_TEMPLATES / args.template).iterdir() if path.is_file())
+    taken = [path.name for path in files if (target / path.name).exists()]
+    if taken:
+        raise DstrialError(
+            f"{target} already has {', '.join(taken)}; expected a directory without. Name another directory: "
+            f"dstrial init {target / 'project'} --template {args.template}."
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    for path in files:
+        shutil.copyfile(path, target / path.name)
+    if not (target / ".detignore").exists():
+        (target / ".detignore").write_text(_IGNORED)
+    inside = "" if target.resolve() == Path.cwd() else f"cd {args.directory} && "
+    names = ", ".join(path.name for path in files)
+    sys.stdout.write(f"wrote {names} into {target}\ntrain with: {inside}dstrial run exp.yaml .\n")
+    return 0
