@@ -30,7 +30,12 @@ from dstrial.trial.runtime import ModelParallelUnit
 
 PACKAGE = Path(dstrial.__file__).parent
 INTERNALS = PACKAGE / "engine" / "deepspeed_internals"
-MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.is_relative_to(INTERNALS)]
+TEMPLATES = PACKAGE / "cli" / "templates"  # users' code
+MODULES = [
+    path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if not path.is_relative_to(INTERNALS) and not path.is_relative_to(TEMPLATES)
+]
 RELEASE = Version(importlib.metadata.version("deepspeed"))
 SHAPES = [[3], [3, 9], [9], [9], [9], [9], [9, 6], [9, 9]]
 

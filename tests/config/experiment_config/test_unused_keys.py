@@ -8,6 +8,7 @@ from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.schema import EXPERIMENT
 
 USED = {
+    "checkpoint_storage.type",  # the test sets a type other than shared_fs
     "checkpoint_policy",
     "data",
     "entrypoint",
