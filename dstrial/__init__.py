@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dstrial.config.merge import overwrite_deepspeed_config
     from dstrial.errors import ConfigError, DstrialError
     from dstrial.loop.boundaries import FitResult
+    from dstrial.results import runs
     from dstrial.runtime import core_context
     from dstrial.trainer import Trainer, init
     from dstrial.trial.context import DeepSpeedTrialContext
@@ -53,6 +54,8 @@ __all__ = [
     "init",
     "Trainer",
     "FitResult",
+    # results of runs as data
+    "runs",
     # for scripts with their own training loop
     "core_context",
     # Determined's DataLoader, with pinned memory if there is an accelerator
@@ -96,6 +99,7 @@ _HOMES = {
     "make_data_parallel_mpu": "dstrial.trial.runtime",
     "make_deepspeed_mpu": "dstrial.trial.runtime",
     "overwrite_deepspeed_config": "dstrial.config.merge",
+    "runs": "dstrial.results",
     "samplers": "determined.pytorch",
 }
 

@@ -345,6 +345,7 @@ EXTRAS = {
         "dstrial/cli/templates",
     ),
     "ray": ("dstrial/ray",),
+    "results": ("dstrial/results.py",),
 }
 """Which packages of ours each extra is for; everything else imports the core's distributions only."""
 
@@ -398,7 +399,8 @@ def imported_in(path: Path) -> set[str]:
 def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
     """Return the names of the distributions whose modules are imported anywhere in the files of folders."""
     names = set()
-    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+    paths = (path for folder in folders for path in [ROOT / folder, *(ROOT / folder).rglob("*.py")])
+    for path in (path for path in paths if path.is_file()):
         if path.is_relative_to(ROOT / "dstrial/master/backends/site") or any(
             path.is_relative_to(ROOT / folder) for folder in without
         ):

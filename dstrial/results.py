@@ -1,0 +1,240 @@
+"""Read trainings back as data: metrics, best checkpoint, plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrial.config.documents import read_yaml
+from dstrial.errors import DstrialError
+from dstrial.local.checkpoint_directory import list_checkpoints
+from dstrial.local.run_directory import RunDirectory, default_runs_dir
+from dstrial.master.client import Client
+from dstrial.master.login import new_token
+from dstrial.master.state_directory import StateDirectory
+
+if TYPE_CHECKING:
+    import pandas
+
+_ROW_KEYS = ("steps_completed", "time")  # columns besides the metrics
+_GROUPS = ("training", "validation")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BestCheckpoint:
+    """The checkpoint with the best validation of a run.
+
+    Attributes:
+        uuid: name of the checkpoint, for ``dstrial checkpoint export UUID``.
+        batches: trained batches at the checkpoint.
+        value: value of the searcher's metric there.
+        path: directory of the checkpoint; None if only the master knows it.
+    """
+
+    uuid: str
+    batches: int
+    value: float
+    path: Path | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training: a run directory, or a trial of this machine's master.
+
+    Attributes:
+        name: name of the experiment.
+        state: ``completed``, ``running``, ``error`` and so on.
+        config: the experiment config.
+        hyperparameters: the values that the run trains with.
+        path: the run directory; None for a trial of a master.
+        trial_id: number of the trial; None for a run directory.
+    """
+
+    name: str
+    state: str
+    config: Mapping[str, Any] = dataclasses.field(repr=False)
+    hyperparameters: Mapping[str, Any]
+    path: Path | None = None
+    trial_id: int | None = None
+    state_directory: StateDirectory | None = dataclasses.field(default=None, repr=False)
+
+    def metrics(self, group: str | None = None) -> pandas.DataFrame:
+        """Return the reported metrics, a row per report.
+
+        Columns are ``group``, ``steps_completed`` (batches), ``time`` (UTC) and one per metric. ``group`` is ``training``,
+        ``validation`` or a name that the training reports by; None returns training and validation.
+
+        Raises:
+            DstrialError: pandas is missing, or the master cannot be reached.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise DstrialError(
+                'metrics as a table need pandas, which is not installed. Install it: pip install "dstrial[results]".'
+            ) from error
+        rows = [row for row in self._rows if row["group"] in (_GROUPS if group is None else (group,))]
+        table = pandas.DataFrame(
+            [{key: row[key] for key in ("group", *_ROW_KEYS)} | row["metrics"] for row in rows]
+        )
+        return table if rows else pandas.DataFrame(columns=["group", *_ROW_KEYS])
+
+    def best(self) -> BestCheckpoint | None:
+        """Return the checkpoint with the best validation; None if no checkpoint has one."""
+        searcher = self.config.get("searcher") or {}
+        metric, sign = searcher.get("metric"), 1 if searcher.get("smaller_is_better", True) else -1
+        values = {
+            row["steps_completed"]: row["metrics"][metric]
+            for row in self._rows
+            if row["group"] == "validation" and isinstance(row["metrics"].get(metric), (int, float))
+        }
+        found = [
+            BestCheckpoint(uuid, batches, values[batches], path)
+            for uuid, batches, path in self._checkpoints()
+            if batches in values
+        ]
+        return min(found, key=lambda one: (sign * one.value, one.batches), default=None)
+
+    def plot(self, *names: str) -> Any:
+        """Plot metrics over batches; return matplotlib's ``Axes``.
+
+        Without ``names``, losses and the searcher's metric are plotted.
+
+        Raises:
+            DstrialError: matplotlib is missing.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise DstrialError(
+                'a plot needs matplotlib, which is not installed. Install it: pip install "dstrial[results]".'
+            ) from error
+        searched = (self.config.get("searcher") or {}).get("metric")
+        axes = pyplot.figure().subplots()
+        for group in _GROUPS:
+            rows = [row for row in self._rows if row["group"] == group]
+            known = dict.fromkeys(name for row in rows for name in row["metrics"])
+            for name in names or [name for name in known if "loss" in name or name == searched]:
+                points = [
+                    (row["steps_completed"], row["metrics"][name]) for row in rows if name in row["metrics"]
+                ]
+                if points:
+                    axes.plot(*zip(*points, strict=True), label=f"{name} ({group})")
+        axes.set(xlabel="batches", title=self.name)
+        if axes.lines:
+            axes.legend()
+        return axes
+
+    @functools.cached_property
+    def _rows(self) -> list[dict[str, Any]]:
+        if self.path is not None:
+            file = RunDirectory(self.path).metrics_path
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+            return [
+                json.loads(line) for line in lines if line.endswith("\n")
+            ]  # the last line may be under way
+        messages = self._client().stream("/api/v1/trials/metrics/trial_metrics", trialIds=[self.trial_id])
+        return [
+            {
+                "group": report["group"],
+                "steps_completed": report["totalBatches"],
+                "time": report["endTime"],
+                "metrics": report["metrics"].get("avg_metrics")
+                or report["metrics"].get("validation_metrics")
+                or {},
+            }
+            for message in messages
+            for report in message["metrics"]
+        ]
+
+    def _checkpoints(self) -> list[tuple[str, int, Path | None]]:
+        if self.path is not None:
+            stored = list_checkpoints(RunDirectory(self.path).checkpoints_path)
+            return [(one.uuid, one.steps_completed, one.path) for one in stored]
+        found = self._client().get(f"/api/v1/trials/{self.trial_id}/checkpoints", limit=0)["checkpoints"]
+        return [
+            (one["uuid"], int(one["metadata"]["steps_completed"]), None)
+            for one in found
+            if one["state"] == "STATE_COMPLETED"
+        ]
+
+    def _client(self) -> Client:
+        assert self.state_directory is not None
+        return _client_of(self.state_directory)
+
+
+def runs(
+    name: str | None = None,
+    *,
+    experiment: int | None = None,
+    runs_dir: str | os.PathLike[str] | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
+) -> list[Run]:
+    """Return trainings, the newest first: run directories, or an experiment's trials.
+
+    Args:
+        name: name of the experiment; None returns the runs of all names.
+        experiment: number of an experiment of this machine's master, whose trials are returned.
+        runs_dir: directory of all runs; None means ``$DSTRIAL_RUNS_DIR`` or ``runs``.
+        state_dir: state directory of the master; None means the default.
+
+    Raises:
+        DstrialError: no master runs, or the master has no such experiment.
+    """
+    if experiment is not None:
+        return _trials(experiment, StateDirectory.choose(None if state_dir is None else str(state_dir)))
+    found = []
+    for record_path in default_runs_dir(runs_dir).absolute().glob("*/*/run.json"):
+        directory = RunDirectory(record_path.parent)
+        record = directory.read_record()
+        if name in (None, record.name):
+            config = read_yaml(directory.experiment_config_path, str(directory.experiment_config_path)).value
+            found.append(
+                (
+                    record.started,
+                    Run(record.name, record.state.value, config, _values(config), directory.path),
+                )
+            )
+    return [run for _, run in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def _trials(experiment_id: int, state: StateDirectory) -> list[Run]:
+    client = _client_of(state)
+    experiment = client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]
+    trials = client.get(f"/api/v1/experiments/{experiment_id}/trials", limit=0, orderBy="ORDER_BY_DESC")[
+        "trials"
+    ]
+    return [
+        Run(
+            experiment["name"],
+            one["state"].removeprefix("STATE_").lower(),
+            experiment["config"],
+            one["hparams"],
+            trial_id=one["id"],
+            state_directory=state,
+        )
+        for one in trials
+    ]
+
+
+def _client_of(state: StateDirectory) -> Client:
+    record = state.running()
+    if record is None:
+        raise DstrialError(
+            f"no master is running with state directory {state.path}; expected one. Start it with `dstrial up`."
+        )
+    return Client(record.address, new_token(record, "determined"))
+
+
+def _values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with constants written as plain values."""
+    given = config.get("hyperparameters") or {}
+    return {
+        name: spec["val"] if isinstance(spec, Mapping) and spec.get("type") == "const" else spec
+        for name, spec in given.items()
+    }
