@@ -79,7 +79,7 @@ _BLOCKS_ATTRIBUTE = "_dstrial_blocks"
 
 @dataclasses.dataclass(slots=True)
 class _LoopOfBlocks:
-    """State of a loop that enters a new reporting block for each step."""
+    """A user's training loop that enters a new reporting block for each step."""
 
     core_context: Any
     op: Any
@@ -154,7 +154,7 @@ def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
 
 @contextlib.contextmanager
 def failures_reported(timer: StepTimer) -> Iterator[None]:
-    """Print exceptions of the block as a failure line for the search, and re-raise."""
+    """Print the block's exception as a failure line for the search, and re-raise it."""
     try:
         yield
     except SystemExit as exit_:
