@@ -133,7 +133,7 @@ def _has_key() -> bool:
 
 
 def next_step(step: int, before: int | None, batch: int) -> int:
-    """Return W&B's step for a report: ``batch``, or the next free step; pure.
+    """Return W&B's step for a report of ``batch``: the batch, or the next free step.
 
     ``step`` and ``before`` are the step and the batch of the last report. Two reports of one batch share a step, because W&B
     merges them into one row.
