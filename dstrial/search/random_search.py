@@ -12,7 +12,7 @@ from dstrial.search.random_state import SearchRandom
 
 
 class _Independent(abc.ABC):
-    """Base of searches whose trials do not depend on each other's metrics."""
+    """Base of searches that create trials independently of other trials' metrics."""
 
     def __init__(self, max_trials: int, max_concurrent_trials: int) -> None:
         self._max_trials = max_trials
