@@ -33,7 +33,7 @@ _MAX_PARAMS = 100
 
 
 class MLflowLogger:
-    """Logs to MLflow (source: mlflow 3.17)."""
+    """Logs a run's reports to MLflow (source: mlflow 3.17)."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options

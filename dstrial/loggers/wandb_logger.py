@@ -32,7 +32,7 @@ _MIN_FREE_BYTES = 2**20
 
 
 class WandbLogger:
-    """Logs to Weights & Biases (source: wandb 0.29 and 0.31)."""
+    """Logs a run's reports to Weights & Biases (source: wandb 0.29 and 0.31)."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options

@@ -101,7 +101,7 @@ class SingleSearch(RandomSearch):
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return the one trial, which trains its full length."""
+        """Return a single entry: one trial that trains its full length."""
         del config
         return (PreviewedTrials(1),)
 

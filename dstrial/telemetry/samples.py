@@ -70,7 +70,7 @@ class RankSample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """The measured maximum FLOP/s of a device in matrix products."""
+    """The measured maximum FLOP/s of one device in matrix products of one type."""
 
     flops_per_s: float  # measured on this machine
     device: str

@@ -19,7 +19,7 @@ class Link:
     bytes_per_s: float  # of the whole tensor, all ranks together
 
     def seconds(self, num_calls: float, num_bytes: float) -> tuple[float, float]:
-        """Return (seconds of moving bytes, seconds of calls)."""
+        """Return (seconds of moving the bytes, seconds of starting the calls)."""
         return num_bytes / self.bytes_per_s, num_calls * self.latency_s
 
 

@@ -53,7 +53,7 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HardwarePlan:
-    """Predictions for hardware that is not at hand."""
+    """The predictions of ``dsat plan`` for hardware that this machine need not have."""
 
     rows: tuple[PlanRow, ...]  # fitting ones, the fastest first; then the others by missing memory
     best: tuple[PlanRow, ...]  # the fastest three of all structures

@@ -182,7 +182,7 @@ class Predictor:
         return memory.probability_to_fit(self.capacity_bytes)
 
     def cost(self, candidate: Candidate, outcome: Outcome | None) -> float | None:
-        """Return the measured cost in the unit of ``Prediction.cost``; None if unmeasured."""
+        """Return a measured cost, usually in seconds per record; None if unmeasured."""
         if not isinstance(outcome, Measured):
             return None
         if self._phase is not None:

@@ -88,7 +88,7 @@ class _LoopOfBlocks:
     is_finished: bool = False
 
     def begin(self) -> None:
-        """Share the timer with later blocks; report when the core context closes."""
+        """Make later blocks use the same timer; report when the core context closes."""
         setattr(self.core_context, _BLOCKS_ATTRIBUTE, self)
         # Contexts of Determined 0.23 have no close(); there, a loop has to make enough steps.
         close = getattr(self.core_context, "close", None)

@@ -115,7 +115,7 @@ class Space:
 
     @property
     def bytes_per_value(self) -> int:
-        """Bytes per value: 2 in half precision (fp16 or bf16), else 4."""
+        """Bytes of a parameter or gradient: 2 in half precision (fp16 or bf16), else 4."""
         return width_of(self._effective)
 
     def own(self) -> Candidate:
