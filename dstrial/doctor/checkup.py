@@ -29,7 +29,7 @@ _CHECK_DEADLINE_S = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckupOptions:
-    """Options of ``dstrial doctor``; None means the default directory."""
+    """Options of ``dstrial doctor``; a directory of None means the default one."""
 
     is_fast: bool = False  # skip importing libraries
     state_dir: str | None = None
@@ -106,7 +106,7 @@ def _directories(options: CheckupOptions, state: StateDirectory) -> list[tuple[s
 
 
 def _slot_kind(hardware: devices.Hardware, environ: dict[str, str]) -> str:
-    """Return the kind of slots of a master started now."""
+    """Return the kind of slots that a master started now would have, such as ``cuda``."""
     if environ.get("DS_ACCELERATOR") == "cpu":
         return "cpu"
     if devices.visible(hardware, environ)[0]:

@@ -37,7 +37,7 @@ class Compilers:
 
 
 def measure() -> Compilers:
-    """Find this machine's compilers in the way of torch 2.13's ``cpp_extension``."""
+    """Find this machine's compilers as torch 2.13's ``cpp_extension`` would."""
     cxx = os.environ.get("CXX", "c++")
     headers = sysconfig.get_paths()["include"]
     nvcc = _nvcc()

@@ -170,9 +170,9 @@ def _text(value: str | bytes) -> str:
 
 
 def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return (UUIDs, [first invalid entry]) of ``CUDA_VISIBLE_DEVICES``.
+    """Return the UUIDs of visible NVIDIA devices, and the first invalid entry, if any.
 
-    CUDA ignores all entries after an invalid one.
+    Both follow from ``CUDA_VISIBLE_DEVICES``. CUDA ignores all entries after an invalid one.
     """
     whole = [device.uuid for device in hardware.devices if not device.is_mig]
     instances = [uuid for device in hardware.devices for uuid in device.mig_uuids]

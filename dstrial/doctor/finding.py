@@ -58,7 +58,7 @@ def count(groups: Iterable[Group]) -> dict[Status, int]:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which process names may contain."""
+    """Return text with control characters, which process names may contain, as codes."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
@@ -114,5 +114,5 @@ class Background(Generic[T]):
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """Return the call's result, or raise ``NoAnswerError`` after ``timeout_s``."""
+    """Return the result of ``call``, or raise ``NoAnswerError`` after ``timeout_s``."""
     return Background(call).result(timeout_s)

@@ -104,7 +104,7 @@ def _operator_status(name: str, builder: Any, *, is_prebuilt: bool) -> str:
 
 
 def _python() -> str:
-    """Return the name of this Python in torch 2.13's ``_get_build_directory``."""
+    """Return this Python's name in the directories of torch's compiled extensions."""
     return f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
 
 

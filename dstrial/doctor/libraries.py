@@ -107,7 +107,10 @@ def import_all(deadline_s: float) -> Libraries:
 
 
 def read_probe(output: str, errors: str, return_code: int | None, deadline_s: float) -> Libraries:
-    """Parse the probe's output; ``return_code`` is None if it missed the deadline."""
+    """Parse the output of the process that imports the libraries.
+
+    ``errors`` is its standard error. ``return_code`` is None if the process was killed at the deadline.
+    """
     current = ""
     values: dict[str, dict[str, Any]] = {}
     seconds: dict[str, float] = {}
@@ -137,7 +140,6 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
 
 
 def _import_failure(library: str, errors: str, return_code: int | None, deadline_s: float) -> ImportFailure:
-    """Describe an import that hung or crashed."""
     if return_code is None or "Timeout (" in errors:
         frames = re.findall(r'^  File "(.+?)", line (\d+) in (.+)$', errors, re.MULTILINE)
         own = [frame for frame in frames if not frame[0].startswith("<")]
@@ -152,7 +154,7 @@ def _import_failure(library: str, errors: str, return_code: int | None, deadline
 def judge(
     libraries: Libraries, installed: Mapping[str, str], hardware: Hardware, environ: Mapping[str, str]
 ) -> list[Finding]:
-    """Return findings on the libraries; ``installed``: normalised name -> version."""
+    """Return findings on the libraries; ``installed`` has package name -> version."""
     findings = [_judge_failure(failure) for failure in libraries.failures]
     torch, deepspeed, determined = libraries.torch, libraries.deepspeed, libraries.determined
     if torch is not None:
@@ -212,7 +214,7 @@ def _timing(libraries: Libraries, library: str) -> str:
 
 
 def _judge_copies(name: str, imported: TorchBuild | Package, installed: Mapping[str, str]) -> list[Finding]:
-    """Report a second copy of a library, found by its different version."""
+    """Report that another copy of a library is imported than the installed one."""
     said = installed.get(name)
     if said is None or said.partition("+")[0] == imported.version.partition("+")[0]:
         return []

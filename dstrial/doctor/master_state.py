@@ -56,7 +56,7 @@ def measure(state: StateDirectory) -> MasterState:
 
 
 def _answer(record: MasterRecord) -> str:
-    """Send a request to a master; return an error text, empty for a good response."""
+    """Send a request to a master; return an error text, empty for a correct response."""
     try:
         info = within(_ANSWER_TIMEOUT_S, lambda: Client(record.address).get("/info"))
     except (NoAnswerError, MasterError) as error:
@@ -76,7 +76,10 @@ def _is_free(port: int) -> bool:
 
 
 def judge(master: MasterState, *, version: str, accelerator: str) -> list[Finding]:
-    """Return findings; ``accelerator`` is the kind of slots of a master started now."""
+    """Return findings on the running master and its state directory.
+
+    ``version`` is dstrial's. ``accelerator`` is the kind of slots that a master started now would have.
+    """
     if master.error:
         return [problem("state directory", master.error, "Name another directory with --state-dir.")]
     return [*_judge_process(master, version, accelerator), *_judge_directory(master)]

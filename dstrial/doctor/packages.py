@@ -67,7 +67,7 @@ def measure() -> PythonEnvironment:
 
 
 def requirements(asked: Sequence[str], installed: Mapping[str, str]) -> list[Requirement]:
-    """Parse ``Requires-Dist`` lines; compare them with installed versions."""
+    """Compare the ``Requires-Dist`` lines ``asked`` with the ``installed`` versions."""
     from packaging.requirements import Requirement as Parsed
 
     found = []
@@ -96,7 +96,7 @@ def normalized(name: str) -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of installed packages by normalised name."""
+    """Return normalised package name -> version of all installed packages."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]

@@ -131,7 +131,10 @@ class Proof:
         self._step("speed and memory", self._speed)
 
     def _step(self, name: str, call: Callable[[], tuple[str, Any]]) -> Any:
-        """Run a step, record its result; return the second value of ``call``, or None."""
+        """Run a step and record its result; return its value, or None if it failed.
+
+        ``call`` returns (text for the user, value).
+        """
         began_s = time.monotonic()
         status: StepStatus = "failed"
         found, output = None, ""
@@ -165,7 +168,10 @@ class Proof:
         return f"{_END} batches of ZeRO {_STAGE}, {self._target}: {fell}, saved at {_SAVED_AT}", run
 
     def _resume(self, trained: RunDirectory, stage: int, bound: float) -> tuple[str, None]:
-        """Resume the first run's checkpoint; compare the losses of both runs."""
+        """Resume the first run's checkpoint in a ZeRO stage; compare both runs' losses.
+
+        ``bound`` is the largest relative difference; 0 requires equal bits. Returns (text for the user, None).
+        """
         checkpoint = _checkpoint_at(trained, _SAVED_AT)
         run = self._launch(f"stage-{stage}", stage, DSTRIAL_RESUME=str(checkpoint))
         expected = {batch: loss for batch, loss in _losses(trained).items() if batch > _SAVED_AT}
@@ -211,7 +217,7 @@ class Proof:
         return RunDirectory.open(record.parent)
 
     def _run(self, words: Sequence[str], name: str, **variables: str) -> str:
-        """Run ``python -m`` with these words; return the output."""
+        """Run ``python -m`` with ``words`` and environment variables; return the output."""
         left_s = self._ends_at_s - time.monotonic()
         if left_s < _MIN_STEP_S:
             raise _out_of_time()

@@ -53,7 +53,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT whose forward pass maps characters and next characters to the mean loss.
 
-    Both are int64 (records, block_size).
+    Both are int64 tensors of shape (records, block_size).
     """
 
     def __init__(

@@ -46,7 +46,10 @@ class Directory:
 
 
 def measure(places: Sequence[tuple[str, Path]]) -> list[Directory | Finding]:
-    """Inspect directories given by (name, path); return a finding for one that hangs."""
+    """Inspect directories, given as (name, path), and their file systems.
+
+    A directory that cannot be inspected, or whose file system hangs, gives a finding instead.
+    """
     found: list[Directory | Finding] = []
     for name, path in places:
         try:

@@ -84,8 +84,8 @@ def _driver_too_old(cuda: str, hardware: Hardware) -> Finding | None:
 def has_kernels(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
     """Return whether a torch build runs on a device of this compute capability.
 
-    ``sm_90`` is machine code for the same major and the same or a higher minor number; ``compute_90`` is compiled for newer
-    devices at load time; ``sm_90a`` runs on that device only.
+    ``architectures`` are those that the build was compiled for. ``sm_90`` is machine code for the same major and the same or a
+    higher minor number; ``compute_90`` is compiled for newer devices at load time; ``sm_90a`` runs on that device only.
     """
     for architecture in architectures:
         found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", architecture)

@@ -58,7 +58,7 @@ def _flag(
     resumes: bool = False,
     **options: Any,
 ) -> Any:
-    """Return a dataclass field that is also a command line option.
+    """Return a dataclass field that is also a command line option with help ``text``.
 
     ``least`` is the smallest valid value. If ``resumes`` is true, the same command with another value of this option resumes
     the search; if false, it begins a new one. ``options`` are keyword arguments of ``add_argument``.
@@ -198,7 +198,7 @@ _PLAN_HELP = {
 
 
 class _Given(argparse.Action):
-    """Store the value, and add the option's name to ``given``."""
+    """argparse action that stores the value and adds the option's name to ``given``."""
 
     def __call__(
         self,
@@ -221,7 +221,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def with_method(words: Sequence[str]) -> list[str]:
-    """Return the arguments with the default method inserted if they name none."""
+    """Return the command line with the default method in front, if it names no method."""
     is_named = not words or words[0] in (*METHOD_NAMES, PLAN, "-h", "--help")
     return list(words) if is_named else [METHOD_NAMES[0], *words]
 
@@ -272,7 +272,6 @@ def _add_field(parser: argparse.ArgumentParser, name: str, text: str | None = No
 def _add(
     parser: argparse.ArgumentParser, names: Sequence[str], default: Any, text: str, options: Mapping[str, Any]
 ) -> None:
-    """Add an option spelled with dashes and with underscores."""
     long = names[-1]
     spelled = dict.fromkeys((*names, "--" + long.removeprefix("--").replace("-", "_")))
     if default is False:

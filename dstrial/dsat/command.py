@@ -111,7 +111,7 @@ def _search(settings: SearchConfig) -> int:
 
 @contextlib.contextmanager
 def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block at a stop signal."""
+    """Raise KeyboardInterrupt in the block at a stop signal; append it to ``signals``."""
 
     def end(number: int, _frame: object) -> None:
         signals.append(signal.Signals(number))
@@ -144,7 +144,7 @@ def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: Backend
 
 
 def _inputs(settings: SearchConfig, record: SearchRecord, backend: BackendFactory) -> PredictInputs:
-    """Return the inputs of ``predict`` from the journal, else from new dry runs."""
+    """Return inputs of method ``predict`` from the journal, else from new dry runs."""
     for event in record.events():
         if event["event"] == "inputs":
             return PredictInputs.from_json(event)

@@ -233,7 +233,7 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
 
 
 def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Check ``--space``: return problems of paths and warnings of illegal values."""
+    """Return problems with the paths of ``--space``, and warnings of illegal values."""
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
     for path, values in space.extra.items():
@@ -364,7 +364,7 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
 def _with_arguments(
     filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
 ) -> tuple[AutoValues, tuple[str, ...]]:
-    """Complete Trainer arguments from hyperparameters; also return warnings."""
+    """Return ``filler`` with the batch sizes among the hyperparameters, and warnings."""
     where = f"{experiment.path}: entrypoint"
     words = filler.arguments.words
     if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):

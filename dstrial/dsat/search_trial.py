@@ -132,7 +132,7 @@ class _Journal:
 
 
 class _Ranks(PersistentRanks):
-    """Persistent ranks of a search in a trial; publishes report and results there."""
+    """Backend of a search inside a trial; publishes report and results on the master."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Ranks(PersistentRanks):
         self._master, self._journal, self._context = master, journal, context
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Queue a trial; its handle names the search's experiment for the page."""
+        """Queue a trial; return a handle with the id of the search's experiment."""
         return {**super().start(spec), "experiment_id": self._journal.experiment.id}
 
     def finish(self, results: Mapping[str, str]) -> None:

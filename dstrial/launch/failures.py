@@ -52,8 +52,12 @@ _PEER_ERROR_PHRASES = (
 class RankFailure:
     """The failure of one rank.
 
-    ``exit_code`` follows the shell: 128 + n for signal n. ``error`` is the recorded traceback, else the end of standard error;
-    ``whole`` is the path of the full traceback.
+    Attributes:
+        exit_code: as in a shell, 128 + n for signal n.
+        error: the recorded traceback, else the end of standard error.
+        summary: the error's message in one line.
+        advice: a hint for the user.
+        whole: path of the file with the full traceback.
     """
 
     rank: int
@@ -70,13 +74,13 @@ class RankFailure:
 
     @property
     def headline(self) -> str:
-        """One line: rank, exit code or signal, and host."""
+        """One line: which rank failed, with exit code or signal, and host."""
         how = f"killed by {self.signal_name}" if self.signal_name else f"exit code {self.exit_code}"
         return f"rank {self.rank} failed first ({how}, host {self.host}):"
 
     @property
     def in_one_line(self) -> str:
-        """The headline and the error's message line."""
+        """The headline, followed by the error's message."""
         lines = self.error.rstrip().splitlines()
         named = self.summary or (lines[-1] if lines else "")
         return f"{self.headline} {named}" if named else self.headline.rstrip(":")
@@ -99,7 +103,13 @@ class RankFailure:
 class ErrorRecord:
     """The record that a rank wrote of the exception that ended the rank.
 
-    ``line`` is one line of type and message, empty in records of other programs. ``whole`` is the path of the full traceback.
+    Attributes:
+        summary: type and message of the exception.
+        text: the traceback to show.
+        time_s: time of the failure, seconds since the epoch.
+        line: type and message in one line; empty in records of other programs.
+        advice: a hint for the user.
+        whole: path of the file with the full traceback.
     """
 
     summary: str
@@ -112,7 +122,7 @@ class ErrorRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankEnding:
-    """One failed rank as observed by the launcher, a candidate for the root cause.
+    """The failure of a rank with its time, a candidate for the root cause of a launch.
 
     Attributes:
         failure: the failure to report.
@@ -148,7 +158,10 @@ def record_exception(error: BaseException, text: str | None = None, **fields: st
 
 
 def write_record(path: Path, error: BaseException, text: str, **fields: str) -> None:
-    """Write a rank's error record unless it exists; truncate long texts."""
+    """Write a rank's error record unless it exists; truncate long texts.
+
+    ``text`` is the traceback; ``fields`` are ``line``, ``advice`` and ``whole`` of ``ErrorRecord``.
+    """
     now_s = time.time()
     document = {
         "message": {
@@ -272,7 +285,7 @@ class LaunchOutcome:
         return f"rank(s) {', '.join(map(str, self.killed_ranks))} did not end in time and were killed"
 
     def describe(self) -> str:
-        """Return the killed ranks and the first failure with its traceback; may be empty."""
+        """Return a text on killed ranks and the first failure; empty if there were none."""
         lines = [f"{self.killed_text}\n"] if self.killed_text else []
         if self.first_failure is not None:
             lines.append(f"{self.first_failure.describe()}\n")

@@ -57,7 +57,7 @@ class Placement:
     """The position of this launcher among the launchers of a job on several machines.
 
     Attributes:
-        ranks_by_node: number of ranks of each launcher.
+        ranks_by_node: number of ranks that each launcher starts, by ``node_rank``.
         node_rank: index of this launcher.
         master_addr: address of the first launcher's machine.
         master_port: port at which the first launcher serves the ranks' store.
@@ -297,7 +297,9 @@ class _Ranks:
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], *, is_read: bool
     ) -> dict[tuple[int, Stream], int]:
-        """Start all ranks; return descriptors of their output if ``is_read``.
+        """Start all ranks with ``command`` and further environment ``variables``.
+
+        Returns (rank, stream) -> descriptor of the rank's output; empty unless ``is_read``.
 
         Raises:
             LaunchError: a process could not be started.
@@ -330,7 +332,6 @@ class _Ranks:
         return readable
 
     def end(self) -> None:
-        """Kill and reap all ranks that still run."""
         for process in self._running:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -341,7 +342,10 @@ class _Ranks:
         return [self._file(one.rank, "phase.json") for one in self.processes]
 
     def end_stalled(self, rank: int | None, text: str) -> None:
-        """Record a stall as the failure of a rank, so that the supervisor ends all ranks."""
+        """Write the error record of a stalled rank, so that the supervisor ends all ranks.
+
+        ``rank`` is None if the straggler is unknown; ``text`` describes the stall.
+        """
         named = self.processes[0].rank if rank is None else rank
         error = RankStalledError(text)
         write_record(self._file(named, "error.json"), error, text, line=text)

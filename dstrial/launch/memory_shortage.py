@@ -39,9 +39,9 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 
 def memory_advice(error: BaseException) -> str:
-    """Return memory use and hints for an out-of-memory error; empty for other errors.
+    """Return a text on memory use, with hints, for an out-of-memory error.
 
-    Call it while the exception propagates, before memory is freed. Ranks: any; no communication.
+    Empty for other errors. Call it while the exception propagates, before memory is freed. Ranks: any; no communication.
     """
     if not is_memory_shortage(error):
         return ""
@@ -79,12 +79,15 @@ def _fixes_text(engine: Any, *, is_of_device: bool) -> str:
 
 
 def oom_kills() -> int | None:
-    """Return the number of processes that the OOM killer ended since boot, or None."""
+    """Return how many processes the OOM killer has ended since boot; None if unknown."""
     return _number(_VMSTAT, "oom_kill")
 
 
 def killed_text(oom_kills_before: int | None) -> str:
-    """Return the probable cause of a rank's SIGKILL; compare OOM kills with its start."""
+    """Return the probable cause of a rank's SIGKILL, as text.
+
+    ``oom_kills_before`` is the value of :func:`oom_kills` when the rank was started.
+    """
     now = oom_kills()
     largest = size_text(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
     total = _number(_MEMINFO, "MemTotal:")

@@ -78,7 +78,7 @@ class LineReader:
                     self._buffers[key] = b""
 
     def _drain_pipes(self) -> None:
-        """Drain the pipes after a failed callback, so that no rank blocks in a print."""
+        """Discard the pipes' content after ``on_line`` has failed, so that no rank blocks."""
         while not self._done.wait(_POLL_S):
             for key in self._files:
                 while self._read(key):

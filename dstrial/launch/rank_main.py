@@ -51,7 +51,10 @@ def trial_command(
     test_mode: bool = False,
     python: str = sys.executable,
 ) -> list[str]:
-    """Return the command for one rank of a trial; on a cluster, ``config`` is None."""
+    """Return the command line for one rank of the trial ``module:Class``.
+
+    ``config`` is None on a cluster, which provides it. ``overrides`` change the config. ``resume`` is a checkpoint or run.
+    """
     command = [python, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
     if config is not None:
         command += ["--config", str(config.resolve())]
@@ -128,13 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _record_end() -> None:
-    """Record that this rank's program has ended; if the process hangs, it is killed."""
+    """Record that this rank's program has ended; the launcher ends a hanging process."""
     name_threads()
     leave()
 
 
 def _record_failure(error: BaseException) -> None:
-    """Record this rank's exception for dstrial's launcher; else print the exception."""
     advice = memory_advice(error)
     short = short_traceback(error)
     whole = "" if short.is_whole else keep_whole_traceback(whole_traceback(error))

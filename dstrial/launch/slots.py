@@ -60,10 +60,10 @@ def num_accelerators() -> int:
 
 
 def num_slots(asked: int | None, configured: int | None) -> int:
-    """Return the number of ranks that a launcher off a cluster starts.
+    """Return the number of ranks that a launcher starts outside a cluster.
 
-    This is ``asked``, else ``configured`` (0: one rank on CPU), else one per accelerator, else 1. Each rank checks whether there
-    are enough accelerators (``ranks.devices.device_index``).
+    This is ``asked`` (``--slots``), else ``configured`` (``slots_per_trial``; 0: one rank on CPU), else one per accelerator,
+    else 1. Each rank checks whether there are enough accelerators (``ranks.devices.device_index``).
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"--slots is {asked}; expected at least 1. Leave it out to take the config's.")
@@ -95,7 +95,7 @@ def cluster_placement(info: ClusterInfo) -> Placement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlurmStep:
-    """The ranks of a Slurm step (one ``srun``) that one launcher starts.
+    """A Slurm step (one ``srun``), as seen by one launcher in it.
 
     With one task per node (``srun python -m dstrial.launch``), each launcher starts the ranks of its node. With several tasks
     per node, Slurm determines the number and placement of ranks, and each launcher starts one rank in place of its ``task``.
@@ -111,7 +111,7 @@ class SlurmStep:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return rank variables of the whole step, in place of those of a single launcher."""
+        """Return the rank's environment variables if each task is a rank; else {}."""
         task = self.task
         if not self.has_rank_per_task:
             return {}
@@ -126,7 +126,7 @@ class SlurmStep:
         }
 
     def placement(self, timeout_s: float) -> Placement:
-        """Find the step's first launcher; return this launcher's placement."""
+        """Find the step's first launcher within ``timeout_s``; return this placement."""
         from dstrial.launch.local_ranks import Placement
         from dstrial.ranks.rendezvous_store import located
 
@@ -136,7 +136,7 @@ class SlurmStep:
 
 
 def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
-    """Return this process's identity in a step of several tasks; None elsewhere."""
+    """Return this process's rank identity in a Slurm step of several tasks; else None."""
     if "SLURM_PROCID" not in environ:
         return None
     task = identify({name: value for name, value in environ.items() if name not in _RANK_VARIABLES})
@@ -144,7 +144,7 @@ def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
 
 
 def step_of(task: RankIdentity, wanted: int | None, num_accelerators: int) -> SlurmStep:
-    """Divide the ranks among the launchers of a step. Pure.
+    """Return this launcher's share of the ranks of a Slurm step. Pure.
 
     ``wanted`` is the number of ranks on all nodes; None for one per accelerator or task.
 

@@ -29,10 +29,10 @@ _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "ove
 
 
 def remove_stale_locks(root: Path | None = None) -> list[Path]:
-    """Remove and log each stale lock in the directory of compiled extensions.
+    """Remove and log stale locks of extension builds; return their paths.
 
     A lock is stale if no process has the file open, also 2 seconds later. On a shared file system it must also be older than
-    half an hour. Linux only.
+    half an hour. ``root`` defaults to the directory of torch's compiled extensions. Linux only.
     """
     return [lock for lock in find_stale_locks(root) if _remove(lock)]
 
@@ -71,7 +71,8 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
 class Build:
     """An extension (compiled operator) that a process compiles or loads now.
 
-    ``is_compiled``: whether a compiled file exists; then the process probably only loads it.
+    ``since_s`` is the start in epoch seconds. ``holder`` is a clause such as `` by process 12``, or empty. ``is_compiled``:
+    whether a compiled file exists; then the process probably only loads it.
     """
 
     operator: str
@@ -82,7 +83,7 @@ class Build:
 
 
 def running_builds(root: Path | None = None) -> list[Build]:
-    """Return the builds of extensions that run now, by their locks, the oldest first."""
+    """Return the extensions that are compiled or loaded now, the oldest build first."""
     found = []
     with contextlib.suppress(OSError):
         for lock in _locks(root or extensions_root()):
@@ -99,13 +100,13 @@ def _locks(folder: Path) -> list[Path]:
 
 
 def _holder(status: os.stat_result) -> str:
-    """Return the clause `` by process PID`` on who has a file open; empty if unknown."""
+    """Return `` by process PID``, which has a file open; empty if unknown."""
     wanted = status.st_dev, status.st_ino
     return next((f" by process {pid}" for pid, opened in _open_files() if opened == wanted), "")
 
 
 def extensions_root() -> Path:
-    """Return the directory of extensions: ``TORCH_EXTENSIONS_DIR``, else the default."""
+    """Return torch's directory of compiled extensions (``TORCH_EXTENSIONS_DIR``)."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen)

@@ -40,7 +40,10 @@ WITHOUT_OPERATOR = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activity:
-    """The current startup phase, or build of an operator; ``detail`` is for the log."""
+    """What the ranks wait for at startup: a phase, or the build of an operator.
+
+    ``since_s`` is its start in epoch seconds; ``detail`` is for the log.
+    """
 
     text: str
     since_s: float
@@ -48,9 +51,10 @@ class Activity:
 
 
 def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
-    """Return whether to log an activity now.
+    """Return whether to log the current startup phase now.
 
-    ``logged_age_s`` is the activity's age at its last log line, or None. ``silence_s`` is the time since any log line.
+    ``age_s`` is the phase's age; ``logged_age_s`` the age at its last log line, or None. ``silence_s`` is the time since any
+    log line.
     """
     if logged_age_s is None:
         return silence_s >= _SILENCE_S
@@ -58,7 +62,10 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
 
 
 def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
-    """Return the longest current startup phase of all ranks; None if all ranks train."""
+    """Return the ranks' oldest startup phase; None if all ranks train.
+
+    ``phases`` has (phase, start in epoch seconds) of each rank; None for a rank without one since the start at ``began_s``.
+    """
     current = [(_INITIAL_PHASE, began_s) if phase is None else phase for phase in phases]
     current = [phase for phase in current if phase[0] not in ("", TRAINING)]
     if not current:
@@ -89,7 +96,8 @@ def watched_start(
     """Log the ranks' startup phases and builds of extensions inside the block.
 
     During a build all ranks and trials of a user wait silently for the same lock (torch 2.13 ``cpp_extension._jit_compile``,
-    ``FileBaton.wait``). Stale locks are removed.
+    ``FileBaton.wait``). Stale locks are removed. ``phase_files`` returns the files to which ranks write their phases; ``root``
+    is the directory of extensions.
     """
     watch = _Watch(phase_files, print_line, root)
     with polling(watch.poll, watch.close, name="dstrial-start-watch", every_s=every_s):
@@ -141,10 +149,10 @@ class _Watch:
             self._print_line(f"starting: {still}{found.text}{detail}")
 
     def _builds(self) -> list[Build]:
-        """Return builds that have held their lock for some time, as loading also takes it.
+        """Return builds that have held their lock long enough to be no mere loading.
 
-        Builds are found by their locks, not by a wrapped ``jit_load``, because ranks also wait for builds of other trials and of
-        the user's own extensions.
+        Builds are found by their locks, not by a wrapped ``jit_load``, because ranks also wait for builds of other trials and
+        of the user's own extensions.
         """
         return [
             build

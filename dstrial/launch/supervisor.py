@@ -44,7 +44,7 @@ _TRACKER_TIMEOUT_S = 5.0
 
 @dataclasses.dataclass(slots=True)
 class RankProcess:
-    """A rank of a launch: its files, its process, and how the process ended.
+    """One rank's process on this machine: its files, and how it ended.
 
     ``exit_problem()`` returns why exit code 0 of this rank counts as a failure; empty if it does not.
     """
@@ -164,7 +164,7 @@ class Supervisor:
         )
 
     def _first_ending(self) -> RankEnding | None:
-        """Return the first failure; None if ranks ended only by the launcher's signals."""
+        """Return the failure that caused the others; None if no rank failed by itself."""
         endings = [ending for rank in self._ranks if (ending := self._ending(rank)) is not None]
         first = first_ending(endings)
         if first is None or not first.is_consequence:

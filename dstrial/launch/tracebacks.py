@@ -89,7 +89,10 @@ def whole_traceback(error: BaseException) -> str:
 def _chain(
     error: BaseException, described: traceback.TracebackException
 ) -> Iterable[tuple[traceback.TracebackException, BaseException, str]]:
-    """Yield the exceptions to show, root cause first, with Python's phrase after each."""
+    """Yield the exceptions of a chain that are shown, the root cause first.
+
+    Each is a tuple: its formatted form, the exception, and Python's phrase before the next exception.
+    """
     found: list[tuple[traceback.TracebackException, BaseException, str]] = []
     joint, seen = "", set()
     while id(error) not in seen:
@@ -127,7 +130,7 @@ def _chain_length(described: traceback.TracebackException | None) -> int:
 
 
 def _block(described: traceback.TracebackException, error: BaseException, base: str) -> tuple[str, bool]:
-    """Return one exception of a chain as text, and whether the text is complete."""
+    """Return one exception of a chain as text, and whether the text omits nothing."""
     frames = _frames_of(described.stack)
     ending = "".join(described.format_exception_only()).rstrip("\n")
     if getattr(described, "exceptions", None):
@@ -160,8 +163,8 @@ def _of_user(frames: Sequence[_Frame]) -> list[_Frame]:
 def _folded(frames: Sequence[_Frame], base: str, *, keeps_innermost: bool) -> list[str]:
     """Return user frames as lines; consecutive other frames become one line.
 
-    Frames before the first user frame are counted at the end, so that user frames come first. Without user frames the
-    innermost frames are kept.
+    Frames before the first user frame are counted at the end, so that user frames come first. Without user frames the innermost
+    frames are kept.
     """
     kept = {position for position, frame in enumerate(frames) if _package(frame.file) is None}
     if not kept and keeps_innermost:

@@ -54,7 +54,7 @@ def import_trial(spec: str, context_dir: Path) -> type[Any]:
 
 
 def find_modules_first(context_dir: Path) -> None:
-    """Prepend a directory to ``sys.path`` unless it is already first."""
+    """Make Python import modules from ``context_dir`` first, by ``sys.path``."""
     directory = str(context_dir.resolve())
     if sys.path[:1] != [directory]:
         sys.path.insert(0, directory)

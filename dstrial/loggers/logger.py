@@ -20,7 +20,7 @@ _EXACT_INTEGERS = 2**53
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """A run's description, passed to ``Logger.begin``; secrets are masked."""
+    """Description of a run for loggers; secrets are masked."""
 
     run_id: str  # 16 hexadecimal digits, the same for every attempt at the run
     name: str
@@ -56,17 +56,20 @@ class Logger(Protocol):
     """
 
     def begin(self, run: LoggedRun) -> str:
-        """Begin or resume the run; return its address. After an error no ``end`` follows."""
+        """Begin or resume the run; return the run's URL or path.
+
+        If ``begin`` raises an error, ``end`` is not called.
+        """
 
     def log(self, reports: Sequence[Report]) -> None:
-        """Store reports, oldest first; after a resume some batches are reported again."""
+        """Store reports, oldest first; a resumed run reports some batches a second time."""
 
     def end(self, state: FinalState) -> None:
         """Record how the run has ended; block until all reports are stored."""
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> tuple[dict[str, int | float], list[str]]:
-    """Split metrics into numbers by name, and the names of other values."""
+    """Return the numeric metrics by name, and the names of all other metrics."""
     numbers: dict[str, int | float] = {}
     others = []
     for name, value in metrics.items():
@@ -93,7 +96,7 @@ def _number(value: Any) -> int | float | None:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one dict with dotted keys."""
+    """Flatten nested mappings into one dict with dotted keys, each after ``prefix``."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

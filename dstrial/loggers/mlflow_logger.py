@@ -33,7 +33,7 @@ _MAX_PARAMS = 100
 
 
 class MLflowLogger:
-    """Logs to MLflow (source: mlflow 3.17)."""
+    """Logs a run's reports to MLflow (source: mlflow 3.17)."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -100,7 +100,7 @@ class MLflowLogger:
             return str(known.experiment_id)
 
     def _log_parameters(self, run: LoggedRun, known: Mapping[str, str]) -> None:
-        """Log the parameters that the run does not have: MLflow cannot change a parameter."""
+        """Log the parameters that are not ``known``: MLflow cannot change a parameter."""
         from mlflow.entities import Param
 
         values = {**flat(run.hyperparameters), **flat(run.config, "experiment.")}
@@ -116,7 +116,7 @@ class MLflowLogger:
             self._client.log_batch(self._run_id, params=parameters[start : start + _MAX_PARAMS])
 
     def _name(self, original: str) -> str | None:
-        """Return the metric's name for MLflow; None if it collides with another metric's."""
+        """Return a metric's name for MLflow; None if another metric has this name."""
         if original not in self._names:
             name = accepted_name(original)
             if name in self._names.values():

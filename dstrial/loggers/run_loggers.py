@@ -82,7 +82,7 @@ class LoggerThread:
         self._thread.start()
 
     def wait_begun(self, deadline_s: float) -> None:
-        """Wait until the logger has begun or failed, at most until a monotonic time."""
+        """Wait until the logger has begun or failed, or a monotonic time has come."""
         if not self._begun.wait(max(deadline_s - time.monotonic(), 0.0)):
             logger.warning(
                 "logger %s has not begun yet; training goes on, and reports wait for it (up to %d)",
@@ -104,7 +104,7 @@ class LoggerThread:
         self._is_over.set()
 
     def wait_ended(self, deadline_s: float) -> None:
-        """Wait for the logger's end, at most until a monotonic time; warn of losses."""
+        """Wait for the logger's end, at most until a monotonic time; warn of lost reports."""
         begun_s = time.monotonic()
         is_ended = self._ended.wait(max(deadline_s - begun_s, 0.0))
         num_lost = self._num_given - self._num_kept
@@ -163,7 +163,7 @@ class LoggerThread:
         self._under_way = ()
 
     def _warn(self, why: str, lost: Sequence[Report]) -> None:
-        """Warn of the first lost reports; ``wait_ended`` tells the total number."""
+        """Warn once, of the first lost reports; ``wait_ended`` logs the total number."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -187,7 +187,7 @@ def _described(error: BaseException, name: str) -> str:
 
 
 class RunLoggers:
-    """A ``MetricSink`` that passes reports to loggers; leaving its block ends them."""
+    """Passes a run's metric reports to loggers; leaving its ``with`` block ends them."""
 
     takes_telemetry = True
 
@@ -211,7 +211,7 @@ class RunLoggers:
         return [self] if self._made else []
 
     def note_stop(self) -> None:
-        """Note that training ends early because a stop was requested."""
+        """Record that training was asked to stop, so that the run's state is ``stopped``."""
         self._is_stopped = True
 
     # ---- a sink ----------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class RunLoggers:
 
 
 def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunLoggers:
-    """Return the loggers of a trial's config; none on other ranks and in test runs."""
+    """Return the loggers of a trial's config; none on ranks above 0 and in test runs."""
     runtime = runtime_of(context)
     specs: Sequence[LoggerSpec] = logger_specs(runtime.exp_conf)
     if not runtime.is_chief or is_test or runtime.is_measured or os.environ.get(TEST_VARIABLE) == "1":
@@ -322,7 +322,7 @@ def logged_run(runtime: TrialRuntime) -> LoggedRun:
 
 
 def _run_directory(runtime: TrialRuntime, info: Any) -> RunDirectory | None:
-    """Return this run's directory; None for a trial that only a master records."""
+    """Return this run's directory; None if only a master records the trial."""
     if info is None:
         found: RunDirectory = runtime.core.run_directory
         return found

@@ -13,7 +13,7 @@ from dstrial.loggers.logger import FinalState, LoggedRun, Report
 
 
 class TrackioLogger:
-    """Logs to Trackio (source: trackio 0.43)."""
+    """Logs a run's reports to Trackio (source: trackio 0.43)."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options

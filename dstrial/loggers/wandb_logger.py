@@ -32,7 +32,7 @@ _MIN_FREE_BYTES = 2**20
 
 
 class WandbLogger:
-    """Logs to Weights & Biases (source: wandb 0.29 and 0.31)."""
+    """Logs a run's reports to Weights & Biases (source: wandb 0.29 and 0.31)."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -133,7 +133,7 @@ def _has_key() -> bool:
 
 
 def next_step(step: int, before: int | None, batch: int) -> int:
-    """Return W&B's step for a report: ``batch``, or the next free step; pure.
+    """Return W&B's step for a report of ``batch``: the batch, or the next free step.
 
     ``step`` and ``before`` are the step and the batch of the last report. Two reports of one batch share a step, because W&B
     merges them into one row.

@@ -37,7 +37,7 @@ _START = "start of the control channel"
 
 @dataclasses.dataclass(slots=True)
 class _Transfer:
-    """A started collective operation; ``received`` is its output buffer."""
+    """A started collective operation; ``received`` is the buffer of the result."""
 
     name: str
     number: int
@@ -65,7 +65,8 @@ class PendingGather:
 class GroupChannel:
     """Collectives on pickled values over one gloo group.
 
-    A message consists of an HMAC tag over sender, operation and content, and the pickle. ``name`` must be unique in the job.
+    A message consists of an HMAC tag over sender, operation and content, and the pickle. ``name`` must be unique in the job;
+    ``ranks`` are the group's global ranks.
 
     Raises:
         RankTimeoutError: a rank missed the deadline; the message names the missing ranks.
@@ -100,13 +101,16 @@ class GroupChannel:
             )
 
     def allgather_identities(self, identity: RankIdentity) -> list[RankIdentity]:
-        """Return the identities of all ranks, by rank; works before a key is set."""
+        """Return the identities of all ranks, by rank; works before the ranks have a key."""
         payload = json.dumps(dataclasses.asdict(identity)).encode()
         messages = self._finish(self._begin(_START, payload, self._ranks))
         return [RankIdentity(**json.loads(bytes(message))) for message in messages]
 
     def agree_on_key(self, stack: contextlib.ExitStack) -> bytes:
-        """Return the first rank's key on all ranks; ``stack``'s exit deletes the key file."""
+        """Return the first rank's key for message tags on all ranks of the group.
+
+        The key is exchanged in a private file, which the exit of ``stack`` deletes.
+        """
         block = key_through_file(PrefixStore("key", self._store), is_writer=self._rank == self._ranks[0])
         with self._start_errors(self._next(_START)):
             return stack.enter_context(block)
@@ -115,9 +119,9 @@ class GroupChannel:
         return self.begin_allgather(value, name).wait()
 
     def begin_allgather(self, value: Any, name: str) -> PendingGather:
-        """Start an ``allgather`` without blocking.
+        """Start an all-gather without blocking; ``PendingGather.wait`` returns the values.
 
-        Other operations may run before ``PendingGather.wait``, in the same order on all ranks.
+        ``name`` appears in errors. Other operations may run before ``wait``, in the same order on all ranks.
         """
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         return PendingGather(self, self._begin(name, payload, self._ranks))
@@ -150,7 +154,6 @@ class GroupChannel:
         return transfer
 
     def _finish(self, transfer: _Transfer) -> list[memoryview]:
-        """Return each sender's payload, after verifying the payload's tag."""
         self._wait(transfer)
         heads = self._parts(transfer)
         lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]

@@ -145,7 +145,7 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
     def leave(self, reason: str) -> None:
         """Leave the channel; ranks that wait for this rank fail within seconds.
 
-        Their error has ``reason``.
+        The error of those ranks contains ``reason``.
         """
         if self._group_channel is not None:
             self._group_channel.leave(reason)
@@ -170,7 +170,7 @@ def _local_order(identity: RankIdentity) -> tuple[int, int]:
 
 
 def _check_consistent(identities: list[RankIdentity]) -> None:
-    """Check that the ranks' identities agree on machines and local ranks."""
+    """Raise RankIdentityError if ranks disagree on machines or local ranks."""
     facts = [(i.world_size, i.num_nodes) for i in identities]
     places = sorted(map(_local_order, identities))
     sizes = {i.node_rank: i.local_world_size for i in identities}

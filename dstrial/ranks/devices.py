@@ -24,7 +24,8 @@ def may_share(environ: Mapping[str, str]) -> bool:
 def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> bool:
     """Return whether ranks share an accelerator; the result is equal on all ranks.
 
-    On several machines the result is ``may_share``, because a rank does not know the devices of other machines.
+    ``num_devices`` is the number of this machine's accelerators. On several machines the result is ``may_share``, because a
+    rank does not know the devices of other machines.
     """
     return (
         may_share
@@ -34,7 +35,11 @@ def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> b
 
 
 def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_share: bool) -> int:
-    """Return the index of this rank's accelerator among the visible accelerators."""
+    """Return the index of this rank's accelerator among the visible accelerators.
+
+    Raises:
+        RankError: the machine has more ranks than accelerators (of ``kind``), and these must not be shared.
+    """
     if num_devices and may_share:
         return identity.local_rank % num_devices
     # Some launchers make only one accelerator visible to each rank, with index 0.

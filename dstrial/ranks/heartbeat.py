@@ -54,10 +54,17 @@ class Phase(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat: the content of one lane (thread) of a rank's slot.
+    """A heartbeat: what one thread of a rank (main or save) has last written.
 
-    ``since_s`` is the start time of the phase, or of the latest batch. ``longest_s`` has the longest duration of each phase
-    (0 if none has ended); of consecutive batches only the last batch is measured.
+    Attributes:
+        phase: what the thread does.
+        waits_for_data: whether the main thread waits for its data loader.
+        batch: number of trained batches.
+        since_s: start time of the phase or of the latest batch, monotonic.
+        thread_id: Python's id of the thread.
+        pid: process id of the rank.
+        start_ticks: start time of the process, in the kernel's ticks.
+        longest_s: longest duration of each phase, 0 if none has ended; of consecutive batches only the last is measured.
     """
 
     phase: Phase
@@ -71,7 +78,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes heartbeats to this rank's slot of the file, or to private memory."""
+    """Writes heartbeats to this rank's slot of a shared file, or to private memory."""
 
     def __init__(self, slot: memoryview | None = None) -> None:
         words = memoryview(bytearray(SLOT_BYTES)) if slot is None else slot
@@ -79,7 +86,7 @@ class Heartbeat:
         self._seconds = words.cast("d")
 
     def begin_batch(self, batch: int) -> None:
-        """Record that the batch after ``batch`` trained batches starts. Hot path."""
+        """Record the start of the batch that follows ``batch`` trained batches. Hot path."""
         # Order matters: a concurrent reader may see the old batch with the new time, never the new batch with the old time.
         self._seconds[_SINCE] = time.monotonic()
         self._integers[_BATCH] = batch
@@ -94,7 +101,7 @@ class Heartbeat:
         self._integers[_WAITS] = 0
 
     def begin(self, phase: Phase, batch: int) -> None:
-        """Enter a phase of the main thread after ``batch`` trained batches."""
+        """Record that the main thread enters a phase, after ``batch`` trained batches."""
         self._begin(MAIN_LANE, phase, batch)
 
     @property
@@ -103,7 +110,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, batch: int) -> Iterator[None]:
-        """Enter a phase for the block; if the block succeeds, enter ``BETWEEN``."""
+        """Record ``phase`` for the block, and ``BETWEEN`` after a successful block."""
         self.begin(phase, batch)
         yield
         self.begin(Phase.BETWEEN, batch)
@@ -116,7 +123,7 @@ class Heartbeat:
         self._begin(SAVE_LANE, Phase.NONE, self._integers[SAVE_LANE + _BATCH])
 
     def end(self, phase: Phase = Phase.NONE) -> None:
-        """Enter the phase ``NONE`` or ``LEAVING``; the number of trained batches stays."""
+        """Record the phase ``NONE`` or ``LEAVING``; keep the number of trained batches."""
         self.begin(phase, self._integers[_BATCH])
 
     def _begin(self, lane: int, phase: Phase, batch: int) -> None:
@@ -173,7 +180,10 @@ def make_heartbeat_file(path: Path, num_slots: int) -> mmap.mmap:
 
 
 def read_beat(buffer: mmap.mmap | bytearray, slot: int, lane: int = MAIN_LANE) -> Beat | None:
-    """Return the heartbeat in one lane of a slot; None until a rank claims the slot."""
+    """Return a rank's heartbeat; None if the rank has not written yet.
+
+    ``slot`` is the local rank; ``lane`` selects the main or the save thread.
+    """
     words = memoryview(bytes(_slot(buffer, slot)))
     integers, seconds = words.cast("q"), words.cast("d")
     if not integers[_PID]:

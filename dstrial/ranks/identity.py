@@ -109,7 +109,10 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
 
 
 def device_variable(identity: RankIdentity, device_idx: int) -> str:
-    """Return ``DSTRIAL_LOCAL_RANK``'s value: rank, device index and local rank."""
+    """Return the value of ``DSTRIAL_LOCAL_RANK``: ``rank:device index:local rank``.
+
+    The variable keeps the local rank where ``LOCAL_RANK`` must name a device.
+    """
     return f"{identity.rank}:{device_idx}:{identity.local_rank}"
 
 

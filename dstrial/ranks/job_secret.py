@@ -43,13 +43,16 @@ def new_secret() -> str:
 
 
 def key_from_environ(environ: Mapping[str, str]) -> bytes | None:
-    """Return the tag key from ``DSTRIAL_SECRET`` or a cluster's token; None without."""
+    """Return the key for message tags; None if no variable has a secret.
+
+    The key follows from ``DSTRIAL_SECRET`` or a cluster's token.
+    """
     text = environ.get(SECRET_VARIABLE) or environ.get(_CLUSTER_VARIABLE)
     return hmac.digest(text.encode(), b"dstrial ranks", "sha256") if text else None
 
 
 def tag(key: bytes, *parts: bytes | memoryview) -> bytes:
-    """Return a message's tag: HMAC-SHA256 over its parts, each prefixed by its length."""
+    """Return the HMAC-SHA256 of a message's parts, each prefixed by its length."""
     # One call of digest is ten times as fast as several updates.
     message = b"".join(piece for part in parts for piece in (len(part).to_bytes(8, "little"), part))
     return hmac.digest(key, message, "sha256")

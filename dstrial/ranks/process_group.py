@@ -50,7 +50,7 @@ _Replaced: TypeAlias = "tuple[tuple[Any, str, Any], ...]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Created:
-    """Changes of ``init_process_group`` to this process, which ``shutdown`` undoes."""
+    """What ``init_process_group`` changed in this process, for ``shutdown`` to undo."""
 
     variables_before: Mapping[str, str | None]
     made_group: bool
@@ -162,7 +162,6 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
 
 
 def _create_group(identity: RankIdentity, own_device: torch.device, timeout_s: float) -> _Replaced:
-    """Create the default group; return the attributes that ``shutdown`` restores."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -189,7 +188,6 @@ def _create_group(identity: RankIdentity, own_device: torch.device, timeout_s: f
 
 
 def _missing_variables(identity: RankIdentity, addr: str, port: int) -> dict[str, str]:
-    """Return values for unset variables of torch, DeepSpeed, gloo and NCCL."""
     wanted = {
         "RANK": str(identity.rank),
         "WORLD_SIZE": str(identity.world_size),

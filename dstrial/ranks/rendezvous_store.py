@@ -47,7 +47,9 @@ _LIBUV_TAKES_SOCKETS = Version(torch.__version__) >= Version("2.13")
 
 
 def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
-    """Return a new store that all ranks share, after all ranks have connected.
+    """Return a new ``torch.distributed`` store that all ranks share.
+
+    Waits until all ranks have connected.
 
     Raises:
         RankTimeoutError: a rank did not connect in time; the message names the missing ranks.
@@ -73,8 +75,8 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
 def located(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
     """Return the identity with rank 0's address filled in.
 
-    If only Slurm's node list is known, the nodes are polled in turn; after ``timeout_s`` the first node is returned.
-    Ranks: each its own, before ``open_store``.
+    If only Slurm's node list is known, the nodes are polled in turn for rank 0, for at most ``timeout_s``. Ranks: each its own,
+    before ``open_store``.
     """
     if identity.rank == 0 or not identity.nodes:
         return identity
@@ -96,7 +98,7 @@ def _connected(node: str, port: int) -> socket.socket:
 
 
 def as_init_method(store: Any, identity: RankIdentity) -> str:
-    """Return an ``init_method`` with which ``init_process_group`` uses the store once.
+    """Return an ``init_method`` with which ``init_process_group`` uses ``store`` once.
 
     DeepSpeed's ``init_distributed`` takes no store (0.19.8 ``comm/comm.py:844``).
     """

@@ -107,7 +107,7 @@ def rendezvous_socket(addr: str, port: int) -> socket.socket:
 
 
 def loopback_only(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables missing in ``environ`` that bind gloo and NCCL to loopback."""
+    """Return variables that bind gloo and NCCL to loopback, if not set in ``environ``."""
     present = {name for _, name in socket.if_nameindex()}
     interface = next((name for name in _LOOPBACK_NAMES if name in present), None)
     if interface is None:

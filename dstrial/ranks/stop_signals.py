@@ -15,7 +15,7 @@ LAUNCHER_PID_VARIABLE = "DSTRIAL_LAUNCHER_PID"
 
 
 class StopSignals:
-    """Context manager in which SIGTERM and Ctrl-C set a flag.
+    """Context manager in which SIGTERM and Ctrl-C set a flag (:attr:`requested`).
 
     A rank of ``dstrial.launch`` ignores SIGINT: the launcher forwards Ctrl-C as SIGTERM. Without the launcher the first SIGINT
     sets the flag and the second one raises KeyboardInterrupt. The block's end restores the previous handlers. Outside the main
@@ -25,7 +25,7 @@ class StopSignals:
     last batches. The flag may differ between ranks until the loop synchronises it.
 
     Args:
-        is_deferred: whether entering the block leaves signals alone until ``listen`` installs the handlers.
+        is_deferred: whether ``listen``, not entering the block, installs the signal handlers.
     """
 
     def __init__(self, *, is_deferred: bool = False) -> None:

@@ -24,6 +24,8 @@ class Bracket:
 def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
     """Return the brackets of an ``adaptive_asha`` config, most rungs first.
 
+    ``searcher`` is the config's section with its defaults.
+
     Source: Determined 0.38.1, searcher ``adaptive_asha``.
     """
     divisor, max_trials = float(searcher["divisor"]), int(searcher["max_trials"])
@@ -51,7 +53,10 @@ def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
 
 
 def bracket_trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> list[int]:
-    """Return the number of trials of each bracket, for about equal training time."""
+    """Return the number of trials of each bracket, for about equal training time.
+
+    ``rungs`` has the number of rungs of each bracket, in descending order.
+    """
     weights = [power(divisor, num - 1) / num for num in rungs]
     if math.isinf(sum(weights)):
         weights = [power(divisor, num - max(rungs)) / num for num in rungs]
@@ -61,7 +66,10 @@ def bracket_trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> lis
 
 
 def bracket_concurrency(max_concurrent_trials: int, divisor: float, trials: Sequence[int]) -> list[int]:
-    """Return the number of concurrent trials of each bracket, at least 1."""
+    """Return the number of concurrent trials of each bracket, at least 1.
+
+    ``trials`` has the number of trials of each bracket. A ``max_concurrent_trials`` of 0 sets no total.
+    """
     if max_concurrent_trials == 0:
         return [max(trials[-1], int(min(divisor, sys.maxsize)))] * len(trials)
     each, rest = divmod(max(max_concurrent_trials, len(trials)), len(trials))
@@ -69,7 +77,7 @@ def bracket_concurrency(max_concurrent_trials: int, divisor: float, trials: Sequ
 
 
 class AdaptiveAsha:
-    """Several ``AsyncHalving`` brackets; a trial's events go to its bracket."""
+    """Several ``AsyncHalving`` brackets, each with some of the trials."""
 
     def __init__(self, hyperparameters: Mapping[str, Any], searcher: Mapping[str, Any]) -> None:
         self._brackets = [

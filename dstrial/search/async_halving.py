@@ -120,7 +120,7 @@ class AsyncHalving:
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Rank the trial in each newly reached rung; stop it unless among the best."""
+        """Rank the trial in each rung that it has newly reached; stop all but the best."""
         if request_id in self._stopped:
             return []
         value = self._sign * number(metrics, self._metric)
@@ -160,7 +160,10 @@ class AsyncHalving:
         return []
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the progress: first by trials that reached rung 0, then by exited trials."""
+        """Return the search's progress, 0 to 1.
+
+        Counts the trials that have reached the lowest rung; after the last one, also exited trials.
+        """
         del trial_progress, closed
         lowest = len(self._rungs[0])
         share = lowest / (_OVERSHOOT * self._max_trials)
@@ -202,9 +205,9 @@ class AsyncHalving:
 def previewed_brackets(
     searcher: Mapping[str, Any], geometry: Iterable[tuple[int, int]]
 ) -> tuple[PreviewedTrials, ...]:
-    """Return the number of trials for each training time, over all brackets.
+    """Return the number of trials for each training time, the shortest time first.
 
-    ``geometry`` has (number of rungs, number of trials) of each bracket. The shortest training time comes first.
+    ``geometry`` has (number of rungs, number of trials) of each bracket.
     """
     stops: Counter[int] = Counter()
     for num_rungs, max_trials in geometry:
@@ -217,7 +220,7 @@ def previewed_brackets(
 
 
 def bracket_stops(num_rungs: int, max_trials: int, divisor: float, max_time: int) -> dict[int, int]:
-    """Return training time -> number of trials that one bracket stops at this time."""
+    """Return training time -> number of trials of a bracket that stop at this time."""
     stops: Counter[int] = Counter()
     left = max_trials
     for rung, units in enumerate(rung_units(num_rungs, divisor, max_time)):

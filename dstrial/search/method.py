@@ -14,7 +14,7 @@ from dstrial.search.random_state import SearchRandom
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Create:
-    """Action that creates a trial with these hyperparameters."""
+    """Action that creates a trial; ``request_id`` identifies the trial in events."""
 
     request_id: str
     trial_seed: int
@@ -60,12 +60,13 @@ class SearchMethod(Protocol):
     """Interface of one kind of search; methods that handle events return actions.
 
     A search cannot pause or resume a trial or set its length. A trial trains its full length unless a ``Stop`` follows one of
-    its validations. ``trial_exited`` also follows a ``Stop``. A trial with ``INVALID_HP`` is replaced, except in a grid.
+    its validations. ``trial_exited`` also follows a ``Stop``. A trial that exits with ``INVALID_HP`` is replaced, except in a
+    grid.
     """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SearchMethod:
-        """Create the method from an experiment config that has its defaults."""
+        """Create the method from an experiment config in which defaults are filled in."""
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
@@ -87,13 +88,19 @@ class SearchMethod(Protocol):
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Handle a trial that failed, was cancelled or is invalid; its exit follows."""
+        """Handle a trial that failed, was cancelled or is invalid.
+
+        The caller calls :meth:`trial_exited` afterwards.
+        """
 
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
         """Handle the exit of a trial, for any reason."""
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the progress of the search, 0 to 1, from its trials' progress."""
+        """Return the progress of the search, 0 to 1.
+
+        ``trial_progress``: request id -> progress of a trial, 0 to 1. ``closed``: request ids of exited trials.
+        """
 
     def snapshot(self) -> dict[str, Any]:
         """Return the search's state as JSON values."""
@@ -123,6 +130,6 @@ def create(hyperparameters: Mapping[str, Any], random: SearchRandom) -> Create:
 
 
 def complete(hparams: dict[str, Any], random: SearchRandom) -> Create:
-    """Return an action that creates a trial with ``hparams``, a random id and seed."""
+    """Return an action that creates a trial with ``hparams`` and a random id and seed."""
     request_id = random.request_id()
     return Create(request_id, random.trial_seed(), hparams)

@@ -12,7 +12,7 @@ from dstrial.search.random_state import SearchRandom
 
 
 class _Independent(abc.ABC):
-    """Base of searches whose trials do not depend on each other's metrics."""
+    """Base of searches that create trials independently of other trials' metrics."""
 
     def __init__(self, max_trials: int, max_concurrent_trials: int) -> None:
         self._max_trials = max_trials
@@ -101,7 +101,7 @@ class SingleSearch(RandomSearch):
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return the one trial, which trains its full length."""
+        """Return a single entry: one trial that trains its full length."""
         del config
         return (PreviewedTrials(1),)
 

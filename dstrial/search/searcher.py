@@ -34,7 +34,9 @@ def search_method(config: Mapping[str, Any]) -> SearchMethod:
 
 
 def preview(config: Mapping[str, Any]) -> SearchSummary:
-    """Return how many trials a search would train how long; ``config`` has defaults.
+    """Return how many trials a search would train for how long.
+
+    ``config`` is an experiment config in which defaults are filled in.
 
     Source: Determined 0.38.1, ``preview-hp-search``, which rejects ``async_halving``; here it is supported.
     """
@@ -106,7 +108,10 @@ class Searcher:
         return self._finished(self._method.validation_completed(self._random, request_id, metrics))
 
     def trial_exited_early(self, request_id: str, reason: ExitReason) -> list[Action]:
-        """Handle a trial that failed, was cancelled or has invalid hyperparameters."""
+        """Handle a trial that failed, was cancelled or has invalid hyperparameters.
+
+        The caller calls :meth:`trial_exited` afterwards.
+        """
         # The caller also calls trial_exited afterwards.
         if request_id in self._closed or request_id in self._failed | self._cancelled:
             return []
@@ -124,9 +129,10 @@ class Searcher:
         return self._finished(self._method.trial_exited(self._random, request_id))
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str] | None = None) -> float:
-        """Return the progress of the search, 0 to 1, from its trials' progress.
+        """Return the progress of the search, 0 to 1.
 
-        ``closed`` are the exited trials, by default the trials whose exit was reported to this searcher.
+        ``trial_progress``: request id -> progress of a trial, 0 to 1. ``closed``: request ids of exited trials, by default
+        those reported to this searcher.
         """
         if self._is_shut_down:
             return 1.0

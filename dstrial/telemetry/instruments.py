@@ -57,7 +57,7 @@ class AsyncSample:
             self._norm = host
 
     def wait(self) -> RankSample:
-        """Wait until the device has done the copy; return the sample."""
+        """Wait until the gradient norm is on the host; return the complete sample."""
         if self._is_copied is not None:
             self._is_copied.synchronize()
         norm = None if self._norm is None else float(self._norm)
@@ -125,7 +125,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._timer.switch(is_training)
 
     def on_batch_loaded(self, micro_batch: Any, seconds: float) -> None:
-        """Record a micro batch and the seconds that the rank waited for it. Hot path."""
+        """Add a micro batch's tokens, and its ``seconds`` of waiting for data. Hot path."""
         self._data_wait_s += seconds
         if self._num_tokens is not None and self._counts_tokens:
             tokens = self._tokens_of(micro_batch)
@@ -144,7 +144,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return None
 
     def without_loader(self) -> None:
-        """Mark data wait and FLOPs as unknown, because the script draws its records."""
+        """Mark data wait and FLOPs as unknown, because a script loads its data itself."""
         self._knows_data_wait = False
         self._flops = FlopCount(0.0, unknown="the script draws its records itself")
 
@@ -177,7 +177,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counter
 
     def end_first_batch(self, batches_trained: int, seconds: float) -> None:
-        """Exclude the first batch, of ``seconds``, from all but FLOPs and memory."""
+        """Exclude the first batch, which took ``seconds``, from all but FLOPs and memory."""
         if self._counter is not None:
             self._flops = self._counter.count
             self._counter = None
@@ -191,11 +191,11 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._seconds -= seconds
 
     def trained(self, seconds: float) -> None:
-        """Add seconds of training since the last call, including the first batch."""
+        """Add the seconds of training since the last call, including the first batch."""
         self._seconds += seconds
 
     def sample(self, batches_trained: int) -> AsyncSample:
-        """Return the measurements since the last sample, then reset them."""
+        """Return the measurements since the last sample, and begin the next one."""
         num_batches = batches_trained - self._start
         tokens = self._num_tokens if self._counts_tokens and self._num_tokens else None
         flops = self._flops
@@ -242,8 +242,8 @@ class TelemetryReports:
 
     Args:
         record: writes one report, given the batch number and the metrics.
-        keep: stores the run's totals.
-        peak: the device's known peak; None if not measured yet.
+        keep: stores the run's totals, given as JSON values.
+        peak: the device's known peak FLOP/s; None if not measured yet.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class TelemetryReports:
     def write(
         self, samples: Sequence[RankSample], batches_trained: int, num_records: int, num_skipped: int
     ) -> None:
-        """Write one report; never raises.
+        """Write one report from one sample per rank; never raises.
 
         ``num_records``: records of all replicas in the samples' batches. ``num_skipped``: skipped steps of the run so far.
         """
@@ -282,7 +282,10 @@ class TelemetryReports:
             self._warn(error)
 
     def finish(self, measure: Callable[[], Peak | None]) -> None:
-        """If FLOPs are known, measure a peak that is missing or that this run exceeded."""
+        """Measure the device's peak FLOP/s if it is unknown or this run exceeded it.
+
+        Does nothing if the run's FLOPs are unknown.
+        """
         if not self._totals.knows_flops:
             return
         is_beaten = self._totals.to_json(self._peak).get("hfu", 0.0) > 1.0

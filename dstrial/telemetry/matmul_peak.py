@@ -74,7 +74,7 @@ def device_name(device: torch.device) -> str:
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """Return this machine's cached peak, or None; does not use the device."""
+    """Return this device's cached peak FLOP/s for a type; None if not measured yet."""
     try:
         kept = read_json(cache_path()) or {}
         found = kept.get(_key(device, dtype))
@@ -84,7 +84,7 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Measure the peak for about a second; return it, or a larger cached peak.
+    """Measure the peak FLOP/s for about a second; return it, or a larger cached peak.
 
     Synchronises the device. Torch's random states do not change.
 
@@ -125,7 +125,7 @@ def _keep(key: str, peak: Peak) -> None:
 
 
 def _rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Return the FLOP/s of square matrix products, in the best of several rounds."""
+    """Return the FLOP/s of products of ``size`` x ``size`` matrices, the best of some."""
     generator = torch.Generator().manual_seed(
         0
     )  # a separate generator leaves the trial's random state unchanged

@@ -36,7 +36,7 @@ BY_STORAGES = "storages of tensors; activations unknown"
 
 
 def process_memory(status: str) -> dict[str, int]:
-    """Read current and peak memory from the text of ``/proc/PID/status``."""
+    """Return memory counter -> bytes, from the text of ``/proc/PID/status``."""
     found = {}
     for line in status.splitlines():
         name, _, value = line.partition(":")
@@ -71,7 +71,7 @@ def memory_now(accelerator: Any) -> dict[str, int]:
 class FirstBatchMemory:
     """Measures the parts of a rank's memory during its first batch.
 
-    ``found_by`` names the method; None before the first step and after an error. Errors never end training.
+    ``found_by`` is the method of measurement as text; None before the first step and after an error. Errors never end training.
     """
 
     def __init__(self, engines: Sequence[Any], accelerator: Any) -> None:
@@ -85,7 +85,7 @@ class FirstBatchMemory:
         self.found_by: str | None = None
 
     def begin(self, counter: FlopCounter | None) -> None:
-        """Start before the first batch; ``counter`` observes operations, or is None."""
+        """Start before the first batch; ``counter`` counts FLOPs, None if nothing does."""
         with self._safely():
             self._split = MemorySplit(self._engines, self._is_host)
             if counter is None:
@@ -103,7 +103,7 @@ class FirstBatchMemory:
                 self._found[f"{ACTIVATIONS}_bytes"] = max(0, left)
 
     def around_step(self, call: Callable[[], ResultT]) -> ResultT:
-        """Run an optimizer step; measure memory around it if it ends the accumulation."""
+        """Return ``call()``, an engine's step; measure memory if gradients are complete."""
         split = self._split
         if split is None or not any(steps_next(engine) for engine in self._engines):
             return call()

@@ -77,7 +77,7 @@ class PhaseTimer:
         self._is_on = is_on
 
     def run(self, phase: str, engine: Any, call: Callable[[], ResultT]) -> ResultT:
-        """Run an engine's call and time it as ``phase``. Hot path."""
+        """Return ``call()``, a call of an engine, and time it as ``phase``. Hot path."""
         if not self._is_on or self._is_inside:
             return call()
         if phase == "train_batch":
@@ -103,7 +103,7 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """Return phase -> average seconds per batch since the last call.
 
-        Events that have not passed yet are read by the next call.
+        Device events that have not passed yet are read by the next call.
         """
         if self._make_event is not None:
             self._read_events()

@@ -25,7 +25,7 @@ _SLOW_SHARE = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankSample:
-    """Measurements of one rank since the last report; plain Python, sent to rank 0."""
+    """Measurements of one rank since the last report; sent to rank 0 as JSON."""
 
     num_batches: int  # number of batches, without the first of the process
     seconds: float  # training time of these batches, without validations, checkpoints and reports
@@ -70,7 +70,7 @@ class RankSample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """The measured maximum FLOP/s of a device in matrix products."""
+    """The measured maximum FLOP/s of one device in matrix products of one type."""
 
     flops_per_s: float  # measured on this machine
     device: str
@@ -86,6 +86,7 @@ def report_metrics(
     """Return a telemetry report: values over all ranks, and by rank under ``ranks``.
 
     ``samples`` has one entry per rank. ``num_records``: records of all replicas. ``num_skipped``: skipped steps of the run.
+    ``peak``: the device's peak FLOP/s; None if not measured.
     """
     times = [sample.times_ms() for sample in samples]
     metrics: dict[str, Any] = {}
@@ -122,7 +123,7 @@ def _names(found: Sequence[Mapping[str, Any]]) -> list[str]:
 def tokens_of(samples: Sequence[RankSample]) -> int | None:
     """Return the number of tokens over all replicas; None if one replica's is unknown.
 
-    Ranks of one replica read the same records, or none.
+    Ranks of one replica read the same records, or none; the records count once.
     """
     by_replica: dict[int, int | None] = {}
     for sample in samples:
@@ -135,7 +136,7 @@ def tokens_of(samples: Sequence[RankSample]) -> int | None:
 
 
 def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str, float]:
-    """Return TFLOPS per device, plus MFU and HFU if ``peak`` is known; or {}."""
+    """Return TFLOPS per device, MFU and HFU (if ``peak`` is known); {} without FLOPs."""
     counted = [sample.flops for sample in samples if sample.flops is not None]
     first = samples[0]
     if len(counted) < len(samples) or not first.num_batches or not sum(total for total, _ in counted):
@@ -164,7 +165,7 @@ def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """Sums of all ranks' samples over this attempt, without the first batch."""
+    """Sums of all ranks' samples since the process began, without the first batch."""
 
     num_batches: int = 0
     seconds: float = 0.0
@@ -197,7 +198,7 @@ class RunTotals:
         return bool(self.num_batches) and all(sample.flops is not None for sample in self._newest)
 
     def to_json(self, peak: Peak | None) -> dict[str, Any]:
-        """Return the content of ``telemetry.json``, which the run's summary reads."""
+        """Return the content of ``telemetry.json``, from which the run's summary is made."""
         document: dict[str, Any] = {"num_batches": self.num_batches, "seconds": self.seconds}
         if self.num_batches:
             document["clock"] = self._newest[0].clock

@@ -47,7 +47,8 @@ def summary_rows(
 ) -> list[tuple[str, str]]:
     """Return (name, text) of each summary line; [] for a run of one batch.
 
-    ``predicted`` has one mapping per pipeline stage: part of the memory -> bytes that a dry run predicted.
+    ``document`` is the run's ``telemetry.json``. ``predicted`` has, per pipeline stage, part of the memory -> bytes that a dry
+    run predicted.
     """
     if not document.get("num_batches"):
         return []

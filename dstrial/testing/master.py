@@ -36,7 +36,7 @@ class MasterForTest:
 
     @property
     def record(self) -> MasterRecord:
-        """The record of the current or last master process.
+        """The address, process and ids of the current or last master process.
 
         Raises:
             MasterError: no master has ever run.

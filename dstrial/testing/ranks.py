@@ -174,7 +174,10 @@ def _run(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, *, is_failure_final: bool) -> bool:
-    """Wait for all ranks, at most 10 s after a final failure; return False on timeout."""
+    """Wait until all ranks have exited; return False if ``deadline_s`` has passed.
+
+    If ``is_failure_final``, the wait ends 10 s after the first failure, and returns True.
+    """
     give_up_at_s = time.monotonic() + deadline_s
     is_failing = False
     while any(process.poll() is None for process in processes):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BackendFactory:
-    """Creates the search's backend and its client of the master, each at first use."""
+    """Creates the backend that runs a search's trials, at the first call of ``make``."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class BackendFactory:
         return self._master
 
     def _select(self) -> Backend:
-        """Use persistent ranks for ``predict`` on a trial class, else launch each trial."""
+        """Return persistent ranks for ``predict`` on a trial class, else another backend."""
         settings = self._settings
         is_launched_anew = (
             settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts

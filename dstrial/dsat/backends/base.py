@@ -21,7 +21,7 @@ class Ended:
 
 
 class SearchEndedError(Exception):
-    """Another process has ended the search; ``event`` is the end on its record."""
+    """Another process has ended the search; ``event`` is its ``finished`` event."""
 
     def __init__(self, event: Mapping[str, Any]) -> None:
         super().__init__(event["reason"])
@@ -29,7 +29,7 @@ class SearchEndedError(Exception):
 
 
 class Backend(Protocol):
-    """Runs measuring trials. Not thread-safe.
+    """Interface of the classes that run a search's measuring trials; not thread-safe.
 
     Attributes:
         num_parallel: number of trials that can run at once without disturbing each other; at least 1.
@@ -46,7 +46,7 @@ class Backend(Protocol):
         """Start a trial, or find the trial that was started earlier with its label.
 
         Returns:
-            A handle, JSON values, for :meth:`adopt`.
+            A handle of JSON values, which :meth:`adopt` takes after a restart of the search.
 
         Raises:
             DstrialError: no trial can be started here.
@@ -55,7 +55,7 @@ class Backend(Protocol):
         """
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Take over a trial that an earlier process started; False if it is lost."""
+        """Take over a trial by the ``handle`` of an earlier :meth:`start`; False if lost."""
 
     def poll(self) -> list[Ended]:
         """Return the trials that have ended since the last call.
@@ -77,7 +77,7 @@ class Backend(Protocol):
             report: returns the report as JSON values; not called if this backend cannot publish reports.
 
         Returns:
-            False if the caller should retry later.
+            True; False if the caller should retry later.
         """
 
     def finish(self, results: Mapping[str, str]) -> None:

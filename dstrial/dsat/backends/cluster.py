@@ -63,7 +63,7 @@ class _Submitted:
 
 
 class ClusterBackend:
-    """Submits one experiment per trial, and polls its state about once a second.
+    """Submits one experiment per trial, and polls the experiments about once a second.
 
     While the master is unreachable, the backend waits, and experiments continue. The backend uses the master and the login of
     the ``det`` command (``DET_MASTER``, ``det user login``).
@@ -111,9 +111,9 @@ class ClusterBackend:
 
     @property
     def num_parallel(self) -> int:
-        """Number of agents with enough slots for a trial, so that no two share a machine.
+        """Number of trials that can run at once, each on a separate agent; at least 1.
 
-        If no single agent is large enough, the slots of all agents divided by those of a trial; at least 1.
+        If no agent has enough slots for a trial, the slots of all agents divided by the slots of a trial.
         """
         slots = self._settings.num_slots
         with_room = sum(1 for agent in self._agents if len(agent.slots or {}) >= slots)
@@ -181,7 +181,10 @@ class ClusterBackend:
             self.kill_experiment(submitted.experiment)
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        """Write the report into an experiment's notes, unless a person has edited them."""
+        """Write the report into an experiment's notes; return False to retry later.
+
+        Notes that a person has edited are left alone.
+        """
         experiment = self._report_experiment
         if experiment is None:
             return True
@@ -201,7 +204,7 @@ class ClusterBackend:
         return is_reachable
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Submit an experiment without slots whose checkpoint stores ``results``."""
+        """Submit an experiment whose checkpoint stores ``results`` (file name -> text)."""
         if self._search_id is None or "best_ds_config.json" not in results:
             return
         spec = results_config(self._settings, self._search_id)
@@ -223,7 +226,7 @@ class ClusterBackend:
         self._report_experiment = experiment
 
     def show_results(self, experiment: Experiment, results: Mapping[str, str]) -> None:
-        """Write the final report into the experiment's notes, for the search's web page."""
+        """Write ``results["report.json"]`` into an experiment's notes, for the web page."""
         kept = {name: text for name, text in results.items() if name == "report.json"}
         self.retry_until_available(lambda: experiment.set_notes(notes_of({"results": kept})))
 
@@ -232,7 +235,7 @@ class ClusterBackend:
             self.kill(trial_id)
 
     def create_full_experiment(self, config: Mapping[str, Any], search_id: str) -> int:
-        """Submit the best configuration, once per search; return its experiment id."""
+        """Submit a training of ``config``, once per search; return the experiment id."""
         label = f"dsat-{search_id}-full"
         labels = [*(str(one) for one in config.get("labels") or []), label]
         found = self.retry_until_available(lambda: self.find(label))
@@ -245,7 +248,8 @@ class ClusterBackend:
     ) -> Experiment:
         """Submit an experiment exactly once, even if the master dies before it answers.
 
-        ``texts`` adds files to the experiment's context: name -> text. A name that ends with a slash is a directory.
+        ``label`` is one of its labels, by which a retry finds it. ``texts`` adds files to the experiment's context: name ->
+        text. A name that ends with a slash is a directory.
         """
         before = {one.id for one in self.retry_until_available(lambda: self._labelled(label))}
         is_repeated = False
@@ -282,7 +286,7 @@ class ClusterBackend:
         return [*files, *included]
 
     def find(self, label: str) -> Experiment | None:
-        """Return the newest experiment with a label; None if it was canceled or missing."""
+        """Return the newest experiment with a label; None if it is missing or canceled."""
         newest = max(self._labelled(label), key=lambda one: int(one.id), default=None)
         return None if newest is None or newest.state in _CANCELED_STATES else newest
 

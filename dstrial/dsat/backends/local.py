@@ -77,7 +77,10 @@ class LocalBackend:
         return {"pid": self._running[spec.trial_id].pid}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Adopt a launcher that still runs or has left a result or a reproducible error."""
+        """Adopt a launcher that runs or has left a result; False if a new start is needed.
+
+        A reproducible error of the ranks counts as a result.
+        """
         del handle
         directory = self._record.trial_path(spec.trial_id)
         launcher = found(directory)

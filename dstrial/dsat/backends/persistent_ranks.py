@@ -59,8 +59,7 @@ class _Task:
 class PersistentRanks:
     """Backend that runs all trials of one search in the same ranks.
 
-    ``words`` is the command that launches the ranks. ``publish`` implements ``publish`` of
-    :class:`~dstrial.dsat.backends.base.Backend`.
+    ``words`` is the command line of the launcher. ``publish`` implements ``Backend.publish``; the default does nothing.
     """
 
     num_parallel = 1
@@ -91,12 +90,15 @@ class PersistentRanks:
         return f"this machine, {self._settings.num_slots} persistent rank(s)"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Queue a trial; :meth:`poll` begins the trial, after the journal has it."""
+        """Queue a trial, which the next :meth:`poll` begins; return its attempt number."""
         self._waiting.append(_Task(spec, spec.hparams))
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Reuse an earlier result, or fail a trial in which the search was killed twice."""
+        """Reuse an earlier result; return False if the trial must be measured again.
+
+        A trial fails if the search was killed twice while it measured the trial.
+        """
         row = self._earlier_results.get(spec.trial_id)
         attempts = int(handle.get("attempt") or 0)
         if row is not None:
@@ -132,7 +134,10 @@ class PersistentRanks:
         return time.time() - task.began_s if task is not None and task.spec.trial_id == trial_id else 0.0
 
     def kill(self, trial_id: int) -> None:
-        """Kill a trial; keep its result if only the new run of the incumbent hangs."""
+        """Kill a trial and its ranks; keep the trial's result if it was already measured.
+
+        After a good result, the ranks still measure the best configuration again, which may hang.
+        """
         task = self._task
         if task is not None and task.spec.trial_id == trial_id:
             self._task = None
@@ -204,7 +209,7 @@ class PersistentRanks:
             self._launcher = None
 
     def _take(self, task: _Task, outcome: Outcome) -> None:
-        """End the task's trial, or measure the trial or the incumbent again."""
+        """Record the outcome of a task, or begin another measurement for the same trial."""
         self._task = None
         metric = self._settings.flags.metric
         task.spent_s += time.time() - task.began_s
@@ -226,7 +231,6 @@ class PersistentRanks:
         self._ended.append(Ended(task.spec.trial_id, outcome, task.spent_s))
 
     def _failure_of_launcher(self, task: _Task, exit_code: int) -> Failure:
-        """Return the failure of a launcher that ended before the task had a result."""
         lines = log_lines(self._rank_directory)[task.num_log_lines_before :]
         if exit_code == 130:
             return Failure(FailureKind.CANCELED, "its ranks were interrupted from outside")
@@ -283,7 +287,7 @@ class Incumbent:
         return best is not None and new is not None and new >= best - _NEAR * abs(best)
 
     def consider(self, hparams: dict[str, Any], outcome: Outcome, metric: str) -> None:
-        """Replace the incumbent if the outcome is a better measurement."""
+        """Make a configuration the best one if its ``outcome`` has a better ``metric``."""
         best = None if self.measured is None else score(self.measured, metric)
         new = score(outcome, metric)
         if isinstance(outcome, Measured) and new is not None and (best is None or new > best):
@@ -291,7 +295,7 @@ class Incumbent:
 
 
 def drift_between(before: Measured, again: Measured) -> float:
-    """Return the latency ratio ``again / before``; 1.0 if within their intervals."""
+    """Return the latency ratio ``again / before``; 1.0 if the difference may be noise."""
     first, second = before.value("latency"), again.value("latency")
     if not first or not second:
         return 1.0

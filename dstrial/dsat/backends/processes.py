@@ -44,7 +44,7 @@ class LauncherProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit status; None while the launcher runs, -1 if it ended and is no child."""
+        """Exit status; None while the launcher runs, -1 if it has ended and is no child."""
         if self.process is not None:
             return self.process.poll()
         state = read_state(self.pid)
@@ -66,7 +66,7 @@ class LauncherProcess:
 def launch(
     words: Sequence[str], directory: Path, *, cwd: Path, variables: Mapping[str, str]
 ) -> LauncherProcess:
-    """Start a launcher; write its output and process id into an existing directory."""
+    """Start the command ``words``; write output and process id into a directory."""
     probe = directory / ".room"
     try:
         # Check for disk space: a launcher that cannot write its process id would never be found again.

@@ -64,7 +64,7 @@ class SearchOnMaster:
         return f"{self._master.describe()}, in persistent ranks"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Await a trial's result; submit the search, unless an experiment runs it."""
+        """Register a trial, whose result ``poll`` returns; submit the search if needed."""
         if not self.adopt(spec, {}):
             self._submit()
         self._awaited.add(spec.trial_id)
@@ -100,7 +100,7 @@ class SearchOnMaster:
         return ended
 
     def running_s(self, trial_id: int) -> float:
-        """Return 0: the search in the trial has deadlines of its own."""
+        """Return 0, because the search in the trial enforces the trials' time limits."""
         del trial_id
         return 0.0
 
@@ -108,12 +108,12 @@ class SearchOnMaster:
         self._awaited.discard(trial_id)
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        """Do nothing: the search in the trial publishes its report."""
+        """Return True without publishing: the search in the trial publishes its report."""
         del report
         return True
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Wait for the trial to store its results; if it does not, store ``results``."""
+        """Wait for the trial to store its results; else store ``results`` (name -> text)."""
         if self._experiment is None:
             self._find()
         if not self._wait(_FINISH_TIMEOUT_S, lambda: bool(self._finished_events())):
@@ -186,7 +186,8 @@ class SearchOnMaster:
     def _journal(self) -> list[dict[str, Any]]:
         """Return the recorded events, with the attempts that the last experiment counted.
 
-        A canceled experiment was not killed by a configuration, so :meth:`_find` ignores it.
+        An attempt is a start of a trial's measurement. A canceled experiment was not killed by a configuration, so
+        :meth:`_find` ignores it.
         """
         attempts: dict[int, dict[str, Any]] = {}
         for _, row in sorted(self._rows.items()):
@@ -226,7 +227,10 @@ class SearchOnMaster:
         return [row for _, row in sorted(self._rows.items()) if row["event"] == "finished"]
 
     def _final_event(self) -> dict[str, Any] | None:
-        """Return the end of the search in its trial, unless the budget has grown since."""
+        """Return the ``finished`` event of the search in the trial; None if there is none.
+
+        An end for lack of time is ignored if this command's time budget is larger.
+        """
         budget_s = self._settings.flags.budget
         return next((row for row in self._finished_events() if is_final(row, budget_s)), None)
 
@@ -250,7 +254,6 @@ class SearchOnMaster:
         self._next_poll_s = time.monotonic() + _POLL_PERIOD_S
 
     def _log_slots(self) -> None:
-        """Log why the search waits, as long as its experiment has no slots."""
         if self._experiment is None or self._is_running or self._is_ended:
             if self._logged_wait:
                 logger.warning("the search has its slots")

@@ -62,7 +62,7 @@ class TrialSpec:
 
 
 def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
-    """Return the ``single`` experiment without restarts that measures a candidate."""
+    """Return the ``single`` experiment without restarts that measures a configuration."""
     flags = settings.flags
     num_batches = max(flags.end_profile_step + 1, _MAX_STEPS)
     measuring: dict[str, Any] = {
@@ -132,12 +132,11 @@ def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write a runnable config with its secrets; a file with secrets is private."""
+    """Write an experiment config; only the owner can read a file that has secrets."""
     replace_file(path, yaml_text(config), is_private=bool(secrets_in(config, SecretNames())))
 
 
 def _single(settings: SearchConfig, label: str, name: str, does: str, num_batches: int) -> dict[str, Any]:
-    """Return the fields that all ``single`` experiments of a search have."""
     return {
         "name": f"{settings.experiment.name} ({name})",
         "description": f"dsat {settings.method}: {does}"[:200],
@@ -153,7 +152,7 @@ def _single(settings: SearchConfig, label: str, name: str, does: str, num_batche
 
 
 def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Set the candidate's pipeline stages, if the space has a path for their number."""
+    """Return the config with the candidate's pipeline stages, if these vary."""
     if settings.space.stages_path is None:
         return config
     num_stages = settings.space.sizes_of(candidate).pp
@@ -161,7 +160,7 @@ def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Cand
 
 
 def measuring_command(settings: SearchConfig, config_path: str | None, python: str) -> list[str]:
-    """Return the command that launches measuring ranks.
+    """Return the command line that launches measuring ranks.
 
     ``config_path`` is None for ranks inside a trial on a master.
     """

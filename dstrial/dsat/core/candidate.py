@@ -22,7 +22,7 @@ class BatchSplit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A configuration, as a difference from the user's own configuration."""
+    """A configuration to measure: ZeRO stage, changed settings and batch sizes."""
 
     stage: int
     settings: tuple[tuple[str, Any], ...]  # (dotted path, value), sorted; empty for the user's own
@@ -30,7 +30,7 @@ class Candidate:
     is_own: bool = False
 
     def overwrite(self) -> dict[str, Any]:
-        """Return the DeepSpeed fields to overwrite, nested; only the batch if ``is_own``."""
+        """Return the DeepSpeed keys to overwrite, nested; only the batch if ``is_own``."""
         result: dict[str, Any] = {
             "train_batch_size": self.batch.train_batch_size,
             "train_micro_batch_size_per_gpu": self.batch.micro_batch_size,
@@ -153,7 +153,7 @@ class BatchSizeGrid:
         return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
 
     def position(self, micro_batch_size: float) -> int:
-        """Return the position of the largest micro batch up to a size; 0 if none is."""
+        """Return the position of the largest micro batch of at most this size, else 0."""
         if self.is_free:
             return max(0, min(int(micro_batch_size), _LARGEST_FREE_MICRO_BATCH) - 1)
         return max(sum(split.micro_batch_size <= micro_batch_size for split in self._splits) - 1, 0)

@@ -50,7 +50,7 @@ TASKS_NAME, RESULTS_NAME = "tasks.jsonl", "results.jsonl"  # queues to and from 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchRecord:
-    """The files of one search; keeps no file open between calls."""
+    """The files of one search in its output directory; none stays open between calls."""
 
     path: Path
     search_id: str  # 8 characters in the labels of the search's trials
@@ -152,12 +152,12 @@ class SearchRecord:
             self.on_event(event)
 
     def restore(self, event: Mapping[str, Any]) -> None:
-        """Append an event of another process's journal, without calling ``on_event``."""
+        """Append an event that another process recorded, without calling ``on_event``."""
         append_json_line(self.events_path, event)
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether a file does not come from a search that was killed at its start."""
+    """Return whether a file is not the remnant of a search killed at its start."""
     return path.name != OUTPUT_MARK and not (
         path.name.startswith(".search.json.") and path.name.endswith(".tmp")
     )
@@ -174,6 +174,9 @@ class SearchStatus:
 
 
 def is_final(event: Mapping[str, Any], budget_s: float | None) -> bool:
-    """Return whether a recorded end is final: false if the budget has grown since."""
+    """Return whether a ``finished`` event is final.
+
+    The end of a search that has spent its time budget is not final for a larger ``budget_s`` (None: no limit).
+    """
     spent_s = event.get("budget_s")
     return spent_s is None or (budget_s is not None and budget_s <= spent_s)

@@ -147,7 +147,7 @@ def smaller_is_better(metric: str) -> bool:
 
 
 def score(outcome: Outcome, metric: str) -> float | None:
-    """Return the metric, negated if smaller is better; None if it was not measured."""
+    """Return a measured metric, negated if smaller is better; None if not measured."""
     value = outcome.value(metric) if isinstance(outcome, Measured) else None
     if value is None:
         return None
@@ -267,7 +267,10 @@ class TrialResult:
 
 
 def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
-    """Return the best trial; the user's own unless another is better by over ``TIE``."""
+    """Return the trial with the best metric; None if none was measured.
+
+    The user's own configuration wins unless another one is better by more than the relative margin ``TIE``.
+    """
     values: dict[Candidate, list[float]] = {}
     first: dict[Candidate, TrialResult] = {}
     for trial in trials:
@@ -285,7 +288,10 @@ def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
 
 
 def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Measured] | None:
-    """Return the trial with the highest score, without regard to ``TIE``, or None."""
+    """Return the trial with the highest score and its measurement; None without any.
+
+    Unlike :func:`best_of`, this ignores the margin ``TIE``.
+    """
     best: tuple[float, TrialResult, Measured] | None = None
     for trial in trials:
         if isinstance(trial.outcome, Measured):

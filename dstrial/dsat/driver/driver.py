@@ -73,6 +73,8 @@ class Driver:
     def run(self, signals: list[signal.Signals]) -> SearchStatus:
         """Resume the search where its record ends; return how it ended.
 
+        The search stops when the caller's signal handlers append to ``signals``.
+
         Raises:
             OSError: the disk is full. After room is made, the same command resumes the search.
         """
@@ -112,7 +114,6 @@ class Driver:
         return SearchStatus(end.reason, True, end.is_failure)
 
     def _record_no_room(self) -> None:
-        """Record that the disk is full, so that this end counts as no attempt of a trial."""
         with contextlib.suppress(OSError):
             self._record.append("interrupted", {"signal": FailureKind.NO_ROOM.name})
 
@@ -157,7 +158,7 @@ class Driver:
     # ---- what happens ----------------------------------------------------------------------------
 
     def _replay(self) -> dict[int, dict[str, Any]]:
-        """Replay the record to the method; return trial id -> handle of submitted trials."""
+        """Pass recorded results to the method; return handles of submitted trials, by id."""
         self._apply(self._method.start(), is_replay=True)
         handles: dict[int, dict[str, Any]] = {}
         for event in self._record.events():

@@ -34,10 +34,10 @@ def gather_inputs(
     deadline_s: float = _DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> PredictInputs:
-    """Dry-run the kinds of structures of a search; return the inputs of ``predict``.
+    """Dry-run one configuration of each kind; return the inputs of method ``predict``.
 
-    ``deadline_s`` limits all dry runs together. Failed dry runs do not end the search: if all fail, ``asha`` replaces
-    ``predict``.
+    A dry run builds the engine and trains a batch on fake tensors. If all fail, method ``asha`` replaces ``predict``.
+    ``deadline_s`` limits all dry runs together; ``capacity_bytes`` is the memory of one device.
     """
     if settings.space.sizes.has_pipeline_engine:
         # The predictor has no model of pipelines: its dry runs would describe one stage, not the step.
@@ -83,7 +83,7 @@ def gather_inputs(
 def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str]:
     """Return a note that compares counted FLOPs with the rule for transformers.
 
-    Returns no note if no dry run has tokens.
+    The list is empty if no dry run's batch has tokens.
 
     Source: 6 FLOPs per parameter and token, Kaplan et al. 2020, section 2.1.
     """
@@ -102,7 +102,11 @@ def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str
 def dry_run_space(
     groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S
 ) -> PredictInputs:
-    """Run one dry run for each kind of structure; return results and failures."""
+    """Dry-run one configuration of each kind; return the results and failures.
+
+    ``groups`` says which configurations are of a kind. ``request_of`` returns the request for a structure and whether it
+    accumulates gradients. ``deadline_s`` limits all dry runs together.
+    """
     asked = groups.representatives()
     requests = [request_of(structure, is_accumulating) for structure, is_accumulating in asked.values()]
     num_parallel = min(os.cpu_count() or 1, _MAX_PARALLEL)
@@ -154,7 +158,7 @@ def _by_real_batch(
     target: Target,
     until_s: float,
 ) -> PredictInputs:
-    """Train a real batch of each kind of structure in turn, of the user's own first."""
+    """Train one real batch per kind of configuration on the CPU, the user's own first."""
     failure = next(iter(failed.failures.values())).splitlines()[0]
     notes = [f"fake tensors do not do, so one real batch was trained: {failure}"]
     if target != "cpu":

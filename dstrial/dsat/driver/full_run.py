@@ -74,7 +74,7 @@ def _train_here(
 
 
 def _resume_variables(runs: Path) -> dict[str, str]:
-    """Return the variables that resume the newest full run with a checkpoint, or none."""
+    """Return environment variables that resume the newest full run, or an empty dict."""
     for record in sorted(runs.glob("*/*/run.json"), reverse=True):
         if newest_checkpoint(RunDirectory.open(record.parent).checkpoints_path) is not None:
             return {RUN_DIR_VARIABLE: str(record.parent), RESUME_VARIABLE: "latest"}
@@ -82,7 +82,6 @@ def _resume_variables(runs: Path) -> dict[str, str]:
 
 
 def _trained(runs: Path) -> Path | None:
-    """Return the directory of the full local run that completed; None if none has."""
     found = (Path(record).parent for record in sorted(runs.glob("*/*/run.json")))
     return next(
         (path for path in found if RunDirectory.open(path).read_record().state is RunState.COMPLETED), None

@@ -32,8 +32,8 @@ def with_model_flops(
     """Return a measurement whose ``FLOPS_per_gpu`` uses the search's one FLOP count.
 
     All measurements use the same FLOPs per record, so configurations of equal throughput have equal ``FLOPS_per_gpu``. The
-    FLOPs are counted in the first measurement, else in a dry run (on one rank), else they follow from a rule. ``like`` is an
-    earlier result of this function; None for the first measurement.
+    FLOPs are counted in the first measurement, else in a dry run (``flops_per_record``, on one rank), else estimated from the
+    number of parameters. ``like`` is an earlier result of this function; None for the first measurement.
     """
     throughput = measured.value("throughput")
     if not throughput:
@@ -55,7 +55,10 @@ def with_model_flops(
 
 
 def caveats(measured: Measured, first: Measured) -> list[str]:
-    """Return caveats about the ``FLOPS_per_gpu`` of a measurement, as sentences."""
+    """Return sentences that say in what respect ``FLOPS_per_gpu`` is not exact.
+
+    ``first`` is the first measurement of the search.
+    """
     found = [_RULE_NOTE] if measured.value(FLOPS_RULE) else []
     # A rank of a pipeline has the parameters of its stage only.
     same = ("num_params", "probe_pipeline_stages")
@@ -67,7 +70,7 @@ def caveats(measured: Measured, first: Measured) -> list[str]:
 def mismatch_with_request(measured: Measured, candidate: Candidate) -> Failure | None:
     """Return a failure if the code trains another batch or ZeRO stage than requested.
 
-    With several engines the result is None, because the request may concern only one of them.
+    Otherwise, and for several engines, returns None: the request may concern only one of the engines.
     """
     if (measured.value("num_engines") or 1) > 1:
         return None
@@ -100,7 +103,10 @@ def normalized(
     flops_per_record: float | None,
     num_replicas: int,
 ) -> Outcome:
-    """Return the outcome with comparable FLOPs, or a failure if the batch is wrong."""
+    """Return the outcome with comparable FLOPs, or a failure if the batch is wrong.
+
+    ``before`` holds the earlier measurements of the search.
+    """
     if not isinstance(outcome, Measured):
         return outcome
     wrong = mismatch_with_request(outcome, candidate)

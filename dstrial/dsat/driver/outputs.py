@@ -24,7 +24,7 @@ _MIN_PAUSES = 20.0
 
 
 class SearchFiles:
-    """Writes and reads the files of one search."""
+    """Writes and reads the result files of one search."""
 
     def __init__(
         self, settings: SearchConfig, record: SearchRecord, print_line: Callable[[str], None]
@@ -84,7 +84,7 @@ class SearchFiles:
         )
 
     def read(self) -> dict[str, str]:
-        """Return name -> text of the search's existing result files."""
+        """Return file name -> text of the search's existing result files."""
         kept = (
             self._record.best_config_path,
             self._record.best_metrics_path,
@@ -96,7 +96,7 @@ class SearchFiles:
 
 
 class LiveReport:
-    """Publishes the report of a running search when there is news, but not too often."""
+    """Publishes the report of a running search after changes, at a limited rate."""
 
     def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
         self._make = make

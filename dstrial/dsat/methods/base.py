@@ -83,7 +83,7 @@ class ConfigSearch(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MethodOptions:
-    """The options of all methods; each method reads those that it has."""
+    """The options of all methods; each method reads only its own."""
 
     metric: str = "FLOPS_per_gpu"
     max_trials: int = 64

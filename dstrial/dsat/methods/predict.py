@@ -132,7 +132,10 @@ class PredictSearch:
         )
 
     def _margins(self, trial_id: int, observation: Observation) -> Iterator[dict[str, Any]]:
-        """Yield bytes that larger micro batches lack, and a failed one after an OOM."""
+        """Yield the device bytes that larger micro batches of a trial would lack.
+
+        A trial that ran out of memory yields its own micro batch first.
+        """
         outcome, sizes = observation.outcome, self.space.batch_size_grid
         if outcome is None:
             return
@@ -152,7 +155,10 @@ class PredictSearch:
     # ---- learning --------------------------------------------------------------------------------
 
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
-        """Exclude a structure, and later its group, unless it only ran out of memory."""
+        """Exclude a failed configuration's settings, and later its group, from the search.
+
+        Out-of-memory errors, and a first communication error, exclude nothing.
+        """
         if kind is FailureKind.HOST_OOM:
             needed = self.predictor.host_bytes(candidate)
             self._host_limit_bytes = min(needed, self._host_limit_bytes or needed)
@@ -169,7 +175,10 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def measured_costs(self) -> dict[tuple[Any, ...], _Costs]:
-        """Return identity -> (candidate, cost) of each measurement of that identity."""
+        """Return measured costs, by key of candidates that DeepSpeed cannot tell apart.
+
+        The values list (candidate, cost) of each measurement; ``Prediction.cost`` has the unit.
+        """
         found: dict[tuple[Any, ...], _Costs] = {}
         for one in self.observations.values():
             cost = self.predictor.cost(one.candidate, one.outcome)
@@ -183,9 +192,9 @@ class PredictSearch:
         return min(means, key=lambda pair: pair[1], default=None)
 
     def _num_since_progress(self) -> int:
-        """Return how many measurements since the last progress brought none.
+        """Return the number of measurements since the best cost last improved by 0.5 %.
 
-        The first measurement of a group does not count.
+        The first measurement of a group (stage, offloading, unknown settings) does not count.
         """
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()
@@ -225,7 +234,7 @@ class PredictSearch:
             actions.append(chosen)
 
     def _choose(self, is_open: Sequence[Candidate], actions: list[Action]) -> Measure | None:
-        """Return the next measurement; append skipped candidates to ``actions``."""
+        """Return the next measurement, or None; append skipped candidates to ``actions``."""
         best = self.incumbent()
         for prediction in self._ranked(best, is_open):
             candidate = prediction.candidate
@@ -243,7 +252,10 @@ class PredictSearch:
         return self._measure(smallest, "your structure with the smallest micro batch")
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
-        """Return the candidates worth a measurement, the most promising first."""
+        """Return the candidates worth a measurement, the most promising first.
+
+        ``best`` is the best (candidate, mean cost) so far; ``is_open`` are being measured.
+        """
         found = self._acquisition.candidates(
             self._positions(),
             self.predictor.fantasize(is_open),
@@ -302,7 +314,10 @@ class PredictSearch:
         return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _repeated(self, is_open: Sequence[Candidate]) -> Measure | None:
-        """Return a repeated measurement of a best candidate, until the best is clear."""
+        """Return a repeated measurement of one of the best candidates, or None.
+
+        Repeats end when noise cannot explain the differences, or at a limit.
+        """
         effort, measured = self._effort, self.measured_costs()
         # Failures count, too, so that a contender that fails is not measured forever.
         num_tried = Counter(self._identity(one.candidate) for one in self.observations.values())
@@ -318,7 +333,7 @@ class PredictSearch:
         return self._measure(fewest, f"one of the best {len(unsure) + 1}, which noise does not separate")
 
     def _are_separate(self, best: _Costs, other: _Costs) -> bool:
-        """Return whether two means differ by more than two standard errors."""
+        """Return whether two mean costs differ by more than two standard errors."""
         widths = [
             one.outcome.value("half_width") or 1.96 * _USUAL_NOISE
             for one in self.observations.values()

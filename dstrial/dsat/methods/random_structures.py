@@ -36,7 +36,7 @@ _MAX_SKIPPED = 2000  # number of skipped candidates in a row after which a searc
 
 @dataclasses.dataclass(slots=True)
 class Lineage:
-    """A structure and the range of micro batches still to be tried."""
+    """All trials of one random structure (a configuration without batch sizes)."""
 
     idx: int
     structure: Structure
@@ -50,7 +50,7 @@ class Lineage:
     is_open: bool = False  # one of its trials is being measured
 
     def best(self, last_rung: int | None = None) -> float | None:
-        """Return the best score up to ``last_rung``, by default of all rungs, or None."""
+        """Return the best score up to ``last_rung`` (None: all rungs); None without one."""
         scores = [
             value
             for _, value, rung in self.history
@@ -62,8 +62,8 @@ class Lineage:
 class BinarySearch:
     """Binary search over the micro batches of one random structure after the other.
 
-    A success raises the lower end of the range; an out-of-memory error lowers the upper end. When the range is empty, the next
-    structure is drawn. Throughput does not steer the search.
+    A structure is a configuration without batch sizes. A success raises the lower end of the range; an out-of-memory error
+    lowers the upper end. When the range is empty, the next structure is drawn. Throughput does not steer the search.
     """
 
     def __init__(self, space: Space, options: MethodOptions, filters: Filters) -> None:
@@ -83,7 +83,7 @@ class BinarySearch:
     # ---- what subclasses override ----------------------------------------------------------------
 
     def choose(self) -> Lineage:
-        """Return the lineage of the next trial, neither closed nor open."""
+        """Return the lineage (all trials of one structure) that gets the next trial."""
         waiting = self._waiting()
         return waiting[0] if waiting else self.new_lineage(self.space.stages)
 
@@ -91,17 +91,17 @@ class BinarySearch:
         return f"lineage {lineage.idx + 1}"
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return the first range (low, high) of grid positions of a new lineage."""
+        """Return (lowest, highest) grid position of the micro batches of a new lineage."""
         return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:
-        """Return the grid position at which a lineage is tried next."""
+        """Return the grid position of the micro batch that a lineage tries next."""
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Narrow a lineage's range after a trial; ``value`` is None if it did not fit.
+        """Narrow a lineage's range of micro batches after its trial at a grid position.
 
-        A lineage with an empty range is closed.
+        ``value`` is the trial's score; None if it ran out of memory. A lineage with an empty range is closed.
         """
         if value is None:
             lineage.high = position - 1
@@ -149,7 +149,7 @@ class BinarySearch:
     # ---- lineages --------------------------------------------------------------------------------
 
     def ceiling(self, stage: int) -> int:
-        """Return the position of the first guess at the largest micro batch of a stage."""
+        """Return the grid position of the estimated largest micro batch that fits a stage."""
         sizes = self.space.batch_size_grid
         guess = None
         if self.info is not None:
@@ -162,7 +162,7 @@ class BinarySearch:
         return self.space.first_position(highest)
 
     def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
-        """Draw a stage and a structure, and return their new lineage."""
+        """Draw a ZeRO stage and a structure; return a lineage for its micro batches."""
         stage = stages[self.random.integer_below(len(stages))]
         low, high = self.new_range(stage)
         num_params = None if self.info is None or self.filters.disabled else self.info.num_params
@@ -190,7 +190,7 @@ class BinarySearch:
         return Measure(trial_id, candidate, why)
 
     def _begin(self, outcome: Outcome) -> list[Action]:
-        """Begin to draw structures after the first trial, or try the smallest batch."""
+        """Handle the first outcome: draw structures, or try the smallest micro batch."""
         if isinstance(outcome, Measured):
             self._phase = "search"
             self.info = ModelInfo.from_measured(outcome)
@@ -209,7 +209,7 @@ class BinarySearch:
         return self._finish(f"error in the first trial ({outcome.kind.value}). {NEED_SMALLEST}")
 
     def _fill(self) -> list[Action]:
-        """Return measurements up to ``num_parallel`` open ones, or the search's end."""
+        """Return measurements until ``num_parallel`` trials are open, or the search's end."""
         actions: list[Action] = []
         num_open = sum(1 for observation in self.observations.values() if observation.outcome is None)
         for _ in range(_MAX_SKIPPED):
@@ -246,7 +246,7 @@ class BinarySearch:
         return actions
 
     def _effects_of(self, candidate: Candidate) -> list[Action]:
-        """Return notes about the effects of the knobs that a candidate changes."""
+        """Return a note for each measured effect of a setting that the candidate changes."""
         known = [(one.candidate, one.outcome) for one in self.observations.values()]
         paths = {path for path, _ in candidate.settings}
         return [Note(str(effect)) for effect in best_knob_effects(self.space, known) if effect.path in paths]
@@ -259,12 +259,13 @@ class BinarySearch:
 class AshaSearch(BinarySearch):
     """Binary searches that earn their trials by asynchronous successive halving.
 
-    The resource is the number of trials of a lineage. Rung *i* is complete after *r* x *eta* ^ (*s* + *i*) trials, or when the
-    range is empty. One of *eta* lineages that completed a rung is promoted to the next rung.
+    A lineage is the binary search over one structure's micro batches; its resource is the number of trials. Rung *i* is
+    complete after *r* x *eta* ^ (*s* + *i*) trials (``min_binary_search_trials``, ``divisor``, ``asha_early_stopping``), or
+    when the range is empty. One of *eta* lineages that completed a rung is promoted to the next rung.
     """
 
     def choose(self) -> Lineage:
-        """Return a lineage in an incomplete rung, else a promoted one, else a new one."""
+        """Return a lineage whose rung is incomplete, else a promoted one, else a new one."""
         incomplete = [lineage for lineage in self._waiting() if not self.is_complete(lineage)]
         if incomplete:
             return max(incomplete, key=lambda one: (one.rung, len(one.history), -one.idx))
@@ -301,12 +302,13 @@ class AshaSearch(BinarySearch):
 class RandomConfigSearch(BinarySearch):
     """Random search: draws stages, structures, and micro batches near mid-range.
 
-    After stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. A lineage ends after
-    ``trials_per_random_config`` trials, or when nothing fits. It also ends if it has failed, and another lineage of its stage
-    has run with as large a micro batch.
+    After stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. A lineage (the trials of one
+    structure) ends after ``trials_per_random_config`` trials, or when nothing fits. It also ends if it has failed, and another
+    lineage of its stage has run with as large a micro batch.
 
-    With gates, the range of a new lineage begins at the stage's best micro batch, and ends below sizes known not to fit.
-    Without gates, the range begins above the best micro batch, as documented; such trials mostly run out of memory.
+    The range of a new lineage begins at the stage's best micro batch, and ends below sizes known not to fit. With
+    ``--no-gates``, the range begins above the best micro batch, as in Determined's documentation; such trials mostly run out of
+    memory.
     """
 
     def choose(self) -> Lineage:

@@ -32,8 +32,8 @@ _Place = tuple[Prediction, int]  # a prediction, and the index of its micro batc
 def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
     """Return the expected relative gain over ``cost``, minus the expected loss by OOM.
 
-    The loss grows with ``num_failed``, the number of out-of-memory errors so far. Returns 0 if the candidate probably does not
-    fit.
+    ``cost`` is the best measured cost. The loss grows with ``num_failed``, the number of out-of-memory errors so far. Returns 0
+    if the candidate probably does not fit.
     """
     fits = prediction.probability_to_fit
     if fits < _MIN_TO_FIT:
@@ -42,7 +42,10 @@ def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
 
 
 class Acquisition:
-    """Predicts candidates around the most promising ones of each group."""
+    """Proposes candidates near the most promising ones of each group.
+
+    A group shares ZeRO stage, offloading and settings of unknown effect.
+    """
 
     def __init__(self, groups: ConfigGroups, predictor: Predictor) -> None:
         self._groups, self._predictor = groups, predictor
@@ -57,7 +60,8 @@ class Acquisition:
     ) -> list[Prediction]:
         """Return the predictions of all candidates for the next measurement.
 
-        ``cost`` is the best measured cost; None before anything has run.
+        ``positions`` are grid positions of micro batches. Searches start from ``measured``, among others. ``cost`` is the best
+        measured cost; None before anything has run.
         """
         starts: dict[tuple[Any, ...], list[Structure]] = {}
         for structure in (*self._groups.bases(), *map(structure_of, measured)):
@@ -72,7 +76,7 @@ class Acquisition:
 
 
 class _Descent:
-    """Coordinate descents, one in each group."""
+    """Coordinate descents over settings and micro batches, one in each group."""
 
     def __init__(
         self, groups: ConfigGroups, predictor: Predictor, positions: Sequence[int], time: StepModel
@@ -82,7 +86,10 @@ class _Descent:
         self.seen: dict[Candidate, Prediction] = {}
 
     def run(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
-        """Return the structure at which a descent ends; None if the group is hopeless."""
+        """Return the structure at which a descent ends; None if the group is hopeless.
+
+        The descent begins at the best of ``starts``. A hopeless group cannot reach ``cost``, the best measured cost.
+        """
         places = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
         at: _Place | None = None
         for stds in _BOUNDS:
@@ -99,7 +106,7 @@ class _Descent:
         return None if at is None else structure_of(at[0].candidate)
 
     def _start(self, structure: Structure) -> _Place | None:
-        """Return a structure at its cheapest fitting micro batch; None if illegal."""
+        """Return a structure's cheapest fitting micro batch: (prediction, index), or None."""
         if not self._groups.is_legal(structure):
             return None
         found = self._predict([(structure, idx) for idx in range(len(self._positions))])
@@ -107,7 +114,10 @@ class _Descent:
         return min(fitting, key=lambda one: one[0].cost, default=None)
 
     def _move(self, at: Prediction, idx: int, stds: float) -> _Place | None:
-        """Return the best change of a knob, the micro batch or both; None without gain."""
+        """Return the best change of a setting, the micro batch or both; None without gain.
+
+        Costs are compared at ``stds`` standard deviations below their medians.
+        """
         structure = structure_of(at.candidate)
         others = self._groups.moves(structure, self._predictor.num_params)
         changes = [(structure, idx + step) for step in (-1, 1, 2)]

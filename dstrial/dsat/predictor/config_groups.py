@@ -20,7 +20,10 @@ _ALL_UP_TO, _SHARES = 32, 16
 
 
 class ConfigGroups:
-    """Groups the structures of a search space; a CPU has no offloading groups."""
+    """Groups configurations by ZeRO stage, offloading and settings of unknown effect.
+
+    A structure is a configuration without its batch sizes. A CPU has no offloading groups.
+    """
 
     def __init__(self, space: Space, *, is_cpu: bool = False) -> None:
         self.space = space
@@ -48,9 +51,9 @@ class ConfigGroups:
         return self._bases
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
-        """Return the legal structures of the same group that differ in one knob.
+        """Return the legal structures of the same group that differ in one setting.
 
-        Sizes above the model's ``num_params`` count as one value.
+        Of the sizes (such as buckets) above the model's ``num_params``, only the smallest is tried.
         """
         found, settings = [], dict(structure.settings)
         effective = self._effective_of(_without_sizes(structure))
@@ -77,14 +80,14 @@ class ConfigGroups:
         return self._setups[structure]
 
     def is_legal(self, structure: Structure) -> bool:
-        """Return whether DeepSpeed accepts a structure, and all settings have effect."""
+        """Return whether DeepSpeed accepts a structure, and all settings have an effect."""
         checked = _without_sizes(structure)
         if checked not in self._legal:
             self._legal[checked] = self.space.illegal_reason(self.space.candidate(checked, 0)) is None
         return self._legal[checked]
 
     def group(self, structure: Structure) -> tuple[Any, ...]:
-        """Return a structure's group: stage, offloading, and paths of ``--space``."""
+        """Return a structure's group: stage, offloading, and settings of unknown effect."""
         return (*self.setup(structure).group, self.unknown_settings(structure))
 
     def unknown_settings(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
@@ -92,21 +95,27 @@ class ConfigGroups:
         return tuple((path, value) for path, value in structure.settings if path not in KNOWN_PATHS)
 
     def identity(self, candidate: Candidate, num_params: float | None) -> tuple[Any, ...]:
-        """Return a key shared by candidates that DeepSpeed cannot tell apart."""
+        """Return a key shared by candidates that DeepSpeed cannot tell apart.
+
+        Sizes above ``num_params`` count as equal; None if the number of parameters is unknown.
+        """
         structure = structure_of(candidate)
         setup = self.setup(structure)
         setup = setup if num_params is None else setup.clamped(num_params)
         return setup, self.unknown_settings(structure), candidate.batch
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
-        """Return the key of a dry run, equal for structures with other sizes or switches."""
+        """Return the key of the dry run that stands for a structure.
+
+        Structures with other sizes or switches have the same key. ``is_accumulating``: a step has several micro batches.
+        """
         setup = self.setup(structure)
         unknown = [list(pair) for pair in self.unknown_settings(structure)]
         on_host = float(setup.host_share > 0)
         return json.dumps([setup.stage, on_host, setup.has_host_params, unknown, is_accumulating])
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
-        """Return run key -> the structure to dry-run for it, and whether it accumulates."""
+        """Return the structures to dry-run: run key -> (structure, is accumulating)."""
         sizes = self.space.batch_size_grid
         kinds = sorted({sizes.split(position).accumulation > 1 for position in (0, sizes.last)}, reverse=True)
         return {
@@ -133,7 +142,7 @@ class ConfigGroups:
 
 
 def _without_sizes(structure: Structure) -> Structure:
-    """Return a structure without its sizes, which do not change whether it is legal."""
+    """Return a structure without its sizes (such as buckets), which are always legal."""
     kept = tuple((path, value) for path, value in structure.settings if path not in _SIZES)
     return Structure(structure.stage, kept)
 
@@ -144,7 +153,7 @@ def structure_of(candidate: Candidate) -> Structure:
 
 
 def positions(space: Space, largest: int | None = None) -> Sequence[int]:
-    """Return the grid's positions up to a micro batch of ``largest``, or to its end."""
+    """Return grid positions of micro batches up to a size of ``largest`` (None: all)."""
     axis = space.batch_size_grid
     if not axis.is_free:
         return range(axis.last + 1)
@@ -159,7 +168,10 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
 
 
 def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
-    """Return positions up to 8 times the largest micro batch run, else the user's own."""
+    """Return grid positions of micro batches up to 8 times the largest that has run.
+
+    ``ran`` lists the batches that have run; without any, the user's own micro batch counts.
+    """
     axis = space.batch_size_grid
     largest = _BEYOND * max((one.micro_batch_size for one in ran), default=space.own().batch.micro_batch_size)
     return [at for at in positions(space, largest) if axis.split(at).micro_batch_size <= largest]

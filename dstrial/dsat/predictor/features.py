@@ -35,7 +35,7 @@ _KNOBS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ZeroFeatures:
-    """The ZeRO settings of a structure from which its time and memory are predicted."""
+    """The ZeRO settings of a configuration from which time and memory are predicted."""
 
     stage: int
     replicas: int  # ranks among which ZeRO divides the model
@@ -82,18 +82,18 @@ class ZeroFeatures:
 
     @property
     def group(self) -> tuple[int, bool, bool]:
-        """(stage, whether optimizer state is on the host, whether parameters are)."""
+        """(ZeRO stage, whether optimizer state is on the host, whether parameters are)."""
         return self.stage, self.host_share > 0, self.has_host_params
 
     @property
     def knobs(self) -> tuple[tuple[str, Any], ...]:
-        """(name, value) of features in which structures of a group differ."""
+        """(name, value) of the sizes and switches besides :attr:`group`; empty in stage 0."""
         return tuple((name, getattr(self, name)) for name in _KNOBS) if self.stage else ()
 
     def clamped(self, parameters: float) -> ZeroFeatures:
         """Return a copy whose sizes are at most the model's number of parameters.
 
-        DeepSpeed cannot tell larger sizes apart, so structures that differ only in these have equal features.
+        DeepSpeed cannot tell larger sizes apart, so configurations that differ only in these have equal features.
         """
         sizes = {name: min(getattr(self, name), parameters) for name in _SIZES}
         return dataclasses.replace(self, **sizes)
@@ -112,8 +112,8 @@ class ZeroFeatures:
     def kept_elements(self, parameters: float) -> float:
         """Return how many gathered parameters stage 3 keeps from forward to backward.
 
-        A parameter that ``d`` parameters follow is used again after ``2 d`` parameters. It is kept if ``2 d`` is within the
-        reuse distance.
+        ``parameters`` is the model's number. A parameter that ``d`` parameters follow is used again after ``2 d`` parameters.
+        It is kept if ``2 d`` is within the reuse distance.
         """
         if self.stage != 3:
             return 0.0
@@ -160,7 +160,7 @@ _FULL = 0.9  # share of the device's memory above which its allocator frees and 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepParts:
-    """Seconds of one optimizer step, part by part."""
+    """Seconds of one optimizer step, part by part; ``PARTS`` names the parts."""
 
     phases: tuple[tuple[float, ...], ...]  # for each of ``PHASES``, seconds in the order of ``PARTS``
 
@@ -170,7 +170,10 @@ class StepParts:
         return tuple(map(sum, zip(*self.phases, strict=True)))
 
     def pressed(self, share: float) -> StepParts:
-        """Return a copy with ``pressure`` for a peak that takes ``share`` of the memory."""
+        """Return a copy with the part ``pressure``: time lost if memory is nearly full.
+
+        ``share`` is the predicted memory peak, divided by the device's memory.
+        """
         pressure = min(max((share - _FULL) / (1 - _FULL), 0.0), 1.0) ** 2
         forward, backward, step = self.phases
         pressed = tuple((*phase[:-1], pressure * sum(phase[:-1])) for phase in (forward, backward))
@@ -186,9 +189,9 @@ def step_parts(
     micro_batch_size: int,
     accumulation: int,
 ) -> StepParts:
-    """Return the seconds of a step with features ``setup``, part by part.
+    """Return the seconds of an optimizer step with features ``setup``, part by part.
 
-    ``run`` is the dry run of a structure with features ``ran``.
+    ``run`` is the dry run of a configuration with features ``ran``. ``accumulation``: micro batches in one optimizer step.
     """
     is_device = machine.host_copy_bytes_per_s is not None
     rate = machine.flops_per_s
@@ -261,7 +264,10 @@ def _gathers(
     fetched: float,
     computing: tuple[float, float],
 ) -> tuple[list[_Exposed], list[float]]:
-    """Return gathers, and unhidden seconds of host fetches, in forward and backward."""
+    """Return times of parameter gathers and of host fetches, each [forward, backward].
+
+    ``gathered`` has the seconds of (bytes, calls) of all gathers, ``fetched`` those of all host fetches.
+    """
     ahead = min(max(setup.prefetch_elements * ASSUMED_LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
     ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED
     spared = setup.kept_elements(run.parameters) / max(run.parameters, 1.0)
@@ -277,7 +283,7 @@ def _gathers(
 def _offload_s(
     machine: Machine, bytes_per_value: int, on_host: float, often: int, backward_s: float
 ) -> tuple[float, float]:
-    """Return unhidden seconds of copying gradients to the host, and weights back."""
+    """Return unhidden seconds of copying (gradients to the host, weights back)."""
     if machine.host_copy_bytes_per_s is None:
         return 0.0, 0.0
     down = often * bytes_per_value * on_host / machine.host_copy_bytes_per_s
@@ -299,7 +305,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Return seconds of operation overhead in each phase that a device does not hide."""
+    """Return the operation overhead that a device does not hide, seconds by phase."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
@@ -313,7 +319,6 @@ def _overheads(
 
 
 def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumulation: int) -> float:
-    """Return seconds of fetching parameters from the host, forward and backward."""
     if machine.host_copy_bytes_per_s is None or not setup.has_host_params:
         return 0.0
     num_bytes = 2 * accumulation * setup.bytes_per_value * run.parameters / setup.replicas
@@ -335,7 +340,8 @@ class _Exposed:
     def of(cls, moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:
         """Split communication that runs beside ``beside_s`` seconds of computation.
 
-        ``able`` is the share that could be hidden (for gradients, all but the last bucket); ``hides`` of this share is hidden.
+        ``moved_s`` and ``called_s``: seconds of moving bytes and of calls. ``able`` is the share that could be hidden (for
+        gradients, all but the last bucket); ``hides`` of this share is hidden.
         """
         whole = moved_s + called_s
         if not whole or not hides:
@@ -348,7 +354,7 @@ class _Exposed:
 def _calls(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Return (seconds of bytes, of calls) for reduce, gather and optimizer step."""
+    """Return (seconds of moving bytes, of calls) of reduce, gather, optimizer step."""
     sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
     for each in _with_buckets(run.collectives(accumulation), run.parameters, setup, ran):
         if each.group_size <= 1:
@@ -368,7 +374,7 @@ def _calls(
 def _with_buckets(
     collectives: Iterable[Collective], parameters: float, setup: ZeroFeatures, ran: ZeroFeatures
 ) -> list[Collective]:
-    """Return dry-run collectives, with as many calls as ``setup``'s buckets need."""
+    """Return a dry run's collectives, with as many calls as ``setup``'s buckets need."""
     found = []
     for each in collectives:
         old = new = 1.0
@@ -405,7 +411,7 @@ _MIN_SHARE = 0.6  # share of the highest peak; a phase with less cannot become t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeakParts:
-    """The peak bytes of one phase, part by part."""
+    """The peak bytes of one phase, part by part; ``MEMORY_PARTS`` names the parts."""
 
     phase: str
     num_bytes: tuple[float, ...]  # in the order of ``MEMORY_PARTS``
@@ -418,9 +424,10 @@ class PeakParts:
 def peak_parts(
     run: DryRunResult, setup: ZeroFeatures, ran: ZeroFeatures, micro_batch_size: int
 ) -> list[PeakParts]:
-    """Return the peaks of phases with features ``setup``, the highest first.
+    """Return the memory peaks of a configuration's phases, the highest first.
 
-    ``run`` is the dry run of a structure with features ``ran``. Phases far below the highest peak are left out.
+    ``run`` is the dry run of a configuration with features ``ran``; ``setup`` has the features of the predicted one. Phases far
+    below the highest peak are left out.
     """
     found = []
     for each in run.device.phases:
@@ -466,7 +473,7 @@ def _split(
 
 
 def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:
-    """Return bytes of gathered parameters: in stage 3, or in the step of 1 and 2."""
+    """Return the bytes of gathered parameters that a phase holds at its peak."""
     width = setup.bytes_per_value
     if setup.stage == 3 and phase in ("forward", "backward", "reduce", "gather"):
         ahead = min(

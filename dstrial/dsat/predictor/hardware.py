@@ -19,13 +19,13 @@ class Link:
     bytes_per_s: float  # of the whole tensor, all ranks together
 
     def seconds(self, num_calls: float, num_bytes: float) -> tuple[float, float]:
-        """Return (seconds of moving bytes, seconds of calls)."""
+        """Return (seconds of moving the bytes, seconds of starting the calls)."""
         return num_bytes / self.bytes_per_s, num_calls * self.latency_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """One rank's share of a machine with all ranks busy."""
+    """The speed of one rank's share of a machine while all ranks are busy."""
 
     flops_per_s: float
     operation_s: float  # an operation of torch that does almost nothing
@@ -36,13 +36,13 @@ class Machine:
     hides: float = 0.0  # share of the communication that overlapping hides behind computation
 
     def link(self, kind: str) -> Link:
-        """Return the link of a collective; an untimed kind has the link of all_gather."""
+        """Return latency and bandwidth of a collective; untimed kinds count as all_gather."""
         known = self.collectives.get(kind) or self.collectives.get("all_gather")
         return known if known is not None else Link(0.0, math.inf)
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> Machine | None:
-        """Return the machine that ``dsat.rank.microbench`` measured; None if it did not."""
+        """Return the machine from a trial's ``machine_*`` metrics; None without them."""
         found = {
             name.removeprefix(METRIC_PREFIX): value
             for name, value in metrics.items()
@@ -117,8 +117,9 @@ def nominal_machine(
 ) -> Machine:
     """Return a machine with 70 % of the rates in a device's data sheet.
 
-    ``network_bytes_per_s`` is the rate between two machines, per device, in one direction. A ring crosses from one machine to
-    the next only once, so it can use the network of all devices of a machine. Several rings share this network.
+    ``per_machine`` is the number of devices of a machine. ``network_bytes_per_s`` is the rate between two machines, per device,
+    in one direction. A ring crosses from one machine to the next only once, so it can use the network of all devices of a
+    machine. Several rings share this network.
 
     Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce and half of that in the others (Patarasuk and Yuan 2009).
     """

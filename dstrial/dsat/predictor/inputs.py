@@ -83,7 +83,7 @@ def dry_run_request(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PredictInputs:
-    """Dry runs, machine and device memory that predictions start from."""
+    """Inputs of method ``predict``: dry runs, machine and device memory."""
 
     runs: Mapping[str, DryRunResult] = dataclasses.field(default_factory=dict)  # by ``ConfigGroups.run_key``
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> why there is no run

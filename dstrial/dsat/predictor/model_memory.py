@@ -21,7 +21,7 @@ _SMALL_PARAMETERS = 50_000_000  # a model with fewer is shown in MiB
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """A model, or a stage of its pipeline, on a number of devices."""
+    """The predicted memory of a model, or of a pipeline stage, on a number of devices."""
 
     num_slots: int
     micro_batch_size: int  # of one device
@@ -66,7 +66,7 @@ class Placement:
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
     """Return three lines that say how many devices are enough, and what needs most.
 
-    ``deepspeed`` is the name, for the text, of the part of the config that decides.
+    ``capacity_bytes`` is the memory of one device. ``deepspeed`` names, for the text, the decisive part of the config.
     """
     known = _largest_stages(placements)
     if not known:
@@ -98,7 +98,7 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
 
 
 def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
-    """Return per number of slots the stage with the highest peak, if all are known."""
+    """Return the pipeline stage with the highest peak for each number of slots."""
     by_slots: dict[int, list[Placement]] = {}
     for one in placements:
         by_slots.setdefault(one.num_slots, []).append(one)

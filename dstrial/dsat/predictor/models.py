@@ -53,7 +53,7 @@ class TimePoint:
     extras: tuple[tuple[str, Any], ...] = ()  # settings about which no rule is known
 
     def row(self, phase: str | None = None) -> Row:
-        """Return the regression's row for the whole step, or for one phase."""
+        """Return the regression's input for the time of a step, or of one phase of it."""
         effects = (
             (f"micro {self.micro_batch_size}", _MICRO),
             (f"slope {self.group}", _GROUP_SLOPE * math.log2(self.micro_batch_size) / 3),
@@ -69,7 +69,7 @@ class TimePoint:
 def _structure_effects(
     group: tuple[Any, ...], knobs: tuple[tuple[str, Any], ...], extras: tuple[tuple[str, Any], ...]
 ) -> Effects:
-    """Return the effects that all micro batches of a structure share."""
+    """Return the regression effects that do not depend on the micro batch."""
     effects: list[tuple[Hashable, float]] = [
         (f"stage {group[0]}", _STAGE),
         (f"group {group}", _GROUP),
@@ -111,7 +111,7 @@ class Timing:
 
 
 class StepModel:
-    """Predicts step times from measured step times, whatever their order.
+    """Predicts step times from measured step times; their order does not matter.
 
     If ``is_scaled``, the machine's rates are known only up to a common factor.
     """
@@ -128,7 +128,7 @@ class StepModel:
 
     @property
     def scale(self) -> float:
-        """The factor between the learned spreads and the assumed spreads."""
+        """Ratio of the learned uncertainty of predictions to the assumed uncertainty."""
         return self._regression.scale
 
     def predict(self, points: Sequence[TimePoint], phase: str | None = None) -> list[TimePrediction]:
@@ -234,7 +234,7 @@ class MemoryPoint:
     is_scattered: bool = False  # gradients are not contiguous
 
     def row(self, peak: PeakParts) -> Row:
-        """Return the regression's row for the peak of one phase."""
+        """Return the regression's input for the memory peak of one phase."""
         effects: list[tuple[Hashable, float]] = [
             (f"phase {peak.phase} {self.group}", _MEMORY_PHASE),
             (f"slope {self.group}", _MEMORY_SLOPE * math.log2(self.micro_batch_size) / 3),
@@ -251,7 +251,7 @@ class MemoryPoint:
 
 
 class MemoryModel:
-    """Learns and predicts memory peaks; deterministic in the order of outcomes."""
+    """Predicts memory peaks from measured peaks and out-of-memory errors."""
 
     def __init__(self, device: DeviceMemory) -> None:
         self.device = device
@@ -264,7 +264,7 @@ class MemoryModel:
         self._regression: Regression | None = None
 
     def measured(self, point: MemoryPoint, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
-        """Add measured peak bytes of tensors: phase or ``all`` -> bytes.
+        """Add the measured peak bytes of tensors, by phase or for ``all`` phases together.
 
         ``reserved_bytes`` is the largest number of bytes that the allocator held.
         """
@@ -286,7 +286,7 @@ class MemoryModel:
         self._regression = None
 
     def ran_out(self, point: MemoryPoint, phase: str) -> None:
-        """Add an out-of-memory error; ``phase`` is empty if it is unknown."""
+        """Add an out-of-memory error in ``phase``, which is empty if it is unknown."""
         peak = point.peak_in((*_MEASURED_PHASES.get(phase, ()), phase)) or (
             point.peaks[0] if point.peaks else None
         )
@@ -297,7 +297,7 @@ class MemoryModel:
         self._regression = None
 
     def predict(self, points: Sequence[MemoryPoint]) -> list[MemoryPrediction | None]:
-        """Return per point the peak of the phase least likely to fit; None if unknown."""
+        """Return, per point, the peak of the phase least likely to fit; None if unknown."""
         mean, waste_std = self._waste()
         peaks = [(point, peak) for point in points for peak in point.peaks]
         medians, deviations = self._fitted().predict([point.row(peak) for point, peak in peaks])
@@ -333,7 +333,7 @@ class MemoryModel:
         return self._regression
 
     def _waste(self) -> tuple[float, float]:
-        """Return mean and deviation of log(allocator bytes / tensor bytes)."""
+        """Return mean and deviation of log(allocator bytes / tensor bytes) at the peak."""
         prior, own = 1 / max(self.device.log_std, 1e-6) ** 2, 1 / _WASTE_NOISE**2
         weight = prior + own * len(self._wastes)
         return (self.device.waste * prior + own * sum(self._wastes)) / weight, math.sqrt(1 / weight)

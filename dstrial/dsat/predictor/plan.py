@@ -22,7 +22,7 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One structure on the planned hardware, with its fastest micro batch that fits."""
+    """The prediction of one configuration, with its fastest micro batch that fits."""
 
     candidate: Candidate
     description: str
@@ -53,7 +53,7 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HardwarePlan:
-    """Predictions for hardware that is not at hand."""
+    """The predictions of ``dsat plan`` for hardware that this machine need not have."""
 
     rows: tuple[PlanRow, ...]  # fitting ones, the fastest first; then the others by missing memory
     best: tuple[PlanRow, ...]  # the fastest three of all structures
@@ -97,7 +97,7 @@ def make_plan(space: Space, inputs: PredictInputs) -> HardwarePlan:
 
 
 def _row(predictor: Predictor, structure: Structure) -> PlanRow | None:
-    """Return the prediction for a structure; None if it was not dry-run."""
+    """Return the prediction with the fastest fitting micro batch; None if not dry-run."""
     space = predictor.space
     largest = _LARGEST_FREE if space.batch_size_grid.is_free else None
     candidates = [space.candidate(structure, position) for position in positions(space, largest)]

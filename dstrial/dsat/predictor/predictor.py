@@ -45,7 +45,7 @@ class Prediction:
         return self.cost * math.exp(-num_stds * min(self.time.log_std, _MAX_SPREAD))
 
     def expected_improvement(self, cost: float) -> float:
-        """Return the expected relative gain over ``cost``; a worse result counts as 0.
+        """Return the expected relative gain over a measured ``cost``; a loss counts as 0.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
@@ -57,7 +57,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _View:
-    """Facts about a structure that are the same for all its micro batches."""
+    """Facts about a configuration that are the same for all its micro batches."""
 
     run: DryRunResult
     setup: ZeroFeatures
@@ -119,7 +119,7 @@ class Predictor:
         self.time = StepModel(self._timings(), is_scaled=self.machine is None)
 
     def fantasize(self, candidates: Sequence[Candidate]) -> StepModel:
-        """Return a time model for which the predicted times of candidates are measured."""
+        """Return a time model that treats predicted times of ``candidates`` as measured."""
         points = [point for one in candidates if (point := self.time_point(one)) is not None]
         if not points:
             return self.time
@@ -132,7 +132,7 @@ class Predictor:
     # ---- predicting ------------------------------------------------------------------------------
 
     def predictions(self, candidates: Sequence[Candidate], time: StepModel | None = None) -> list[Prediction]:
-        """Return predictions of the candidates whose structures were dry-run."""
+        """Return a prediction of each candidate whose structure was dry-run, in order."""
         self._predict_memory(candidates)
         known = [(one, point) for one in candidates if (point := self.time_point(one)) is not None]
         found = (time or self.time).predict([point for _, point in known], self._phase)
@@ -144,7 +144,7 @@ class Predictor:
         return result
 
     def time_point(self, candidate: Candidate) -> TimePoint | None:
-        """Return a candidate's input of the time model; None if it was not dry-run."""
+        """Return the time model's input for a candidate; None if it was not dry-run."""
         if candidate in self._points:
             return self._points[candidate]
         view, batch = self._view(candidate), candidate.batch
@@ -182,7 +182,7 @@ class Predictor:
         return memory.probability_to_fit(self.capacity_bytes)
 
     def cost(self, candidate: Candidate, outcome: Outcome | None) -> float | None:
-        """Return the measured cost in the unit of ``Prediction.cost``; None if unmeasured."""
+        """Return a measured cost, usually in seconds per record; None if unmeasured."""
         if not isinstance(outcome, Measured):
             return None
         if self._phase is not None:
@@ -215,12 +215,15 @@ class Predictor:
         }
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
-        """Return part -> predicted seconds of the step or phase; empty if unknown."""
+        """Return part -> predicted seconds of a step or phase; empty if not dry-run."""
         point = self.time_point(candidate)
         return {} if point is None else self.time.parts(point, self._phase)
 
     def margin_bytes(self, candidate: Candidate, probability: float = 0.98) -> float | None:
-        """Return device bytes left with a probability (negative: missing), or None."""
+        """Return the device bytes left with ``probability``; None if unknown.
+
+        The number is negative if memory is missing.
+        """
         memory = self.memory_of(candidate)
         if memory is None or self.capacity_bytes is None:
             return None
@@ -234,7 +237,7 @@ class Predictor:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _view(self, candidate: Candidate) -> _View | None:
-        """Return facts that a structure's micro batches share; None if not dry-run."""
+        """Return the facts that all micro batches of a configuration share, or None."""
         is_accumulating = candidate.batch.accumulation > 1
         key = candidate.stage, candidate.settings, is_accumulating
         if key not in self._views:

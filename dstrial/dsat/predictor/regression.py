@@ -34,7 +34,7 @@ _ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """The known parts and the effects of a quantity."""
+    """The inputs of one quantity: sizes of its known parts, and names of its effects."""
 
     parts: tuple[float, ...]
     effects: Effects
@@ -53,9 +53,10 @@ class Sample:
 class Regression:
     """The posterior of factors and effects after ``samples``.
 
-    ``priors`` are mean and relative deviation of each factor. ``is_scaled`` first multiplies all prior means by the median
-    ratio of measured to expected values. ``is_robust`` gives little weight to a sample far from what all others predict, and
-    lets spreads become smaller than assumed.
+    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` are mean and relative
+    deviation of each factor. ``is_scaled`` first multiplies all prior means by the median ratio of measured to expected values.
+    ``is_robust`` gives little weight to a sample far from what all others predict, and lets spreads become smaller than
+    assumed.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Regression:
             self._learn([*exact, *bounds])
 
     def predict(self, rows: Sequence[Row]) -> tuple[_Floats, _Floats]:
-        """Return median and relative standard deviation of each row."""
+        """Return the medians and the relative standard deviations of the rows' quantities."""
         if not rows:
             return np.zeros(0), np.zeros(0)
         parts = _parts(rows)

@@ -18,7 +18,7 @@ from dstrial.ranks.identity import identify
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure a trial class once, or serve tasks. Ranks: all, collectively."""
+    """Measure a trial class once, or the tasks of a search. Ranks: all, collectively."""
     parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.rank")
     parser.add_argument("--trial", required=True)
     parser.add_argument("--config", type=Path)

@@ -59,7 +59,7 @@ class Settings:
 
 
 def _settings() -> Iterator[_Setting]:
-    """Yield pairs: a function that reads a setting, a function that writes it."""
+    """Yield pairs of functions: the first reads a setting, the second writes it."""
     yield lambda: dict(os.environ), _write_environment
     yield os.getcwd, os.chdir
     yield lambda: list(sys.path), functools.partial(sys.path.__setitem__, slice(None))
@@ -210,7 +210,7 @@ class ProcessUsage:
     resident_bytes: int  # RSS
 
     def grown_over(self, baseline: ProcessUsage) -> list[str]:
-        """Return ``name before -> now`` of resources that grew by more than their slack."""
+        """Return ``name before -> now`` of resources that grew by more than a tolerance."""
         slack = {
             "num_tensors": 64,
             "tensor_bytes": 2**20,

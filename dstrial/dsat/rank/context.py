@@ -79,7 +79,7 @@ _BLOCKS_ATTRIBUTE = "_dstrial_blocks"
 
 @dataclasses.dataclass(slots=True)
 class _LoopOfBlocks:
-    """State of a loop that enters a new reporting block for each step."""
+    """A user's training loop that enters a new reporting block for each step."""
 
     core_context: Any
     op: Any
@@ -88,7 +88,7 @@ class _LoopOfBlocks:
     is_finished: bool = False
 
     def begin(self) -> None:
-        """Share the timer with later blocks; report when the core context closes."""
+        """Make later blocks use the same timer; report when the core context closes."""
         setattr(self.core_context, _BLOCKS_ATTRIBUTE, self)
         # Contexts of Determined 0.23 have no close(); there, a loop has to make enough steps.
         close = getattr(self.core_context, "close", None)
@@ -154,7 +154,7 @@ def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
 
 @contextlib.contextmanager
 def failures_reported(timer: StepTimer) -> Iterator[None]:
-    """Print exceptions of the block as a failure line for the search, and re-raise."""
+    """Print the block's exception as a failure line for the search, and re-raise it."""
     try:
         yield
     except SystemExit as exit_:

@@ -124,6 +124,5 @@ def _collective_rates(timed: Callable[..., float], device: torch.device, num_byt
 
 
 def _barrier(device: torch.device) -> None:
-    """Wait for all ranks, so that no measurement includes the slow first collective."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(torch.zeros(1, device=device))

@@ -49,7 +49,10 @@ _ENDS_RANKS = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM, FailureKind.COMMUNI
 
 
 def serve(trial: str, exp_conf: dict[str, Any] | None, directory: Path, search: str) -> NoReturn:
-    """Measure tasks as long as the search runs, then exit. Ranks: all, collectively."""
+    """Measure tasks as long as the search runs, then exit. Ranks: all, collectively.
+
+    ``directory`` has the files of tasks and results. ``search`` identifies the search's process: ``pid:start time``.
+    """
     tail = JsonLinesTail(directory / TASKS_NAME)
     pid, _, ticks = search.partition(":")
     if exp_conf is None and (info := det.get_cluster_info()) is not None:
@@ -69,7 +72,7 @@ def serve(trial: str, exp_conf: dict[str, Any] | None, directory: Path, search: 
 
 
 class RankServer:
-    """State of a persistent rank between two tasks. Ranks: all, collectively."""
+    """One persistent rank, which measures tasks of a search. Ranks: all, collectively."""
 
     def __init__(self, trial: str, exp_conf: dict[str, Any] | None) -> None:
         identity = identify(os.environ)
@@ -86,7 +89,10 @@ class RankServer:
         self._grace: threading.Timer | None = None
 
     def next_task(self, tail: JsonLinesTail, search_pid: int, search_ticks: int) -> dict[str, Any] | None:
-        """Return the next task of rank 0; None if the search has ended. Ranks: all."""
+        """Return the next task, read by rank 0; None if the search has ended. Ranks: all.
+
+        ``search_pid`` and ``search_ticks`` (start time) identify the search's process.
+        """
         while True:
             task: dict[str, Any] | None = {}
             give_up_at_s = time.monotonic() + _MAX_IDLE_S
@@ -104,7 +110,7 @@ class RankServer:
                 return received
 
     def allgather(self, result: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the results of all ranks. Ranks: all, collectively."""
+        """Return the results of all ranks, by rank. Ranks: all, collectively."""
         try:
             return self._channel.allgather(result)
         finally:

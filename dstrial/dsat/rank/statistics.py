@@ -28,7 +28,7 @@ class Interval:
 
 
 def warm_from(values: Sequence[float]) -> int:
-    """Return the index of the first time after warm-up.
+    """Return the index of the first time after warm-up; ``values`` are times of steps.
 
     Warm-up ends at the change point in the first half that best divides the logarithms of the times into two levels. The first
     level must be at least 5 % higher than the second; otherwise the index is 0. A single slow step later on is no change point.
@@ -76,7 +76,7 @@ class SamplingLimits:
 
 
 class Sampling:
-    """Collects windows of whole steps until enough are timed."""
+    """Collects windows (times of several consecutive steps) until enough are timed."""
 
     def __init__(self, limits: SamplingLimits) -> None:
         self._limits = limits
@@ -100,7 +100,7 @@ class Sampling:
         return sum(self._num_steps)
 
     def interval(self) -> Interval:
-        """Return the interval of the seconds per step in the windows after warm-up."""
+        """Return the median seconds per step after warm-up, with its confidence interval."""
         return median_interval(self._times_s[self._first() :])
 
     def _first(self) -> int:

@@ -65,7 +65,7 @@ class _OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def engine_features(engines: list[Any]) -> dict[str, float]:
-    """Return properties of a rank's engines, summed; see ``space.filters.PROBES``."""
+    """Return what a rank's engines have, such as modules and stages: metric -> number."""
     modules = [module for engine in engines for module in engine.module.modules()]
     return {
         "probe_modules": float(len(modules)),
@@ -88,7 +88,7 @@ class FirstMicroBatch:
         self._seen: set[tuple[str, int]] = set()
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
-        """Make a call of an engine; count it if it is the engine's first in this phase.
+        """Return ``call()``; count its FLOPs if it is the engine's first in this phase.
 
         ``is_outermost`` is false for calls inside another call, such as those of a pipeline's ``train_batch``.
         """
@@ -125,8 +125,8 @@ class FirstMicroBatch:
 class StepTimer:
     """Observes the engines of a rank while they train, and measures their steps.
 
-    If ``ends_process``, for loops of users, the timer raises ``MeasurementDone`` in the last step. If ``measures_bare``, the
-    caller must repeat one batch while :attr:`mode` is ``BARE``.
+    If ``ends_process``, for loops of users, the timer raises ``MeasurementDone`` in the last step. If ``measures_bare``, steps
+    without data loading are timed, too: the caller must repeat one batch while :attr:`mode` is ``BARE``.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class StepTimer:
         return engines
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Make an engine's call; time or count it, depending on the mode. Ranks: all."""
+        """Call ``call`` of an engine; time or count it if the mode says so. Ranks: all."""
         if engine not in self._engines:
             self._engines.append(engine)
         self.phase = phase
@@ -300,7 +300,7 @@ class StepTimer:
         return mode
 
     def _next(self) -> tuple[Mode, int]:
-        """Return the next mode and its number of steps, as this rank would decide."""
+        """Return (mode, number of steps) of the next window, as this rank would decide."""
         if self.mode in (Mode.PROFILE, Mode.WINDOW):
             steps = self._sampling.next_steps()
             return (Mode.WINDOW, steps) if steps else (Mode.PHASES, _NUM_PHASE_STEPS)
@@ -311,7 +311,7 @@ class StepTimer:
         return Mode.DONE, 0
 
     def _agree(self, mode: Mode, steps: int) -> tuple[Mode, int]:
-        """Return rank 0's mode and steps. Ranks: all, collectively (one broadcast)."""
+        """Return rank 0's mode and number of steps. Ranks: all, collectively."""
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return mode, steps
         decision = torch.tensor([int(mode), steps], device=self._accelerator.current_device_name())
@@ -343,7 +343,6 @@ class StepTimer:
 
 
 def _host_peak_bytes() -> float:
-    """Return the process's peak resident bytes since ``reset_host_peak``."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -71,7 +71,11 @@ class TrialWorkload:
         sample_batch: str | None = None,
         trusts_code: bool = False,
     ) -> None:
-        """Build the trial; keep the largest of its first batches, or ``sample_batch``."""
+        """Build the trial; keep the largest of its first ``num_batches`` batches.
+
+        ``micro_batch_size`` is what the trial's constructor reads. ``sample_batch`` is the file of a batch to use instead;
+        ``trusts_code`` loads it even if it holds other classes than tensors.
+        """
         world_size = torch.distributed.get_world_size()
         self._context = _DryRunContext(world_size, hparams, exp_conf, micro_batch_size)
         with self._until_prepared:
@@ -96,7 +100,7 @@ class TrialWorkload:
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
         """Build and return the engines, with the arguments that the trial has passed.
 
-        A single engine gets this config. Several engines keep their own configs, except for the batch sizes.
+        A single engine gets ``deepspeed_config``. Several engines keep their own configs, except for the batch sizes.
         """
         self._context.device = device
         batch_sizes = {key: value for key, value in deepspeed_config.items() if key in _BATCH_KEYS}
@@ -113,7 +117,7 @@ class TrialWorkload:
         return engines
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Call the trial's ``train_batch`` on a batch of this many records; return it."""
+        """Call the trial's ``train_batch`` on a batch of this size; return the batch."""
         self._current = _resized(self._batch, self._num_records, micro_batch_size, is_fake=self._is_fake)
         batches = itertools.repeat(self._current)
         for engine in self._pipelines:
@@ -123,7 +127,7 @@ class TrialWorkload:
         return self._current
 
     def _received(self, engine: PipelineEngine) -> Any:
-        """Return the output of the previous stage, by running earlier layers on shapes."""
+        """Return a pipeline stage's input, by running earlier layers on meta tensors."""
         dtype = compute_dtype(engine)
         with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
             sent = tree_map_only(
@@ -158,7 +162,11 @@ class ScriptWorkload:
         sample_batch: str | None = None,
         trusts_code: bool = False,
     ) -> None:
-        """Run the script, imports included, until it calls an engine; keep that batch."""
+        """Run the script, imports included, until it calls an engine; keep that batch.
+
+        ``sample_batch`` is the file of a batch to use instead; ``trusts_code`` loads it even if it holds other classes than
+        tensors.
+        """
         size = torch.distributed.get_world_size()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_core_api_off_cluster(size, hparams, exp_conf or {}))
@@ -181,14 +189,14 @@ class ScriptWorkload:
         self._call = call
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the script's engine; values of its own config replace ``"auto"``."""
+        """Return the script's engine; values that it has passed replace ``"auto"``."""
         self._device = device
         assert self._call is not None  # else ``prepare`` has raised
         self._engine = self._call.build(_without_auto(deepspeed_config, self._call.config))
         return [self._engine]
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Train on the script's first batch, resized to this many records; return it."""
+        """Train on the script's first batch, resized to this size; return the batch."""
         args, kwargs = batch = _resized(
             self._batch,
             self.num_records,
@@ -249,14 +257,14 @@ def _largest_batch(loader: Any, num_batches: int) -> Any:
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch as positional and keyword arguments of an engine's call."""
+    """Return a batch as the (positional, keyword) arguments of an engine's call."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 class _Captured(BaseException):
-    """Ends the script at its first batch; ``except Exception`` does not catch it."""
+    """Ends the script at its first engine call; not caught by ``except Exception``."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -268,7 +276,10 @@ def _end_script(*args: Any, **kwargs: Any) -> Any:
 
 
 def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Run a script or ``-m MODULE`` to its first engine call; return the call's batch."""
+    """Run a script or ``-m MODULE`` to its first engine call; return the call's batch.
+
+    The batch is the (positional, keyword) arguments; None if the script calls no engine.
+    """
     show_ranks_to_accelerate()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", []))
@@ -288,7 +299,7 @@ def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _without_auto(config: Mapping[str, Any], captured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with ``"auto"`` replaced by ``captured``'s value, or left out."""
+    """Return a config whose ``"auto"`` values come from ``captured``, or are left out."""
     filled: dict[str, Any] = {}
     for key, value in config.items():
         known = captured.get(key)
@@ -305,7 +316,7 @@ def _without_auto(config: Mapping[str, Any], captured: Mapping[str, Any]) -> dic
 def _core_api_off_cluster(
     size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Let the Core APIs answer the script as rank 0 of a trial without a master."""
+    """Let Determined's Core API answer a script as rank 0 of a trial, off a master."""
     distributed = SingleRankContext(size)
     info = stand_in_cluster(
         hparams, exp_conf, cluster_id="dry run", num_slots=size, num_ranks=size, address=LOOPBACK_ADDR
@@ -334,7 +345,7 @@ def _core_api_off_cluster(
 
 
 class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
-    """Context of one of many ranks; collectives assume equal values on all ranks."""
+    """Distributed context of one of ``size`` ranks; assumes equal values on all ranks."""
 
     def __init__(self, size: int, rank: int = 0) -> None:
         super().__init__()

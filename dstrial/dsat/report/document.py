@@ -62,7 +62,7 @@ _VISIBLE = 0.0005  # share of a step below which a part is left out
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFacts:
-    """Facts about the search itself that a report shows."""
+    """Facts about a search, besides its trials, that a report shows."""
 
     name: str
     method: str
@@ -122,7 +122,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
 def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the small part of a report that is shown while the search runs.
 
-    It has no configs, which may hold secrets.
+    The part has no configs, which may hold secrets.
     """
     kept = {*document["pareto"], document["best"], document["own"]}
     newest = document["trials"][-_MAX_LIVE_ROWS:]
@@ -140,7 +140,7 @@ def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return ids of trials that no trial beats in both throughput and memory.
 
-    The ids are sorted by ascending memory.
+    ``rows`` are the report's trials. The ids are sorted by ascending memory.
     """
     front: list[int] = []
     most = 0.0
@@ -198,13 +198,12 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
 
 
 def _model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
-    """Return facts about the model and its device from the first measured trial."""
     measured = [trial.outcome for trial in trials if isinstance(trial.outcome, Measured)]
     return {name: one.metrics[name] for one in measured[:1] for name in _MODEL if name in one.metrics}
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Return whether the gain of ``best`` exceeds both half-widths together."""
+    """Return whether the gain exceeds the half-widths of both confidence intervals."""
     gain = gain_over(best, own, metric)
     outcomes = [trial.outcome for trial in (best, own) if trial is not None]
     widths = [one.value("half_width") or 0.0 for one in outcomes if isinstance(one, Measured)]
@@ -212,7 +211,6 @@ def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) 
 
 
 def _failures(trials: Sequence[TrialResult]) -> list[dict[str, Any]]:
-    """Return one row per kind of failure, the most frequent kind first."""
     found: dict[FailureKind, dict[str, Any]] = {}
     for trial in trials:
         if isinstance(trial.outcome, Failure):
@@ -226,9 +224,8 @@ def _failures(trials: Sequence[TrialResult]) -> list[dict[str, Any]]:
 def _step_shares(trial: TrialResult, parts: Mapping[str, float] | None) -> dict[str, Any] | None:
     """Return the seconds of a step, part by part; None if nothing was measured.
 
-    ``measured``: forward, backward, optimizer step, and ``between``, the rest (loading data, logging). ``explained``: the
-    predicted ``parts``, scaled down if they exceed the measured time, and ``idle``, the rest. Each of the two adds up to
-    ``step_s``.
+    ``step_s``: the measured time. ``measured``: forward, backward, optimizer step, and ``between``, the rest (loading data,
+    logging). ``explained``: the predicted ``parts``, scaled down if they exceed the measured time, and ``idle``, the rest.
     """
     measured = trial.outcome
     if not isinstance(measured, Measured) or (latency := measured.value("latency")) is None:
@@ -259,9 +256,10 @@ def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, fl
 def _sensitivity(
     scored: Sequence[tuple[float, TrialResult]], best: TrialResult, space: Space, metric: str
 ) -> list[dict[str, Any]]:
-    """Return per knob the best result with each value, the most effective knob first.
+    """Return per setting the loss with each value, the most effective setting first.
 
-    Settings are compared with DeepSpeed's defaults filled in. Effects of knobs that were changed together are not separated.
+    The loss is that of the best trial with the value, relative to ``best``. DeepSpeed's defaults are filled in. Effects of
+    settings that were changed together are not separated.
     """
     top = best.score(metric)
     assert top is not None
@@ -311,7 +309,7 @@ def _needs(
     space: Space,
     margins: Sequence[Mapping[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the memory that larger micro batches of the best and own structure lack.
+    """Yield the memory that larger micro batches of the ``shown`` trials lack.
 
     The method's predictions (``margins``) are used, if any. Otherwise the memory follows from the measured peak and the bytes
     that one record keeps for backward.
@@ -341,7 +339,7 @@ def _needs(
 
 
 def _tried(trials: Sequence[TrialResult], like: TrialResult, micro_batch_size: int) -> str | None:
-    """Return how a trial of the same structure and this micro batch ended, or None."""
+    """Return how a trial of the same structure with this micro batch ended, or None."""
     structure = like.candidate.stage, like.candidate.settings
     for trial in trials:
         candidate, outcome = trial.candidate, trial.outcome

@@ -37,7 +37,7 @@ def share(value: float, *, signed: bool = False) -> str:
 
 
 def knob(path: str) -> str:
-    """Return a dotted path without the prefix ``zero_optimization.``."""
+    """Return a DeepSpeed key without the prefix ``zero_optimization.``, for display."""
     return path.removeprefix("zero_optimization.")
 
 
@@ -50,7 +50,7 @@ def format_duration(seconds: float) -> str:
 
 
 def rates(metrics: Mapping[str, float]) -> str:
-    """Return the measured throughputs with their meanings; empty without any."""
+    """Return a text on the measured throughputs; empty if none were measured."""
     return ", ".join(
         f"{four_digits(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
     )

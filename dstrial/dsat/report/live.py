@@ -105,7 +105,6 @@ class LiveTable:
         return Group(table, bar, Text(line, style="bold", no_wrap=True, overflow="ellipsis"))
 
     def _time_left(self, trials: Sequence[TrialResult], running_s: float) -> str:
-        """Return an upper bound of the time left, from median trial time and budget."""
         ended = [trial for trial in trials if trial.outcome is not None]
         took = sorted(trial.seconds for trial in ended if trial.seconds)
         estimates = []

@@ -160,7 +160,7 @@ def _step_times(document: Document) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _sensitivity(document: Document) -> Iterator[tuple[str, str, str, str]]:
-    """Yield a row per knob and value: the best trial with it, whatever else differed."""
+    """Yield table rows on settings: (setting, effect, value, loss)."""
     for one in document["sensitivity"]:
         for row in one["values"]:
             loss = formatting.share(-row["loss"], signed=True) if row["loss"] > 0 else "best"
@@ -200,7 +200,6 @@ def _trial_cells(document: Document, row: Mapping[str, Any]) -> list[str]:
 
 
 def _ordered(document: Document) -> list[Mapping[str, Any]]:
-    """Return the trials, the best first, failures last."""
     sign = 1 if document["smaller_is_better"] else -1
 
     def rank(row: Mapping[str, Any]) -> tuple[bool, float, int]:
@@ -218,5 +217,4 @@ def _table(columns: Sequence[str], rows: Any) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """Return a text as one line, with ``|`` and ``<`` escaped for Markdown tables."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -42,7 +42,7 @@ Pair = tuple[Candidate, Outcome | None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """A candidate that has been measured, or is being measured (its outcome is None)."""
+    """A configuration and its measured outcome; None while it is being measured."""
 
     candidate: Candidate
     outcome: Outcome | None
@@ -52,9 +52,9 @@ class Observation:
 class Rejection:
     """The reason why a candidate is not measured.
 
-    ``again``: a candidate that is equal, or differs only in a dead knob, was measured. ``open``: an equal candidate is being
-    measured. ``hopeless``: a candidate that needs less memory ran out of memory. ``outcome`` stands for the candidate's own
-    outcome.
+    ``again``: a candidate that is equal, or differs only in a setting without effect, was measured. ``open``: an equal
+    candidate is being measured. ``hopeless``: a candidate that needs less memory ran out of memory. ``outcome`` is what the
+    candidate is assumed to give; None if unknown.
     """
 
     kind: Literal["again", "open", "illegal", "hopeless"]
@@ -63,7 +63,7 @@ class Rejection:
 
 
 class Filters:
-    """Decides which candidates are measured; all, if ``disabled`` (``--no-gates``)."""
+    """Decides which candidates are measured; all if ``disabled`` (``--no-gates``)."""
 
     def __init__(self, space: Space, *, disabled: bool = False) -> None:
         self._space = space
@@ -72,7 +72,7 @@ class Filters:
         self._num_params: float | None = None
 
     def note_params(self, num_params: float) -> None:
-        """Set the model's number of parameters; all sizes above it count as equal."""
+        """Set the model's number of parameters; bucket sizes above it count as equal."""
         self._num_params = num_params
         self._identities.clear()
 
@@ -143,7 +143,7 @@ def _with_settings(candidate: Candidate, settings: dict[str, Any]) -> Candidate:
 
 
 def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -> bool:
-    """Return whether a candidate surely needs at least as much memory as another.
+    """Return whether a candidate surely needs at least as much memory as another one.
 
     True if the stage is the same, micro batch and buckets are no smaller, and nothing else differs.
     """
@@ -162,7 +162,7 @@ def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnobEffect:
-    """The measured difference between two values of a knob."""
+    """The measured difference between two values of one setting."""
 
     path: str
     values: tuple[Any, Any]
@@ -172,7 +172,7 @@ class KnobEffect:
 
     @property
     def is_dead(self) -> bool:
-        """Whether no metric has changed, and times are certain enough to say so."""
+        """Whether the setting has no effect: no metric has changed, and times are certain."""
         return not self.changes and self.noise <= _MAX_NOISE
 
     def __str__(self) -> str:
@@ -197,7 +197,10 @@ def unproven_knobs(space: Space) -> tuple[str, ...]:
 
 
 def trials_for_effects(space: Space) -> list[Candidate]:
-    """Return legal variants of the user's configuration, with one unproven knob each."""
+    """Return candidates that differ from the user's own in one setting of ``--space``.
+
+    Only settings are varied whose effect DeepSpeed's rules do not determine. Illegal candidates are left out.
+    """
     own = space.own()
     found = []
     for path in unproven_knobs(space):
@@ -213,11 +216,10 @@ def trials_for_effects(space: Space) -> list[Candidate]:
 def knob_effects(
     space: Space, observations: Sequence[Pair], identity: Callable[[Candidate], str] | None = None
 ) -> Iterator[KnobEffect]:
-    """Yield the effect of a knob between any two measured candidates differing in it.
+    """Yield the effect of a setting for any two measurements that differ only in it.
 
-    Only unproven knobs count, and the two candidates must differ in nothing else.
-
-    ``identity`` is a faster substitute for ``space.identity``.
+    Only settings of ``--space`` count whose effect DeepSpeed's rules do not determine. ``identity`` is a faster substitute for
+    ``space.identity``.
     """
     identity_of = identity or space.identity
     for path in unproven_knobs(space):
@@ -242,7 +244,10 @@ def knob_effects(
 
 
 def best_knob_effects(space: Space, observations: Sequence[Pair]) -> list[KnobEffect]:
-    """Return, for each two values of each unproven knob, the effect with most changes."""
+    """Return the effect with most changes for each setting and each two of its values.
+
+    Only settings of ``--space`` count whose effect DeepSpeed's rules do not determine.
+    """
     found: dict[tuple[str, str], KnobEffect] = {}
     for effect in knob_effects(space, observations):
         key = (effect.path, str(sorted(map(str, effect.values))))
@@ -252,7 +257,7 @@ def best_knob_effects(space: Space, observations: Sequence[Pair]) -> list[KnobEf
 
 
 def _without_dead(candidate: Candidate, dead: Sequence[KnobEffect], space: Space) -> Candidate:
-    """Return a candidate whose dead knobs have one common value each."""
+    """Return a candidate whose settings without effect have one common value each."""
     settings = dict(candidate.settings)
     for effect in dead:
         if _effective_value(space, candidate, effect.path) in effect.values:
@@ -261,7 +266,7 @@ def _without_dead(candidate: Candidate, dead: Sequence[KnobEffect], space: Space
 
 
 def _effective_value(space: Space, candidate: Candidate, path: str) -> Any:
-    """Return the value of a knob with defaults applied; None if unknown."""
+    """Return the value of a setting with defaults applied; None if it is unknown."""
     if path.startswith(HYPERPARAMETERS):
         return space.hyperparameter(candidate, path)
     return value_at(space.effective(candidate), path)

@@ -22,7 +22,7 @@ _SWITCH = (True, False)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Knob:
-    """One key with the values that a search tries."""
+    """A DeepSpeed key or hyperparameter, with the values that a search tries."""
 
     path: str  # dotted key of DeepSpeed's JSON, or ``hyperparameters.<name>`` of the trial
     values: tuple[Any, ...]  # by ascending device memory, if the values differ in it
@@ -71,7 +71,7 @@ def live_knobs(stage: int, *, is_pipeline: bool) -> tuple[Knob, ...]:
 
 
 def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
-    """Remove keys, in place, that a stage does not read, and disabled offloading."""
+    """Remove keys, in place, that a ZeRO stage does not read, and disabled offloading."""
     zero = merged.get(ZERO)
     if isinstance(zero, dict):
         for key in zero_keys_without_effect(stage):
@@ -92,7 +92,7 @@ def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
 def with_neutral_values(
     settings: Sequence[tuple[str, Any]], stage: int, base: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return sorted settings; neutral values replace user values that a stage refuses."""
+    """Return sorted settings that also disable what the stage refuses in ``base``."""
     values = dict(settings)
     zero = base.get(ZERO)
     given = zero if isinstance(zero, Mapping) else {}
@@ -108,7 +108,10 @@ def with_neutral_values(
 
 
 def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[str]) -> str | None:
-    """Return why a candidate is illegal: a refusal, or a dead setting; None if legal."""
+    """Return why a candidate is illegal: an error, or a dead setting; None if legal.
+
+    ``found`` is the check of its config; ``own_warnings`` of the user's config do not count.
+    """
     if found.problems:
         return str(found.problems[0])
     changed = {path for path, _ in candidate.settings}

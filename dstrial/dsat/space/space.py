@@ -51,7 +51,7 @@ _PER_STAGE = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """A configuration without its batch: a ZeRO stage and settings of knobs."""
+    """A configuration without its batch sizes: a ZeRO stage and settings."""
 
     stage: int
     settings: tuple[tuple[str, Any], ...]  # (dotted path, value), sorted
@@ -60,9 +60,9 @@ class Structure:
 class Space:
     """The configurations that may be measured for one experiment.
 
-    ``base`` is the user's merged DeepSpeed config. ``free_batch`` lets the global batch follow the micro batch. ``extra`` is
-    from ``--space``: path -> values, which replace a knob's values or make a new knob. ``hyperparameters`` are those that a
-    trial reads.
+    ``base`` is the user's merged DeepSpeed config. ``stages`` are ZeRO stages. ``free_batch`` lets the global batch follow the
+    micro batch. ``extra`` is ``--space`` as path -> values, which replace a knob's values or make a new knob.
+    ``hyperparameters`` are those that a trial reads.
 
     Raises:
         ConfigError: the config has no solvable batch, or the batch cannot be shared by the replicas.
@@ -115,7 +115,7 @@ class Space:
 
     @property
     def bytes_per_value(self) -> int:
-        """Bytes per value: 2 in half precision (fp16 or bf16), else 4."""
+        """Bytes of a parameter or gradient: 2 in half precision (fp16 or bf16), else 4."""
         return width_of(self._effective)
 
     def own(self) -> Candidate:
@@ -126,7 +126,7 @@ class Space:
         return Candidate(self._stage, (), self.batch_size_grid.split(0))
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
-        """Return the knobs that a stage reads, and knobs of ``--space`` with legal values."""
+        """Return the keys that a stage reads, and paths of ``--space`` with legal values."""
         result = [
             dataclasses.replace(knob, values=self.extra[knob.path], is_drawn=True)
             if knob.path in self.extra
@@ -146,7 +146,7 @@ class Space:
         )
 
     def rejection_reason(self, path: str, value: Any) -> str | None:
-        """Return why no stage accepts a value of ``--space``; None if a stage does."""
+        """Return why no ZeRO stage accepts a value of ``--space``; None if a stage does."""
         reason = None
         for stage in self.stages:
             if self.illegal_reason(self.candidate(self._structure(stage, []), 0)) is not None:
@@ -183,7 +183,7 @@ class Space:
         return first
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
-        """Draw a value of every drawn knob; sizes above ``num_params`` count as one value."""
+        """Draw a random structure; sizes above ``num_params`` count as one value."""
         settings = []
         for knob in self.knobs(stage):
             if knob.is_drawn:
@@ -209,9 +209,9 @@ class Space:
             yield self._structure(stage, list(zip((knob.path for knob in knobs), values, strict=True)))
 
     def first_position(self, last: int) -> int:
-        """Return the grid position to begin a search at, at most ``last``.
+        """Return the grid position at which to begin a search, at most ``last``.
 
-        Pipelines begin at the largest micro batch with enough accumulation.
+        Pipelines begin at the largest micro batch that leaves enough micro batches per step.
         """
         num_stages = self.sizes.pp
         if num_stages == 1 or self.batch_size_grid.is_free:
@@ -221,7 +221,7 @@ class Space:
         )
 
     def candidate(self, structure: Structure, position: int) -> Candidate:
-        """Return a structure with the micro batch at a position of the grid."""
+        """Return a structure with the micro batch size at a position of the grid."""
         batch = self.batch_size_grid.split(position)
         num_stages = self._num_stages(structure.settings)
         if num_stages != self.sizes.pp and not self.sizes_problem(structure.settings):
@@ -230,13 +230,13 @@ class Space:
         return Candidate(structure.stage, structure.settings, batch)
 
     def sizes_of(self, candidate: Candidate) -> ParallelDims:
-        """Return a candidate's division of the ranks; if impossible, the user's own."""
+        """Return a candidate's parallel dimensions; if impossible, the user's own."""
         if self.stages_path is None or self.sizes_problem(candidate.settings) is not None:
             return self.sizes
         return _with_stages(self.sizes, self._num_stages(candidate.settings))
 
     def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
-        """Return why settings cannot divide ranks or layers; None if they can."""
+        """Return why pipeline stages cannot divide ranks or layers; None if they can."""
         if self.stages_path is None:
             return None
         num_stages = self._num_stages(settings)
@@ -273,7 +273,7 @@ class Space:
         return self._effective if candidate.is_own else self.checked(candidate).effective
 
     def illegal_reason(self, candidate: Candidate) -> str | None:
-        """Return why a candidate is refused, or which setting is dead; None if legal."""
+        """Return why a candidate is refused or which setting has no effect; None if legal."""
         if candidate.is_own:
             return None
         key = json.dumps(candidate.to_json(), sort_keys=True)
@@ -314,12 +314,12 @@ def efficiency(accumulation: int, num_stages: int) -> float:
 
 
 def enough_accumulation(num_stages: int) -> int:
-    """Return the number of micro batches per step that keeps a pipeline well filled."""
+    """Return the micro batches per step that keep a pipeline well filled."""
     return 1 if num_stages == 1 else _PER_STAGE * num_stages
 
 
 def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
-    """Return the position of the largest micro batch with enough per step, else 0."""
+    """Return the index of the largest micro batch that fills a pipeline well, else 0."""
     good = [
         position
         for position, split in enumerate(splits)
@@ -330,7 +330,7 @@ def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
 
 
 def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:
-    """Return the ``--space`` path that changes pipeline stages; None if there is none."""
+    """Return the path of ``--space`` that sets pipeline stages; None without one."""
     for name in _STAGE_NAMES:
         path = f"{HYPERPARAMETERS}{name}"
         if path in paths and sizes.has_pipeline_engine and hyperparameters.get(name) == sizes.pp:
@@ -346,7 +346,7 @@ def _with_stages(sizes: ParallelDims, num_stages: Any) -> ParallelDims:
 
 
 def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_free: bool) -> BatchSplit:
-    """Return a batch as divided by the replicas of another number of stages."""
+    """Return a batch as divided by the replicas that ``num_stages`` stages leave."""
     replicas = _with_stages(sizes, num_stages).dp
     if is_free:
         accumulation = max(batch.accumulation, enough_accumulation(num_stages))

@@ -43,9 +43,15 @@ class StallSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankView:
-    """A rank's state at one poll: heartbeat, and the process's state letter (proc(5)).
+    """A rank's state at one poll.
 
-    ``age_s`` is the age of the phase; ``stopped_s`` is the time since the process was stopped.
+    Attributes:
+        rank: the rank.
+        beat: the rank's heartbeat.
+        age_s: seconds since the heartbeat entered its current phase.
+        state: state letter of the process (proc(5)).
+        stopped_s: seconds since the process was stopped; 0 if it runs.
+        kernel_function: kernel function in which the process waits uninterruptibly; empty if none.
     """
 
     rank: int
@@ -61,15 +67,23 @@ class RankView:
 
     @property
     def kind(self) -> Phase:
-        """The phase whose timeout applies: an exchange waits for the slowest rank's batch."""
+        """The phase whose timeout applies.
+
+        Between batches this is ``BATCH``, because the rank waits for the slowest rank's batch.
+        """
         return Phase.BATCH if self.beat.phase is Phase.BETWEEN else self.beat.phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stall:
-    """A stall: no rank has made progress for ``lasted_s`` after ``batch`` batches.
+    """A stall: no rank has made progress for some time.
 
-    ``longest_s`` is the longest phase of this kind so far. If not ``is_certain``, the ranks may only be slow.
+    Attributes:
+        kind: the phase in which the ranks stall.
+        batch: number of trained batches.
+        lasted_s: seconds without progress.
+        longest_s: longest duration so far of a phase of this kind; None if none has ended.
+        is_certain: False if the ranks may only be slow.
     """
 
     kind: Phase
@@ -80,13 +94,13 @@ class Stall:
 
     @property
     def prefix(self) -> str:
-        """The common beginning of the log lines about the stall."""
+        """Prefix of log lines about the stall: ``stalled:``, or ``slow:`` if uncertain."""
         return "stalled:" if self.is_certain else "slow:"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Where each rank is, as text; the straggler if known; and a hint for the user."""
+    """Text on where each rank is, the straggler (None if unknown), and a hint."""
 
     text: str
     straggler: int | None
@@ -95,7 +109,7 @@ class Diagnosis:
 
 
 def find_longest(views: Sequence[RankView], longest_batch_s: float | None) -> dict[Phase, float]:
-    """Return the longest finished phase of each kind over all ranks.
+    """Return phase -> longest duration so far, in seconds, over all ranks.
 
     ``longest_batch_s`` is measured by the launcher, because ranks measure only few batches.
     """
@@ -112,9 +126,9 @@ def find_stall(
 ) -> Stall | None:
     """Return the stall if the ranks have stalled, else None.
 
-    The ranks have stalled if none enters a new phase for the timeout plus the longest duration so far of any current phase. (A
-    rank that waits for another rank is silent as long as that rank.) The first phase of a kind is certain after
-    ``FIRST_FACTOR`` timeouts. A stopped process counts after ten seconds. User code between batches is never certain.
+    The ranks have stalled if none enters a new phase for the timeout plus the longest duration so far (``longest_s``) of any
+    current phase. (A rank that waits for another rank is silent as long as that rank.) The first phase of a kind is certain
+    after ``FIRST_FACTOR`` timeouts. A stopped process counts after ten seconds. User code between batches is never certain.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
     if not views:
@@ -133,7 +147,10 @@ def find_stall(
 
 
 def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
-    """Return the rank for which the others wait; of several, the one farthest behind."""
+    """Return the rank for which the others wait; None if unknown.
+
+    Of several such ranks, the one farthest behind is returned. ``places`` has where each rank is, from its stack.
+    """
     # On an accelerator, a wait for other ranks may not show in the stack. So a rank that seems to compute is the straggler
     # only if the stack of another rank shows a wait.
     is_awaited = len(views) == 1 or any(_waits(place) for place in places.values())
@@ -153,7 +170,7 @@ def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> Ra
 def diagnose(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosis:
     """Return a text on where each rank is, the straggler first, and a hint.
 
-    ``places`` has only ranks with a stack. The text has no full stop.
+    ``places`` has where each rank with a stack is. The text has no full stop.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
     straggler = find_straggler(views, places)

@@ -105,7 +105,10 @@ class Place:
 
 
 def dump_stacks(files: Mapping[int, Path]) -> dict[int, str]:
-    """Make processes dump their stacks to files; return the texts by pid, within 5 s."""
+    """Make processes dump their Python stacks to ``files``; return the texts by pid.
+
+    ``files``: pid -> file to which the process appends its stacks. Waits at most 5 s.
+    """
     sizes: dict[int, int] = {}
     for pid, path in files.items():
         if catches(pid, STACKS_SIGNAL):
@@ -152,7 +155,10 @@ def parse_stacks(text: str) -> list[ThreadStack]:
 
 
 def thread_names(text: str) -> dict[int, str]:
-    """Return the names of non-daemon threads that an exiting rank has written."""
+    """Return thread id -> name of the threads that delay a rank's exit.
+
+    ``text`` is the rank's stacks file.
+    """
     return {int(number, 16): name for number, name in _NAME.findall(text)}
 
 
@@ -198,7 +204,7 @@ def place_of(
 def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:
     """Return the place of the rank's loader worker that reads data, else ``place``.
 
-    Workers are forks of the rank. Each of them appends its stacks to the rank's file ``path``.
+    Workers are forks of the rank. Each of them appends its stacks to ``path``, the rank's stacks file.
     """
     for pid in children(rank_pid)[:_MAX_WORKERS]:
         # A child that is not a fork of the rank may use the signal for another purpose.
@@ -212,7 +218,10 @@ def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:
 
 
 def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
-    """Return (kind of wait, collective) from the calls below the innermost user frame."""
+    """Return (kind of wait, name of the collective), from the calls inside user code.
+
+    ``frames`` begin with the most recent call.
+    """
     num_inner = next((idx for idx, frame in enumerate(frames) if _is_users(frame)), len(frames))
     inner = frames[:num_inner]
     if _has(inner[:2], _ZERO_GATHERS, "wait"):

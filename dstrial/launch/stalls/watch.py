@@ -52,8 +52,12 @@ _MAX_FRAMES = 25
 class WatchedRanks:
     """The heartbeats and stack files of this machine's ranks, for stall detection.
 
-    ``stacks_files`` maps each rank to the file to which it writes its stacks; full dumps are stored in ``kept_stacks``. If
-    ``has_other_nodes``, the straggler may be on another machine.
+    Attributes:
+        beats: the heartbeat file, mapped into memory.
+        ranks: slot in ``beats`` -> rank.
+        stacks_files: rank -> file to which the rank writes its stacks.
+        kept_stacks: directory for full stacks after a stall; None to keep none.
+        has_other_nodes: whether the straggler may be on another machine.
     """
 
     beats: mmap.mmap | bytearray
@@ -65,7 +69,7 @@ class WatchedRanks:
 
 @dataclasses.dataclass(slots=True)
 class _LaneState:
-    """The last heartbeat of a rank's lane (main or save), and when its phase changed."""
+    """The last heartbeat of a rank's main or save thread, and when its phase changed."""
 
     beat: Beat
     since_s: float
@@ -75,8 +79,8 @@ class _LaneState:
 class StallWatch:
     """Detects and reports stalls of ranks; one thread calls ``poll`` periodically.
 
-    ``end_ranks`` gets the straggler, if known, and the log line, and ends all ranks. ``kill_hanging`` gets the slot of a rank
-    whose program has ended but whose process does not exit, and kills that rank.
+    ``end_ranks`` gets the straggler (None if unknown) and the log line, and ends all ranks. ``kill_hanging`` gets the local
+    rank of a process whose program has ended but which does not exit, and kills the process.
     """
 
     def __init__(
@@ -188,7 +192,7 @@ class StallWatch:
         return seen
 
     def _dump(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
-        """Return the stacks by rank, without ranks that are stopped; store the dumps."""
+        """Store and return the stacks of all threads by rank, without stopped ranks."""
         files = self._watched.stacks_files
         asked = {view.beat.pid: view.rank for view in views if view.state not in "tT" and view.rank in files}
         found = {}
