@@ -250,7 +250,7 @@ def test_options_of_a_directory_are_refused_for_a_file(
         *("checkpoint", "export", checkpoints["zero 0"].latest, tmp_path / "x", "--max-shard-size", "1GB")
     )
     assert exit_code == 2
-    assert err == "--max-shard-size is given with --format safetensors; expected --format hf.\n"
+    assert err == "--max-shard-size is given without --format; expected --format hf.\n"
 
 
 def test_copies_of_a_tied_layer_that_differ_are_told(

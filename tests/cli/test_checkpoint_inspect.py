@@ -67,6 +67,7 @@ def test_parameters_are_counted_once_and_frozen_and_tied_ones_named(
         "elements": 104 + 182 + 112 + 56,
         "frozen_parameters": 2,
         "frozen_elements": 182,
+        "left_out": 0,
         "not_optimized": 0,
         "tied": {"unembed.weight": "embed.weight"},
     }

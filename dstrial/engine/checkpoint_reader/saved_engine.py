@@ -92,8 +92,8 @@ class SavedEngine:
         return place if place.tied_to in (None, name) else self.place(place.tied_to)
 
     def holds(self, name: str) -> bool:
-        """Return whether a parameter's weights are in the files; frozen ones may not be."""
-        return self.place(name).name not in self.layout.frozen_checksums
+        """Return whether the files have the values of a parameter or buffer."""
+        return name not in self._places or self.place(name).name not in self.layout.frozen_checksums
 
     def is_optimized(self, name: str) -> bool:
         return self.place(name).group_idx is not None
