@@ -144,7 +144,7 @@ def test_a_failing_model_definition_is_shown_and_nothing_is_left(checkpoints: An
     definition.write_text(definition.read_text().replace("self.head = nn.Linear(13, 4)", "self.head = None"))
     done = reshape(checkpoints["zero 2"].latest, tmp_path / "out", "--slots", 1, "--context", context)
     assert done.returncode == 1
-    assert "failed; nothing is written" in done.stderr
+    assert "failed; nothing was written" in done.stderr
     assert "parameter head.bias is gone" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["context"]
 
