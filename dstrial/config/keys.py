@@ -266,7 +266,7 @@ def _has_type(value: object, types: tuple[str, ...]) -> bool:
 
 
 def _converted(value: object, types: tuple[str, ...]) -> Any:
-    """Convert a quoted or numeric value as the config's consumer does, or return None."""
+    """Convert a quoted number or boolean, or 0 and 1, to one of ``types``; else None."""
     if isinstance(value, str):
         if "boolean" in types and value.lower() in ("true", "false"):
             return value.lower() == "true"

@@ -38,7 +38,7 @@ _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 
 def seconds_of(span: Any) -> float | None:
-    """Convert ``1h30m`` or a number to seconds; None if the value is neither."""
+    """Convert a duration such as ``1h30m``, or a number, to seconds; otherwise None."""
     if isinstance(span, bool):
         return None
     if isinstance(span, (int, float)):
@@ -180,6 +180,6 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 
 
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
-    """Return the interpreter that a completed config sets; None for the master's."""
+    """Return the Python path that a completed config sets; None if it sets none."""
     variables = config["environment"]["environment_variables"]["cpu"]
     return dict(variable.partition("=")[::2] for variable in variables).get(INTERPRETER_VARIABLE) or None

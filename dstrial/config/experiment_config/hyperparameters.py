@@ -134,14 +134,17 @@ def is_searched(hyperparameters: Mapping[str, Any]) -> bool:
 
 
 def searched_values(hyperparameters: Mapping[str, Any], values: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (path, value) of each searched hyperparameter; a missing value is None."""
+    """Yield (path, value) of each search space's hyperparameter in a trial.
+
+    ``values`` are the trial's hyperparameters; a missing value is None. Paths begin below ``hyperparameters``.
+    """
     for path, spec in specifications(hyperparameters):
         if spec["type"] != "const":
             yield path[1:], value_at(values, path[1:])
 
 
 def _is_known(kind: object) -> bool:
-    """Return whether ``kind`` is a hyperparameter type, not an optimizer type."""
+    """Return whether ``kind`` is a hyperparameter type such as ``int`` or ``log``."""
     # In the full form, an optimizer's `type` is itself a mapping.
     return isinstance(kind, str) and kind in _KINDS
 
