@@ -76,7 +76,10 @@ def main(args: argparse.Namespace) -> int:
 def _read_database(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return usage, starting trials, stalled trials, and the database's problem or ""."""
+    """Return usage, starting trials, stalled trials, and the database's problem or "".
+
+    ``record`` is the running master's; without one, only the usage is read.
+    """
     try:
         usage = observe.usage(state)
         if record is None:

@@ -140,7 +140,7 @@ def check_shared_batch(
 
 
 def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> bool:
-    """Return whether ``num_slots`` slots hold whole replicas that share a batch evenly."""
+    """Return whether whole replicas on ``num_slots`` slots divide a batch evenly."""
     replicas, rest = divmod(num_slots, ranks_per_replica)
     return rest == 0 and replicas > 0 and train_batch_size % replicas == 0
 
