@@ -89,7 +89,7 @@ def _fault_fields(fault: Fault) -> dict[str, object]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registration:
-    """Comparison of the manifest with the SHA-256 registered at the master."""
+    """Comparison of a checkpoint's manifest with the SHA-256 that a master registered."""
 
     state: Literal["registered", "changed", "unknown"]
     by: str | None  # address of the queried master

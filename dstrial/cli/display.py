@@ -59,7 +59,7 @@ def report_line(report: Report, batches_total: int | None, metric: str | None) -
 
 
 def _is_phase(text: str) -> bool:
-    """Return whether a line of ``launch.start_watch`` only names a new phase."""
+    """Return whether a line of ``launch.start_watch`` only names a new startup phase."""
     is_repeated = ": still " in text
     return text.startswith("dstrial.launch: starting: ") and " since " not in text and not is_repeated
 

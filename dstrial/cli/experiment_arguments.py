@@ -139,7 +139,7 @@ class ResumePoint:
         return next((found.steps_completed for found in stored if found.path == self.checkpoint), None)
 
     def saved_run(self) -> SavedRun | None:
-        """Return the checkpoint's metadata, to check a config; None without a manifest."""
+        """Return the checkpoint's metadata for config checks; None without a manifest."""
         if not (self.checkpoint / MANIFEST_NAME).is_file():
             return None  # the user's own script wrote the checkpoint
         return read_saved_run(self.checkpoint).of_trial(LOCAL_ID)

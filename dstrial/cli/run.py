@@ -273,7 +273,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
 
 
 def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return the config overrides of ``--config`` and of flags such as ``--logger``."""
+    """Return the ``key=value`` of ``--config`` and of flags such as ``--logger``."""
     overrides = list(args.config)
     if args.trust_code:
         manifest = None if point is None else point.checkpoint / MANIFEST_NAME
@@ -391,7 +391,10 @@ def _record_end_on_error(run_directory: RunDirectory) -> Iterator[None]:
 
 
 def _debug(request: RunRequest, run_directory: RunDirectory) -> int:
-    """Train on one rank in this process, which keeps its terminal; record the outcome."""
+    """Train on one rank in this process; return the exit status.
+
+    The process keeps its terminal, for a debugger.
+    """
     from dstrial import determined_imports
     from dstrial.launch import rank_main
 
@@ -426,7 +429,7 @@ def _debug(request: RunRequest, run_directory: RunDirectory) -> int:
 
 
 def _train(request: RunRequest, run_directory: RunDirectory, allocation: Allocation | None) -> int:
-    """Submit the run to a master and follow it; record and print how it ends."""
+    """Submit the run to a master and follow it to its end; return the exit status."""
     out, err = LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
     job = None if allocation is None else slurm_job.BatchJob(allocation, run_directory)
     with (

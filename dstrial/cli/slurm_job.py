@@ -248,7 +248,10 @@ def _script(
 
 
 def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: bool) -> tuple[int, Path]:
-    """Submit a batch script; return the job's id and its output file."""
+    """Submit a batch script; return the job's id and its output file.
+
+    ``path`` is the run directory. ``has_own_output``: whether the user's options name the output file.
+    """
     created = [one for one in (path, *path.parents) if not one.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -84,7 +84,7 @@ def _rule_from_table(table: Mapping[str, Any]) -> Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dialect:
-    """How the consumer of a config treats unknown keys, null and ``"auto"``."""
+    """How DeepSpeed, or another reader of a config, treats unusual values."""
 
     name: str  # the consumer, for messages: "DeepSpeed 0.19.8"
     consequence: str = ""  # clause: the effect of an unknown key in a section that is not strict

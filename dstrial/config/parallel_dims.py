@@ -90,7 +90,7 @@ class ParallelDims:
     def with_section(self, section: Any) -> ParallelDims:
         """Return the dimensions of one replica, with sizes from ``data.dstrial``.
 
-        ``section`` has keys of ``DIM_KEYS``; this object has the size for a missing or invalid key.
+        ``section`` is ``data.dstrial``. Sizes that it lacks, or that are invalid, are taken from this object.
         """
         given = section if isinstance(section, Mapping) else {}
         sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}

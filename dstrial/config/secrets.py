@@ -223,8 +223,8 @@ def masked_shell(text: str, names: SecretNames) -> str:
 def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> Any:
     """Return a config with each mask replaced by the real secret.
 
-    ``sources`` are configs of a parent or template. The first source that has the secret is used. ConfigError if no source has
-    one, with every such mask. ``where`` names the config in messages.
+    ``sources`` are configs of a parent or template. The first source that has the secret is used. ConfigError lists every mask
+    for which no source has the secret. ``where`` names the config in messages.
     """
     found = _put_back(value, sources, where)
     return _replaced(value, found) if found else value

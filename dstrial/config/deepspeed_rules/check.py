@@ -204,7 +204,7 @@ DEFAULT_ORIGIN = "DeepSpeed's default"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExplainedValue:
-    """One DeepSpeed setting with its effective value and origin."""
+    """One DeepSpeed setting, its effective value, and where the value comes from."""
 
     key: str  # dotted
     value: str  # effective value, as JSON
@@ -213,7 +213,7 @@ class ExplainedValue:
 
 
 def explain(source: DeepSpeedSource, checked: CheckResult) -> tuple[ExplainedValue, ...]:
-    """Return every setting of a checked config with its value and origin."""
+    """Return every setting of a checked config with its value and the value's origin."""
     # Order: batch sizes, given settings, DeepSpeed's defaults.
     effective = checked.effective
     rows = [_row((key,), effective[key], source, checked) for key in BATCH_KEYS]

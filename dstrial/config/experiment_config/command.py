@@ -118,9 +118,13 @@ def check_command(
 ) -> CommandConfig:
     """Return a checked command config with all defaults filled in.
 
-    A TensorBoard takes no slots by default, other kinds take one. ``num_slots`` is the largest number on one machine. A
-    config that requests more is rejected. If a ``template`` requests more, it is rejected only with ``launch_error``.
-    ``template`` has values for missing keys. ``environment_variables``, each ``NAME=value``, precede those of the config.
+    Args:
+        given: the config as written.
+        kind: command, TensorBoard or generic task. A TensorBoard takes no slots by default, other kinds take one.
+        num_slots: the most slots on one machine; a config that requests more is rejected.
+        environment_variables: each ``NAME=value``; the config's variables follow.
+        template: values for missing keys.
+        launch_error: whether to reject also a template that requests more slots.
 
     Raises:
         ConfigError: the config is wrong; has all problems.

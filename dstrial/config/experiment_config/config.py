@@ -258,7 +258,7 @@ def _mapping_of(document: Document, context_dir: Path, findings: Diagnostics) ->
 def _check_hyperparameters(
     raw: dict[str, Any], findings: Diagnostics, *, require_concrete: bool
 ) -> dict[str, Any]:
-    """Return concrete hyperparameters; normalise their specifications in ``raw``."""
+    """Return one trial's hyperparameters; normalise their specifications in ``raw``."""
     hyperparameters = concrete_values(
         raw["hyperparameters"],
         findings,

@@ -56,7 +56,7 @@ def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Elasticity:
-    """Elastic settings: the slots with which a trial may resume from a checkpoint."""
+    """Numbers of slots with which an elastic trial may resume from a checkpoint."""
 
     wish: int  # `resources.slots_per_trial`, the initial number of slots
     at_least: int | None  # `min_slots`; None for any valid number if the machine has fewer slots

@@ -113,7 +113,7 @@ def _converted(
 def specifications(
     hyperparameters: Mapping[str, Any], path: KeyPath = _ROOT
 ) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
-    """Yield (path, specification) of each hyperparameter that has one."""
+    """Yield (path, specification) of each hyperparameter written as ``{type: …}``."""
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
         if isinstance(spec, Mapping):
@@ -121,7 +121,7 @@ def specifications(
 
 
 def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
-    """Return whether a mapping specifies one hyperparameter rather than a group."""
+    """Return whether a mapping is one hyperparameter's ``{type: …}``, not a group."""
     # In DeepSpeed settings, `type` may be an optimizer's type.
     if "type" not in spec:
         return False

@@ -105,7 +105,7 @@ def check_loggers(
 
 
 def with_loggers(given: Any, names: Sequence[str]) -> list[Any] | None:
-    """Add names from ``--logger`` to a config's loggers; None if ``given`` is no list."""
+    """Return a config's loggers plus ``names``; None if ``given`` is no list."""
     if given is not None and not isinstance(given, list):
         return None
     entries = list(given or [])

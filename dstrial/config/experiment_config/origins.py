@@ -38,7 +38,7 @@ _CHANGEABLE: tuple[KeyPath, ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigValue:
-    """One value of an experiment's effective config."""
+    """One value of an experiment's effective config, and where the value comes from."""
 
     key: str  # dotted
     value: Any  # JSON value; an empty mapping or a list counts as one value

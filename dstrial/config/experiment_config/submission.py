@@ -251,7 +251,7 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
 
 
 def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check the number of trials that a search creates at once."""
+    """Record a problem if a search would create too many trials at once."""
     # The master keeps these trials in memory and writes them in one commit.
     if findings.problems:
         return
@@ -274,7 +274,7 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def _check_grid(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Reject a grid that is too large for a search to finish."""
+    """Record a problem if a grid is too large for a search to finish."""
     # The number of points may have more digits than Python prints.
     if findings.problems or raw["searcher"]["name"] != "grid":
         return

@@ -331,9 +331,9 @@ class TrialRun:
 
 
 class LoopWatch:
-    """Passes batches and pauses of the script's loop to this rank's instruments.
+    """Tells this rank's telemetry when the script's loop trains and when it pauses.
 
-    The wait for data and the FLOPs are measured only in loops over ``Reporter.batches``. Without instruments nothing happens.
+    The wait for data and the FLOPs are measured only in loops over ``Reporter.batches``. Without ``instruments`` nothing happens.
     """
 
     def __init__(self, instruments: Instruments | None) -> None:
@@ -385,7 +385,7 @@ class LoopWatch:
             self._instruments.end_first_batch(batches_trained, seconds)
 
     def resume(self) -> None:
-        """Resume measuring after a validation, in scripts that draw records themselves."""
+        """Resume measuring after a validation, in scripts without ``Reporter.batches``."""
         if not self._has_loader:
             self._switch(True)
 
