@@ -123,7 +123,7 @@ class Display:
 
 
 class BarDisplay(Display):
-    """A progress bar in the terminal's last line, with all other lines above it."""
+    """Shows an attempt as a progress bar in the last line, with all other lines above."""
 
     def __init__(
         self, out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None

@@ -30,7 +30,7 @@ _BY_SIGTERM = 128 + signal.SIGTERM
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FollowResult:
-    """Why ``follow`` returned, and the experiment's last state."""
+    """Why ``follow`` returned, and the experiment's state at that time."""
 
     view: ExperimentView | None  # None if the experiment was deleted
     stopped_by: str | None  # name of the signal for which the experiment was paused

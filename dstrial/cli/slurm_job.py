@@ -96,7 +96,7 @@ def require_slurm_flags(args: argparse.Namespace) -> None:
 
 
 def unused_nodes_hint(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return a hint if training uses one node of a job with several nodes; else None."""
+    """Return a hint if training uses one of several nodes of a Slurm job; else None."""
     with contextlib.suppress(LaunchError):
         allocation = allocation_of(environ)
         if allocation is not None and len(allocation.nodes) > 1:

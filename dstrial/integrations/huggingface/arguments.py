@@ -111,7 +111,7 @@ def batch_problems(micro: int, steps: int, saved: SavedRun, num_ranks: int) -> l
 
 
 def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord:
-    """Return the engine record of a Trainer without DeepSpeed: only batch sizes."""
+    """Return the ``EngineRecord`` of a Trainer without DeepSpeed: only batch sizes."""
     micro, steps = sizes_of(args)
     return EngineRecord(
         engine_kind="data_parallel",

@@ -282,7 +282,7 @@ def _directory(args: TrainingArguments, step: int) -> pathlib.Path:
 
 
 def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., object] = os.link) -> None:
-    """Hard-link a file; copy it if the file systems do not allow links."""
+    """Hard-link a file by ``link``; copy it if the file systems do not allow links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         link(source, target)
