@@ -93,7 +93,10 @@ class CheckpointSource:
 
     @property
     def needs_mark(self) -> bool:
-        """Whether the checkpoint is incomplete without a marker; only runs write markers."""
+        """Whether the checkpoint is incomplete without a completion marker.
+
+        Only checkpoints in run directories have markers.
+        """
         return self.run_directory is not None
 
 
@@ -111,7 +114,10 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(asked: str, args: argparse.Namespace) -> OpenCheckpoint:
-    """Resolve a CHECKPOINT argument and read its manifest; no file is verified."""
+    """Resolve a CHECKPOINT argument and read the manifest; no file is verified.
+
+    ``asked`` is the argument; ``args`` has the options of :func:`add_shared_options`.
+    """
     source = find_checkpoint(asked, runs_dir=args.runs_dir, state_dir=args.state_dir)
     manifest = read_manifest(source.path)
     return OpenCheckpoint(source, manifest, layouts_of(manifest, source.path))
@@ -126,7 +132,10 @@ def add_action(
     epilog: str,
     checkpoints: Mapping[str, str] = MappingProxyType({"checkpoint": "CHECKPOINT"}),
 ) -> argparse.ArgumentParser:
-    """Add the parser of an action; ``checkpoints``: checkpoint argument -> metavar."""
+    """Add the parser of an action such as ``verify``, and return it.
+
+    ``checkpoints`` maps the name of each checkpoint argument to its metavar.
+    """
     parser = actions.add_parser(
         name,
         help=help,
@@ -142,7 +151,10 @@ def add_action(
 def add_shared_options(
     parser: argparse.ArgumentParser, *, json: bool = False, progress: bool = False, trust: bool = True
 ) -> None:
-    """Add the options of several actions, and those on where UUIDs are searched."""
+    """Add ``--runs-dir`` and ``--state-dir``, where UUIDs are searched.
+
+    ``json`` adds ``--json``, ``progress`` adds ``--no-progress``, and ``trust`` adds ``--trust-code``.
+    """
     if json:
         parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
     if progress:
@@ -167,9 +179,11 @@ def find_checkpoint(
 ) -> CheckpointSource:
     """Resolve a directory, a run (its newest checkpoint) or a UUID to a checkpoint.
 
-    The checkpoint is not verified. One in object storage is downloaded; the copy is deleted when this process ends.
+    The checkpoint is not verified. A UUID is searched in ``runs_dir``, then at the master of ``state_dir``; both have defaults.
+    A checkpoint in object storage is downloaded; the copy is deleted when this process ends.
 
     Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
         MasterError: the master has the checkpoint, but its files are not on this machine.
     """
     path, state = Path(asked), StateDirectory.choose(state_dir)
@@ -216,7 +230,7 @@ def _new_directory(uuid: str) -> Path:
 
 
 def has_trusted_code(source: CheckpointSource) -> bool:
-    """Return whether the configuration and code in a checkpoint can be trusted.
+    """Return whether ``load_data.json`` and ``code/`` of a checkpoint can be trusted.
 
     These files must match the manifest, and the manifest must be signed by this account or have the SHA-256 that the master
     registered. Other files are not checked.

@@ -132,7 +132,10 @@ def _compare_state(
     b: OpenCheckpoint,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
-    """Add differences of one engine's state; return its weights' summary, or {}."""
+    """Compare one engine's state in two checkpoints; add to ``differences``.
+
+    Returns the summary of the compared weights; {} if ``sections`` lacks ``weights``.
+    """
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (

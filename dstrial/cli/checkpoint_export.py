@@ -94,7 +94,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def size_argument(text: str) -> int:
-    """Parse a size such as ``5GB``, ``500MiB`` or ``1000`` (bytes)."""
+    """Parse a size such as ``5GB``, ``500MiB`` or ``1000`` to a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; expected for example 5GB or 500MiB")
@@ -163,7 +163,10 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
 
 
 def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_plain: bool) -> None:
-    """Raise if a checkpoint has no DeepSpeed weights of an engine, or damaged files."""
+    """Raise if a checkpoint has no DeepSpeed weights of an engine, or damaged files.
+
+    ``verifies``: whether to compare the engine's files with the manifest. ``is_plain``: whether to hide the progress bar.
+    """
     roles = {path: role_of(path, opened.layouts) for path in opened.manifest.files}
     if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles.values()):
         raise CheckpointLayoutError(
@@ -227,7 +230,7 @@ def _write(
 
 
 def _resolves_outside(path: Path, root: Path) -> bool:
-    """Return whether a link in a checkpoint's directory leads outside of it."""
+    """Return whether ``path`` is in directory ``root``, but a link leads it outside."""
     return path.is_relative_to(root) and not path.resolve().is_relative_to(root.resolve())
 
 

@@ -126,7 +126,10 @@ def _workspace(output: Path) -> Iterator[Path]:
 
 
 def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_trusted: bool) -> Path:
-    """Return the model definition's directory; reject code of an untrusted checkpoint."""
+    """Return the model definition's directory; reject code of an untrusted checkpoint.
+
+    It is ``asked`` (``--context``), the run's directory, the checkpoint's copy, or a copy from the master in ``workspace``.
+    """
     if asked is not None:
         if not Path(asked).is_dir():
             raise CheckpointError(
@@ -168,7 +171,10 @@ def _experiment(
     *,
     is_trusted: bool,
 ) -> ExperimentConfig:
-    """Write and validate the checkpoint's experiment config for the new layout."""
+    """Write the experiment config for the new layout into ``workspace``; return it.
+
+    If the checkpoint is not trusted, settings that can run code are removed.
+    """
     saved = configuration_of(opened.path)
     config, hparams = saved.get("experiment_config"), saved.get("hparams")
     if not isinstance(config, Mapping) or not isinstance(hparams, Mapping):
@@ -202,7 +208,10 @@ def _config_for(
     zero_stage: int | None,
     steps_completed: int,
 ) -> dict[str, Any]:
-    """Return an experiment config for ranks that restore and save the checkpoint."""
+    """Return an experiment config for ranks that restore and save the checkpoint.
+
+    ``config``, ``hparams`` and ``steps_completed`` are those of the checkpoint. ``zero_stage`` None keeps the ZeRO stage.
+    """
     hyperparameters = copy.deepcopy(dict(hparams))
     if zero_stage is not None:
         asked = {"zero_optimization": {"stage": zero_stage}}
@@ -233,7 +242,10 @@ def _config_for(
 
 
 def _set_trust(values: dict[str, Any], checkpoint: Path, *, trusts: bool) -> None:
-    """Set in ``values`` whether the ranks may unpickle any class in the checkpoint."""
+    """Set in ``values`` whether the ranks may unpickle any class in a checkpoint.
+
+    ``values`` is the experiment config.
+    """
     data = values.get("data")
     section = data.get("dstrial") if isinstance(data, Mapping) else None
     kept = {**section} if isinstance(section, Mapping) else {}
@@ -253,8 +265,11 @@ def _rewrite(
 ) -> Path:
     """Restore the checkpoint on CPU ranks, save it, and return the new directory.
 
+    The run directory of these ranks is in ``workspace``.
+
     Raises:
         CheckpointError: the trial is a script that cannot stop before the first batch.
+        LaunchError: the ranks failed or were stopped.
         UntrustedCheckpointError: the trial is a script of an untrusted checkpoint.
     """
     from dstrial.launch.local_ranks import run_ranks
@@ -354,6 +369,8 @@ def _variables(checkpoint: Path, experiment: ExperimentConfig) -> dict[str, str]
 
 def _require_layout(written: Path, before: tuple[Layout, ...], num_slots: int, zero_stage: int | None) -> int:
     """Return the ZeRO stage of the written checkpoint, after a check of its layout.
+
+    ``before`` are the layouts of the original checkpoint; ``zero_stage`` is None if the stage is kept.
 
     Raises:
         CheckpointLayoutError: the model definition ignored the new layout.

@@ -89,7 +89,7 @@ def _fault_fields(fault: Fault) -> dict[str, object]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registration:
-    """Comparison of the manifest with the SHA-256 registered at the master."""
+    """Comparison of a checkpoint's manifest with the SHA-256 that a master registered."""
 
     state: Literal["registered", "changed", "unknown"]
     by: str | None  # address of the queried master
@@ -111,9 +111,9 @@ class Registration:
 
 
 def registration_of(source: CheckpointSource, state: StateDirectory) -> Registration:
-    """Return how a checkpoint's manifest compares with the SHA-256 that a master has.
+    """Compare a checkpoint's manifest with the SHA-256 that a master registered.
 
-    If the checkpoint was not resolved through a master, the running master is queried.
+    If the checkpoint was not resolved through a master, the running master of ``state`` is queried.
     """
     from dstrial.master.login import session
 
@@ -134,7 +134,10 @@ def registration_of(source: CheckpointSource, state: StateDirectory) -> Registra
 
 
 def _uuid_of(path: Path) -> str:
-    """Return the completion marker's UUID, which copies keep, else the directory name."""
+    """Return a checkpoint's UUID, quoted for a URL.
+
+    It is in the completion marker, which copies keep. Without a marker it is the directory's name.
+    """
     try:
         name = read_marker(path).get("uuid")
     except CheckpointError:
@@ -143,7 +146,10 @@ def _uuid_of(path: Path) -> str:
 
 
 def verify_with_progress(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
-    """Verify every file of a checkpoint, with a progress bar on terminals."""
+    """Verify every file of a checkpoint; show a progress bar on terminals.
+
+    ``is_plain`` hides the progress bar.
+    """
     manifest = read_manifest(source.path)
     with bytes_bar("verifying", bytes_to_read(manifest), is_plain=is_plain) as advance:
         return check_integrity(source.path, manifest, needs_mark=source.needs_mark, on_bytes=advance)

@@ -96,7 +96,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the DeepSpeed JSON that an Accelerate config names; None if it has none."""
+    """Return the content of the DeepSpeed JSON named by an Accelerate config, or None.
+
+    ``path`` is the Accelerate config's file, to whose directory the name may be relative.
+    """
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if named in (None, "", "none") or not is_deepspeed(config):
@@ -160,7 +163,7 @@ def _print_keys(conversion: Conversion) -> None:
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
-    """Print what the user must add to the written files, and their problems; return 0."""
+    """Print problems of the written files and what the user must add; return 0."""
     sys.stdout.write(f"wrote {context_dir / JSON_NAME} and {path}\n")
     for idx, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
         if MARK in line:

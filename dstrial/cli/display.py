@@ -43,7 +43,10 @@ def number(value: float) -> str:
 
 
 def report_line(report: Report, batches_total: int | None, metric: str | None) -> str:
-    """Format a report, for example ``batch 100/1000  loss 0.52  1834 samples/s``."""
+    """Format a report, for example ``batch 100/1000  loss 0.52  1834 samples/s``.
+
+    ``metric`` is the validation metric to show; ``batches_total`` is None if the length is unknown.
+    """
     total = "" if batches_total is None else f"/{batches_total}"
     place = f"batch {report.steps_completed}{total}"
     shown = named_metric(report, metric if report.group == "validation" else "loss")
@@ -57,13 +60,20 @@ def report_line(report: Report, batches_total: int | None, metric: str | None) -
 
 
 def _is_phase(text: str) -> bool:
-    """Return whether a line of ``launch.start_watch`` only names a new phase."""
+    """Return whether a line of ``launch.start_watch`` only names a new startup phase."""
     is_repeated = ": still " in text
     return text.startswith("dstrial.launch: starting: ") and " since " not in text and not is_repeated
 
 
 class Display:
-    """Shows one attempt at a run as plain lines, one per report."""
+    """Shows one attempt at a run as plain lines, one per report.
+
+    Args:
+        out: standard output.
+        err: standard error.
+        num_ranks: with a single rank, its lines have no rank as prefix.
+        metric: the validation metric to show.
+    """
 
     def __init__(
         self, out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None
@@ -76,7 +86,7 @@ class Display:
         self._written_s = time.monotonic()
 
     def line(self, text: str, rank: int | None = None, stream: str = "stdout") -> None:
-        """Show a line of a rank, or without a rank one of the command or its launcher."""
+        """Show a line that a rank wrote to ``stream``; if ``rank`` is None, a launcher's."""
         if rank is None:
             self.message(text)
         else:
@@ -91,13 +101,16 @@ class Display:
             self._write(text, self._out)
 
     def starting(self, text: str, age_s: float) -> None:
-        """Show a startup phase once, if nothing else was shown for some seconds."""
+        """Show a startup phase once, if nothing else was shown for some seconds.
+
+        ``age_s``: seconds since the phase began.
+        """
         if text not in self._shown and time.monotonic() - self._written_s >= _SILENCE_S:
             self._shown.add(text)
             self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
 
     def view(self, view: RunView) -> None:
-        """Show a run's progress and its new reports."""
+        """Show the progress and the new reports in a view of the run."""
         for report in view.new_reports:
             if report.group in ("training", "validation"):
                 self.message(report_line(report, view.batches_total, self._metric))
@@ -111,7 +124,7 @@ class Display:
 
 
 class BarDisplay(Display):
-    """A progress bar in the terminal's last line, with all other lines above it."""
+    """Shows an attempt as a progress bar in the last line, with all other lines above."""
 
     def __init__(
         self, out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None
@@ -169,7 +182,14 @@ def summary(
 ) -> list[str]:
     """Return the summary's lines: state, validations, paths, command to resume.
 
-    ``steps_before`` is the number of batches in the checkpoint from which the attempt resumed; None for a new run.
+    Args:
+        run_directory: the run.
+        verdict: how the attempt ended.
+        view: the run's last progress.
+        metric: the searcher's metric.
+        smaller_is_better: whether the best value of ``metric`` is the smallest.
+        resume_command: words of the command that resumes the run; empty to omit it.
+        steps_before: batches in the checkpoint from which the attempt resumed; None for a new run.
     """
     stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
@@ -222,7 +242,7 @@ def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def view_at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
-    """Return the view with the failed rank's batch, if that is after the last report."""
+    """Return ``view`` at the failed rank's batch, if that is after the last report."""
     batch = outcome.first_failure and outcome.first_failure.batches_trained
     if not batch:
         return view
@@ -239,7 +259,10 @@ def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
 
 
 def skipped_steps(run_directory: RunDirectory) -> str | None:
-    """Return ``3 of 100 (…)`` for skipped optimizer steps; None if none was skipped."""
+    """Return a text such as ``3 of 100 (…)``: skipped and all optimizer steps.
+
+    None if no step was skipped.
+    """
     status: Mapping[str, object] = {}
     with contextlib.suppress(DstrialError):
         status = read_json(run_directory.status_path) or {}
@@ -251,7 +274,10 @@ def skipped_steps(run_directory: RunDirectory) -> str | None:
 def _lost_batches(
     verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
 ) -> str | None:
-    """Return a clause on lost batches, or on a resumed run without any left; or None."""
+    """Return a clause for the summary on lost batches or on nothing to train, or None.
+
+    ``steps_before`` are the batches in the checkpoint from which the attempt resumed.
+    """
     if verdict.state is RunState.COMPLETED:
         has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
         return None if has_trained else "nothing was left to train"
@@ -286,7 +312,7 @@ def progress_line(view: ExperimentView, experiment: ExperimentConfig) -> str:
 
 
 def search_summary(view: ExperimentView, experiment: ExperimentConfig, verdict: Verdict) -> list[str]:
-    """Return the summary's lines for a search: its trials, state and best trial."""
+    """Return a search's summary: a line per trial, then its state and its best trial."""
     described = f" ({verdict.reason})" if verdict.reason else ""
     rows = [("state", verdict.state.value + described)]
     for best in _best_first(view, experiment)[:1]:

@@ -65,7 +65,7 @@ def parse_entrypoint(entrypoint: str | Sequence[str] | None, where: str) -> Entr
 
     ``model_def:MyTrial`` and ``python3 -m dstrial.launch --trial model_def:MyTrial`` are trials. Before a script, ``python3 -m
     dstrial.launch`` and Determined's launch layers are stripped. Any other command is kept; one with shell syntax runs in a
-    shell, as on a cluster.
+    shell, as on a cluster. ``where`` names the config in a ConfigError.
     """
     if not entrypoint:
         raise _error(
@@ -132,14 +132,14 @@ class ResumePoint:
 
     @property
     def steps_completed(self) -> int | None:
-        """Batches trained at the checkpoint; None if a new run starts from it."""
+        """Batches trained at the checkpoint; None if a new run starts from the checkpoint."""
         if self.run_directory is None:
             return None
         stored = list_checkpoints(self.run_directory.checkpoints_path)
         return next((found.steps_completed for found in stored if found.path == self.checkpoint), None)
 
     def saved_run(self) -> SavedRun | None:
-        """Return the checkpoint's metadata, to check a config; None without a manifest."""
+        """Return the checkpoint's metadata for config checks; None without a manifest."""
         if not (self.checkpoint / MANIFEST_NAME).is_file():
             return None  # the user's own script wrote the checkpoint
         return read_saved_run(self.checkpoint).of_trial(LOCAL_ID)
@@ -173,7 +173,10 @@ def run_directory_of(args: argparse.Namespace) -> RunDirectory | None:
 
 
 def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | None:
-    """Return the first run with complete checkpoints, and its newest one; or None."""
+    """Return the first run with a complete checkpoint, and its newest checkpoint.
+
+    None if no run has one.
+    """
     for run_directory in runs:
         checkpoint = newest_checkpoint(run_directory.checkpoints_path)
         if checkpoint is not None:
@@ -182,7 +185,10 @@ def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | No
 
 
 def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
-    """Resolve ``--resume``: ``latest``, a run directory, or a checkpoint directory."""
+    """Resolve ``--resume``: ``latest``, a run directory, or a checkpoint directory.
+
+    ``latest`` is searched in ``runs_dir`` among the runs of experiment ``name`` and ``context_dir``.
+    """
     if resume == "latest":
         return _latest(runs_dir, name, context_dir)
     path = Path(resume).resolve()

@@ -30,7 +30,7 @@ _BY_SIGTERM = 128 + signal.SIGTERM
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FollowResult:
-    """Why ``follow`` returned, and the experiment's last state."""
+    """Why ``follow`` returned, and the experiment's state at that time."""
 
     view: ExperimentView | None  # None if the experiment was deleted
     stopped_by: str | None  # name of the signal for which the experiment was paused
@@ -49,10 +49,10 @@ class Verdict:
 
 
 class LogTail:
-    """Passes new lines of the trials' logs to ``show`` (text, rank, stream).
+    """Passes new lines of the trials' logs to ``show(text, rank, stream)``.
 
-    The launcher's report on the first failed rank and the master's error line are held back, because the summary repeats them. If
-    the master restarts the trial, the report is shown. ``after`` has the id of each trial's last known line.
+    The launcher's report on the first failed rank and the master's error line are held back, because the summary repeats them.
+    If the master restarts the trial, the report is shown. ``after`` maps a trial's id to the id of its last line already shown.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LogTail:
 
 
 class StallReporter:
-    """Prints when the master is stopped or a trial stalls, and when that is over."""
+    """Prints when the master is stopped or a trial stalls, and when the stall is over."""
 
     def __init__(self, master: Master, experiment_id: int, print_line: Callable[[str], None]) -> None:
         self._state = master.state
@@ -140,10 +140,11 @@ def follow(
     print_line: Callable[[str], None],
     has_many_trials: bool = False,
 ) -> FollowResult:
-    """Wait until an experiment settles; a signal pauses it, a second SIGINT detaches.
+    """Wait until an experiment has ended or is paused, and return why.
 
-    ``on_poll`` is called about ten times a second, ``on_stop`` after the pause request. ``has_many_trials`` prints stalls of
-    trials; a single trial's log already contains its stalls.
+    The caller's signal handler appends to ``signals``: the first signal pauses the experiment, a second SIGINT detaches from
+    it. ``on_poll`` is called about ten times a second, ``on_stop`` after the pause request. ``has_many_trials`` prints stalls
+    of trials; a single trial's log already contains its stalls.
     """
     stalls = StallReporter(master, experiment_id, print_line)
     is_waiting_for_master = is_pausing = False
@@ -204,7 +205,10 @@ def _pause(master: Master, experiment_id: int) -> bool:
 
 
 def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOutcome:
-    """Return the last attempt's outcome, from its launchers' files, else the master's."""
+    """Return the outcome of a run's last attempt: exit codes and first failed rank.
+
+    It is read from the files that the launchers wrote. Without such a file, it has the exit code that the master recorded.
+    """
     found = []
     with contextlib.suppress(DstrialError):
         files = [fields for path in run_directory.outcome_paths() if (fields := read_json(path))]
@@ -222,7 +226,10 @@ def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOut
 
 
 def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master: bool = False) -> Verdict:
-    """Return the verdict ``judged`` on the ranks, corrected by the experiment's state."""
+    """Return the verdict ``judged``, corrected by the experiment's state.
+
+    ``judged`` is the verdict on the ranks or the search. ``has_own_master``: whether the master serves this run only.
+    """
     view = followed.view
     if view is None:
         return Verdict(RunState.FAILED, 1, "the experiment was deleted")
@@ -248,7 +255,7 @@ def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master:
 
 
 def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
-    """Return the verdict on an attempt, from its ranks' outcome and ``status.json``.
+    """Return the verdict on an attempt from its ranks' outcome and ``status.json``.
 
     The attempt has completed if all ranks exited 0 (the launcher reports exit 0 before the end of training as a failure), or if
     the trial itself requested a stop before a stop signal.
@@ -275,7 +282,7 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
 
 
 def judge_search(followed: FollowResult) -> Verdict:
-    """Return the verdict on a search; ``judge_experiment`` adds failures."""
+    """Return the verdict on a search; :func:`judge_experiment` adds trials' failures."""
     state = "deleted" if followed.view is None else followed.view.state.lower()
     if state == "completed":
         return Verdict(RunState.COMPLETED, 0)

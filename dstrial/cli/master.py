@@ -208,7 +208,10 @@ def _show_logs(args: argparse.Namespace, state: StateDirectory) -> None:
 
 
 def _follow(path: Path, position: int) -> None:
-    """Print appended text until interrupted; restart at 0 if the file was truncated."""
+    """Print what is appended to a log after byte ``position``, until interrupted.
+
+    If the file is truncated, printing restarts at its beginning.
+    """
     while True:
         size = path.stat().st_size
         if size < position:

@@ -143,7 +143,10 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
 
 
 def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int) -> str | None:
-    """Predict a run's memory; store it in the run directory. Return a problem or None."""
+    """Predict a run's memory by dry run, and store the result in the run directory.
+
+    Returns the problem as text; None if the prediction succeeded.
+    """
     try:
         planned = _requests_of(experiment, num_slots, int(_DEFAULT_DEVICE_GIB * _GIB))
         return _predict_stages(run, planned)[1]
@@ -156,7 +159,10 @@ def _predict_stages(
     planned: Sequence[tuple[Placement, DryRunRequest | None]],
     deadline_s: float = _DEADLINE_S,
 ) -> tuple[list[dict[str, float]], str | None]:
-    """Store and return (part -> bytes for each stage, problem); [] if a dry run fails."""
+    """Run the dry runs, store the result, and return (result, first problem or None).
+
+    The result has one mapping per pipeline stage: part of memory -> bytes. It is [] if a dry run fails.
+    """
     placements = _run_planned(planned, deadline_s)
     found = [one.largest() for one in placements]
     stages = found if found and all(found) else []
@@ -204,7 +210,10 @@ def _settings_text(experiment: ExperimentConfig) -> str:
 def _requests_of(
     experiment: ExperimentConfig, num_slots: int, device_bytes: int
 ) -> list[tuple[Placement, DryRunRequest]]:
-    """Return the dry run for a number of devices, or one dry run per pipeline stage."""
+    """Return (placement, dry run) of each pipeline stage; one pair without a pipeline.
+
+    ``device_bytes`` is the memory of one device.
+    """
     from dstrial.dsat.predictor.inputs import dry_run_request
     from dstrial.dsat.predictor.model_memory import Placement
 
@@ -253,7 +262,10 @@ def _requests_of(
 def _run_planned(
     planned: Sequence[tuple[Placement, DryRunRequest | None]], deadline_s: float = _DEADLINE_S
 ) -> list[Placement]:
-    """Run all dry runs; return the placements with their result or problem."""
+    """Run all dry runs; return each placement with its result or problem.
+
+    An entry without a dry run already has a problem and is returned unchanged.
+    """
     from dstrial.engine.dryrun.process import dry_runs
 
     requests = [request for _, request in planned if request is not None]

@@ -190,9 +190,10 @@ def main(args: argparse.Namespace) -> int:
 def _hosts_and_slots(
     args: argparse.Namespace, allocation: Allocation | None
 ) -> tuple[tuple[Host, ...], int | None]:
-    """Return (hosts, slots): () is this machine, None the config's number of slots.
+    """Return the hosts to train on, and the number of slots.
 
-    On hosts, the default number is ``slots_per_trial`` if the config has it, else all slots of the hosts.
+    No hosts stand for this machine, and None for the config's number of slots. On hosts, the default number is
+    ``slots_per_trial`` if the config has it, else all slots of the hosts.
     """
     if args.hostfile is None and allocation is None:
         return (), 1 if args.debug else args.slots
@@ -231,7 +232,10 @@ def _check_hosts(
 
 
 def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
-    """Read the command line and config; raise on errors before any file is created."""
+    """Read the command line and config; raise on errors before any file is created.
+
+    ``slots`` is the number of slots; None for the config's number.
+    """
     point = resume_point_of(args)
     load = functools.partial(
         load_experiment,
@@ -269,7 +273,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
 
 
 def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return the config overrides of ``--config`` and of flags such as ``--logger``."""
+    """Return the ``key=value`` of ``--config`` and of flags such as ``--logger``."""
     overrides = list(args.config)
     if args.trust_code:
         manifest = None if point is None else point.checkpoint / MANIFEST_NAME
@@ -361,7 +365,10 @@ def _has_engine() -> bool:
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
-    """Return the config's ``max_restarts``; 0 if unset, so that failures show at once."""
+    """Return the config's ``max_restarts``; 0 if unset, so that failures show at once.
+
+    With ``--test`` it is always 0.
+    """
     if args.test:
         return 0
     is_given = "max_restarts" in (read_yaml(experiment.path, str(experiment.path)).value or {})
@@ -384,7 +391,10 @@ def _record_end_on_error(run_directory: RunDirectory) -> Iterator[None]:
 
 
 def _debug(request: RunRequest, run_directory: RunDirectory) -> int:
-    """Train on one rank in this process, which keeps its terminal; record the outcome."""
+    """Train on one rank in this process; return the exit status.
+
+    The process keeps its terminal, for a debugger.
+    """
     from dstrial import determined_imports
     from dstrial.launch import rank_main
 
@@ -419,7 +429,7 @@ def _debug(request: RunRequest, run_directory: RunDirectory) -> int:
 
 
 def _train(request: RunRequest, run_directory: RunDirectory, allocation: Allocation | None) -> int:
-    """Submit the run to a master and follow it; record and print how it ends."""
+    """Submit the run to a master and follow it to its end; return the exit status."""
     out, err = LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
     job = None if allocation is None else slurm_job.BatchJob(allocation, run_directory)
     with (
@@ -487,7 +497,10 @@ class _Attempt:
         self._view = RunView()
 
     def follow(self, signals: list[signal.Signals], job: slurm_job.BatchJob | None) -> int:
-        """Submit the run, show it until it ends, and return the exit status."""
+        """Submit the run, show it until it ends, and return the exit status.
+
+        ``signals`` collects the signals of this process. ``job`` is the Slurm job around this process, if any.
+        """
         request, master, print_line = self._request, self._master, self._display.message
         try:
             print_line(f"run directory: {shown_path(self._run_directory.path)}")
@@ -573,7 +586,7 @@ class _Attempt:
         return f"{what}; {subject} after {limit_s} s (preemption_timeout) {are} killed (Ctrl-C again {again})"
 
     def _end(self, followed: FollowResult, job: slurm_job.BatchJob | None) -> tuple[Verdict, list[str], str]:
-        """Record the attempt's end; return verdict, summary lines and failure text."""
+        """Record the attempt's end; return the verdict, summary lines and failure text."""
         request, run_directory, master = self._request, self._run_directory, self._master
         outcome = outcome_of(run_directory, followed)
         status = read_json(run_directory.status_path) or {}

@@ -96,7 +96,7 @@ def require_slurm_flags(args: argparse.Namespace) -> None:
 
 
 def unused_nodes_hint(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return a hint if training uses one node of a job with several nodes; else None."""
+    """Return a hint if training uses one of several nodes of a Slurm job; else None."""
     with contextlib.suppress(LaunchError):
         allocation = allocation_of(environ)
         if allocation is not None and len(allocation.nodes) > 1:
@@ -137,7 +137,10 @@ class BatchJob:
     def decide_requeue(
         self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory
     ) -> Verdict:
-        """Decide whether to requeue the job; return the verdict, with the reason for that."""
+        """Decide whether Slurm shall requeue the job; return the verdict.
+
+        If the job is requeued, the verdict's reason says why. ``stopped_by`` is the name of the signal that stopped the run.
+        """
         if verdict.state is RunState.COMPLETED:
             return verdict
         if stopped_by == signal.SIGUSR1.name:
@@ -160,7 +163,7 @@ class BatchJob:
         return bool(self._requeue_reason)
 
     def requeue(self, out: LossTolerantStream) -> None:
-        """Requeue the job if ``decide_requeue`` said so; Slurm then ends this process."""
+        """Requeue the job if ``decide_requeue`` decided so; Slurm then ends this process."""
         if not self._requeue_reason:
             return
         job = self._job() if self._requeue_reason == _PREEMPTED else None
@@ -245,7 +248,10 @@ def _script(
 
 
 def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: bool) -> tuple[int, Path]:
-    """Submit a batch script; return the job's id and its output file."""
+    """Submit a batch script; return the job's id and its output file.
+
+    ``path`` is the run directory. ``has_own_output``: whether the user's options name the output file.
+    """
     created = [one for one in (path, *path.parents) if not one.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -279,7 +285,7 @@ def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: b
 
 
 def _remove(created: Sequence[Path]) -> None:
-    """Delete the run directory and its parents, as far as this command created them."""
+    """Delete ``created``: the run directory, then those of its parents that are empty."""
     for path in created[:1]:
         shutil.rmtree(path, ignore_errors=True)
     for path in created[1:]:
@@ -288,7 +294,7 @@ def _remove(created: Sequence[Path]) -> None:
 
 
 class _Follower:
-    """Shows a job's output; Ctrl-C stops it with a checkpoint, a second one detaches."""
+    """Shows a job's output; one Ctrl-C stops the job with a checkpoint, two detach."""
 
     def __init__(self, job_id: int, log: Path, out: LossTolerantStream, *, python: str) -> None:
         self._job_id, self._log, self._out, self._python = job_id, log, out, python

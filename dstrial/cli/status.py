@@ -76,7 +76,10 @@ def main(args: argparse.Namespace) -> int:
 def _read_database(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return usage, starting trials, stalled trials, and the database's problem or ""."""
+    """Return usage, starting trials, stalled trials, and the database's problem or "".
+
+    ``record`` is the running master's; without one, only the usage is read.
+    """
     try:
         usage = observe.usage(state)
         if record is None:
@@ -107,7 +110,7 @@ def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[d
 
 
 def _health(record: MasterRecord) -> tuple[bool, str]:
-    """Return whether the master responds, and its health problem or an empty string."""
+    """Return (whether the master responds, its health problem or "")."""
     try:
         Client(record.address, socket=record.socket, timeout_s=_ANSWER_TIMEOUT_S).get("/health")
     except RequestError as error:

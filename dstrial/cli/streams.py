@@ -85,7 +85,10 @@ def seconds_argument(text: str, *, may_be_zero: bool = False) -> float:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
-    """Format rows as a table; ``right``: right-aligned columns. None becomes ``-``."""
+    """Format rows as a table with a header; a cell of None becomes ``-``.
+
+    ``right`` has the indexes of right-aligned columns.
+    """
     cells = [
         list(header),
         *([("-" if cell is None else visible_line(str(cell))) for cell in row] for row in rows),
@@ -115,7 +118,7 @@ _SMALL_BYTES = 64 << 20  # smaller totals are done before a bar is read
 def bytes_bar(what: str, num_bytes: int, *, is_plain: bool = False) -> Iterator[Callable[[int], None]]:
     """Show a progress bar in bytes; yield the thread-safe function that advances it.
 
-    It is hidden without a terminal and for small totals.
+    ``what`` is the bar's label. The bar is hidden with ``is_plain``, without a terminal, and for small totals.
     """
     if is_plain or num_bytes < _SMALL_BYTES or not sys.stderr.isatty():
         yield lambda _num_bytes: None
@@ -171,5 +174,5 @@ def det_for(address: str) -> str:
 
 
 def page_of(address: str, experiment_id: int) -> str:
-    """Return the URL of an experiment's page, with a hint for the login."""
+    """Return the URL of an experiment's page, followed by a hint for the login."""
     return f"{address}/det/experiments/{experiment_id} ({command_of('dstrial')} login prints a link that logs in)"

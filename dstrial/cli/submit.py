@@ -84,7 +84,10 @@ class RunRequest:
 
 
 def command_line(args: argparse.Namespace, **changes: object) -> list[str]:
-    """Return ``run`` and its arguments, with the flags in ``changes`` replaced."""
+    """Return the words of a ``dstrial run`` command line, from ``run`` on.
+
+    ``changes`` replace values of ``args``.
+    """
     words = ["run", args.experiment, *([] if args.context_dir == "." else [args.context_dir])]
     for name, given in (vars(args) | changes).items():
         flag = f"--{name.replace('_', '-')}"
@@ -122,7 +125,7 @@ class Submission:
 
 
 def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None = None) -> tuple[Master, bool]:
-    """Return the user's master and whether it was started now.
+    """Return the user's master, and whether it was started now.
 
     A new master with CPU slots gets at least ``num_slots``. ``on_hosts`` are options of a new master whose trials run on hosts.
     """
@@ -185,7 +188,10 @@ def await_hosts(state: StateDirectory) -> None:
 
 @contextlib.contextmanager
 def own_master(run_directory: RunDirectory, options: daemon.MasterOptions) -> Iterator[Master]:
-    """Run a master in a run directory; it ends with the block, or with this process."""
+    """Yield a new master that serves one run; its state is in the run directory.
+
+    It ends with the block, or with this process.
+    """
     from dstrial.master.login import session
 
     state = StateDirectory(run_directory.master_path)
@@ -211,7 +217,7 @@ def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
 
 
 def submitted_config(request: RunRequest) -> dict[str, Any]:
-    """Return the experiment config without the parts that differ per attempt."""
+    """Return the run's experiment config, without what ``config_of_run`` adds to it."""
     config = copy.deepcopy(request.experiment.raw)
     config["entrypoint"] = _entrypoint_words(request.entrypoint)
     config["resources"] = {**(config.get("resources") or {}), "slots_per_trial": request.num_slots}
@@ -229,9 +235,9 @@ def _entrypoint_words(entrypoint: Entrypoint) -> list[str]:
 def config_of_run(
     config: Mapping[str, Any], request: RunRequest, run_directory: RunDirectory
 ) -> dict[str, Any]:
-    """Return the config with the run's variables and its checkpoint directory.
+    """Return ``config`` with the run's variables and its checkpoint directory.
 
-    The single trial of a run also keeps its metrics and logs in the run directory. Trials of a search report to the master only.
+    The single trial of a run also keeps its metrics and logs in the run directory. Trials of a search only report to the master.
     """
     quiet = _NO_BARS if request.args.no_progress else {}
     variables = {
@@ -268,7 +274,7 @@ def submit(
 ) -> tuple[int, dict[int, int]]:
     """Create the run's experiment, activate its paused one, or join its active one.
 
-    Returns the experiment's id, and for each trial of an earlier attempt the id of its last log line.
+    Returns the experiment's id, and trial id -> id of the last log line for each trial of an earlier attempt.
     """
     files = context.v1_files()
     config = submitted_config(request)
@@ -310,8 +316,8 @@ def _resumable_experiment(
 ) -> observe.ExperimentView | None:
     """Return the run's last experiment if it can continue; None if a new one is due.
 
-    It cannot if its fingerprint is not ``mark``, or if the user resumes from an older checkpoint (``is_newest`` is false). A
-    paused experiment is then cancelled; an active one raises ``DstrialError``.
+    An experiment cannot continue if its fingerprint is not ``mark``, or if the user resumes from an older checkpoint
+    (``is_newest`` is false). Then a paused experiment is cancelled, and an active one raises ``DstrialError``.
     """
     last = Submission.read(run_directory)
     if last is None or last.cluster_id != master.record.cluster_id:

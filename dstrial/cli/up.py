@@ -128,7 +128,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemon.MasterOptions) -> bool:
-    """Check and print the hosts; return False if there are none.
+    """Check and print the hosts or nodes of a new master; return False if it has none.
 
     Problems of the hosts are not fatal if trials of an earlier master are still running there.
     """
@@ -205,7 +205,10 @@ def _show_hosts(
 
 
 def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name: str) -> None:
-    """Raise if hosts are given for an engine (Slurm, Ray) that provides the nodes."""
+    """Raise if hosts are given although Slurm or Ray provides the nodes.
+
+    ``name`` is the back end's name in messages.
+    """
     given = {
         "--hostfile": options.hostfile or settings.hostfile,
         "--include": options.include,

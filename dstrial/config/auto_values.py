@@ -96,7 +96,10 @@ _BY_ACCELERATE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """Values with which a script's library replaces ``"auto"`` in a DeepSpeed config."""
+    """Values with which a script's library replaces ``"auto"`` in a DeepSpeed config.
+
+    The library is Hugging Face's Trainer, or Accelerate without the Trainer.
+    """
 
     name: str  # for messages
     is_trainer: bool
@@ -104,14 +107,17 @@ class AutoValues:
 
     @classmethod
     def of(cls, script: ScriptSource | None) -> AutoValues | None:
-        """Return the values for a script; None if its source uses neither library."""
+        """Return the values for a script; None if it uses neither Trainer nor Accelerate."""
         if script is None or script.library is None:
             return None
         is_trainer = script.library == "trainer"
         return cls("Hugging Face's Trainer" if is_trainer else "Accelerate", is_trainer, script.arguments)
 
     def says(self, key: str) -> str | None:
-        """Return a clause about the library and source that set a dotted key, or None."""
+        """Return text on where the library takes a dotted key's value from, for messages.
+
+        None if the library replaces no ``"auto"`` at this key.
+        """
         if key in _BY_PLUGIN:
             return f"Accelerate fills in {_BY_PLUGIN[key]}"
         if key in _BY_HIDDEN_SIZE:
@@ -132,8 +138,8 @@ class AutoValues:
     ) -> BatchSolution | None:
         """Return the batch sizes; None if the source does not show the micro batch.
 
-        A number in the config takes precedence over an argument, as in ``dstrial.dsat.get_hf_args_with_overwrites``. ``where``
-        maps the name of each size to its ``file:line: key``.
+        ``sizes`` are the batch sizes in the DeepSpeed config. A number there takes precedence over an argument, as in
+        ``dstrial.dsat.get_hf_args_with_overwrites``. ``where`` maps the name of each size to its ``file:line: key``.
         """
         total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
         from_flags = [self._number(flag) if self.is_trainer else None for flag in (MICRO_FLAG, STEPS_FLAG)]

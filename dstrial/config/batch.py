@@ -133,7 +133,10 @@ def _indivisible(
 
 
 def _divisor_hint(total: int, replicas: int, key: str, value: int) -> str:
-    """Return a hint with the divisor of the records per replica nearest to ``value``."""
+    """Return a hint to set ``key`` to the divisor nearest to ``value``, or "".
+
+    The divisor is one of the records per replica, ``total / replicas``; "" if that is no whole number.
+    """
     if total % replicas:
         return ""
     per_replica = total // replicas

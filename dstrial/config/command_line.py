@@ -41,7 +41,7 @@ class CommandLine:
         return None if flag is None else flag.value
 
     def truth(self, name: str) -> bool | None:
-        """Return a boolean flag's value; None if it is absent or not a boolean."""
+        """Return a boolean flag's value; None if the flag is absent or not a boolean."""
         flag = self.find(name)
         if flag is None:
             return None
@@ -72,7 +72,7 @@ class CommandLine:
         return CommandLine(tuple(words))
 
     def abbreviations(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """Return (word, name) for words that abbreviate one of ``names``.
+        """Return (word, full name) of each word that abbreviates one of ``names``.
 
         Only words with an underscore or inner dash count.
         """

@@ -30,7 +30,10 @@ class DeepSpeedSource:
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the hyperparameters ``<engine>_deepspeed_config`` of further engines."""
+    """Return the names of hyperparameters ``<engine>_deepspeed_config``.
+
+    These hold the DeepSpeed configs of all engines but the main one.
+    """
     return tuple(key for key in hyperparameters if key.endswith(f"_{MAIN_KEY}"))
 
 
@@ -42,10 +45,18 @@ def read_deepspeed(
     label: str,
     findings: Diagnostics,
 ) -> DeepSpeedSource | None:
-    """Read and merge one DeepSpeed config of an experiment.
+    """Read one DeepSpeed config of an experiment, and merge its overwrites.
 
-    ``key`` is the hyperparameter with the config or its path. ``lines`` and ``label`` are the experiment config's. Returns None
-    if the experiment has no DeepSpeed config. If the config cannot be read, the problem is recorded and None returned.
+    Args:
+        key: hyperparameter with the config, or with the path of its file.
+        hyperparameters: all hyperparameters of the experiment config.
+        context_dir: directory to which the path is relative.
+        lines: ``file:line`` of each key of the experiment config.
+        label: name of the experiment config in messages.
+        findings: collects problems.
+
+    Returns:
+        The config; None if the hyperparameter is missing, or if a problem was recorded.
     """
     overwrite = hyperparameters.get(OVERWRITE_KEY) if key == MAIN_KEY else None
     overwrite_key = f"hyperparameters.{OVERWRITE_KEY}"
@@ -76,7 +87,10 @@ def read_deepspeed(
 def _read_base(
     key: str, given: Any, context_dir: Path, lines: Lines, label: str, findings: Diagnostics
 ) -> Document | None:
-    """Return a DeepSpeed config without overwrites; None if a problem was recorded."""
+    """Return a DeepSpeed config without overwrites; None if a problem was recorded.
+
+    ``given`` is the value of hyperparameter ``key``: the config, or the path of its file.
+    """
     # The config is in a separate file or in the experiment config.
     where = f"hyperparameters.{key}"
     if isinstance(given, Mapping):
@@ -109,7 +123,10 @@ def _read_base(
 def _merged_lines(
     base_lines: Lines, overwritten: Iterable[KeyPath], lines: Lines, label: str
 ) -> dict[KeyPath, str]:
-    """Return the ``file:line`` of each key of the merged config."""
+    """Return the ``file:line`` of each key of the merged config.
+
+    ``overwritten`` has the paths of the overwritten values. ``lines`` and ``label`` are those of the experiment config.
+    """
     overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
     for dotted_path, line in [*overwrite_lines.items()]:
         overwrite_lines.setdefault(tuple(part for key in dotted_path for part in str(key).split(".")), line)

@@ -35,7 +35,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def nested_form(parts: Sequence[str], value: Any) -> str:
-    """Return YAML of a value below nested keys, for example ``a: {b: 3}``."""
+    """Return YAML of ``value`` below the keys ``parts``, for example ``a: {b: 3}``."""
     *outer, last = parts
     text = f"{last}: {render(value)}"
     for part in reversed(outer):
@@ -77,7 +77,7 @@ def locate(lines: Lines, path: KeyPath, default: str) -> str:
 class Diagnostics:
     """Collects problems, warnings and notes about one document.
 
-    ``where`` labels keys without a line.
+    ``lines`` has the ``file:line`` of each key; ``where`` labels keys without a line.
     """
 
     def __init__(self, lines: Lines, where: str) -> None:

@@ -238,7 +238,10 @@ def yaml_text(value: Any) -> str:
 
 
 def read_yaml(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read a YAML file; duplicate keys and exceeded limits are errors."""
+    """Read a YAML file; duplicate keys and exceeded limits are errors.
+
+    ``label`` names the file in messages and in ``Document.lines``.
+    """
     return read_yaml_text(_read_text(path, label, limits), label, limits)
 
 
@@ -308,7 +311,7 @@ class _YamlReader:
     def value(self, node: yaml.Node, path: KeyPath, keys: KeyPath) -> Any:
         """Return the value of a node; record the line of each of its descendants.
 
-        ``path`` has the keys above the node as texts, ``keys`` as values.
+        ``path`` has the keys above the node as texts, ``keys`` as parsed values such as 1 or true.
         """
         if isinstance(node, yaml.ScalarNode):
             self.scalars[keys] = node
@@ -329,7 +332,7 @@ class _YamlReader:
         return value
 
     def _begin(self, node: yaml.Node) -> None:
-        """Push a list or mapping on the stack of open nodes; the caller pops it."""
+        """Check a list or mapping, and push it on the stack that the caller pops."""
         self._count(node)
         kind, tag = ("list", "seq") if isinstance(node, yaml.SequenceNode) else ("mapping", "map")
         if node.tag != f"{_TAG}{tag}":
@@ -424,7 +427,10 @@ def _given_twice(place: str, path: KeyPath, first_line: int) -> ConfigProblem:
 
 
 def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read a JSON file: no comments, trailing commas, NaN or repeated keys."""
+    """Read a JSON file: no comments, trailing commas, NaN or repeated keys.
+
+    ``label`` names the file in messages and in ``Document.lines``.
+    """
     return read_json_text(_read_text(path, label, limits), label, limits)
 
 
@@ -456,7 +462,7 @@ def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -
 
 
 def _json_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
-    """Yield the path and line of each key and list item of valid JSON."""
+    """Yield (key path, line number) of each key and list item of valid JSON."""
     path: list[Any] = []  # ends with None if a key comes next
     line, end = 1, 0
     for match in re.finditer(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]|[^\s{}\[\],:"]+', text):

@@ -39,7 +39,7 @@ def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (path, value) of each leaf of a mapping; an empty mapping is a leaf."""
+    """Yield (key path, value) of each leaf below ``path``; an empty mapping is a leaf."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
@@ -66,7 +66,10 @@ def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Record hyperparameters with dotted names, which never reach DeepSpeed."""
+    """Record hyperparameters with dots in their names, which DeepSpeed never reads.
+
+    Also records overwrites that set a nested and a dotted key to different values.
+    """
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")
         if not (dot and rest):
@@ -162,7 +165,10 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
 
 
 def _unknown_key(config: Any, path: KeyPath, label: str) -> ConfigProblem | None:
-    """Return a problem if an override names a key that the user's config lacks."""
+    """Return a problem if an override names a key that the user's config lacks.
+
+    Only keys below ``hyperparameters`` and ``data`` are checked here.
+    """
     section = value_at(config, path[:1])
     if len(path) < 2 or path[0] not in _FREE:
         return None

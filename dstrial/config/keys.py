@@ -84,7 +84,7 @@ def _rule_from_table(table: Mapping[str, Any]) -> Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dialect:
-    """How the consumer of a config treats unknown keys, null and ``"auto"``."""
+    """How DeepSpeed, or another reader of a config, treats unusual values."""
 
     name: str  # the consumer, for messages: "DeepSpeed 0.19.8"
     consequence: str = ""  # clause: the effect of an unknown key in a section that is not strict
@@ -266,7 +266,7 @@ def _has_type(value: object, types: tuple[str, ...]) -> bool:
 
 
 def _converted(value: object, types: tuple[str, ...]) -> Any:
-    """Convert a quoted or numeric value as the config's consumer does, or return None."""
+    """Convert a quoted number or boolean, or 0 and 1, to one of ``types``; else None."""
     if isinstance(value, str):
         if "boolean" in types and value.lower() in ("true", "false"):
             return value.lower() == "true"

@@ -133,7 +133,10 @@ def _replaced(_base: Any, over: Any) -> Any:
 
 
 def _union_of(kind: str, common: Sequence[str]) -> Callable[[Any, Any], Any]:
-    """Return the merge function of a section whose other fields depend on ``kind``."""
+    """Return the merge function of a section whose fields depend on its key ``kind``.
+
+    If ``kind`` differs between the two configs, only the fields in ``common`` are merged.
+    """
 
     def merge(base: Any, over: Any) -> Any:
         if not isinstance(base, Mapping) or not isinstance(over, Mapping):
@@ -153,7 +156,7 @@ def _shallow(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return the merge function of a list with items identified by ``name(item)``."""
+    """Return a function that merges two lists of items identified by ``name(item)``."""
 
     def merge(base: Any, over: Any) -> Any:
         if not isinstance(base, list) or not isinstance(over, list):

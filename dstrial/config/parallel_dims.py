@@ -50,7 +50,10 @@ class ParallelDims:
 
     @classmethod
     def of_replica(cls, **sizes: Any) -> ParallelDims:
-        """Return the dimensions of a job with a single replica."""
+        """Return the dimensions of a job with a single replica.
+
+        ``sizes`` are fields of this class other than ``world_size``.
+        """
         return cls(math.prod(sizes.get(field, 1) for field in _IN_REPLICA), **sizes)
 
     @property
@@ -85,7 +88,10 @@ class ParallelDims:
         return max(world_size // self.ranks_per_replica, 1)
 
     def with_section(self, section: Any) -> ParallelDims:
-        """Return a single replica; sizes in ``section`` (``DIM_KEYS``) override."""
+        """Return the dimensions of one replica, with sizes from ``data.dstrial``.
+
+        ``section`` is ``data.dstrial``. Sizes that it lacks, or that are invalid, are taken from this object.
+        """
         given = section if isinstance(section, Mapping) else {}
         sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
         for key, field in DIM_KEYS.items():
@@ -95,7 +101,7 @@ class ParallelDims:
         return ParallelDims.of_replica(**sizes, is_pipeline=self.is_pipeline)
 
     def to_layout(self) -> dict[str, Any]:
-        """Return the dimensions as fields of an engine's ``Layout``, in its field order."""
+        """Return the dimensions as fields of a checkpoint's ``Layout``, in field order."""
         return {
             "world_size": self.world_size,
             "data_parallel_size": self.dp,
@@ -104,7 +110,10 @@ class ParallelDims:
 
 
 def config_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
-    """Return a replica's sizes in a DeepSpeed config, by keys of ``DIM_KEYS``."""
+    """Return the AutoTP and sequence-parallel sizes that a DeepSpeed config sets.
+
+    The result maps keys of ``DIM_KEYS`` to sizes; sizes that are not given are missing.
+    """
     given = {key: value_at(config or {}, path) for path, key in CONFIG_KEYS.items()}
     return {key: value for key, value in given.items() if type(value) is int and value > 0}
 
@@ -112,7 +121,11 @@ def config_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
 def autotp_clash(
     model_parallel_size: int | None, config: Mapping[str, Any] | None
 ) -> tuple[str, str, str] | None:
-    """Return (got, expected, fix) if ``data.dstrial`` contradicts AutoTP, or None."""
+    """Return a problem as (got, expected, fix) if two tensor-parallel sizes differ.
+
+    ``model_parallel_size`` is that of ``data.dstrial``; the other size is AutoTP's in ``config``, the DeepSpeed config. None if
+    they agree or if one is not given.
+    """
     size = config_sizes(config).get("model_parallel_size", 1)
     if size == 1 or model_parallel_size in (None, size):
         return None
@@ -124,9 +137,9 @@ def autotp_clash(
 
 
 def batch_replicas(config: Mapping[str, Any], dims: ParallelDims) -> int:
-    """Return DeepSpeed's number of replicas; ``dims.dp`` unless the config has AutoTP.
+    """Return the number of replicas in DeepSpeed's batch equation, mostly ``dims.dp``.
 
-    DeepSpeed parses the config before it creates AutoTP's groups, so it divides by the number of all ranks.
+    With AutoTP it is the number of all ranks, because DeepSpeed parses the config before it creates AutoTP's groups.
     Source: ``runtime/config.py:458``.
     """
     sizes = config_sizes(config)
@@ -148,9 +161,12 @@ def replicas_of(
 ) -> int:
     """Return the number of replicas in DeepSpeed's batch equation.
 
-    ``data_config`` is the ``data`` section. ``asked`` is the ranks per replica from user code. ``otherwise`` is that of
-    the resumed checkpoint, used if neither the section nor user code has a number. Sizes in ``config``, a DeepSpeed config,
-    must agree with both.
+    Args:
+        data_config: the experiment config's ``data`` section.
+        world_size: number of all ranks.
+        asked: ranks per replica from user code, if given.
+        otherwise: ranks per replica if neither the section nor user code gives a number; that of the resumed checkpoint.
+        config: the DeepSpeed config, whose sizes must agree with both.
 
     Raises:
         ConfigError: the ranks cannot be divided into replicas, or two sources of a size disagree.

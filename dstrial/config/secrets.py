@@ -108,9 +108,10 @@ def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
 def _leaves(
     value: Any, names: SecretNames, path: KeyPath = (), open_keys: Sequence[str] | None = None
 ) -> Iterator[tuple[Secret, bool]]:
-    """Yield each leaf of a config as a ``Secret``, and whether its name is secret.
+    """Yield each leaf of a config as a ``Secret``, and whether it really is secret.
 
-    Below a secret field all leaves are secret; keys in ``open_keys`` are left out. So are null, booleans and empty texts.
+    Below a secret field all leaves are secret, except below keys in ``open_keys``; None means outside of secret fields. Null,
+    booleans and empty texts are left out.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -135,7 +136,11 @@ def _leaves(
 def _variables(
     value: Any, names: SecretNames, path: KeyPath, identity: KeyPath
 ) -> Iterator[tuple[Secret, bool]]:
-    """Yield variables as :func:`_leaves` does: from lists, by device, or a mapping."""
+    """Yield environment variables as :func:`_leaves` yields leaves.
+
+    ``value`` is a list of ``NAME=value``, a mapping of names, or either of them by device kind. ``identity`` is that of
+    :class:`Secret`.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if isinstance(inner, (list, tuple, Mapping)):
@@ -167,7 +172,10 @@ def masked_json(text: str, names: SecretNames) -> str:
 
 
 def masked_yaml(text: str, names: SecretNames) -> str:
-    """Return a YAML config with its secrets masked, comments and order kept."""
+    """Return a YAML config with its secrets masked, comments and order kept.
+
+    Invalid YAML that may contain secrets becomes an empty text.
+    """
     return _masked_text(_masked_yaml, text, names)
 
 
@@ -215,7 +223,8 @@ def masked_shell(text: str, names: SecretNames) -> str:
 def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> Any:
     """Return a config with each mask replaced by the real secret.
 
-    ``sources`` are configs of a parent or template; the first with the secret counts. ConfigError names every mask without one.
+    ``sources`` are configs of a parent or template. The first source that has the secret is used. ConfigError lists every mask
+    for which no source has the secret. ``where`` names the config in messages.
     """
     found = _put_back(value, sources, where)
     return _replaced(value, found) if found else value
@@ -256,7 +265,7 @@ def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secr
 
 
 def _without_device(identity: KeyPath) -> KeyPath:
-    """Return a variable's identity without its device kind.
+    """Return a variable's ``Secret.identity`` without its device kind.
 
     A plain list of variables applies to every kind.
     """
@@ -285,7 +294,10 @@ def _replaced(value: Any, changes: Sequence[tuple[Secret, Any]]) -> Any:
 
 
 def _replaced_yaml(text: str, document: Document, changes: Sequence[tuple[Secret, Any]]) -> str:
-    """Replace scalars in a YAML text, keeping everything else."""
+    """Replace scalars in a YAML text, keeping everything else.
+
+    ``document`` is the parsed ``text``; ``changes`` are (secret, new value).
+    """
     if text.startswith("\ufeff") and changes:  # positions omit a BOM
         return yaml_text(_replaced(document.value, changes))
     spans: dict[tuple[int, int], str] = {}

@@ -11,7 +11,10 @@ from dstrial.errors import MissingExtraError, install_command
 
 
 def require(*packages: str, extra: str, who: str) -> None:
-    """Raise MissingExtraError if a package is missing; ``who`` is the module in need."""
+    """Raise MissingExtraError if one of ``packages`` is not installed.
+
+    ``extra`` is the extra of dstrial that installs them; ``who`` is the module that needs them.
+    """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(

@@ -58,10 +58,15 @@ def check_deepspeed(
 ) -> CheckResult:
     """Check a merged DeepSpeed config by the rules of the installed release. Pure.
 
-    ``where`` labels keys without a line, such as "deepspeed config of engine 0". ``auto`` is the severity of ``"auto"`` outside
-    the batch sizes: "warning" if another tool may still replace it. A ``filler`` overrides ``auto``. ``installed`` is the
-    DeepSpeed version that will run; by default the installed version, read without importing DeepSpeed. ``on_cpu``: whether to
-    warn of settings that need an accelerator.
+    Args:
+        config: the DeepSpeed config with overwrites applied.
+        sizes: parallel dimensions of the job.
+        where: label of keys without a line, such as "deepspeed config of engine 0".
+        lines: ``file:line`` of each key.
+        auto: severity of ``"auto"`` outside the batch sizes: "warning" if another tool may still replace it.
+        filler: values with which the script's library replaces ``"auto"``; if given, ``auto`` is not used.
+        installed: DeepSpeed version that will run; by default the installed one, read without importing DeepSpeed.
+        on_cpu: whether to warn of settings that need an accelerator.
     """
     findings = Diagnostics(lines or {}, where)
     try:
@@ -118,7 +123,7 @@ def _check(
 
 
 def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, Any]:
-    """Replace deprecated keys as DeepSpeed does, with a warning for each."""
+    """Return a copy with deprecated keys replaced as in DeepSpeed; warn of old names."""
     normalised = dict(config)
     zero = normalised.get("zero_optimization")
     if isinstance(zero, bool):
@@ -148,7 +153,10 @@ def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, An
 
 
 def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | None) -> BatchSolution | None:
-    """Solve the batch equation with the number of replicas that DeepSpeed will assume."""
+    """Return the batch sizes for the number of replicas that DeepSpeed will assume.
+
+    None if there is no solution (recorded as a problem), or if the script sets the sizes. ``given`` are the config's sizes.
+    """
     findings, sizes = settings.findings, settings.sizes
     replicas = batch_replicas(settings.effective, sizes)
     where = {key: findings.place(key) for key in BATCH_KEYS}
@@ -196,7 +204,7 @@ DEFAULT_ORIGIN = "DeepSpeed's default"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExplainedValue:
-    """One DeepSpeed setting with its effective value and origin."""
+    """One DeepSpeed setting, its effective value, and where the value comes from."""
 
     key: str  # dotted
     value: str  # effective value, as JSON
@@ -205,7 +213,7 @@ class ExplainedValue:
 
 
 def explain(source: DeepSpeedSource, checked: CheckResult) -> tuple[ExplainedValue, ...]:
-    """Return every setting of a checked config with its value and origin."""
+    """Return every setting of a checked config with its value and the value's origin."""
     # Order: batch sizes, given settings, DeepSpeed's defaults.
     effective = checked.effective
     rows = [_row((key,), effective[key], source, checked) for key in BATCH_KEYS]

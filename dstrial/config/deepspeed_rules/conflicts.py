@@ -84,7 +84,7 @@ def _dtype(s: Settings, key: str) -> str | None:
 
 
 def _loss_scale(s: Settings) -> None:
-    """Check runtime/precision_config.py (dynamic scaling), engine.py 2021 (LAMB)."""
+    # runtime/precision_config.py (dynamic scaling), engine.py 2021 (LAMB)
     key, scale, is_fp16 = "fp16.loss_scale", s.value("fp16.loss_scale") or 0, s.value("fp16.enabled")
     s.reject(scale < 0, key, "a number of at least 0", "Write 0 for dynamic loss scaling.")
     for one in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
@@ -145,7 +145,7 @@ def _zero_stage(s: Settings) -> None:
 
 
 def _gradient_reduction(s: Settings) -> None:
-    """Check runtime/config.py 695-700; engine.py 2030-2036."""
+    # runtime/config.py 695-700; engine.py 2030-2036
     is_compiled = s.value("compile.deepcompile")
     if str(s.value("gradient_allreduce_op")).lower() == "sum":
         for clash, name in (
@@ -222,7 +222,7 @@ def _zenflow(s: Settings) -> None:
 
 
 def _compile(s: Settings) -> None:
-    """Check compile/init_z3.py 89-151; compile/config.py; engine.py 5808, 5842."""
+    # compile/init_z3.py 89-151; compile/config.py; engine.py 5808, 5842
     if not s.value("compile.deepcompile"):
         return
     offloads = ("offload_activation", "offload_opt_states", "offload_parameters")

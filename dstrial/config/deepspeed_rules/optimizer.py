@@ -42,7 +42,9 @@ _KNOWN = {
 
 
 def check_optimizer_and_scheduler(settings: Settings, rules: DeepSpeedRules, dialect: Dialect) -> None:
-    """Record problems in the types and parameters of both sections, if given.
+    """Check the types and parameters in the ``optimizer`` and ``scheduler`` sections.
+
+    Problems are recorded in ``settings.findings``. A missing section is no problem.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py, ``_configure_basic_optimizer`` and ``_scheduler_from_config``.
     """

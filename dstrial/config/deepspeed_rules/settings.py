@@ -16,7 +16,11 @@ ZERO = "zero_optimization"
 class Settings:
     """A DeepSpeed config that the rules check, and the findings of the rules.
 
-    ``effective`` is ``config`` with defaults filled in, from :func:`dstrial.config.keys.check_keys`.
+    Args:
+        config: the config as given.
+        effective: ``config`` with defaults filled in by :func:`dstrial.config.keys.check_keys`.
+        sizes: parallel dimensions of the job.
+        findings: collects the problems and warnings.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class Settings:
 
     @property
     def optimizer(self) -> str | None:
-        """The optimizer's type; DeepSpeed's own names in lower case."""
+        """The optimizer's type in lower case; None if the config has no optimizer."""
         name = self.value("optimizer.type")
         return name.lower() if isinstance(name, str) else None
 
@@ -57,7 +61,7 @@ class Settings:
         return self.device("offload_optimizer") != "none"
 
     def reject(self, is_wrong: object, key: str, expected: str, fix: str) -> None:
-        """If ``is_wrong``, record an error as :meth:`problem` does."""
+        """Record an error as :meth:`problem` does, but only if ``is_wrong`` is true."""
         if is_wrong:
             self.problem(key, expected, fix)
 

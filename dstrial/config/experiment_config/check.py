@@ -20,7 +20,10 @@ _UNUSED = {
 
 
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check the ``searcher`` section; delete fields of other searchers from ``raw``."""
+    """Check the ``searcher`` section; delete fields of other searchers from ``raw``.
+
+    ``raw`` is the whole config with defaults, ``given`` the section as written.
+    """
     searcher = raw["searcher"]
     if not given:
         fix = "Add searcher: {name: single, metric: validation_loss, max_length: {batches: 1000}}."
@@ -70,7 +73,10 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diag
 
 
 def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:
-    """Return dotted keys with non-default values that have no effect on a run."""
+    """Return dotted keys with non-default values that ``dstrial run`` does not use.
+
+    ``has_slurm``: whether the run is a Slurm job, which uses section ``slurm``.
+    """
     storage = raw["checkpoint_storage"]
     is_own = storage["type"] in (None, "shared_fs")  # checkpoints lie in the run directory
     unused = [f"checkpoint_storage.{key}" for key in storage if is_own and not key.startswith("save_")]
@@ -82,7 +88,7 @@ def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:
 
 
 def period(raw: Mapping[str, Any], key: str) -> Length | None:
-    """Return the length at ``key`` of a checked config; None if the length is 0."""
+    """Return the length at ``key`` of a checked config; None if its value is 0."""
     length = Length.from_config(raw[key])
     return length if length.value else None
 

@@ -38,7 +38,7 @@ _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 
 def seconds_of(span: Any) -> float | None:
-    """Convert ``1h30m`` or a number to seconds; None if the value is neither."""
+    """Convert a duration such as ``1h30m``, or a number, to seconds; otherwise None."""
     if isinstance(span, bool):
         return None
     if isinstance(span, (int, float)):
@@ -118,9 +118,13 @@ def check_command(
 ) -> CommandConfig:
     """Return a checked command config with all defaults filled in.
 
-    A TensorBoard takes no slots by default, other kinds take one. ``num_slots`` is the largest number on one machine. A
-    config that requests more is rejected. If a ``template`` requests more, it is rejected only with ``launch_error``.
-    ``template`` has values for missing keys. ``environment_variables``, each ``NAME=value``, precede those of the config.
+    Args:
+        given: the config as written.
+        kind: command, TensorBoard or generic task. A TensorBoard takes no slots by default, other kinds take one.
+        num_slots: the most slots on one machine; a config that requests more is rejected.
+        environment_variables: each ``NAME=value``; the config's variables follow.
+        template: values for missing keys.
+        launch_error: whether to reject also a template that requests more slots.
 
     Raises:
         ConfigError: the config is wrong; has all problems.
@@ -180,6 +184,6 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 
 
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
-    """Return the interpreter that a completed config sets; None for the master's."""
+    """Return the Python path that a completed config sets; None if it sets none."""
     variables = config["environment"]["environment_variables"]["cpu"]
     return dict(variable.partition("=")[::2] for variable in variables).get(INTERPRETER_VARIABLE) or None

@@ -139,7 +139,10 @@ def load_experiment(
 
 
 def experiment_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Return an experiment's name, which identifies its earlier runs, without checks."""
+    """Return an experiment's name, by default the file's stem, without other checks.
+
+    Earlier runs of the experiment are found by this name.
+    """
     path = Path(path)
     given = apply_overrides(read_yaml(path, str(path)), overrides).value
     name = given.get("name") if isinstance(given, Mapping) else None
@@ -161,7 +164,8 @@ def check_experiment(
     """Check a parsed experiment config, as :func:`load_experiment` does.
 
     ``path`` names the config in messages. ``has_files``: whether a model definition exists, which must contain the entrypoint's
-    files. ``more_checks`` is called with the config with defaults, and the findings.
+    files. ``more_checks`` is called with the config with defaults, and with the findings. Other arguments are those of
+    :func:`load_experiment`.
     """
     findings = Diagnostics(document.lines, document.label)
     given = _mapping_of(document, context_dir, findings)
@@ -254,7 +258,7 @@ def _mapping_of(document: Document, context_dir: Path, findings: Diagnostics) ->
 def _check_hyperparameters(
     raw: dict[str, Any], findings: Diagnostics, *, require_concrete: bool
 ) -> dict[str, Any]:
-    """Return concrete hyperparameters; normalise their specifications in ``raw``."""
+    """Return one trial's hyperparameters; normalise their specifications in ``raw``."""
     hyperparameters = concrete_values(
         raw["hyperparameters"],
         findings,
@@ -273,7 +277,10 @@ def _read_engines(
     context_dir: Path,
     findings: Diagnostics,
 ) -> dict[str, DeepSpeedSource]:
-    """Return hyperparameter -> DeepSpeed config, for readable configs, main one first."""
+    """Return hyperparameter name -> DeepSpeed config, the main config first.
+
+    Configs that cannot be read are recorded as problems and left out.
+    """
     if MAIN_KEY not in hyperparameters:
         findings.notes.append(
             f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
@@ -346,7 +353,11 @@ def _check_entrypoint(
     findings: Diagnostics,
     is_required: bool,
 ) -> TrialSource:
-    """Check the entrypoint; its files only if there is a ``context_dir``."""
+    """Check the entrypoint, and its files if ``context_dir`` is given.
+
+    Returns facts from the trial's or script's source; an empty ``TrialSource`` without files. ``is_required``: whether a
+    missing entrypoint is a problem.
+    """
     entrypoint, expected = raw["entrypoint"], "module:Class, or a command"
     if entrypoint is None:
         if is_required and given.get("entrypoint") is None:
@@ -376,9 +387,18 @@ def _sizes(
     resumed: SavedRun | None,
     findings: Diagnostics,
 ) -> ParallelDims:
-    """Return the parallel dimensions; by default each rank is a replica.
+    """Return the job's parallel dimensions; by default each rank is a replica.
 
-    They come from the configs, the checkpoint or the trial's source, in this order. ``config`` is the main DeepSpeed config.
+    Each dimension is read from the configs, else from the checkpoint, else from the trial's source.
+
+    Args:
+        raw: the experiment config with defaults.
+        config: the main DeepSpeed config.
+        slots: number of slots of a trial.
+        slots_key: key or flag that gives ``slots``, for messages.
+        stages: number of pipeline stages in the trial's source; None if it has no pipeline.
+        resumed: the checkpoint to resume from.
+        findings: collects problems and notes.
     """
     section = dstrial_section(raw)
     if clash := autotp_clash(count_in(section, "model_parallel_size"), config):
@@ -431,7 +451,8 @@ def _stages_of_source(
 ) -> int | None:
     """Return a pipeline's number of stages, or None if the source has no pipeline.
 
-    If the source does not show ``num_stages``, it is the smallest number for which the batch equation has a solution.
+    If the source does not show ``num_stages``, it is the smallest number for which the batch equation has a solution. ``main``
+    is the main DeepSpeed config.
     """
     if not source.mentions_pipeline:
         return None

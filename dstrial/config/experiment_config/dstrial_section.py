@@ -45,7 +45,7 @@ class TrainingChecks:
 
 
 def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return (dotted key, value, whether the config gives it) for each check."""
+    """Return (dotted key, value, whether the config sets it) of each training check."""
     section = dstrial_section(exp_conf)
     checks = TrainingChecks.from_config(exp_conf)
     return [
@@ -56,7 +56,7 @@ def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Elasticity:
-    """Elastic settings: the slots with which a trial may resume from a checkpoint."""
+    """Numbers of slots with which an elastic trial may resume from a checkpoint."""
 
     wish: int  # `resources.slots_per_trial`, the initial number of slots
     at_least: int | None  # `min_slots`; None for any valid number if the machine has fewer slots
@@ -75,7 +75,10 @@ def count_in(section: Any, key: str) -> int | None:
 
 
 def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
-    """Read the elastic settings of ``data.dstrial``; invalid values count as missing."""
+    """Read the elastic settings of ``data.dstrial``; invalid values count as missing.
+
+    ``wish`` is ``resources.slots_per_trial``.
+    """
     at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
     given = section.get("resize_period")
     period_s = given if isinstance(given, (int, float)) and given else _DEFAULTS["resize_period"]
@@ -83,7 +86,10 @@ def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
 
 
 def check_slots(section: Mapping[str, Any], wish: Any, findings: Diagnostics) -> None:
-    """Check ``min_slots <= slots_per_trial <= max_slots``; ``wish`` is the second."""
+    """Check that ``min_slots <= slots_per_trial <= max_slots``.
+
+    ``section`` is ``data.dstrial``, ``wish`` is ``resources.slots_per_trial``.
+    """
     if not isinstance(wish, int):
         return
     at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
@@ -106,7 +112,11 @@ def check_shared_batch(
     ranks_per_replica: int,
     findings: Diagnostics,
 ) -> None:
-    """Record a problem if the batch size allows no other number of slots."""
+    """Record a problem if an elastic trial can share its batch on ``wish`` slots only.
+
+    ``section`` is ``data.dstrial``, whose ``min_slots`` and ``max_slots`` are the range; ``wish`` is
+    ``resources.slots_per_trial``.
+    """
     elasticity = elasticity_of(section, wish)
     most = elasticity.at_most
     least = elasticity.at_least if elasticity.at_least is not None else wish
@@ -130,7 +140,7 @@ def check_shared_batch(
 
 
 def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> bool:
-    """Return whether the replicas on ``num_slots`` slots divide a batch evenly."""
+    """Return whether whole replicas on ``num_slots`` slots divide a batch evenly."""
     replicas, rest = divmod(num_slots, ranks_per_replica)
     return rest == 0 and replicas > 0 and train_batch_size % replicas == 0
 
@@ -154,7 +164,10 @@ def may_install(text: str) -> bool:
 
 
 def check_requirements(raw: dict[str, Any], context_dir: Path, findings: Diagnostics) -> None:
-    """Check the requirements file; delete the key from ``raw`` if it is empty."""
+    """Check that the requirements file is in the model definition.
+
+    A null ``environment.requirements`` is deleted from ``raw``, the config with defaults.
+    """
     if raw["environment"].get("requirements") is None:
         # Clients compare configs with those that Determined's master completes.
         raw["environment"].pop("requirements", None)

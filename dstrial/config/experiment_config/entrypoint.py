@@ -41,7 +41,7 @@ class ScriptSource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSource:
-    """Facts about an entrypoint, read from its source code."""
+    """Facts about an entrypoint's trial or script, read from its source code."""
 
     trial: str | None  # `module:Class`
     mentions_pipeline: bool = False  # whether the class, or a definition that it uses, names `PipelineModule`
@@ -51,7 +51,7 @@ class TrialSource:
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
-    """Return an entrypoint's ``module:Class``, also from ``--trial``, or None."""
+    """Return the ``module:Class`` in an entrypoint or its ``--trial``; otherwise None."""
     words = _words(entrypoint)
     if len(words) == 1 and _TRIAL_FORM.fullmatch(words[0]):
         return words[0]
@@ -64,7 +64,10 @@ def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
 
 
 def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
-    """Return an entrypoint's first Python file or ``-m`` module in ``context_dir``."""
+    """Return the first Python file or ``-m`` module in an entrypoint's words, or None.
+
+    Only files in ``context_dir`` are found.
+    """
     for word_idx, (before, word) in enumerate(zip(["", *words], words, strict=False)):
         is_file = word.endswith(".py") and (context_dir / word).is_file()
         path = context_dir / word if is_file else None
@@ -79,7 +82,10 @@ def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
 def check_entrypoint(
     entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Diagnostics
 ) -> TrialSource:
-    """Check that the entrypoint's file exists and defines the trial class."""
+    """Check that the entrypoint's file exists and defines the trial class.
+
+    Returns the facts that the source shows; problems are recorded in ``findings``.
+    """
     trial = trial_spec(entrypoint)
     if trial is None:
         words = _words(entrypoint)
@@ -110,7 +116,10 @@ def check_entrypoint(
 
 
 def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> None:
-    """Check that a module outside the model definition is an installed package."""
+    """Record a problem if a trial's module is not an installed package either.
+
+    Only for modules that are not in the model definition.
+    """
     module, _, class_name = trial.partition(":")
     top_level = module.split(".")[0]
     if not (context_dir / top_level).is_dir() and _is_importable(top_level):
@@ -190,7 +199,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _library(trees: Sequence[ast.Module]) -> Library | None:
-    """Return the training library whose classes the files import or use."""
+    """Return the training library whose classes the files import or use, or None."""
     used: set[tuple[str, str]] = set()
     for tree in trees:
         modules = {local: module.split(".")[0] for module, name, local in _imports(tree) if not name}
@@ -240,7 +249,10 @@ def _defined_names(tree: ast.Module) -> set[str]:
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
-    """Return the definition of ``name``, and all definitions that it uses."""
+    """Return the syntax trees of the definition of ``name`` and all that it uses.
+
+    If ``tree`` does not define ``name``, the first one is the whole module.
+    """
     # A module may define an ordinary trial and a pipeline, so unrelated definitions are left out. If the module does
     # not define the name itself, the whole module counts.
     definitions = {
@@ -262,7 +274,7 @@ def _names(root: ast.AST) -> set[str]:
 
 
 def _num_stages(used: Sequence[ast.AST]) -> Iterator[int | str]:
-    """Yield the numbers and names in the values of keyword arguments ``num_stages``."""
+    """Yield numbers and names passed as ``num_stages`` in the syntax trees ``used``."""
     nodes = [node for root in used for node in ast.walk(root)]
     waiting = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "num_stages"]
     values = {

@@ -19,7 +19,7 @@ _KINDS = (*DEVICES, _GPU_ALIAS)
 
 
 def by_device(given: Any) -> dict[str, Any]:
-    """Return values by kind of device, without null; ``gpu`` becomes ``cuda``.
+    """Return device kind -> value without null values; ``gpu`` becomes ``cuda``.
 
     A value that is no mapping applies to all kinds.
     """
@@ -31,7 +31,10 @@ def by_device(given: Any) -> dict[str, Any]:
 
 
 def joined_variables(first: Any, then: Any) -> Any:
-    """Concatenate environment variables; by device kind unless both are lists."""
+    """Return the environment variables of ``first``, followed by those of ``then``.
+
+    The result is a list if both are lists, otherwise device kind -> list. If one is invalid, ``then`` is returned.
+    """
     if isinstance(first, list) and isinstance(then, list):
         return [*first, *then]
     if not isinstance(first, (list, Mapping)) or not isinstance(then, (list, Mapping)):
@@ -47,7 +50,7 @@ def _listed(given: Any, device: str) -> list[Any]:
 
 
 def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
-    """Record unknown kinds of device, and ``gpu`` given together with ``cuda``."""
+    """Record a problem for each unknown device kind, and for ``gpu`` beside ``cuda``."""
     for key in given:
         if key not in _KINDS:
             findings.problem(
@@ -58,16 +61,16 @@ def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics
 
 
 def images(given: Any, default: str) -> dict[str, Any]:
-    """Return the container image of each kind of device; ``default`` if not given."""
+    """Return device kind -> container image, with ``default`` for kinds not given."""
     found = by_device(given)
     return {device: found.get(device) or default for device in DEVICES}
 
 
 def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, dict[str, str]]:
-    """Check the environment variables; complete ``raw`` in place as Determined does.
+    """Check the environment variables; in ``raw``, replace them by lists per device.
 
     Returns:
-        Variables by device kind ("cpu", "cuda", "rocm").
+        Device kind ("cpu", "cuda", "rocm") -> variable name -> value.
     """
     for key in ("image", "environment_variables"):
         values = raw["environment"][key]
@@ -92,7 +95,10 @@ def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, d
 
 
 def check_variables(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Reject variables that the master sets, after :func:`check_environment`."""
+    """Record a problem for each variable that only the master may set.
+
+    ``raw`` is the config after :func:`check_environment`.
+    """
     by_kind = raw["environment"]["environment_variables"].values()
     for name in sorted({entry.partition("=")[0] for entries in by_kind for entry in entries}):
         if name.startswith("DET_") and name not in _FREE_DET_VARIABLES:

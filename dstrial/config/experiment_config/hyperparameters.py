@@ -113,7 +113,7 @@ def _converted(
 def specifications(
     hyperparameters: Mapping[str, Any], path: KeyPath = _ROOT
 ) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
-    """Yield (path, specification) of each hyperparameter that has one."""
+    """Yield (path, specification) of each hyperparameter written as ``{type: …}``."""
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
         if isinstance(spec, Mapping):
@@ -121,7 +121,7 @@ def specifications(
 
 
 def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
-    """Return whether a mapping specifies one hyperparameter rather than a group."""
+    """Return whether a mapping is one hyperparameter's ``{type: …}``, not a group."""
     # In DeepSpeed settings, `type` may be an optimizer's type.
     if "type" not in spec:
         return False
@@ -134,14 +134,17 @@ def is_searched(hyperparameters: Mapping[str, Any]) -> bool:
 
 
 def searched_values(hyperparameters: Mapping[str, Any], values: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (path, value) of each searched hyperparameter; a missing value is None."""
+    """Yield (path, value) of each search space's hyperparameter in a trial.
+
+    ``values`` are the trial's hyperparameters; a missing value is None. Paths begin below ``hyperparameters``.
+    """
     for path, spec in specifications(hyperparameters):
         if spec["type"] != "const":
             yield path[1:], value_at(values, path[1:])
 
 
 def _is_known(kind: object) -> bool:
-    """Return whether ``kind`` is a hyperparameter type, not an optimizer type."""
+    """Return whether ``kind`` is a hyperparameter type such as ``int`` or ``log``."""
     # In the full form, an optimizer's `type` is itself a mapping.
     return isinstance(kind, str) and kind in _KINDS
 

@@ -89,7 +89,11 @@ def check_loggers(
     installs_itself: bool,
     has_package: Callable[[str], bool] = is_installed,
 ) -> None:
-    """Check a config's loggers; ``installs_itself``: the trial may install packages."""
+    """Record a problem for each invalid logger, and for each whose package is missing.
+
+    ``raw`` is the config with defaults. With ``installs_itself`` the trial may install packages, so a missing package is only
+    noted. ``has_package`` returns whether the package of a logger's name is installed.
+    """
     for spec in _read(dstrial_section(raw).get("loggers"), findings):
         if has_package(spec.name):
             continue
@@ -101,7 +105,7 @@ def check_loggers(
 
 
 def with_loggers(given: Any, names: Sequence[str]) -> list[Any] | None:
-    """Add names from ``--logger`` to a config's loggers; None if ``given`` is no list."""
+    """Return a config's loggers plus ``names``; None if ``given`` is no list."""
     if given is not None and not isinstance(given, list):
         return None
     entries = list(given or [])

@@ -38,7 +38,7 @@ _CHANGEABLE: tuple[KeyPath, ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigValue:
-    """One value of an experiment's effective config."""
+    """One value of an experiment's effective config, and where the value comes from."""
 
     key: str  # dotted
     value: Any  # JSON value; an empty mapping or a list counts as one value
@@ -48,7 +48,13 @@ class ConfigValue:
 def config_values(
     effective: Mapping[str, Any], submitted: Document, template: Mapping[str, Any] | None
 ) -> list[ConfigValue]:
-    """Return every value of a completed config with its origin, in the config's order."""
+    """Return every value of a completed config with its origin, in the config's order.
+
+    Args:
+        effective: the completed config, with later changes.
+        submitted: the config as the client wrote it.
+        template: the template that was merged into the submission, if any.
+    """
     return [
         ConfigValue(dotted(path), value, _origin(path, value, submitted, template))
         for path, value in leaves(effective, ())
@@ -67,7 +73,7 @@ def _origin(path: KeyPath, value: Any, submitted: Document, template: Mapping[st
 def _is_changed(path: KeyPath, value: Any, given: tuple[Any] | None) -> bool:
     """Return whether a value has changed since the submission.
 
-    ``given`` has the submitted value; None compares with the default.
+    ``given`` is a 1-tuple with the submitted value, or None to compare with the default.
     """
     if given is not None:
         before = given[0]
@@ -87,7 +93,7 @@ def _defaults() -> dict[str, Any]:
 def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
     """Return the given value at ``path`` as a 1-tuple; None if not given.
 
-    A value that is no mapping above ``path`` is a short form and is returned instead.
+    If a parent in ``path`` is no mapping, it is a short form, and the parent's value is returned.
     """
     for part in path:
         if not isinstance(config, Mapping):
@@ -106,7 +112,15 @@ def checked_again(
     has_files: bool,
     limits: TextLimits = DEFAULT_LIMITS,
 ) -> ExperimentConfig:
-    """Check a submitted config again, with its files, to explain its values."""
+    """Check a submitted config again, with its template, to explain its values.
+
+    Args:
+        original: the config as the client wrote it, as YAML.
+        template: values for missing keys, or None.
+        context_dir: directory of the unpacked model definition.
+        has_files: whether to check that the entrypoint's files exist.
+        limits: limits on the size of ``original``.
+    """
     document = read_yaml_text(original, LABEL, limits)
     if template is not None and isinstance(document.value, dict):
         document.value.update(merge_template(template, document.value))
@@ -123,5 +137,5 @@ def checked_again(
 def explained_rows(
     source: DeepSpeedSource, checked: CheckResult, names: SecretNames
 ) -> tuple[ExplainedValue, ...]:
-    """Return the rows of :func:`explain` for a DeepSpeed config, with secrets masked."""
+    """Return the settings of a DeepSpeed config with their origins, secrets masked."""
     return explain(source, dataclasses.replace(checked, effective=masked(checked.effective, names)))

@@ -63,7 +63,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _check_kept_within(storage: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check that no path of a storage leads out of its directory.
+    """Record a problem if a path or prefix of a storage leads out of its directory.
 
     Source: Determined 0.38.1 common/storage/shared.py ``_full_storage_path`` (which compares strings, so that ``/data-2``
     counts as a directory below ``/data``) and common/storage/__init__.py ``normalize_prefix``.
@@ -149,7 +149,10 @@ def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 
 def merged_storage(storage: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill missing fields from ``below``; if types differ, only the ``save_…`` fields."""
+    """Return ``storage`` with missing fields filled in from ``below``.
+
+    If the types of the two storages differ, only ``save_…`` fields are filled in.
+    """
     kind = storage.get("type")
     if kind not in (None, below["type"]):
         below = {key: value for key, value in below.items() if key in _SAVE_DEFAULTS}

@@ -153,7 +153,10 @@ def _check_slots(
     resumed: SavedRun | None,
     findings: Diagnostics,
 ) -> bool:
-    """Check a trial's slots; return whether the trial needs more slots than exist."""
+    """Check the slots of a trial; return whether a trial needs more slots than exist.
+
+    ``num_slots`` is the number that exists; None skips this check.
+    """
     slots = raw["resources"]["slots_per_trial"]
     max_slots = raw["resources"]["max_slots"]
     if defaults.launch_error and isinstance(slots, int) and isinstance(max_slots, int) and slots > max_slots:
@@ -179,7 +182,10 @@ def _check_slots(
 
 
 def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a checked config with the values that a master fills in."""
+    """Return a copy of a checked config with the values that a master fills in.
+
+    ``given`` is the config as written. ``searcher`` overrides fields of the searcher.
+    """
     config = copy.deepcopy(raw)
     config["name"] = given.get("name") or random_name("Experiment")
     if (given.get("reproducibility") or {}).get("experiment_seed") is None:
@@ -198,7 +204,9 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
 
 
 def _strip_searcher(config: Any) -> dict[str, Any]:
-    """Reduce a detached run's searcher to its metric, and return the original.
+    """Reduce a detached run's searcher to its metric; return the original searcher.
+
+    The result is {} if the config has no valid searcher.
 
     Source: Determined 0.38.1, ``core_v2.Config``, whose searcher has a metric and tells whether there are several trials.
     """
@@ -243,7 +251,7 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
 
 
 def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check the number of trials that a search creates at once."""
+    """Record a problem if a search would create too many trials at once."""
     # The master keeps these trials in memory and writes them in one commit.
     if findings.problems:
         return
@@ -266,7 +274,7 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def _check_grid(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Reject a grid that is too large for a search to finish."""
+    """Record a problem if a grid is too large for a search to finish."""
     # The number of points may have more digits than Python prints.
     if findings.problems or raw["searcher"]["name"] != "grid":
         return

@@ -29,7 +29,10 @@ def check_trainer_flags(
     context_dir: Path,
     findings: Diagnostics,
 ) -> None:
-    """Warn of arguments that the Trainer rejects or ignores with these configs."""
+    """Warn of arguments that the Trainer rejects or ignores with these configs.
+
+    ``searcher`` is a section of the experiment config. ``deepspeed`` is the main DeepSpeed config and its check, or None.
+    """
     batch = None if deepspeed is None else deepspeed[1].batch
     steps = script.arguments.value("max_steps") or ""
     if steps.isdecimal() and int(steps) and isinstance(searcher["max_length"], (Mapping, int)):

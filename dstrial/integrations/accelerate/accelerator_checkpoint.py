@@ -53,7 +53,10 @@ class AcceleratorCheckpoint(Checkpointable):
         self._count_scheduler_steps_of(len(list(load_path.glob(_RANDOM_STATES))))
 
     def _count_scheduler_steps_of(self, num_saved: int) -> None:
-        """Rescale schedulers' step counts from ``num_saved`` to the current processes."""
+        """Rescale the step counts of schedulers to the current number of processes.
+
+        Accelerate steps a scheduler once per process and batch; ``num_saved`` processes wrote the checkpoint.
+        """
         now = int(self._accelerator.num_processes)
         if num_saved == now or self._accelerator.split_batches:
             return
@@ -82,7 +85,10 @@ class AcceleratorCheckpoint(Checkpointable):
 def require_deepspeed_on_all_ranks(
     accelerator: Any, identity: RankIdentity, environ: Mapping[str, str]
 ) -> None:
-    """Raise if the accelerator has other ranks than launched, or no DeepSpeed."""
+    """Raise unless the accelerator uses DeepSpeed and has the rank of this process.
+
+    RankError if the rank or the number of ranks differs from ``identity``; TrialContractError without DeepSpeed.
+    """
     if accelerator.num_processes != identity.world_size:
         raise RankError(
             f"accelerator.num_processes is {accelerator.num_processes}; expected {identity.world_size}, the ranks that were "
@@ -132,7 +138,7 @@ def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
 
 @contextlib.contextmanager
 def _into_given_directory(accelerator: Any) -> Iterator[None]:
-    """In the block, ``save_state`` writes into its argument, not a numbered directory.
+    """In the block, make ``save_state`` write into the directory that it is given.
 
     Source: accelerate 1.15 ``Accelerator.save_state``, which ignores its directory with ``automatic_checkpoint_naming``.
     """
@@ -146,7 +152,10 @@ def _into_given_directory(accelerator: Any) -> Iterator[None]:
 
 
 def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[..., Any]:
-    """Return a ``load_checkpoint`` that raises, not warns, if files are missing."""
+    """Return a replacement for the engine's ``load_checkpoint``.
+
+    It raises CheckpointError if files are missing, instead of a warning. ``path`` names the checkpoint in the message.
+    """
     load = engine.load_checkpoint
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -162,5 +171,5 @@ def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[...,
 
 
 def _load_nothing(*_args: Any, **_kwargs: Any) -> Any:
-    """Stand-in for ``load_checkpoint`` on an engine that is already loaded."""
+    """Replace ``load_checkpoint`` of an engine that is already loaded; do nothing."""
     return None, {}

@@ -56,7 +56,7 @@ class ConvertedKey:
 
 @dataclasses.dataclass(slots=True)
 class Conversion:
-    """The result of a conversion, filled key by key."""
+    """The result of a conversion; the rule of each key adds its part."""
 
     config: Mapping[str, Any]  # the Accelerate config
     choices: Choices
@@ -90,10 +90,15 @@ def convert(
 ) -> Conversion:
     """Convert an Accelerate config into a DeepSpeed JSON and experiment settings.
 
-    ``choices`` has settings that the Accelerate config lacks. ``label`` names the config file in messages. ``deepspeed_file``
-    is the content of the file that ``deepspeed_config.deepspeed_config_file`` names. ConfigError if the config is for a backend
-    that DeepSpeed cannot replace or for a hosted service, has the old key ``fp16``, or if a section, the ZeRO stage, the
-    precision or the number of processes is wrong.
+    Args:
+        config: the Accelerate config.
+        choices: settings that the Accelerate config lacks.
+        label: name of the config file in messages.
+        deepspeed_file: content of the file that ``deepspeed_config.deepspeed_config_file`` names, if any.
+
+    Raises:
+        ConfigError: the config is for a backend that DeepSpeed cannot replace or for a hosted service, has the old key
+            ``fp16``, or a section, the ZeRO stage, the precision or the number of processes is wrong.
     """
     problems: list[ConfigProblem] = []
     made = Conversion(config, choices, deepspeed_file if is_deepspeed(config) else None)
@@ -148,9 +153,9 @@ def _place_of(made: Conversion, key: str, value: Any) -> Place:
 
 
 def _variable(name: str, wanted: Any = None, text: str = "") -> Rule:
-    """Return the rule of a key that becomes a variable.
+    """Return the rule of a key whose value becomes environment variable ``name``.
 
-    With ``wanted``, only that value sets the variable, to ``text``; otherwise every value sets it.
+    With ``wanted``, only that value sets the variable, to ``text`` if not empty; otherwise every value sets it.
     """
 
     def rule(made: Conversion, value: Any) -> Place:
@@ -176,7 +181,10 @@ def _dynamo(name: str) -> Rule:
 
 
 def _left(reason: str, *nothing: Any) -> Rule:
-    """Return the rule of a key that the user must handle, unless it is ``nothing``."""
+    """Return the rule of a key that is not converted and that the user must handle.
+
+    ``reason`` tells the user why. A value in ``nothing`` needs no handling.
+    """
     return lambda _made, value: _NOTHING if value in nothing else ("left", reason.format(value=value))
 
 

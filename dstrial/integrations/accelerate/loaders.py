@@ -32,7 +32,7 @@ def length_of(loader: Any) -> int:
 
 
 def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
-    """Return the number of batches per epoch, at least 1, for any number of ranks.
+    """Return the number of batches (optimizer steps) per epoch, at least 1.
 
     An incomplete last batch counts, unless the loader drops its last records.
     """
@@ -48,7 +48,7 @@ def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
 
 
 def require_equal_lengths(lengths: Sequence[int]) -> None:
-    """Raise DataError unless all ranks' loader lengths are equal."""
+    """Raise DataError unless all ranks' loader lengths are equal, one item per rank."""
     if len(set(lengths)) > 1:
         raise DataError(
             f"reporter.batches(loader): the loaders of ranks 0 to {len(lengths) - 1} have {', '.join(map(str, lengths))} micro "
@@ -57,7 +57,10 @@ def require_equal_lengths(lengths: Sequence[int]) -> None:
 
 
 def micro_batch_of(accelerator: Any, own: int | None) -> int:
-    """Return the DeepSpeed config's micro batch size, or ``own`` if it is "auto"."""
+    """Return the DeepSpeed config's micro batch size, or ``own`` if it is "auto".
+
+    ConfigError if it is "auto" and ``own`` is None.
+    """
     size = accelerator.deepspeed_plugin.deepspeed_config.get(_MICRO)
     if isinstance(size, int):
         return size

@@ -48,7 +48,8 @@ class RunSchedule:
     ) -> RunSchedule:
         """Read an experiment config; the script's ``length`` takes precedence.
 
-        The default reporting period is 100 batches. ``global_batch_size`` converts lengths in records.
+        The default reporting period is 100 batches. ``global_batch_size`` converts lengths in records. ``is_test``: whether to
+        train two batches only, as a test.
         """
         searcher = config.get("searcher") or {}
 
@@ -95,7 +96,7 @@ class RunSchedule:
 
 
 class ProgressTracker:
-    """Counts a run's batches and computes the due actions; equal on all ranks."""
+    """Counts a run's batches and computes what is due after each; equal on all ranks."""
 
     def __init__(self) -> None:
         self.progress = Progress(epoch_length=None)
@@ -106,14 +107,14 @@ class ProgressTracker:
         self._due: set[Boundary] = set()
 
     def begin(self, plan: RunSchedule, epoch_length: int | None) -> None:
-        """Set the schedule and the checkpoint's ``epoch_length``; None if unknown."""
+        """Set the schedule, and the batches per epoch recorded in the checkpoint, if any."""
         self._plan = plan
         self._epoch_length = epoch_length
         self._count_total()
 
     @property
     def epoch_length(self) -> int | None:
-        """Batches of an epoch; None before the loader is known."""
+        """Batches per epoch; None until the loader or a checkpoint gives the number."""
         return self._epoch_length
 
     @epoch_length.setter
@@ -133,7 +134,7 @@ class ProgressTracker:
 
     @property
     def epoch_idx(self) -> int:
-        """Epoch of the next batch, from 0; 0 while the epoch length is unknown."""
+        """Index of the next batch's epoch, from 0; 0 while the epoch length is unknown."""
         return self.batches_trained // self._epoch_length if self._epoch_length else 0
 
     @property
@@ -161,7 +162,7 @@ class ProgressTracker:
 
     @property
     def is_anything_due(self) -> bool:
-        """Whether ranks communicate after this batch."""
+        """Whether a report, a validation, a checkpoint or the end follows this batch."""
         return bool(self._due)
 
     @property

@@ -141,7 +141,7 @@ class Reporter:
     def micro_batch_size(self, own: int | None = None) -> int:
         """Return the DeepSpeed config's micro batch size; ``own`` if that is ``"auto"``.
 
-        With a loader of this ``batch_size``, a resumed run keeps its batch size on any number of ranks.
+        If the loader's ``batch_size`` is this number, a resumed run keeps its batch size on any number of ranks.
         """
         return micro_batch_of(self._accelerator, own)
 
@@ -157,7 +157,7 @@ class Reporter:
 
     @property
     def epoch_idx(self) -> int:
-        """Epoch of the next batch, from 0; 0 before ``batches()``."""
+        """Index of the next batch's epoch, from 0; 0 before ``batches()``."""
         return self._tracker.epoch_idx
 
     @property

@@ -47,7 +47,7 @@ logger = logging.getLogger("dstrial.integrations.accelerate")
 
 
 class TrialRun:
-    """The trial behind a ``Reporter``: loads and saves checkpoints, reports, stops.
+    """Loads and saves checkpoints, reports and stops for a ``Reporter``.
 
     All methods are collective.
     """
@@ -118,7 +118,7 @@ class TrialRun:
     # ---- start and end -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the checkpoint to resume from; open sinks. Ranks: all, collectively."""
+        """Load the checkpoint to resume from; start reporting. Ranks: all, collectively."""
         checkpoint = asked_checkpoint(self._info, None, is_mirrored=self._runtime.is_mirrored)
         if checkpoint == "latest" and self._info is None:
             checkpoint = self._runtime.newest_checkpoint()
@@ -143,7 +143,10 @@ class TrialRun:
         self._set_status("training")
 
     def _load(self, checkpoint: str) -> int | None:
-        """Restore a checkpoint; return its epoch length in batches, or None."""
+        """Restore a checkpoint; return its number of batches per epoch.
+
+        None if the checkpoint does not have the number, or if only weights were loaded.
+        """
         context = self._context
         loop_state, continues = self._loader.restore(checkpoint, None)
         self._accelerator.step = 0
@@ -185,7 +188,7 @@ class TrialRun:
         self._set_status("completed")
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Wait for a running save, and close sinks and loggers."""
+        """Wait for a running save, and close metric sinks and loggers."""
         self._heartbeat.end()
         self._saver.close()
         try:
@@ -243,7 +246,7 @@ class TrialRun:
         return True
 
     def _exchange(self) -> None:
-        """Agree on stopping, report metrics, check the save. Ranks: all, collectively."""
+        """Agree on stopping, and report metrics if due. Ranks: all, collectively."""
         tracker = self._tracker
         reports = tracker.is_report_due or (tracker.is_at_end and self._reports.has_unreported)
         self._reports.begin(reports=reports)
@@ -296,7 +299,10 @@ class TrialRun:
             self._heartbeat.begin(Phase.SCRIPT, progress.batches_trained)
 
     def _mean_over_ranks(self, metrics: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return each metric's mean; ``where`` names the method. Ranks: all, collectively."""
+        """Return metric name -> mean over ranks. Ranks: all, collectively.
+
+        ``where`` is the calling method, for messages.
+        """
         own = MetricWindow(where)
         own.add(metrics)
         return dict(combine(self._core.distributed.allgather(own.totals()), where))
@@ -325,9 +331,9 @@ class TrialRun:
 
 
 class LoopWatch:
-    """Passes batches and pauses of the script's loop to this rank's instruments.
+    """Tells this rank's telemetry when the script's loop trains and when it pauses.
 
-    The wait for data and the FLOPs are measured only in loops over ``Reporter.batches``. Without instruments nothing happens.
+    The wait for data and the FLOPs are measured only in loops over ``Reporter.batches``. Without ``instruments`` nothing happens.
     """
 
     def __init__(self, instruments: Instruments | None) -> None:
@@ -363,9 +369,9 @@ class LoopWatch:
             self._counting.enter_context(self._instruments.counting())
 
     def end_batch(self, batches_trained: int, seconds: float, *, pauses: bool) -> None:
-        """Record the end of a batch; after the first batch also ``seconds``, its duration.
+        """Record the end of a batch; after the first batch also its duration ``seconds``.
 
-        ``pauses``: whether the script validates next.
+        ``pauses``: whether a validation follows, so that measuring pauses.
         """
         if self._instruments is None:
             return
@@ -379,7 +385,7 @@ class LoopWatch:
             self._instruments.end_first_batch(batches_trained, seconds)
 
     def resume(self) -> None:
-        """Resume measuring after a validation, in scripts that draw records themselves."""
+        """Resume measuring after a validation, in scripts without ``Reporter.batches``."""
         if not self._has_loader:
             self._switch(True)
 
@@ -393,7 +399,7 @@ class LoopWatch:
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return an engine's settings before Accelerate replaced its "auto" values."""
+    """Return an engine's DeepSpeed settings before Accelerate replaced "auto" values."""
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)
     own: dict[str, Any] = runtime.given_settings[engine_idx]

@@ -79,7 +79,10 @@ class Decision:
 
 
 class ArgumentDraft:
-    """A command line and a DeepSpeed config that ``reconcile`` changes step by step."""
+    """A command line and a DeepSpeed config that ``reconcile`` changes step by step.
+
+    ``findings`` collects problems, ``decisions`` the changes.
+    """
 
     def __init__(self, arguments: CommandLine, source: DeepSpeedSource) -> None:
         self.source = source
@@ -98,9 +101,9 @@ class ArgumentDraft:
         return [*self.arguments.with_value(CONFIG_FLAG, path).words]
 
     def key_number(self, key: str, minimum: float | None = None, *, is_whole: bool = False) -> float | None:
-        """Return a DeepSpeed key's number; None if missing or ``"auto"``.
+        """Return the number at a DeepSpeed key; None if missing or ``"auto"``.
 
-        An invalid value is recorded as a problem and also gives None.
+        A value below ``minimum`` or of another type is recorded as a problem and also gives None.
         """
         value = value_at(self.config, key)
         if value is None or value == AUTO:
@@ -115,7 +118,10 @@ class ArgumentDraft:
         return None
 
     def flag_number(self, name: str, minimum: float | None = None, *, is_whole: bool = False) -> float | None:
-        """Return a flag's number; None if missing, or invalid and recorded as a problem."""
+        """Return a flag's number; None if the flag is missing.
+
+        A value below ``minimum`` or of another type is recorded as a problem and also gives None.
+        """
         flag = self.given.find(name)
         if flag is None:
             return None
@@ -128,7 +134,7 @@ class ArgumentDraft:
         return int(number) if is_whole else number
 
     def problem(self, flag: str, got: str, expected: str, fix: str) -> None:
-        """Record an error of the command line, unless it is already recorded."""
+        """Record an error in the command line, unless the same error is already recorded."""
         found = ConfigProblem(f"{_COMMAND_LINE}: {flag}", got, expected, fix)
         if found not in self.findings.problems:
             self.findings.problems.append(found)
@@ -148,7 +154,8 @@ class ArgumentDraft:
     ) -> None:
         """Set an argument to the value of DeepSpeed key ``winner``; record a decision.
 
-        The decision is a contradiction if the user gave the argument and ``is_expected`` is false.
+        ``why`` is added to the decision's text. The decision is a contradiction if the user gave the argument and ``is_expected``
+        is false.
         """
         flag = self.given.find(name)
         self.arguments = self.arguments.with_value(name, value)
@@ -171,8 +178,17 @@ def reconcile(
 ) -> ArgumentDraft:
     """Make the arguments of a Trainer script agree with a DeepSpeed config.
 
-    ``arguments`` are the words after the script's name. ``resumed`` describes this run's checkpoint, whose batch size is kept.
-    ConfigError lists every problem: batch sizes without a solution, values that are no numbers, abbreviated flags.
+    Args:
+        arguments: the words after the script's name.
+        source: the DeepSpeed config with overwrites.
+        world_size: number of ranks.
+        resumed: describes this run's checkpoint, whose batch size is kept; None for a new run.
+
+    Returns:
+        The changed arguments and config, with the decisions.
+
+    Raises:
+        ConfigError: batch sizes have no solution, values are no numbers, or flags are abbreviated; has every problem.
     """
     draft = ArgumentDraft(CommandLine.of(arguments), source)
     _require_flags(draft)
@@ -207,7 +223,7 @@ def solve_sizes(
     The checkpoint's batch size is kept in two cases: the given sizes are those of the run's start, or they give the same batch
     on the checkpoint's ranks. ``DetCallback`` rejects other sizes, which the user must have changed. A computed micro batch is
     never larger than the checkpoint's, because that size fits into memory.
-    ConfigError if there is no solution. ``where``: name of a size -> its place, for messages.
+    ``where`` maps the name of a size to its ``file:line: key``. ConfigError if there is no solution.
     """
     engine = resumed.engines[0] if resumed is not None and resumed.engines else None
     replicas = world_size if engine is None else engine.batch_replicas(world_size)
@@ -342,7 +358,7 @@ def _set_number(draft: ArgumentDraft, argument: str, key: str, value: float) -> 
 
 
 def _let_argument_win(draft: ArgumentDraft, keys: Sequence[str], names: Sequence[str]) -> None:
-    """If an argument of ``names`` is given, add missing keys of ``keys`` as "auto"."""
+    """If an argument in ``names`` is given, set missing DeepSpeed ``keys`` to "auto"."""
     given = next((name for name in names if draft.given.find(name) is not None), None)
     for key in keys:
         if given is not None and value_at(draft.config, key) is None and _is_read(draft, key):
@@ -394,7 +410,10 @@ def _settle_precision(draft: ArgumentDraft) -> None:
 
 
 def _settle_both_precisions(draft: ArgumentDraft, said: dict[str, Any]) -> None:
-    """If fp16 and bf16 are both on, keep the overwritten one, or record a problem."""
+    """If fp16 and bf16 are both on, keep the overwritten one, or record a problem.
+
+    ``said`` maps ``fp16`` and ``bf16`` to the config's value: true, false or None.
+    """
     if not all(said.values()):
         return
     overwritten = [precision for precision in _PRECISIONS if draft.is_overwritten(f"{precision}.enabled")]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def sizes_of(args: TrainingArguments) -> tuple[int, int]:
-    """Return micro batch size and gradient accumulation steps of one rank."""
+    """Return (micro batch size, gradient accumulation steps) of one rank."""
     return int(args.train_batch_size), int(args.gradient_accumulation_steps)
 
 
@@ -36,7 +36,7 @@ def evaluates(args: TrainingArguments) -> bool:
 
 
 def evaluates_at_epochs(args: TrainingArguments) -> bool:
-    """Return whether the Trainer evaluates after each epoch, and so at the end."""
+    """Return whether the Trainer evaluates after each epoch, so also at the end."""
     return _word(args.eval_strategy) == "epoch"
 
 
@@ -45,7 +45,7 @@ def is_deepspeed(args: TrainingArguments) -> bool:
 
 
 def given_of(args: TrainingArguments) -> dict[str, Any]:
-    """Return optimizer, scheduler and batch sizes for ``EngineRecord.given``."""
+    """Return the optimizer, scheduler and batch sizes, as ``EngineRecord.given``."""
     plugin = getattr(args, "deepspeed_plugin", None)
     config: Mapping[str, Any] = plugin.deepspeed_config if plugin is not None else {}
     kinds = {key: kind for key, kind in given_settings(config).items() if key in ("optimizer", "scheduler")}
@@ -53,14 +53,17 @@ def given_of(args: TrainingArguments) -> dict[str, Any]:
 
 
 def given_by_arguments(micro: int, steps: int) -> dict[str, Any]:
-    """Return batch sizes in the form of ``EngineRecord.given``."""
+    """Return micro batch size and accumulation ``steps``, as ``EngineRecord.given``."""
     return {BATCH_KEYS[1]: micro, BATCH_KEYS[2]: steps, FILLED_KEY: True}
 
 
 def problems_of(
     args: TrainingArguments, searcher: Mapping[str, Any], saved: SavedRun | None, num_ranks: int
 ) -> list[ConfigProblem]:
-    """Return contradictions of ``args`` with the ranks, searcher or checkpoint."""
+    """Return contradictions of ``args`` with the ranks, searcher or checkpoint.
+
+    ``searcher`` is the searcher's config, ``saved`` the run to resume, and ``num_ranks`` the number of launched ranks.
+    """
     found = []
     is_seen_whole = int(args.world_size) == num_ranks
     if not is_seen_whole:
@@ -83,7 +86,10 @@ def problems_of(
 
 
 def batch_problems(micro: int, steps: int, saved: SavedRun, num_ranks: int) -> list[ConfigProblem]:
-    """Return one problem if the batch size differs from the checkpoint's; else []."""
+    """Return one problem if the batch size differs from the checkpoint's; else [].
+
+    ``micro`` and ``steps`` are micro batch size and gradient accumulation steps of one rank.
+    """
     engine = saved.engines[0]
     replicas = engine.batch_replicas(num_ranks)
     batch = micro * steps * replicas
@@ -105,7 +111,7 @@ def batch_problems(micro: int, steps: int, saved: SavedRun, num_ranks: int) -> l
 
 
 def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord:
-    """Return the engine record of a Trainer without DeepSpeed: only batch sizes."""
+    """Return the ``EngineRecord`` of a Trainer without DeepSpeed: only batch sizes."""
     micro, steps = sizes_of(args)
     return EngineRecord(
         engine_kind="data_parallel",

@@ -55,16 +55,22 @@ class _PreemptionHandler:
         """The reason for stopping early; None until all ranks agree to stop."""
 
     def start(self, step: int) -> None:
-        """Schedule the next agreement, at the start or after a pause in training."""
+        """Choose the step at which ranks next exchange stop requests.
+
+        Called at the start and after each pause in training.
+        """
         self._sync_points.start(step)
 
     def after_step(self, step: int, *, is_due: bool) -> bool:
-        """Return whether all ranks stop after this step; agree if due. Ranks: all."""
+        """Return whether all ranks stop after this step. Ranks: all, collectively.
+
+        Stop requests are exchanged if ``is_due``, on a single rank, or when the scheduled step is reached.
+        """
         is_time = self._sync_points.is_single_rank or step >= self._sync_points.next_batch
         return self.agree(step) if is_due or is_time else self.reason is not None
 
     def agree(self, step: int) -> bool:
-        """Exchange stop requests; return whether to stop. Ranks: all, collectively."""
+        """Exchange stop requests; return whether all ranks stop. Ranks: all, collectively."""
         if self.reason is None:
             self.reason = self._sync_points.agree(step).stop
         return self.reason is not None
@@ -181,7 +187,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             )
 
     def _rewrite(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Save the loaded checkpoint again and end training before the first batch."""
+        """Save the loaded checkpoint again, and end training before the first batch."""
         if self.trainer is None:
             raise CheckpointError(
                 "trainer.train() is called to write a checkpoint again; expected a training that can be left before its first "
@@ -220,7 +226,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._expect(args, state, control, otherwise=Phase.BATCH)
 
     def _enter(self, phase: Phase, step: int) -> None:
-        """Send the phase to the launcher if it changes."""
+        """Send the phase to the launcher's stall watch, if the phase changes."""
         if self._heartbeat.phase is not phase:
             self._heartbeat.begin(phase, step)
 
@@ -253,14 +259,14 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control.should_save = state.global_step > self._checkpoints.last_step
 
     def _skip_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Skip the last evaluation of a stopped run unless it is due at this step."""
+        """Cancel the evaluation of a stopped run unless it is due at this step anyway."""
         if not arguments.is_evaluation_due(args, state):
             control.should_evaluate = False
 
     def _expect(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, otherwise: Phase
     ) -> None:
-        """Prepare for the Trainer's next action: evaluate, save, or ``otherwise``."""
+        """Prepare for the Trainer's next action: evaluate, save, or phase ``otherwise``."""
         may_save = control.should_save or (arguments.saves_best(args) and control.should_evaluate)
         if may_save or self._checkpoints.is_stale(state.global_step):
             self._checkpoints.prepare(args, state.global_step)
@@ -328,7 +334,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control: TrainerControl,  # noqa: ARG002
         **_kwargs: Any,
     ) -> None:
-        """Store the Trainer's files as a checkpoint, unless the newest losses are unsafe."""
+        """Store the Trainer's files as a checkpoint, unless the newest loss is not finite."""
         self._reporter.flush(state)
         if not self._losses.is_save_unsafe(state.global_step):
             self._checkpoints.store(self.trainer, args, state, self._train_batch_size(args, state))
@@ -373,7 +379,10 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.end(state.global_step, state.max_steps)
 
     def end(self, step: int, max_steps: int) -> None:
-        """Report completion or stop, then close. Ranks: all, without communication."""
+        """Report that training is complete or stopped, then close.
+
+        Ranks: all, without communication.
+        """
         if self._in_training and self.is_stopped:
             # Without this, exit code 0 tells the master that the trial is complete.
             self._preemption.acknowledge()

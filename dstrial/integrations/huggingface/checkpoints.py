@@ -79,9 +79,9 @@ class TrainerCheckpoints:
         self.last_step = -1
 
     def begin(self, trainer: Any, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        """Record the model; find earlier attempts' directories of steps after this one.
+        """Record the model; find ``checkpoint-<step>`` directories of later steps.
 
-        ``trainer`` may be None.
+        An earlier attempt wrote these directories. ``trainer`` may be None.
         """
         self._model = model
         if leaves_out_frozen(self._description.exp_conf) and (engine := self._engine(trainer, args)):
@@ -100,7 +100,10 @@ class TrainerCheckpoints:
         return step in self._stale_steps
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
-        """Delete hard-linked files of a step's directory before the Trainer writes it."""
+        """Delete hard-linked files of a step's directory before the Trainer writes it.
+
+        Ranks: all, collectively.
+        """
         self._stale_steps -= {step}
         directory = _directory(args, step)
         if self._distributed.local_rank == 0 and directory.is_dir():
@@ -140,7 +143,8 @@ class TrainerCheckpoints:
     ) -> None:
         """Store the Trainer's files of the current step, unless they are stored already.
 
-        ``trainer`` may be None. If a rank cannot read or write its files, all ranks raise CheckpointError.
+        ``trainer`` may be None. ``train_batch_size`` is over all ranks. If a rank cannot read or write its files, all ranks
+        raise CheckpointError.
         """
         step = state.global_step
         if step == self.last_step:
@@ -231,7 +235,10 @@ class TrainerCheckpoints:
         }
 
     def _listing(self, directory: pathlib.Path) -> list[tuple[str, int]]:
-        """Return a directory's files and sizes; [] except on a machine's first rank."""
+        """Return (relative path, size) of each file in a directory.
+
+        The result is [] except on the first rank of each machine.
+        """
         if self._distributed.local_rank != 0 or not directory.is_dir():
             return []
         return sorted(
@@ -241,7 +248,11 @@ class TrainerCheckpoints:
         )
 
     def _mine(self, listings: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
-        """Return this rank's share of the files that no earlier machine also has."""
+        """Return the paths of files that this rank stores.
+
+        ``listings`` has each rank's :meth:`_listing`. A machine leaves out files that a machine with lower ranks also has; its
+        ranks share the others.
+        """
         here = self._distributed.rank - self._distributed.local_rank
         owners: dict[str, int] = {}
         for rank, listing in enumerate(listings):
@@ -272,7 +283,7 @@ def _directory(args: TrainingArguments, step: int) -> pathlib.Path:
 
 
 def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., object] = os.link) -> None:
-    """Hard-link a file; copy it if the file systems do not allow links."""
+    """Hard-link a file by ``link``; copy it if the file systems do not allow links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         link(source, target)

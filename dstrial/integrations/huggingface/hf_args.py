@@ -98,7 +98,7 @@ def keep_batch_sizes(
 ) -> None:
     """Overwrite batch sizes in ``hparams`` if a resumed run would change its batch.
 
-    ConfigError if the batch cannot be divided evenly among the ranks.
+    ``args`` are the script's arguments. ConfigError if the batch cannot be divided evenly among the ranks.
     """
     words = CommandLine.of(args)
     overwrite = hparams.get(OVERWRITE_KEY) or {}
@@ -113,7 +113,10 @@ def keep_batch_sizes(
 
 
 def effective_directory(environ: Mapping[str, str]) -> Path:
-    """Return the directory for effective configs: of the run, the launcher or a cache."""
+    """Return the directory for effective configs, and create it.
+
+    It is in the run directory, else that of the launcher's experiment file, else in the user's cache.
+    """
     if environ.get(RUN_DIR_VARIABLE):
         directory = Path(environ[RUN_DIR_VARIABLE]) / "deepspeed_config"
     elif environ.get(EXPERIMENT_VARIABLE):
@@ -127,7 +130,7 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
 
 
 def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
-    """Write a config as JSON atomically; the file's name has the content's hash."""
+    """Write a config as JSON atomically; return its path, named by the content's hash."""
     text = json.dumps(config, indent=2) + "\n"
     path = directory / f"deepspeed_{hashlib.sha256(text.encode()).hexdigest()[:_NUM_NAME_CHARS]}.json"
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", encoding="utf-8", delete=False) as file:
@@ -136,7 +139,7 @@ def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
 
 
 def _is_plain_batch(words: CommandLine, hparams: Mapping[str, Any], overwrite: Any) -> bool:
-    """Return whether there is no DeepSpeed config, and only batch-size overwrites."""
+    """Return whether only batch sizes are overwritten, without a DeepSpeed config."""
     if hparams.get(MAIN_KEY) is not None or words.find(CONFIG_FLAG) is not None:
         return False
     if not isinstance(overwrite, Mapping) or not set(overwrite) <= set(BATCH_KEYS):
@@ -166,7 +169,10 @@ def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource |
 
 
 def _resumed(info: Any) -> SavedRun | None:
-    """Return this run's checkpoint to resume from, if this machine has it; else None."""
+    """Return the run that this process resumes, if its checkpoint is on this machine.
+
+    None for a new run, and if the batch size need not be kept.
+    """
     saved = saved_run_to_resume() if info is None else saved_run_of_trial(info)
     return saved if saved is not None and saved.keeps_batch else None
 

@@ -72,7 +72,10 @@ def reported(
 
 
 def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[str, str]]) -> None:
-    """Raise unless ``metrics`` has the ``wanted``: (config key, metric name) pairs."""
+    """Raise TrialContractError if a metric that the searcher needs is missing.
+
+    ``wanted`` has (config key, metric name) pairs.
+    """
     missing = [(key, name) for key, name in wanted if name not in metrics]
     if not missing:
         return
@@ -109,9 +112,10 @@ class Throughput:
             self._resumed_s = self._clock()
 
     def report(self, step: int, tokens: float, train_batch_size: int) -> dict[str, float]:
-        """Return samples and tokens per second since the last report, or {}.
+        """Return samples and tokens per second since the last report, by metric name.
 
-        ``train_batch_size`` is over all ranks. The result is {} before the start and without a new step.
+        ``tokens`` counts all tokens so far; ``train_batch_size`` is over all ranks. The result is {} before the start and without
+        a new step.
         """
         if not self._has_started or step <= self._step:
             return {}
@@ -128,7 +132,13 @@ class Throughput:
 
 
 class MetricReporter:
-    """Reports the metrics of one training run; all ranks call it, the chief reports."""
+    """Reports the metrics of a training run; all ranks call it, the chief reports.
+
+    Args:
+        context: the trial's core context.
+        searcher: the searcher's config; its metrics are always reported.
+        filter_metrics: substrings of metric names to report; None for all.
+    """
 
     def __init__(
         self, context: core.Context, searcher: Mapping[str, Any], filter_metrics: Sequence[str] | None
@@ -195,7 +205,7 @@ class MetricReporter:
             self._train.report_validation_metrics(step, metrics)
 
     def progress(self, step: int, max_steps: int) -> None:
-        """Report progress at most a hundred times, and at most once a second."""
+        """Report the completed fraction: at most a hundred times, and once a second."""
         if not self._is_chief or max_steps <= 0:
             return
         if isinstance(self._train, LocalTrainContext):
@@ -223,10 +233,10 @@ def _position(state: TrainerState) -> dict[str, Any]:
 
 
 class LossWatch:
-    """Counts consecutive log entries without a finite loss; applies ``non_finite``.
+    """Counts consecutive log entries without finite loss; then acts by ``non_finite``.
 
     Args:
-        exp_conf: the trial's experiment config.
+        exp_conf: the trial's experiment config, with ``data.dstrial.non_finite``.
         is_chief: whether this rank logs warnings.
         is_off: disables all checks.
 
@@ -255,7 +265,7 @@ class LossWatch:
         )
 
     def take(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
-        """Check a log entry's loss; raise NonFiniteError after too many bad ones."""
+        """Check the loss of a log entry; NonFiniteError after too many non-finite losses."""
         loss = logs.get("loss")
         if self._guard is None or not isinstance(loss, (int, float)):
             return
@@ -268,7 +278,10 @@ class LossWatch:
         self._guard.judge([{"loss": tail}], shown, [], window, is_last=step >= max_steps > 0)
 
     def is_save_unsafe(self, step: int) -> bool:
-        """Return whether the newest loss forbids a checkpoint; equal on all ranks."""
+        """Return whether the newest loss is not finite, so that nothing may be saved.
+
+        Equal on all ranks; false unless ``non_finite`` is ``fail``. A warning is logged once.
+        """
         if not self._is_bad or self._mode != "fail":
             self._has_warned = False
             return False

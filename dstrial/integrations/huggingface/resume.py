@@ -42,7 +42,7 @@ _TRAINER_DIRECTORY = re.compile(r"checkpoint-(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A Trainer's checkpoint whose files match its manifest; see ``opened``."""
+    """A Trainer's checkpoint on this machine, whose files match its manifest."""
 
     uuid: str
     root: pathlib.Path
@@ -58,6 +58,8 @@ def opened(
     context: core.Context, uuid: str, trial_id: int, exp_conf: Mapping[str, Any]
 ) -> Iterator[OpenedCheckpoint]:
     """Open a checkpoint by uuid or absolute path, and verify it with its manifest.
+
+    ``trial_id`` and ``exp_conf`` are those of the trial that loads the checkpoint.
 
     Raises:
         CheckpointNotFoundError: the checkpoint does not exist, or no Trainer wrote it.
@@ -139,7 +141,9 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
 
 
 def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
-    """Load weights, optimizer and scheduler; reshard them if layouts differ.
+    """Load a checkpoint's weights, optimizer and scheduler into an engine.
+
+    They are resharded if the layouts differ.
 
     Ranks: all, collectively.
     """

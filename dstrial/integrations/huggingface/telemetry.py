@@ -92,7 +92,7 @@ class TrainerTelemetry:
     def close(self, *, is_complete: bool) -> None:
         """Store the totals and remove the engine's hooks; idempotent.
 
-        After a complete run the device's peak is measured, if it is unknown or exceeded on this machine.
+        After a complete run the device's peak FLOP/s is measured, if it is unknown or exceeded on this machine.
         """
         self._counting.close()
         instruments, self._instruments = self._instruments, None

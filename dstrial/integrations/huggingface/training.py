@@ -78,7 +78,7 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
 
 
 def _warn_of_whole_model(trainer: Trainer) -> None:
-    """Warn if every rank has made a large model whole that ZeRO 3 will partition."""
+    """Warn if every rank has created all of a large model that ZeRO 3 will partition."""
     num_bytes = sum(one.numel() * one.element_size() for one in trainer.model.parameters())
     if (
         is_deepspeed_zero3_enabled() and num_bytes >= _LARGE_BYTES and trainer.is_world_process_zero()
@@ -103,7 +103,7 @@ def _without_model_init(trainer: Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
-    """In the block, let the Trainer's new engine load the callback's checkpoint.
+    """In the block, make the Trainer's new engine load the callback's checkpoint.
 
     Source: transformers 4.56 and 5.23 create the engine with ``accelerator.prepare`` and load it with
         ``integrations.deepspeed.deepspeed_load_checkpoint``, which calls the engine's ``load_checkpoint``.
@@ -126,7 +126,7 @@ def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
 
 
 def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
-    """Replace the engine's ``load_checkpoint`` for one call by the callback's loader."""
+    """Make the engine's next ``load_checkpoint`` load the callback's checkpoint."""
 
     def load_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         del args, kwargs, engine.load_checkpoint
@@ -168,7 +168,7 @@ def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) ->
 
 
 class _SavedWeights:
-    """Parameters and buffers by name, read one at a time from DeepSpeed's files."""
+    """Mapping of names to parameters and buffers, each read when used."""
 
     def __init__(self, saved: SavedEngine) -> None:
         self._saved = saved

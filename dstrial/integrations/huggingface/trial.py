@@ -200,7 +200,10 @@ def hyperparameters(
 class Startup:
     """Checks a Trainer's arguments and opens the checkpoint to resume from.
 
-    The ConfigError lists all contradictions. Ranks: all, collectively.
+    Raises:
+        ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; has all contradictions.
+
+    Ranks: all, collectively.
     """
 
     def __init__(self, context: core.Context, args: TrainingArguments) -> None:
@@ -230,7 +233,7 @@ class Startup:
 
     @property
     def checkpoint_path(self) -> str | None:
-        """The directory from which the Trainer resumes; None for a new trial."""
+        """The directory from which the Trainer resumes; None if it starts at step 0."""
         if self.opened is None or not self.opened.continues:
             return None
         return str(self._resumed_from)
@@ -251,7 +254,10 @@ class Startup:
         settle_optimizer_settings(engine, before, self.facts.exp_conf, "Trainer", is_chief=is_chief)
 
     def require_resumed(self, step: int, *, is_attached: bool) -> None:
-        """Raise CheckpointError if training does not start at the checkpoint's step."""
+        """Raise CheckpointError if training does not start at the checkpoint's step.
+
+        ``is_attached``: whether ``huggingface.train`` runs the Trainer; another trial's weights are then already loaded.
+        """
         found = self.opened
         if found is None or (is_attached and not found.continues):
             return
