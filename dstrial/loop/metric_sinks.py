@@ -129,7 +129,7 @@ class MetricSinks:
         return not is_early and self._runtime.writes_tensorboard
 
     def upload(self) -> None:
-        """Upload the chief's TensorBoard events, and any rank's profiler traces."""
+        """Upload the TensorBoard events of rank 0, and any rank's profiler traces."""
         if not self._runtime.writes_tensorboard:
             return
         self._uploaded_s = time.monotonic()
