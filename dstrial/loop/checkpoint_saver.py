@@ -66,7 +66,7 @@ class _Copied:
     Attributes:
         engine_files: files, relative to ``path``, that must exist after writing.
         read_files: files that this rank reads when it resumes in the same layout.
-        configuration: content of ``load_data.json`` on the chief; "" on other ranks.
+        configuration: content of ``load_data.json`` on rank 0; "" on other ranks.
     """
 
     path: pathlib.Path

@@ -35,7 +35,7 @@ _LOG_WAITING_S = 30.0
 
 
 class MetricSink(Protocol):
-    """Receives reported metrics, on the chief only.
+    """Receives reported metrics, on rank 0 (the chief) only.
 
     All methods are called on one background thread, one at a time. Training waits for ``open``, ``close`` and validation
     reports, and continues during training reports. An exception of a sink ends training on all ranks at their next sync point;

@@ -114,7 +114,7 @@ class ValidationStream:
         return length
 
     def full_loader(self) -> Any:
-        """Return a loader over every record, for ``evaluate_full_dataset`` on the chief."""
+        """Return a loader over every record, for ``evaluate_full_dataset`` on rank 0."""
         loader = self._loader
         if isinstance(loader, pytorch.DataLoader):
             return torch_loader(loader, loader.dataset, loader.batch_sampler, self._seed)
