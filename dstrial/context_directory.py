@@ -51,7 +51,10 @@ DEFAULT_PATTERNS = (
 
 
 def make_output_directory(path: Path) -> None:
-    """Create a directory with its parents; mark the topmost new one as output."""
+    """Create a directory with its parents; mark the topmost new one as output.
+
+    A marked directory is not packed into the model definition of a trial.
+    """
     highest = path
     while not highest.parent.exists():
         highest = highest.parent

@@ -200,7 +200,7 @@ class AdapterWeights(ModelWeights):
 
 
 class MergedWeights(ModelWeights):
-    """Weights of the base model with its LoRA adapter added, by its own names.
+    """Weights of the base model with its LoRA adapter added, under the base's names.
 
     Raises:
         CheckpointLayoutError: the checkpoint has no adapter, no base weights, or an adapter that is not LoRA's on linear layers.

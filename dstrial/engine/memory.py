@@ -132,7 +132,7 @@ def _base(engine: Any) -> Any:
 
 
 class MemorySplit:
-    """Measures the peak bytes of each part of the engines over a batch.
+    """Measures the peak bytes of weights, gradients, optimizer and buffers in a batch.
 
     Attributes:
         device: peak bytes by part on the device; ``activations`` only if operations are reported.

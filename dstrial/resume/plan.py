@@ -457,7 +457,7 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
 
 
 def _is_trained(place: ParameterPlace) -> bool:
-    """Return whether the optimizer updates a parameter, which must have elements."""
+    """Return whether the optimizer updates a parameter; False if it has no elements."""
     # Without a wrapper, the optimizer may own frozen parameters, but does not update them.
     return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
 

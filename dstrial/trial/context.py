@@ -325,7 +325,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._use_pipeline_parallel
 
     def disable_auto_grad_accumulation(self) -> None:
-        """Let ``train_batch`` train all micro batches of a batch in one call."""
+        """Let one call of ``train_batch`` train all micro batches of an optimizer step."""
         self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
@@ -534,7 +534,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._global_batch_size
 
     def get_per_slot_batch_size(self) -> int:
-        """Return the hyperparameter ``global_batch_size`` divided by the slots."""
+        """Return hyperparameter ``global_batch_size`` divided by the slots, rounded down."""
         if self._per_slot_batch_size is None:
             raise ValueError(
                 "the hyperparameter global_batch_size is not set; pass it in hparams to dstrial.init()."

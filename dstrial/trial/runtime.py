@@ -147,7 +147,10 @@ class TrialRuntime:
 
     @property
     def kept_reports(self) -> LocalTrainContext | None:
-        """The train context that writes reports to a run directory; None without one."""
+        """The train context that writes reports to a run directory, or None.
+
+        None if reports go only to a master.
+        """
         train = self.core.train
         return train if isinstance(train, LocalTrainContext) else None
 

@@ -68,7 +68,7 @@ class Checkpointable:
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Load only the non-engine state of ``save``; used if engines are resharded."""
+        """Load what ``save`` wrote besides engines; used if engine state is split anew."""
 
 
 class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # determined ships no usable types for it

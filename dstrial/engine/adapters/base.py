@@ -67,7 +67,7 @@ class EngineAdapter:
             setattr(engine, setter, functools.partial(_refuse_batch_size, setter))
 
     def _replica(self) -> tuple[int, int]:
-        """Return this rank's replica index, from 0, and the number of replicas."""
+        """Return (index of this rank's replica, from 0, number of replicas)."""
         dims, group = dims_of(self.engine), self.engine.data_parallel_group
         # An mpu of sequence parallelism alone has no data-parallel group; consecutive ranks share a sequence.
         rank = comm.get_rank() // dims.sp if group is None else comm.get_rank(group=group)

@@ -78,7 +78,7 @@ class SavedEngine:
 
     @property
     def places(self) -> Mapping[str, ParameterPlace]:
-        """Layout entry of each parameter by name; for tied copies, the first stage's."""
+        """Parameter name -> layout entry; for tied copies, the first stage's entry."""
         return self._places
 
     def place(self, name: str) -> ParameterPlace:
@@ -248,7 +248,7 @@ class SavedEngine:
         return out.reshape(place.shape)
 
     def group_settings(self, name: str) -> dict[str, Any] | None:
-        """Return the settings of a parameter's group; None if no optimizer owns it.
+        """Return the optimizer settings of a parameter's group; None without an optimizer.
 
         Each pipeline stage has separate groups. DeepSpeed drops groups without parameters.
         """

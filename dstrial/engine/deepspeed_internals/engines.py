@@ -175,7 +175,7 @@ def replica(engine: DeepSpeedEngine) -> int:
 
 
 def checkpoint_part(engine: DeepSpeedEngine) -> int:
-    """Return this rank's model-parallel index in checkpoint file names.
+    """Return this rank's model-parallel index, which is in names of checkpoint files.
 
     Source: ``DeepSpeedEngine.checkpoint_mp_rank``, ``runtime/engine.py:2167``; 0.19.0 calls the model-parallel unit each time.
     """
@@ -194,7 +194,9 @@ def expert_parallel_size(engine: DeepSpeedEngine) -> int:
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
-    """Return the relative path of the model file of this rank, or of ``part``.
+    """Return the relative path of the model file of this rank, or of another ``part``.
+
+    ``part`` is a model-parallel index as in file names, such as ``00``.
 
     Source: ``DeepSpeedEngine._get_ckpt_name``, ``runtime/engine.py:4336``.
     """
