@@ -51,7 +51,10 @@ DEFAULT_PATTERNS = (
 
 
 def make_output_directory(path: Path) -> None:
-    """Create a directory with its parents; mark the topmost new one as output."""
+    """Create a directory with its parents; mark the topmost new one as output.
+
+    A marked directory is not packed into the model definition of a trial.
+    """
     highest = path
     while not highest.parent.exists():
         highest = highest.parent
@@ -62,13 +65,13 @@ def make_output_directory(path: Path) -> None:
 
 
 def is_marked(path: Path) -> bool:
-    """Return whether a directory contains a marker file, so that it is not packed."""
+    """Return whether a directory has a marker file and is therefore not packed."""
     return any(os.path.exists(path / mark) for mark in MARKS)  # noqa: PTH110  # False where the directory may not be entered
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContextFile:
-    """A file or directory to be packed.
+    """A file or directory of a context directory, to be packed for a trial.
 
     Attributes:
         name: path relative to the context directory, with slashes.
@@ -85,7 +88,7 @@ class ContextFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """The files of a context directory to be packed.
+    """The files of a context directory (model definition) to be packed for a trial.
 
     Attributes:
         root: absolute path of the context directory.
@@ -133,7 +136,7 @@ class Context:
         raise ConfigError([problem])
 
     def warnings(self) -> list[str]:
-        """Return [warning] for a context of at least ``LARGE_BYTES``; else []."""
+        """Return a list with a warning for a context of at least ``LARGE_BYTES``; else []."""
         if self.num_bytes < LARGE_BYTES:
             return []
         name, size = self.largest()
@@ -160,7 +163,7 @@ class Context:
 
 
 def list_context(directory: Path) -> Context:
-    """List the files of a context directory to be packed.
+    """List the files of a context directory (model definition) to pack for a trial.
 
     Except for marked directories this follows Determined's client. Links to directories are not followed. Unreadable and
     special files are left out.

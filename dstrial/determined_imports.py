@@ -40,7 +40,9 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return variables that redirect the imports of a new process and its children.
+    """Return environment variables that make a new process import dstrial's classes.
+
+    Imports of Determined's trial modules are redirected in the process and its children.
 
     Args:
         environ: the other variables of the process; an existing ``DSTRIAL_DETERMINED_IMPORTS`` is kept.
@@ -57,7 +59,10 @@ def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = Non
 
 
 def install_if_asked() -> None:
-    """Install the import finder if the environment variable enables it. Idempotent."""
+    """Redirect imports of Determined's trial modules if the environment asks for it.
+
+    Idempotent.
+    """
     if os.environ.get(VARIABLE) in (_ON, _ANNOUNCED) and not any(
         isinstance(one, _Finder) for one in sys.meta_path
     ):
@@ -65,7 +70,7 @@ def install_if_asked() -> None:
 
 
 def announce(module: str) -> None:
-    """Print once, on the first rank, that dstrial replaces a module."""
+    """Print once, on the first rank, that dstrial replaces Determined's ``module``."""
     if os.environ.get(VARIABLE) == _ANNOUNCED:
         return
     os.environ[VARIABLE] = _ANNOUNCED
@@ -79,7 +84,10 @@ def announce(module: str) -> None:
 
 
 class _Finder:
-    """Import finder for the three replaced modules; Python finds their submodules."""
+    """Import finder that loads dstrial's files for three modules of Determined.
+
+    Python then finds their submodules itself.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

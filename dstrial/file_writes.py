@@ -17,7 +17,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_private: bool = False) -> None:
     """Replace a file atomically: readers see either the old or the new content.
 
-    ``sync``: flush the file to disk. ``is_private``: other accounts cannot read the file, regardless of the umask.
+    ``sync``: flush the file to disk. ``is_private``: make it unreadable for other accounts, regardless of the umask.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -102,7 +102,10 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
 
 
 def _delete_or_open(name: str, here: int, is_forced: bool) -> int | None:
-    """Return a descriptor of a directory; delete any other entry and return None."""
+    """Open a directory and return its descriptor; delete any other entry, return None.
+
+    ``here`` is the descriptor of the parent directory.
+    """
     try:
         path = os.open(name, _DIRECTORY | os.O_PATH | os.O_NOFOLLOW, dir_fd=here)
     except NotADirectoryError:

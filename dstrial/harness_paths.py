@@ -307,7 +307,7 @@ class _Loader:
 
 
 def install(patches: dict[str, Patch]) -> None:
-    """Patch modules: already imported ones now, others when they are imported."""
+    """Apply ``patches`` to imported modules at once, to others when they are imported."""
     for name, patch in patches.items():
         module = sys.modules.get(name)
         if module is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__`` (PEP 562) that imports names at first use.
+    """Return a package's ``__getattr__`` (PEP 562), which imports names at first use.
 
     Args:
         package: full name of the package.

@@ -45,7 +45,7 @@ def parse_stat(text: str) -> ProcessState | None:
 
 
 def parse_catches(status_text: str, number: int) -> bool:
-    """Return whether ``/proc/PID/status`` lists a signal as caught (``SigCgt``)."""
+    """Return whether ``/proc/PID/status`` lists signal ``number`` as caught."""
     for line in status_text.splitlines():
         name, _, value = line.partition(":")
         if name == "SigCgt":
@@ -60,7 +60,10 @@ def read_state(pid: int) -> ProcessState | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start in ticks since boot (detects a reused pid), or None."""
+    """Return a process's start in clock ticks since boot; None if it does not exist.
+
+    The start distinguishes a process from a later one with the same pid.
+    """
     state = read_state(pid)
     return None if state is None else state.start_ticks
 
@@ -72,19 +75,19 @@ def is_stopped(pid: int) -> bool:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal."""
+    """Return whether a process has a handler for the signal ``number``."""
     text = _read(pid, "status")
     return text is not None and parse_catches(text, number)
 
 
 def kernel_function(pid: int) -> str:
-    """Return the name of the kernel function in which a process waits; "" if unknown."""
+    """Return the kernel function in which a process waits (``wchan``); "" if unknown."""
     text = (_read(pid, "wchan") or "").strip()
     return "" if text == "0" else text
 
 
 def children(pid: int) -> list[int]:
-    """Return the pids of the child processes of the main thread; [] if unknown."""
+    """Return the pids of the children of a process's main thread; [] if unknown."""
     text = _read(pid, f"task/{pid}/children")
     return [] if text is None else [int(child) for child in text.split()]
 

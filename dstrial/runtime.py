@@ -62,8 +62,8 @@ class ProcessRuntime:
         signals: stop signals that reached this process.
         info: Determined's cluster info; None without a cluster.
         exp_conf: the experiment config; None if not given.
-        own_run: the run directory whose record this script writes, on the chief; None otherwise.
-        is_own_run: whether this script writes a run directory's record; equal on all ranks.
+        own_run: on rank 0, the run directory whose ``run.json`` this script updates; None if a launcher updates it.
+        is_own_run: whether this script, not a launcher, updates ``run.json``; equal on all ranks.
     """
 
     core_context: core.Context
@@ -128,7 +128,7 @@ def process_runtime(
 ) -> Iterator[ProcessRuntime]:
     """Like :func:`core_context`, but yield the whole ``ProcessRuntime``; for trainers.
 
-    With ``defers_signals`` a stop signal ends the process until the caller calls ``signals.listen()``.
+    If ``defers_signals``, stop signals end the process until the caller calls ``signals.listen()``.
 
     Ranks: all, collectively.
     """
@@ -188,10 +188,10 @@ def process_runtime(
 
 
 def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
-    """End the process group, unless this rank has failed and others exist.
+    """End the process group, unless this rank has failed and other ranks exist.
 
     The other ranks may wait in a collective, and the shutdown would hang. The process exits with its error instead, and the
-    launcher ends the other ranks.
+    launcher ends the other ranks. ``kind`` is the error's type. Returns False, so that the error is raised again.
     """
     if kind is None or world_size == 1:
         process_group.shutdown()
@@ -212,7 +212,10 @@ def _run_directory(
     exp_conf: Mapping[str, Any] | None,
     channel: core.DistributedContext,
 ) -> tuple[RunDirectory, bool]:
-    """Return the run directory, and whether this script writes its record. Ranks: all."""
+    """Return the run directory, and whether this script updates its ``run.json``.
+
+    Otherwise a launcher does. Ranks: all.
+    """
     launchers = os.environ.get(RUN_DIR_VARIABLE)
     if launchers and (run_dir is None or os.fspath(run_dir) == launchers):
         return RunDirectory.open(launchers), False

@@ -22,8 +22,9 @@ _DELETE_AT_EOF = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
 def compile_cache() -> dict[str, str]:
     """Return the variable that moves torch's compile cache to a private directory.
 
-    Empty if the variable is already set or there is no home directory. By default torch loads compiled code from
-    ``/tmp/torchinductor_<user>``, which another account may create first (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``).
+    The result is {name: path}, or empty if the variable is already set or there is no home directory. By default torch loads
+    compiled code from ``/tmp/torchinductor_<user>``, which another account may create first (torch 2.13
+    ``_inductor/runtime/cache_dir_utils.py``).
     """
     if os.environ.get(_CACHE_VARIABLE):
         return {}
@@ -53,7 +54,9 @@ def scratch_directory(prefix: str) -> Iterator[Path]:
 
 
 def lock_directory(directory: Path) -> int:
-    """Protect a directory from temp-file cleaners until the descriptor is closed.
+    """Protect a directory from temp-file cleaners; return the descriptor of the lock.
+
+    The lock ends when the descriptor is closed.
 
     Source: tmpfiles.d(5): systemd's cleaner skips a directory on which it cannot get a BSD lock, and all below.
     """

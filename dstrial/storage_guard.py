@@ -89,7 +89,10 @@ class StorageGuard:
         return os.path.normpath(base_path) == self.root
 
     def note(self, storage_id: str) -> None:
-        """Record that a checkpoint is being saved; if never reported, it is deleted."""
+        """Record that checkpoint ``storage_id`` is being saved.
+
+        If the checkpoint is never reported to the master, it is deleted as incomplete.
+        """
         if not storage_id or os.sep in storage_id or storage_id in (".", ".."):
             return
         try:
@@ -99,7 +102,7 @@ class StorageGuard:
             pass
 
     def forget(self, storage_id: str) -> None:
-        """Delete the record of a checkpoint that the master has stored.
+        """Delete the record of ``note``, after the master has stored the checkpoint.
 
         With the record, a master whose older database was restored would delete the checkpoint as incomplete.
         """
@@ -111,6 +114,9 @@ class StorageGuard:
 
 
 def guard_of_environment(allocation: str) -> StorageGuard | None:
-    """Return the guard of this allocation; None if its storage has no marker."""
+    """Return the guard of this process's checkpoint storage, or None.
+
+    None if the storage has no marker file. ``allocation`` is the allocation's directory.
+    """
     root = os.environ.get(STORAGE_VARIABLE, "")
     return StorageGuard(root, allocation) if root else None

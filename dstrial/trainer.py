@@ -130,7 +130,7 @@ def _hyperparameters(info: Any, given: dict[str, Any] | None) -> dict[str, Any] 
 
 @contextlib.contextmanager
 def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> Iterator[None]:
-    """Add a remedy to DeepSpeed errors raised in the block, or explain them anew."""
+    """Add remedies to DeepSpeed errors in the block, or replace them by clear errors."""
     try:
         yield
     except AssertionError as error:
@@ -305,7 +305,10 @@ class Trainer:
         return StopReason.REQUESTED if runtime.is_stop_requested else None
 
     def _checkpoint_to_load(self, asked: str | None) -> str | None:
-        """Return the checkpoint to resume from, or None; set ``runtime.steps_completed``."""
+        """Return the checkpoint to resume from, or None; set ``runtime.steps_completed``.
+
+        ``asked`` is the argument of ``fit``.
+        """
         runtime, info = self._runtime, self._info
         if info is not None and asked is not None:
             return asked
@@ -327,7 +330,7 @@ class Trainer:
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
-    """Return the context manager named by a hyperparameter, to run ``fit`` in."""
+    """Return the context manager in which ``fit`` runs, as a hyperparameter names it."""
     named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
         return contextlib.nullcontext()
@@ -349,7 +352,10 @@ def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
 
 
 def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.TrainUnit | None) -> None:
-    """Warn if ``fit``'s length differs from ``max_time``, which the search compares."""
+    """Warn if the length of ``fit`` differs from the searcher's ``max_time``.
+
+    The search compares trials as if they trained for ``max_time``.
+    """
     unit = {"batches": pytorch.Batch, "epochs": pytorch.Epoch}.get(str(searcher.get("time_metric")))
     max_time = searcher.get("max_time")
     if unit is None or max_time is None or max_length is None:
@@ -376,7 +382,7 @@ def run_trial(
     resume: str | None = None,
     test_mode: bool = False,
 ) -> FitResult:
-    """Train a trial class as the experiment config says; entry of ``--trial``.
+    """Train a trial class as the experiment config says; ``--trial`` calls this.
 
     Args:
         trial_class: the user's class.
@@ -384,6 +390,9 @@ def run_trial(
         run_dir: the run directory; used only without a cluster.
         resume: the checkpoint to continue from: a uuid, a directory, or ``latest``.
         test_mode: train two batches, validate once, save one checkpoint and reload it.
+
+    Returns:
+        The number of batches trained, and the reason if training stopped early.
 
     Ranks: all, collectively.
     """
@@ -428,7 +437,7 @@ def run_trial(
 
 
 def _show_log(rank: int) -> None:
-    """Log to stderr if logging is not set up: INFO on the chief, WARNING elsewhere."""
+    """Log to stderr if logging is not set up: INFO on rank 0, WARNING on others."""
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if rank == 0:
@@ -437,7 +446,7 @@ def _show_log(rank: int) -> None:
 
 
 def _reload(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, trainer: Trainer, uuid: str) -> None:
-    """Call ``fit`` again from the test's checkpoint, to check that it loads."""
+    """Call ``fit`` again from the test run's checkpoint, to check that it loads."""
     again = trainer.fit(
         max_length=pytorch.Batch(_TEST_BATCHES), checkpoint_policy="none", latest_checkpoint=uuid
     )

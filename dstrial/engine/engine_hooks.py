@@ -16,7 +16,10 @@ from dstrial.errors import TrialContractError
 
 
 class EngineListener(Protocol):
-    """Receives calls of engines on this rank, in the same order on all their ranks."""
+    """Receives every forward, backward and step call of this rank's engines.
+
+    All ranks of an engine make these calls in the same order.
+    """
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
         """Execute one call of an engine and return its result.
@@ -31,7 +34,9 @@ class EngineListener(Protocol):
 
 @contextlib.contextmanager
 def observe_engines(listener: EngineListener) -> Iterator[None]:
-    """Report calls of every engine in this process to a listener inside the block.
+    """Inside the block, report all engines' forward, backward and step calls.
+
+    ``listener`` receives the calls of every engine in this process.
 
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` and ``runtime/pipe/engine.py``; both count ``global_steps``.
     """
@@ -62,8 +67,9 @@ def _wrapped(phase: str, method: Callable[..., Any], listener: EngineListener) -
 class LostGradientCheck:
     """Listener that raises an error at a step if ZeRO has dropped gradients.
 
-    It counts only calls of ``engine.backward``; ``loss.backward()`` may also pass through engines that do not step. ZeRO 0 and
-    ``BF16_Optimizer`` accumulate the gradients of every call.
+    ZeRO may drop gradients if ``engine.backward`` is called several times before one ``engine.step``. Only ``engine.backward``
+    is counted, because ``loss.backward()`` may also pass through engines that do not step. ZeRO 0 and ``BF16_Optimizer``
+    accumulate the gradients of every call.
     """
 
     def __init__(self) -> None:

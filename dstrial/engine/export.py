@@ -50,7 +50,7 @@ OnBytes = Callable[[int], None]
 class TensorSpec:
     """Name, element type and shape of one tensor in a file.
 
-    ``dtype`` is a key of ``DTYPES``.
+    ``dtype`` is safetensors' name of the element type, such as ``F32``; ``DTYPES`` has all names.
     """
 
     name: str
@@ -67,7 +67,7 @@ class TensorSpec:
 
 
 def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Sort tensors by element size, largest first, so that each tensor is aligned.
+    """Return tensors by element size, largest first, so that each tensor is aligned.
 
     The sort is stable.
     """
@@ -75,7 +75,10 @@ def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return length and header of a safetensors file with the tensors in this order."""
+    """Return the beginning of a safetensors file: the header's length and the header.
+
+    ``specs`` are the file's tensors in the order of their bytes; ``metadata`` is the header's ``__metadata__``.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for spec in specs:
@@ -88,9 +91,9 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 
 
 def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Divide tensors into files of at most ``max_bytes``, in order.
+    """Divide tensors, in order, into lists; each list is for one file.
 
-    A tensor larger than ``max_bytes`` gets a file of its own.
+    A file has at most ``max_bytes``. A tensor larger than ``max_bytes`` gets a file of its own.
     """
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -197,7 +200,7 @@ class AdapterWeights(ModelWeights):
 
 
 class MergedWeights(ModelWeights):
-    """Weights of the base model with its LoRA adapter added, by its own names.
+    """Weights of the base model with its LoRA adapter added, under the base's names.
 
     Raises:
         CheckpointLayoutError: the checkpoint has no adapter, no base weights, or an adapter that is not LoRA's on linear layers.
@@ -276,7 +279,8 @@ def write_safetensors(
 ) -> None:
     """Write a new safetensors file of ``specs``, by default of all tensors.
 
-    The metadata maps aliases of tied weights to names in the file.
+    The metadata maps aliases of tied weights to names in the file. ``on_bytes`` is called with the number of bytes written since
+    its last call.
     """
     ordered = in_file_order(weights.specs if specs is None else specs)
     names = {spec.name for spec in ordered}
@@ -370,7 +374,10 @@ def _spec(name: str, shape: Sequence[int], own: torch.dtype, asked: torch.dtype 
 
 
 def _mapped(descriptor: int, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Map a file of consecutive tensors to memory; each tensor has separate storage."""
+    """Map a file of consecutive tensors to memory; return name -> tensor.
+
+    Each tensor has a separate storage.
+    """
     total = sum(spec.num_bytes for spec in specs)
     # torch requires writable memory, although nothing is written.
     mapped: Any = mmap.mmap(descriptor, total, access=mmap.ACCESS_COPY) if total else b""
@@ -408,9 +415,10 @@ _OTHER_NAMES = (
 
 
 def find_model_files(directories: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Return the model's config and tokenizer files, the first found of each name.
+    """Return a model's config and tokenizer files from ``directories``.
 
-    A ``config.json`` counts only if it names a model's type or class.
+    If several directories have a file of the same name, the first one counts. A ``config.json`` counts only if it names a model's
+    type or class.
     """
     found: dict[str, pathlib.Path] = {}
     for directory in directories:

@@ -16,18 +16,21 @@ from dstrial.errors import CheckpointDamagedError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """One engine's files that a rank writes, and those that the rank reads."""
+    """Checkpoint files of one engine that a rank writes, and those that it reads.
+
+    Paths are relative to the ``save_dir`` of ``save_checkpoint``.
+    """
 
     written: tuple[str, ...]
     read: tuple[str, ...]
 
 
 def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
-    """Return the checkpoint files that this rank writes and reads under ``tag``.
+    """Return the checkpoint files that this rank writes and reads, in folder ``tag``.
 
-    With model-parallel parts or stages, every rank also reads the first part's file, because DeepSpeed reads the number of
-    parts from it. Files of experts and of tensors offloaded to NVMe are not included, because it is not known which ranks read
-    them.
+    With tensor parallelism or pipeline stages, every rank also reads the first model-parallel part's file, because DeepSpeed
+    reads the number of parts from it. Files of experts and of tensors offloaded to NVMe are not included, because it is not
+    known which ranks read them.
 
     Source: ``DeepSpeedEngine._save_checkpoint`` and ``_load_checkpoint``.
     """

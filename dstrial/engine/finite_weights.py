@@ -49,10 +49,7 @@ class FiniteWeights:
         self._known = frozenset(self._not_finite())
 
     def lost(self) -> str | None:
-        """Return the name of a weight that has become non-finite, or None.
-
-        Synchronises with the device.
-        """
+        """Return the name of a weight that has become non-finite, or None. Synchronises."""
         return next((name for name in self._not_finite() if name not in self._known), None)
 
     def _not_finite(self) -> list[str]:
@@ -75,7 +72,10 @@ class FiniteWeights:
 
 
 def _local_values(parameter: Any) -> torch.Tensor | None:
-    """Return this rank's part of a weight; None if absent or not comparable."""
+    """Return this rank's part of a weight; None if there is nothing to check.
+
+    Nothing is checked if the part is not in memory, is empty, or has an integer or 8-bit type.
+    """
     weights = parameter.detach()
     if optimizers.is_cut(parameter):
         weights = optimizers.held_part(parameter)

@@ -15,10 +15,10 @@ def available_bytes(
     own_cgroups: pathlib.Path = _OWN_CGROUPS,
     cgroup_root: pathlib.Path = _CGROUP_ROOT,
 ) -> int | None:
-    """Return how many bytes this process can allocate without swapping, or None.
+    """Return the bytes that this process can allocate without swapping, or None.
 
-    This is the minimum of the kernel's estimate for the machine and of the rest in each control group of this process. A
-    group's inactive page cache counts as free.
+    This is the minimum of the kernel's estimate for the machine and of what each control group (cgroup) of this process has left.
+    A group's inactive page cache counts as free. None means unknown.
 
     Source: ``man 5 proc`` (MemAvailable); the kernel's documentation of cgroup v2 and of the memory controller of v1.
     """

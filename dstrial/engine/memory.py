@@ -30,11 +30,12 @@ _NOTABLE_GROWTH = 1.05
 def memory_parts(
     engines: Sequence[Any], is_host: Callable[[torch.device], bool], seen: set[int] | None = None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of each part of the engines: (on the device, on the host).
+    """Return part -> bytes of the engines' tensors: (on the device, on the host).
 
-    Each storage counts once, in the first part in which it is found; ``seen`` has the storages to skip, and is extended. Master
-    weights count as optimizer state. Buffers are module buffers, weights that ZeRO 3 has gathered, and other tensors of
-    DeepSpeed's objects, such as communication buckets.
+    The parts are ``PARTS``. Each storage counts once, in the first part in which it is found; storages whose ids are in ``seen``
+    are skipped, and counted ones are added to it. ``is_host`` tells whether a device is host memory. Master weights count as
+    optimizer state. Buffers are module buffers, weights that ZeRO 3 has gathered, and other tensors of DeepSpeed's objects, such
+    as communication buckets.
     """
     on_device, on_host = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     seen = set() if seen is None else seen
@@ -47,7 +48,7 @@ def memory_parts(
 
 
 def part_tensors(engines: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (part, tensor) for the tensors of engines; tensors may share a storage."""
+    """Yield (one of ``PARTS``, tensor) for the engines' tensors; storages may repeat."""
     for part, find in (
         ("parameters", _parameters),
         ("buffers", _buckets),
@@ -131,7 +132,7 @@ def _base(engine: Any) -> Any:
 
 
 class MemorySplit:
-    """Measures the peak bytes of each part of the engines over a batch.
+    """Measures the peak bytes of weights, gradients, optimizer and buffers in a batch.
 
     Attributes:
         device: peak bytes by part on the device; ``activations`` only if operations are reported.
@@ -239,7 +240,7 @@ class MemorySplit:
 
 
 def _shares(tensor: torch.Tensor, args: Any) -> bool:
-    """Return whether an operation's result is an argument or a view of one."""
+    """Return whether ``tensor`` is an argument of the operation or a view of one."""
     key = tensor.untyped_storage()._cdata
     return any(
         leaf.untyped_storage()._cdata == key

@@ -134,9 +134,9 @@ class FlopCounter(FlopCounterMode):
 
     @property
     def count(self) -> FlopCount:
-        """The count so far.
+        """The FLOPs counted so far.
 
-        It is unknown if a backward pass records gradients (``create_graph=True``) and a foreign function computes in the pass,
+        They are unknown if a backward pass records gradients (``create_graph=True``) and a foreign function computes in the pass,
         because the function's gradient and recomputation cannot be distinguished.
         """
         told = [
@@ -149,14 +149,14 @@ class FlopCounter(FlopCounterMode):
 
 
 def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
-    """Execute a call; return (the call's result, its FLOPs, its recomputed FLOPs)."""
+    """Execute a call; return (its result, all its FLOPs, those that are recomputed)."""
     with FlopCounter() as counter:
         result = call()
     return result, counter.total, counter.recomputed
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module is compiled, which hides its operations."""
+    """Return whether ``torch.compile`` was applied, so that operations are not seen."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     # Importing torch's compiler is slower than the rest of torch. If the compiler is not imported, nothing has been compiled.
@@ -178,8 +178,8 @@ def why_uncountable(engines: Iterable[Any]) -> str | None:
 class Origin(enum.Enum):
     """The kind of code that requests an operation within a backward pass.
 
-    It is determined from the functions on the stack, because a backward pass may record gradients too (``create_graph=True``),
-    like a forward pass. Nothing is patched or hooked.
+    The kind is determined from the functions on the stack, because a backward pass may record gradients too
+    (``create_graph=True``), like a forward pass. Nothing is patched or hooked.
     """
 
     GRADIENT = "torch's own formula of a gradient"
@@ -210,10 +210,10 @@ _NEW_PASS: CodeType = _engine_run_backward.__code__
 
 
 def origin() -> tuple[Origin, str]:
-    """Return the origin of the current operation in backward, and the function's name.
+    """Return (kind of code that requests the current operation, function's name).
 
-    The name is empty unless the origin is ``Origin.CODE``. Takes some microseconds: all functions on this thread's stack are
-    inspected, because a differentiated function may be part of a recomputed one.
+    Call it within a backward pass. The name is empty unless the kind is ``Origin.CODE``. Takes some microseconds: all
+    functions on this thread's stack are inspected, because a differentiated function may be part of a recomputed one.
     """
     frame: FrameType | None = sys._getframe(1)
     called = ""  # module of the function that this frame called

@@ -17,7 +17,7 @@ def plain_name(name: str) -> str:
 
 
 def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield (plain name, parameter); a shared parameter once for each name."""
+    """Yield (name without ``torch.compile``'s prefix, parameter), for every name."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield plain_name(name), parameter
 
@@ -27,7 +27,10 @@ def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a state dictionary, or DeepSpeed's model file, with plain parameter names."""
+    """Return a copy of a state dict without the prefix of ``torch.compile`` in names.
+
+    ``state`` may also be the content of a DeepSpeed model file.
+    """
     return {
         plain_name(key): with_plain_names(value) if key in _NAMED and isinstance(value, Mapping) else value
         for key, value in state.items()
@@ -35,7 +38,10 @@ def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_names_of(module: torch.nn.Module, state: Any) -> Any:
-    """Copy DeepSpeed's model file with the parameter names that ``module`` has now."""
+    """Return a copy of a DeepSpeed model file's content, named as ``module`` is now.
+
+    The parameter names in the copy have ``torch.compile``'s prefix where ``module`` has it.
+    """
     if not isinstance(state, Mapping):
         return state
     named = itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers())

@@ -22,7 +22,7 @@ from dstrial.engine.partial_training import adapter_of
 class _Slot:
     """Location of one parameter in the optimizer's groups and flat buffers.
 
-    The fields are those of ``ParameterPlace``.
+    The fields have the meaning of those in ``ParameterPlace``.
     """
 
     group_idx: int
@@ -33,7 +33,7 @@ class _Slot:
 def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]]) -> Layout:
     """Return how ``engine``'s state is split over all ranks; equal on every rank.
 
-    Source: ``deepspeed_internals.optimizers``.
+    ``allgather`` returns a list with every rank's argument. Source: ``deepspeed_internals.optimizers``.
 
     Ranks: all, collectively.
     """
@@ -86,7 +86,7 @@ def _offload_device(offload: Any) -> str:
 
 
 def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
-    """Return the optimizer's slots by ``id(parameter)``, and its flat buffers."""
+    """Return ``id(parameter)`` -> location in the optimizer, and the flat buffers."""
     sub_groups = optimizers.sub_groups(engine.optimizer)
     flat = optimizers.flat_groups(engine.optimizer)
     groups: Iterable[Sequence[Any]]

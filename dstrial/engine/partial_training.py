@@ -51,7 +51,8 @@ def without_frozen(
 ) -> Iterator[None]:
     """In the block, ``load_checkpoint`` accepts that frozen parameters are missing.
 
-    A no-op if the checkpoint holds them. Other parameters have been compared by layout.
+    A no-op if the checkpoint holds them. ``saved`` and ``now`` are the layouts of the checkpoint and of the engine; the caller
+    has compared the trained parameters.
 
     Raises:
         CheckpointLayoutError: the engine has other frozen parameters than those that the checkpoint was written with.
@@ -79,7 +80,7 @@ def require_same_frozen(saved: Layout, built: Mapping[str, str]) -> None:
 def frozen_checksums(
     engine: DeepSpeedEngine, layout: Layout, allgather: Callable[[Any], list[Any]]
 ) -> dict[str, str]:
-    """Return name -> checksum of each frozen parameter's bits; equal in any layout.
+    """Return name -> checksum of each frozen parameter's bits, on any rank layout.
 
     Ranks: all, collectively.
     """
@@ -91,12 +92,15 @@ def frozen_checksums(
 
 
 def checksum(parameter: torch.Tensor) -> str:
-    """Return a whole parameter's checksum, as ``frozen_checksums`` has it."""
+    """Return the checksum that ``frozen_checksums`` computes, for a whole parameter."""
     return _as_text(_sum(parameter.detach().reshape(-1), 0))
 
 
 def _own_sums(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[str, int]]:
-    """Yield (name, this rank's part of the sum) of each frozen parameter."""
+    """Yield (name, sum over this rank's elements) for each frozen parameter.
+
+    The sums of all ranks add up to the parameter's checksum.
+    """
     part, replica = engines.checkpoint_part(engine), engines.replica(engine)
     places = {place.name: place for place in layout.parameters if place.model_part == part}
     for name, parameter in named_parameters(engine.module):
@@ -143,7 +147,7 @@ def is_peft_model(module: torch.nn.Module) -> bool:
 
 
 def _peft_model(module: torch.nn.Module) -> Any:
-    """Return PEFT's model, which may be compiled; None without one."""
+    """Return PEFT's model, unwrapped if it is compiled; None if it is another model."""
     peft = sys.modules.get("peft")  # an optional package of users, which dstrial does not import
     inner = getattr(module, "_orig_mod", module)
     return inner if peft is not None and isinstance(inner, peft.PeftModel) else None
@@ -153,8 +157,10 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return how PEFT would save a model's active adapter; empty if there is none.
 
     Returns:
-        ``config``, the content of ``adapter_config.json``; ``keys``: parameter name -> name in the adapter's file; ``linear``:
-        name of a linear layer with plain LoRA -> (factor, whether its weight is transposed, name of the adapter).
+        A dict with these keys:
+        ``config``: the content of ``adapter_config.json``.
+        ``keys``: parameter name -> name in the adapter's file.
+        ``linear``: name of a linear layer with plain LoRA -> (factor, whether its weight is transposed, name of the adapter).
     """
     model = _peft_model(module)
     if model is None:

@@ -38,7 +38,7 @@ class RngState:
     def to_saved(self) -> dict[str, Any]:
         """Return the state as values for a checkpoint: tensors instead of NumPy arrays.
 
-        No class in ``safe_load.LISTED`` loads arrays.
+        To load arrays, ``safe_load.LISTED`` would have to allow another class.
         """
         algorithm, keys, position, has_gauss, cached = self.of_numpy
         saved: dict[str, Any] = {

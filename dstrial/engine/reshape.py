@@ -50,7 +50,9 @@ class _Target:
 
 
 def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> None:
-    """Load a checkpoint of another layout into a new engine, and verify the result.
+    """Load a checkpoint of another rank layout into a new engine; verify the result.
+
+    ``now`` is the engine's layout: how its state is split over the ranks.
 
     Raises:
         CheckpointLayoutError: the checkpoint cannot be loaded in the layout ``now``.
@@ -131,9 +133,9 @@ class _Live:
                 )
 
     def state(self, target: _Target, key: str) -> tuple[_Target, int | None]:
-        """Return the elements whose state ``key`` this rank stores, and the state's size.
+        """Return (elements whose state ``key`` is on this rank, state tensor's numel).
 
-        The size is the numel of the state tensor, or None if the state tensor has the shape of the master weights.
+        The numel is None if the state tensor has the shape of the master weights.
         """
         place = self.places[target.name]
         if place.buffer_idx is None or not keeps_whole_matrices(self._now, key):
@@ -144,7 +146,7 @@ class _Live:
         return whole, sum(matrix.numel for matrix in matrices.values())
 
     def module_tensors(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
-        """Yield (name, flat tensor, shard) of each parameter in this rank's module."""
+        """Yield (name, this rank's flat tensor, its elements) of each module parameter."""
         for name, parameter in self.parameters.items():
             place = self.places[name]
             if place.is_cut:
@@ -178,9 +180,9 @@ def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
 def _settings_by_group(
     engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return the saved settings for each group of the live optimizer.
+    """Return group index -> saved settings, for the groups of the live optimizer.
 
-    Appends conflicts within a group to ``problems``.
+    A group whose parameters were saved with different settings is a conflict, which is appended to ``problems``.
     """
     own_groups = _base_groups(engine)
     found: dict[int, tuple[str, dict[str, Any]]] = {}

@@ -71,7 +71,7 @@ class HostBuffers:
         return sum(chunk.nbytes for chunk in [*self._free, *self._taken])
 
     def take(self, sizes: Sequence[int]) -> list[torch.UntypedStorage] | None:
-        """Return uninitialised buffers of ``sizes`` bytes; None if memory is insufficient."""
+        """Return one uninitialised buffer for each of ``sizes``; None if memory is short."""
         ends = np.cumsum([-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes], dtype=np.int64)
         num_bytes = int(ends[-1]) if sizes else 0
         # A small file must not take the chunk of a large one, which would then allocate another.
@@ -249,7 +249,7 @@ class _Pickled(Exception):  # noqa: N818  # not an error: ends torch.save once i
 
 
 def _pickled_by_torch(value: Any) -> tuple[bytes, tuple[torch.UntypedStorage, ...]]:
-    """Return ``torch.save``'s pickle of ``value``, and the storages by number."""
+    """Return ``torch.save``'s pickle of ``value``, and its storages in pickle order."""
     try:
         torch.save(value, io.BytesIO(), pickle_module=_CapturingModule)
     except _Pickled as done:

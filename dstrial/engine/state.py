@@ -24,7 +24,9 @@ _OPTIMIZER_SETTINGS = (*_SCHEDULED, "initial_lr", "eps", "weight_decay", "dampen
 
 
 def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Save ``engine`` in ``path/tag`` between two steps; check that its files exist.
+    """Save ``engine`` in ``path/tag``; check that this rank's files exist.
+
+    Call between two optimizer steps.
 
     Ranks: all, collectively.
     """
@@ -46,7 +48,9 @@ def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 
 
 def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Load ``path/tag`` into a new ``engine`` of the same layout.
+    """Load the checkpoint in ``path/tag`` into a new ``engine``.
+
+    State must be split over ranks as in the engine that wrote the checkpoint; otherwise use ``load_reshaped``.
 
     Raises:
         CheckpointError: a file is missing, or DeepSpeed finds nothing to load.
@@ -104,7 +108,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
-    """Restore ``engine_extra_state`` after a load. Ranks: all, collectively."""
+    """Restore ``engine_extra_state``'s result after a load. Ranks: all, collectively."""
     engine.micro_steps = state["micro_steps"]
     engines.set_global_grad_norm(engine, state["global_grad_norm"])
     _restore_buffers(engine, state["buffers"])
@@ -124,11 +128,11 @@ def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]
 def extra_state_for(
     engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Build this rank's extra state from the extra states that another layout saved.
+    """Build this rank's extra state for another rank layout than the saved one.
 
-    ``extras`` has the extra state of each saved rank. The result is for ``restore_engine_extra_state``. A replica gets the
-    buffers of the saved replica with the same index, modulo the number of saved replicas. A pipeline stage gets the buffers of
-    its layers.
+    Extra state is what ``engine_extra_state`` returns; ``extras`` has one for each saved rank. ``saved`` and ``now`` say how
+    state was and is split over ranks. A replica gets the buffers of the saved replica with the same index, modulo the number
+    of saved replicas. A pipeline stage gets the buffers of its layers.
     """
     replica = engines.replica(engine) % saved.data_parallel_size
     parts = [
@@ -162,7 +166,9 @@ def extra_state_for(
 
 
 def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the state of a pipeline's tied layers from every rank's extra state.
+    """Return key -> state dict of a pipeline's tied layers, merged from all ranks.
+
+    ``extras`` has every rank's ``engine_extra_state``.
 
     Raises:
         CheckpointLayoutError: ranks have different values for the same tied layer.
@@ -231,7 +237,7 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
 
 @contextlib.contextmanager
 def loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator[None]:
-    """Replace an engine's ``load_checkpoint`` in the block."""
+    """Replace an engine's ``load_checkpoint`` by ``load`` inside the block."""
     before = vars(engine).get("load_checkpoint")
     engine.load_checkpoint = load
     try:
@@ -243,9 +249,10 @@ def loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator[
 
 
 def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    """Return for each parameter group the optimizer settings that a load overwrites.
+    """Return, by parameter group, the optimizer settings that loading overwrites.
 
-    Settings that a learning-rate scheduler controls are left out. DeepSpeed's schedulers read the config again after a load.
+    Each entry maps names such as ``lr`` and ``weight_decay`` to values. Settings that a learning-rate scheduler controls are left
+    out. DeepSpeed's schedulers read the config again after a load.
     """
     scheduled = () if engine.lr_scheduler is None else _SCHEDULED
     groups = getattr(optimizers.base_optimizer(engine.optimizer), "param_groups", [])
@@ -254,7 +261,7 @@ def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
 
 
 def describe_optimizer(engine: DeepSpeedEngine) -> str:
-    """Return text about an engine's optimizer: ``AdamW (lr 0.1, eps 1e-08)``."""
+    """Return an optimizer's class and settings as text: ``AdamW (lr 0.1, eps 1e-08)``."""
     optimizer = optimizers.base_optimizer(engine.optimizer)
     group = optimizer.param_groups[0]
     settings = [f"{name} {group[name]}" for name in _OPTIMIZER_SETTINGS if name in group]
@@ -262,7 +269,10 @@ def describe_optimizer(engine: DeepSpeedEngine) -> str:
 
 
 def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
-    """Return whether ``value`` is the initial value of an optimizer setting."""
+    """Return whether the optimizer began with ``value`` for a setting such as ``lr``.
+
+    Only the first parameter group is compared. For ``lr`` the scheduler's base rate counts, if there is one.
+    """
     group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
     started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
     return bool(_as_tuple(started) == _as_tuple(value))
@@ -271,12 +281,12 @@ def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool
 def differing_settings(
     engine: DeepSpeedEngine, before: Sequence[Mapping[str, Any]], *, overrides: bool
 ) -> list[str]:
-    """Return how a load has changed an engine's optimizer settings.
+    """Return the optimizer settings that loading a checkpoint has changed, as text.
 
     ``before`` is the result of ``optimizer_settings`` before the load. ``overrides``: restore these settings.
 
     Returns:
-        Each difference as text: ``lr 0.0001, in the checkpoint 0.01``.
+        One text per difference: ``lr 0.0001, in the checkpoint 0.01``.
 
     Raises:
         CheckpointError: ``overrides`` is set, and the trial's own scheduler has loaded another base learning rate.
@@ -305,7 +315,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _tied_without_file(module: PipelineModule) -> list[str]:
-    """Return keys of this stage's tied layers without a file, in sorted order."""
+    """Return the sorted keys of this stage's tied layers that have no file."""
     with_file = engines.tied_layers_with_file(module)
     return sorted(key for key in module.tied_modules if key not in with_file)
 

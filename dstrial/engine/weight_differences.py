@@ -15,7 +15,7 @@ _PIECE_NUMEL = 1 << 20  # elements of each engine in memory at a time
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightDifference:
-    """Difference of one parameter's weights or optimizer state in two checkpoints.
+    """Difference of one parameter's weights or optimizer state in checkpoints a and b.
 
     ``key`` is ``master`` for master weights, otherwise the optimizer's state key. NaN counts as equal to NaN in
     ``num_differing``. Norms are Euclidean.
@@ -38,9 +38,9 @@ class WeightDifference:
 
 
 def comparable(a: SavedEngine, b: SavedEngine) -> list[str]:
-    """Return the parameters with equal shape in ``a`` and ``b``, in ``a``'s order.
+    """Return the names of parameters that ``a`` and ``b`` both hold with equal shape.
 
-    Tied parameters are listed once, and those not at all that a checkpoint does not hold.
+    The order is that of ``a``. A tied parameter is listed once.
     """
     return [
         name

@@ -36,7 +36,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveStatus:
-    """Whether one rank's save has ended or failed; small, as every exchange sends it."""
+    """Whether one rank's checkpoint save has ended, and why it failed.
+
+    ``failure`` is None unless it failed. Every exchange between ranks sends this small value.
+    """
 
     is_done: bool
     failure: str | None
@@ -121,10 +124,15 @@ def complete_manifest(
     layouts: Sequence[Mapping[str, Any]],
     metadata: dict[str, Any],
 ) -> None:
-    """Write the manifest; add its digest to ``metadata`` in place. Ranks: 0.
+    """Write a checkpoint's manifest; add its SHA-256 to ``metadata``. Ranks: 0.
 
-    ``parts`` has, by rank, the hashed files, and the names of the files that the rank reads at a resume. The checkpoint
-    store reads ``metadata`` at the end of its block, so the digest reaches the master.
+    The checkpoint store reads ``metadata`` at the end of its block, so the SHA-256 reaches the master.
+
+    Args:
+        root: the checkpoint's directory.
+        parts: for each rank, file -> manifest entry of the files that it hashed, and the files that it reads at a resume.
+        layouts: for each engine, how its state is split over ranks.
+        metadata: the checkpoint's metadata.
     """
     files = {name: entry for part, _ in parts for name, entry in part.items()}
     readers: dict[str, list[int]] = {}

@@ -21,7 +21,10 @@ from dstrial.loop.sync_point import StopReason
 
 
 class Boundary(enum.Enum):
-    """Actions that can be due after a batch, in their order of execution."""
+    """Actions that can be due after a batch, in their order of execution.
+
+    ``END`` is the end of the training.
+    """
 
     REPORT = "report"
     VALIDATE = "validate"
@@ -188,7 +191,10 @@ def due(
     batches_total: int,
     epoch_length: int | None,
 ) -> set[Boundary]:
-    """Return the actions that are due after ``batches_trained`` batches."""
+    """Return the actions that are due after ``batches_trained`` batches.
+
+    ``END`` is due from ``batches_total`` on. ``epoch_length`` is None if the training loader has no length.
+    """
     found = {
         boundary
         for boundary, period in periods.items()
@@ -207,7 +213,7 @@ def next_due(
 ) -> int:
     """Return the next batch count at which an action may be due.
 
-    Never too late; for a period with listed positions possibly too early.
+    No action is due earlier. For a period with listed positions, no action may be due at the returned count either.
     """
     found = batches_total
     for period in periods.values():
@@ -249,7 +255,10 @@ def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
 
 
 def searcher_length(searcher: Mapping[str, Any], global_batch_size: int) -> pytorch.TrainUnit | None:
-    """Return the searcher's ``max_length`` or ``max_time`` as a train unit, or None."""
+    """Return the searcher's ``max_length`` or ``max_time`` as a train unit, or None.
+
+    None if the searcher section has neither, or if ``max_time`` is not in batches or epochs.
+    """
     if searcher.get("max_length") is not None:
         return train_unit(Length.from_config(searcher["max_length"]), global_batch_size)
     if searcher.get("max_time") is not None and searcher.get("time_metric") in ("batches", "epochs"):

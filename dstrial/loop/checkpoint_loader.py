@@ -88,7 +88,7 @@ class CheckpointLoader:
             expected_records: records that the loaders of all ranks read for a batch; None if the loaders do not tell.
 
         Returns:
-            The loop state given to ``CheckpointSaver.save``, and whether the run continues. If another trial wrote the
+            The ``loop_state`` that ``CheckpointSaver.save`` got, and whether the run continues. If another trial wrote the
             checkpoint, only its weights are loaded, the loop state is empty, and batches count from 0.
 
         Ranks: all, collectively.
@@ -173,7 +173,10 @@ class CheckpointLoader:
             restore_reducer(wrapped.reducer, saved)
 
     def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
-        """Return whether the rank layouts differ; raise if no conversion is possible."""
+        """Return whether rank layouts differ, so that engine state must be split anew.
+
+        Raises an error if that is impossible.
+        """
         problems = []
         trial_class = type(self._state.trial)
         is_own = trial_class.save is not Checkpointable.save or trial_class.load is not Checkpointable.load
@@ -187,13 +190,19 @@ class CheckpointLoader:
         return bool(differences)
 
     def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
-        """Return how often all replicas together return metrics for one batch."""
+        """Return how often all replicas together return metrics for one batch.
+
+        ``layouts`` has one entry per engine.
+        """
         first = layouts[0]
         is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself
         return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
 
     def _reshape_rank_state(self, path: pathlib.Path, state: dict[str, Any], saved_size: int) -> None:
-        """Convert ``state`` in place to this run's ranks. Ranks: all, collectively."""
+        """Convert ``state``, in place, from the saved ranks to this run's ranks.
+
+        Ranks: all, collectively.
+        """
         context, runtime = self._state.context, self._state.runtime
         # The reader maps the files into memory, because only a little of another rank's state is used.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
@@ -249,7 +258,7 @@ class CheckpointLoader:
         )
 
     def _place(self, storage: Any, location: str) -> Any:
-        """Map accelerator tensors to this rank's device, all others to the CPU."""
+        """Map an accelerator tensor's storage to this rank's device; keep CPU storages."""
         if location == "cpu":
             return storage
         restore: Callable[[Any, str], Any] = torch.serialization.default_restore_location
@@ -279,10 +288,10 @@ def settle_optimizer_settings(
     *,
     is_chief: bool,
 ) -> None:
-    """Choose the checkpoint's or this run's optimizer settings; warn of differences.
+    """Keep the loaded optimizer settings, or restore this run's; warn of differences.
 
-    The checkpoint's settings are used, unless ``data.dstrial.override_optimizer`` is true. ``before`` has this run's settings
-    per parameter group; ``label`` names the engine in the warning.
+    This run's settings are restored if ``data.dstrial.override_optimizer`` is true. ``before`` has them per parameter group, from
+    ``optimizer_settings``; ``label`` names the engine in the warning.
     """
     overrides = dstrial_section(exp_conf).get("override_optimizer") is True
     found = differing_settings(engine, before, overrides=overrides)
@@ -319,10 +328,12 @@ def _require_same_data(
 def rescale_micro_batches(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
-    """Return the loop state with the position in micro batches of this run's size.
+    """Return ``loop_state`` with the data position in this run's micro batches.
+
+    ``saved`` and ``now`` are the engines' layouts, which have the old and the new micro batch size.
 
     Raises:
-        CheckpointLayoutError: the drawn records are no whole number of the new micro batches.
+        CheckpointLayoutError: the records that were read are no whole number of this run's micro batches.
     """
     if not saved:
         return dict(loop_state)
@@ -338,9 +349,10 @@ def rescale_micro_batches(
 
 
 def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return position in the data and records per batch from all ranks' loop states.
+    """Return the position in the training data, merged from all ranks' loop states.
 
-    Ranks in the middle stages of a pipeline have no loader, and therefore none of the values.
+    The result has ``micro_batches_drawn``, and if known ``loaders`` and ``records_per_batch``. Ranks in the middle stages of a
+    pipeline have no loader, and therefore none of the values.
     """
     found: dict[str, Any] = {
         "micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states),
@@ -369,11 +381,11 @@ def trusts_code(
     a library may load any file in the directory.
 
     Args:
-        context: gives the ranks and the master's metadata.
+        context: Core API context, for communication between ranks and for metadata that the master stores.
         uuid: the checkpoint's uuid or directory.
         root: the checkpoint's directory.
-        names: the listed files, relative to ``root``, the same on all ranks.
-        exp_conf: may have the digest that the user trusts.
+        names: files that the manifest lists, relative to ``root``, the same on all ranks.
+        exp_conf: the experiment config, in which the user may trust the checkpoint's SHA-256.
 
     Raises:
         UntrustedCheckpointError: a file names code, and neither signature, master nor user vouches for the checkpoint.
@@ -422,7 +434,7 @@ def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
 
 
 def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
-    """Return the manifest's SHA-256; without a manifest, one over files' checksums."""
+    """Return the SHA-256 of the manifest; without one, that of the file checksums."""
     if (root / MANIFEST_NAME).is_file():
         return hash_file(root / MANIFEST_NAME).sha256
     sums = {name: entry.sha256 for name, entry in hash_files(root, sorted(names)).items()}
@@ -432,7 +444,10 @@ def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
 def _voucher(
     context: core.Context, uuid: str, root: pathlib.Path, digest: str, exp_conf: Mapping[str, Any] | None
 ) -> str | None:
-    """Return who vouches for the checkpoint's code, as log text; None if nobody does."""
+    """Return what vouches for the checkpoint's code; None if nothing does.
+
+    The result is log text about the signature, master or user that does. ``digest`` is the checkpoint's SHA-256.
+    """
     if dstrial_section(exp_conf).get(TRUST_KEY) == digest:
         return f"data.dstrial.{TRUST_KEY} says so"
     if not (root / MANIFEST_NAME).is_file():

@@ -67,7 +67,7 @@ class _Copied:
     Attributes:
         engine_files: files, relative to ``path``, that must exist after writing.
         read_files: files that this rank reads when it resumes in the same layout.
-        configuration: content of ``load_data.json`` on the chief; "" on other ranks.
+        configuration: content of ``load_data.json`` on rank 0; "" on other ranks.
     """
 
     path: pathlib.Path
@@ -127,7 +127,8 @@ class CheckpointSaver:
         Training may continue afterwards; ``finish`` waits until the files are written.
 
         Args:
-            loop_state: this rank's loop state, without the counters and the metric window.
+            loop_state: values that the loop needs to continue on this rank, such as its position in the training data.
+                Counters and running metrics are saved separately.
 
         Raises:
             CheckpointError: the previous save has failed, or this save cannot begin. Complete checkpoints are kept.
@@ -177,7 +178,10 @@ class CheckpointSaver:
         self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def _channel(self) -> core.DistributedContext:
-        """Return the saves' channel; the first call makes it. Ranks: all, collectively."""
+        """Return the control channel of saves; the first call creates it.
+
+        Ranks: all, collectively.
+        """
         distributed = self._state.context.distributed
         if not self._in_background or distributed.size == 1:
             return distributed

@@ -289,7 +289,7 @@ class TrainingLoop:
                 logger.warning("%s", problem)
 
     def _resume(self) -> int:
-        """Call epoch callbacks, start timers; return the batch count of the next event."""
+        """Start epoch and timers; return the number of batches at the next event."""
         progress = self._progress
         batches = progress.batches_trained
         if progress.is_epoch_start:
@@ -455,7 +455,9 @@ class TrainingLoop:
         )
 
     def _state_evidence(self) -> list[StateEvidence]:
-        """Gather whether each rank's weights and newest loss are finite; [] if unchecked.
+        """Return, for each rank, whether its weights and newest loss are finite.
+
+        Empty if this is not checked.
 
         Ranks: all, collectively.
         """

@@ -35,7 +35,7 @@ _LOG_WAITING_S = 30.0
 
 
 class MetricSink(Protocol):
-    """Receives reported metrics, on the chief only.
+    """Receives reported metrics, on rank 0 (the chief) only.
 
     All methods are called on one background thread, one at a time. Training waits for ``open``, ``close`` and validation
     reports, and continues during training reports. An exception of a sink ends training on all ranks at their next sync point;
@@ -129,7 +129,7 @@ class MetricSinks:
         return not is_early and self._runtime.writes_tensorboard
 
     def upload(self) -> None:
-        """Upload the chief's TensorBoard events, and any rank's profiler traces."""
+        """Upload the TensorBoard events of rank 0, and any rank's profiler traces."""
         if not self._runtime.writes_tensorboard:
             return
         self._uploaded_s = time.monotonic()

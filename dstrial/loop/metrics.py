@@ -29,7 +29,7 @@ _IMMUTABLE = (float, int, str, bool, type(None))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrailingNonFinite:
-    """How many of a loss's newest values are not finite.
+    """How many of a loss's newest values are NaN or infinite without interruption.
 
     Attributes:
         num_bad: number of values after the newest finite value.
@@ -98,7 +98,7 @@ def copied(value: Any) -> Any:
 
 
 def _host_number(value: Any) -> float | None:
-    """Return the mean of a number or an array of numbers; None for other values."""
+    """Return a number, or an array's mean; None for other values."""
     if isinstance(value, (int, float)):
         return float(value)
     try:
@@ -137,7 +137,7 @@ def losses_among(names: Iterable[str]) -> list[str]:
 
 
 def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
-    """Return the value; a clone if it is a view that keeps a large tensor alive."""
+    """Return ``amount``, or a clone if it is a view that keeps a large tensor alive."""
     if isinstance(amount, torch.Tensor) and amount.untyped_storage().nbytes() > _MAX_BYTES_HELD:
         return amount.clone()
     return amount
@@ -164,7 +164,7 @@ def average(_name: str) -> pytorch.Reducer:
 
 
 class AsyncTotals:
-    """One rank's metric totals on their way from the device to the host."""
+    """One rank's metric totals in an asynchronous copy to the host."""
 
     def __init__(self, held: Mapping[str, Any], weight: float, losses: Mapping[str, Sequence[Any]]) -> None:
         self._held = dict(held)
@@ -209,7 +209,7 @@ class MetricWindow:
     Args:
         where: the method that returns the metrics, for error messages.
         reducer_of: metric name -> how its values are combined; a mean by default.
-        keep_batches: also keep every added set of metrics, for callbacks.
+        keep_batches: also keep every dict of metrics that ``add`` gets, for callbacks.
         watches_losses: fill ``MetricTotals.tails``, for ``NonFiniteGuard``.
     """
 
@@ -237,15 +237,15 @@ class MetricWindow:
         return self._num_calls
 
     def add(self, metrics: Mapping[str, Any], weight: float = 1.0) -> None:
-        """Add one set of metrics, without communication or device synchronisation.
+        """Add the metrics of one call, without communication or device synchronisation.
 
         Args:
             metrics: metric name -> Python or NumPy number, array, nested list, or tensor of any shape and device; an array
                 counts as the mean of its elements.
-            weight: weight of this set in a mean, for example its number of records.
+            weight: weight of these metrics in a mean, for example their number of records.
 
         Raises:
-            TrialContractError: the metric names differ from those of earlier sets.
+            TrialContractError: the metric names differ from those of earlier calls.
         """
         totals = self._totals
         if self._watches_losses and not self._losses:
@@ -310,7 +310,7 @@ class MetricWindow:
         return AsyncTotals(self._totals, self._weight, dict(self._losses))
 
     def batches(self) -> list[dict[str, Any]]:
-        """Return each set added since the last reset; [] unless ``keep_batches``.
+        """Return the metrics of each ``add`` since the reset; [] unless ``keep_batches``.
 
         Tensors become NumPy arrays.
         """
@@ -363,7 +363,7 @@ class MetricWindow:
 
 
 def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge several ranks' ``MetricWindow.state_dict``; all metrics must be means."""
+    """Merge ``MetricWindow.state_dict`` of several ranks; all metrics must be means."""
     totals: dict[str, Any] = {}
     filled = [state for state in states if state["num_calls"]]
     for state in filled:
@@ -383,10 +383,10 @@ def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def rescale_window(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Multiply totals and weight of a ``MetricWindow.state_dict`` by ``factor``.
+    """Return a ``MetricWindow.state_dict`` with totals and weight times ``factor``.
 
-    After a resume with another number of replicas, a batch adds another number of metric sets. Scaling the saved sets by
-    ``factor`` keeps the weight of a batch in the next report.
+    After a resume with another number of replicas, the ranks add metrics another number of times per batch. The factor keeps the
+    weight of a batch in the next report.
     """
     totals = {name: None if held is None else held * factor for name, held in state["totals"].items()}
     return {**state, "totals": totals, "weight": float(state["weight"]) * factor}
@@ -399,7 +399,8 @@ def combine(
 ) -> dict[str, float | None]:
     """Combine all ranks' totals into metric name -> value; None for non-numbers.
 
-    The result is deterministic. ``shares`` has None for a rank that reports no metrics; ``where`` is used in the error.
+    The result is deterministic. ``shares`` has each rank's totals, or None for a rank that reports no metrics. ``where`` names
+    the method that returned the metrics, for the error.
 
     Raises:
         TrialContractError: ranks report different metric names.

@@ -22,7 +22,7 @@ _LOWER = "Lower the learning rate, look at the records of that batch"
 
 @dataclasses.dataclass(slots=True)
 class _Streak:
-    """Number of consecutive bad reports; ``since`` is the first bad batch, from 1."""
+    """Number of consecutive bad reports; ``since`` is the first batch in them, from 1."""
 
     length: int = 0
     since: int | None = None
@@ -32,8 +32,11 @@ class _Streak:
 class NonFiniteGuard:
     """Counts consecutive bad reports; after ``patience`` of them it fails or warns.
 
+    A report is bad if no loss is finite, if no engine takes an optimizer step, or if an engine skips all of its steps.
+
     Args:
-        calls_per_batch: number of metric sets that a rank adds for one batch.
+        mode: ``fail`` raises an error, ``warn`` logs a warning, ``ignore`` does nothing.
+        calls_per_batch: how often a rank adds metrics for one batch.
         counts: step counts of every engine before the first batch of this process.
         is_resumed: whether earlier attempts trained batches; their losses and steps count as good.
     """

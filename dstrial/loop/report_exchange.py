@@ -38,7 +38,7 @@ logger = logging.getLogger("dstrial.loop")
 
 @dataclasses.dataclass(slots=True)
 class Exchange:
-    """One exchange between ranks, from its start to its end.
+    """One exchange of metrics and stop requests between ranks.
 
     Attributes:
         batches: finished batches at the start of the exchange.
@@ -128,9 +128,10 @@ class ReportExchange:
         count_records: Callable[[int, int], int],
         batches_total: int | None,
     ) -> None:
-        """Open the sinks on the chief; ``stack`` closes them and the writer thread.
+        """Open the metric sinks on rank 0; ``stack`` closes them and the writer thread.
 
-        ``count_records`` returns the number of records of all replicas from one batch count to another.
+        ``count_records(first, end)`` returns the number of records in batches ``first`` to ``end - 1``, of all replicas.
+        ``batches_total`` is the length of the run; None if unknown.
         """
         self._count_records, self.batches_total = count_records, batches_total
         stack.callback(self.writer.close)
@@ -161,7 +162,10 @@ class ReportExchange:
         self.writer.submit(self._sinks.upload)
 
     def require_written(self) -> None:
-        """Wait until all reports are written, or raise. Ranks: all, collectively."""
+        """Wait until all reports are written; raise an error if one failed on any rank.
+
+        Ranks: all, collectively.
+        """
         self.writer.flush()
         self._raise_unwritten(self._distributed.allgather(self.writer.failure))
 
@@ -265,7 +269,11 @@ class ReportExchange:
         exchange.is_sent = True
 
     def _compare_passes(self, found: Sequence[tuple[int | None] | None]) -> None:
-        """Warn once if loaders without a length turn out to differ in it."""
+        """Warn once if training loaders without ``__len__`` differ in length over ranks.
+
+        ``found`` has for each rank (micro batches of its first pass,), with None before the end of the pass; None without such a
+        loader.
+        """
         lengths = {rank: of_rank[0] for rank, of_rank in enumerate(found) if of_rank is not None}
         ended = {rank: length for rank, length in lengths.items() if length is not None}
         if self._has_compared_passes or not ended:
@@ -330,7 +338,7 @@ class ReportExchange:
             self._close_window()
 
     def submit_training(self, batches: int, metrics: Mapping[str, Any]) -> None:
-        """Queue a report of training metrics for the writer thread. Ranks: the chief."""
+        """Queue a report of training metrics for the writer thread. Ranks: rank 0."""
         # Copy the values: the user may change them before they are written, for example a reducer its arrays.
         own = {name: copied(value) for name, value in metrics.items()}
         self.writer.submit(functools.partial(self._write_training, batches, own))
@@ -448,10 +456,13 @@ def _require_searcher_metric(metrics: Mapping[str, Any], name: str | None) -> No
 
 
 def step_counts(context: DeepSpeedTrialContext) -> list[StepCounts]:
-    """Return the step counts of every engine that has an optimizer."""
+    """Return the step counts of each engine with an optimizer, in order of wrapping."""
     return [StepCounts.of(engine) for engine in context.models if engine.optimizer is not None]
 
 
 def sum_steps(counts: Sequence[StepCounts]) -> tuple[int, int]:
-    """Return the sums of optimizer steps, and of skipped steps among them."""
+    """Return (number of optimizer steps, number of skipped steps) over all engines.
+
+    Skipped steps are included in the first number.
+    """
     return sum(count.num_steps for count in counts), sum(count.num_skipped for count in counts)

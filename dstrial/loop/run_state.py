@@ -51,7 +51,10 @@ class RunState:
         return runtime_of(self.context)
 
     def layouts(self) -> list[dict[str, Any]]:
-        """Return all engines' layouts as JSON. Ranks: all, collectively at the first call."""
+        """Return, for each engine, how its state is split over ranks, as JSON values.
+
+        Ranks: all, collectively at the first call.
+        """
         if self._layouts is None:
             gather = self.context.distributed.allgather
             self._layouts = [adapter.layout(gather).to_json() for adapter in self.runtime.adapters]
@@ -78,7 +81,7 @@ class RunState:
 
 
 class Snapshot:
-    """A copy of the attributes of reducers, which ``restore`` sets again.
+    """A copy of reducers' attributes; ``restore`` sets the attributes to this copy.
 
     Attributes that cannot be copied (locks, process groups, models, the context) are kept by reference.
     """
@@ -119,7 +122,10 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
 
 
 def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return per-slot values of another rank's training reducers, from their states."""
+    """Return ``per_slot_reduce()`` of training reducers with another rank's state.
+
+    ``states`` are that rank's ``reducer_state`` values, in the order in which the reducers were wrapped.
+    """
     reductions = []
     for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
         if wrapped.for_training:

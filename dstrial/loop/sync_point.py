@@ -36,7 +36,10 @@ class StopReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SyncResult:
-    """Result of a sync point, equal on all ranks; ``stop`` is None without a request."""
+    """The payloads of all ranks at a sync point, and the reason to stop.
+
+    Equal on all ranks. ``stop`` is None if no rank requests a stop.
+    """
 
     payloads: list[Any]  # by rank
     stop: StopReason | None
@@ -45,7 +48,8 @@ class SyncResult:
 class SyncPoints:
     """Schedules sync points after the same batches on all ranks, and runs them.
 
-    The first sync point is after the first batch. Then rank 0 chooses the distance in batches from the duration of batches.
+    A sync point is an exchange of payloads and stop requests between all ranks. The first one is after the first batch. Then
+    rank 0 chooses the distance in batches from the duration of batches.
 
     Args:
         stop_request: returns this rank's reason to stop, or None. It must be cheap: it is called at sync points and, with a
@@ -87,7 +91,7 @@ class SyncPoints:
 
     @property
     def may_wait(self) -> bool:
-        """Whether an exchange may end one batch late; equal on all ranks.
+        """Whether the exchange at a sync point may end one batch late; equal on all ranks.
 
         False with slow batches: a stop request would wait long, and the exchange is cheap compared with a batch.
         """
@@ -98,12 +102,15 @@ class SyncPoints:
         return self._stop_request() is not None
 
     def agree(self, batches_trained: int, payload: Any = None) -> SyncResult:
-        """Exchange payloads and stop requests. Ranks: all, collectively."""
+        """Exchange payloads and stop requests with all ranks. Ranks: all, collectively."""
         self.begin(batches_trained, payload)
         return self.end()
 
     def begin(self, batches_trained: int, payload: Any = None) -> None:
-        """Start the exchange; does not block on a control channel. Ranks: all."""
+        """Start the exchange with all ranks; ``end`` returns its result. Ranks: all.
+
+        Does not block if ranks communicate on a control channel.
+        """
         is_chief = self._distributed.rank == 0
         proposal = self._proposed_distance(batches_trained) if is_chief else 0
         self._begun_at = batches_trained
@@ -140,7 +147,10 @@ def described(error: BaseException | None) -> str | None:
 
 
 def peer_failed(where: str, failures: list[tuple[int, str]]) -> PeerFailedError:
-    """Return the error that ranks raise if others failed; ``failures``: (rank, text)."""
+    """Return the error that this rank raises because other ranks failed.
+
+    ``where`` is the method that failed; ``failures`` has (rank, error text).
+    """
     rank, text = failures[0]
     # The launcher recognises a consequence of another failure by the words about a peer (launch/failures.py).
     return PeerFailedError(

@@ -41,7 +41,7 @@ class ResumedRun:
         self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
 
     def hyperparameters(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Return hyperparameters whose DeepSpeed configs keep the checkpoint's batch size.
+        """Return a copy of ``hparams`` whose DeepSpeed configs keep the saved batch size.
 
         Raises:
             ConfigError: a config sets another batch size than the checkpoint's, or the replicas cannot divide it evenly.
@@ -63,9 +63,9 @@ class ResumedRun:
         return result
 
     def resolve(self, merged: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any] | None:
-        """Return a config with the checkpoint's batch size, solved for these replicas.
+        """Return ``merged`` with sizes that keep the checkpoint's ``train_batch_size``.
 
-        None if the config belongs to no engine of the checkpoint.
+        ``merged`` is a DeepSpeed config with overwrites applied. None if it belongs to no engine of the checkpoint.
         """
         main = self.saved.engines[0] if self.saved.engines else None
         engine = engine_of(self._as_given(merged, main), self.saved, is_main=True)
@@ -83,10 +83,10 @@ class ResumedRun:
     def fit_engine(self, engine: DeepSpeedEngine, engine_idx: int, *, is_chief: bool) -> dict[str, Any]:
         """Set a new engine's batch sizes to keep the checkpoint's ``train_batch_size``.
 
-        Called on all ranks.
+        Called on all ranks. ``engine_idx`` is the engine's index in the order of wrapping.
 
         Returns:
-            ``EngineRecord.given`` of the engine's config, with the sizes that the user gave.
+            The settings that the user gave in the engine's config, as in ``EngineRecord.given``.
 
         Raises:
             ConfigError: the config sets another batch size than the checkpoint's, or DeepSpeed cannot change the sizes.
@@ -122,9 +122,10 @@ class ResumedRun:
         return given
 
     def explain(self, error: AssertionError, num_wrapped: int) -> ConfigError | None:
-        """Return why DeepSpeed's assertion of the batch equation failed, or None.
+        """Return an error that explains why DeepSpeed rejects the batch sizes, or None.
 
-        None means that ``error`` is another assertion. ``num_wrapped`` engines are already wrapped.
+        None means that ``error`` is another assertion. ``num_wrapped`` is the number of engines that the trial has wrapped
+        before.
         """
         text = str(error)
         if not any(word in text for word in ("batch related parameters", "Gradient accumulation steps: 0",
@@ -172,7 +173,10 @@ class ResumedRun:
         )
 
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:
-        """Return a solution's three batch sizes; record the given sizes that they replace."""
+        """Return the config keys and batch sizes of ``solution``.
+
+        The sizes in ``merged`` that they replace are recorded for ``_as_given``.
+        """
         sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
         if merged.get(BATCH_KEYS[0]) is None and config_sizes(merged).get("model_parallel_size", 1) > 1:
             del sizes[BATCH_KEYS[0]]  # see ``get_deepspeed_config``
@@ -182,7 +186,7 @@ class ResumedRun:
         return sizes
 
     def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
-        """Return a config in which the batch sizes are those that the user gave.
+        """Return ``config`` with the batch sizes that the user gave, not solved ones.
 
         If several given sizes were replaced by the same solved sizes, the sizes with which ``engine`` began are used.
         """
@@ -195,7 +199,10 @@ class ResumedRun:
 
 
 def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
-    """Return a merged DeepSpeed config; None if unreadable, on which the trial fails."""
+    """Return a config (dict or path) merged with ``overwrite``; None if unreadable.
+
+    The trial raises the error when it reads the config.
+    """
     if not isinstance(source, (str, Mapping)) or not isinstance(overwrite, Mapping):
         return None
     if isinstance(source, str) and not Path(source).is_file():

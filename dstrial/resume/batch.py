@@ -25,9 +25,9 @@ def keep_batch(
 ) -> BatchSolution:
     """Return the batch sizes with which a resumed run keeps its ``train_batch_size``.
 
-    Given sizes that solve to the checkpoint's ``train_batch_size`` are used if they have a micro batch size or changed since
-    the run's start. Otherwise the micro batch size is the largest that divides a replica's share and is not above the
-    run's limit, which is known to fit into memory.
+    The sizes in ``config`` are used if they give the checkpoint's ``train_batch_size`` and either include a micro batch size or
+    differ from those at the run's start. Otherwise the micro batch size is the largest that divides the records of a replica and
+    that is at most ``saved.micro_batch_limit``, which is known to fit into memory.
 
     Args:
         config: the DeepSpeed config; only its three batch sizes are read.
@@ -68,7 +68,11 @@ def keep_batch(
 
 
 def is_unchanged(given: tuple[int | None, int | None, int | None], saved: EngineRecord) -> bool:
-    """Return whether sizes equal those at the run's start, or give the same batch."""
+    """Return whether a config still asks for the batch size of the saved run.
+
+    ``given`` are the config's batch sizes from ``given_sizes``. They must equal those at the run's start, or give the same
+    ``train_batch_size`` on the saved ranks.
+    """
     if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
         return True
     then = own_solution(given, saved.batch_replicas(saved.world_size))
@@ -78,8 +82,8 @@ def is_unchanged(given: tuple[int | None, int | None, int | None], saved: Engine
 def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> EngineRecord | None:
     """Return the saved engine to which a merged config belongs; None if unclear.
 
-    A config belongs to the engine that began with its batch sizes. If there is none, the main config (``is_main``) belongs to
-    the first engine.
+    A config belongs to the engine that had its batch sizes at the run's start. If there is none, the experiment's main config
+    (``is_main``) belongs to the first engine.
     """
     sizes = given_sizes(config)
     for engine in saved.engines:
@@ -89,7 +93,7 @@ def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> E
 
 
 def describe_batch(saved: EngineRecord, solution: BatchSolution) -> str:
-    """Return text about the batch equation now and at the checkpoint, for the log."""
+    """Return the batch equations of ``solution`` and the checkpoint, as log text."""
     return (
         f"{solution.equation} (it was {saved.micro_batch_size} x {saved.micro_batches_per_batch} x "
         f"{saved.batch_replicas(saved.world_size)})"
@@ -99,7 +103,10 @@ def describe_batch(saved: EngineRecord, solution: BatchSolution) -> str:
 def own_solution(
     given: tuple[int | None, int | None, int | None], data_parallel_size: int
 ) -> BatchSolution | None:
-    """Return DeepSpeed's own solution for given sizes; None if there is none."""
+    """Return the batch sizes that DeepSpeed itself would compute; None if unsolvable.
+
+    ``given`` are a config's batch sizes in the order of ``BATCH_KEYS``.
+    """
     try:
         return solve_batch(*given, data_parallel_size)
     except ConfigError:

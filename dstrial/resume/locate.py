@@ -49,8 +49,8 @@ def saved_run_to_resume(resume: str | None = None, run_dir: Path | None = None) 
 def saved_run_of_trial(info: Any) -> SavedRun | None:
     """Return the saved run that a cluster's trial resumes from.
 
-    None if the trial is new, or if the checkpoint's directory is missing here or unreadable. Ranks verify every file.
-    ``info`` is Determined's cluster info.
+    None if the trial is new, or if the checkpoint's directory is missing on this machine or unreadable. The directory is not
+    verified; ranks verify every file. ``info`` is Determined's cluster info.
     """
     storage = info.trial._config.get("checkpoint_storage") or {}
     run_dir = os.environ.get(RUN_DIR_VARIABLE)
@@ -74,7 +74,8 @@ def saved_run_of_trial(info: Any) -> SavedRun | None:
 def resumption_problems(info: Any, context_dir: Path | None = None) -> list[ConfigProblem]:
     """Return known problems that prevent a cluster's trial from resuming on its slots.
 
-    If ``context_dir`` is None, paths of DeepSpeed configs are relative to the current directory.
+    ``info`` is Determined's cluster info. If ``context_dir`` is None, paths of DeepSpeed configs are relative to the current
+    directory.
     """
     saved = saved_run_of_trial(info)
     if saved is None:
@@ -89,9 +90,11 @@ def resumption_problems(info: Any, context_dir: Path | None = None) -> list[Conf
 
 
 def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
-    """Return the trial id that checkpoints record.
+    """Return the trial id that this run's checkpoints record.
 
-    The id stays the same if a run resumes in another experiment of the master, or only rewrites a checkpoint.
+    It is ``LOCAL_ID`` without a cluster, and under ``dstrial run`` (``is_mirrored``), so that a run can resume in another
+    experiment of the master. A run that only rewrites a checkpoint keeps the id in the checkpoint. ``info`` is Determined's
+    cluster info or None.
     """
     rewritten = os.environ.get(REWRITE_VARIABLE)
     if rewritten:
@@ -100,9 +103,10 @@ def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
 
 
 def asked_checkpoint(info: Any, given: str | None, *, is_mirrored: bool) -> str | None:
-    """Return the checkpoint that a run was asked to resume from.
+    """Return the checkpoint that a run was asked to resume from; None for a new run.
 
-    The result is a uuid, a directory, or off a cluster ``latest``; None for a new run. ``given`` overrides the environment.
+    The result is a uuid, a directory, or off a cluster ``latest``. ``given`` overrides the environment. ``is_mirrored``: whether
+    ``dstrial run`` started the run, which reports to a master and has a run directory.
     """
     asked = given or (None if info is None else info.latest_checkpoint)
     if not asked and (info is None or is_mirrored):

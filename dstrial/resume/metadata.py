@@ -87,10 +87,10 @@ class EngineRecord(EngineArrangement):
     micro_batch_limit: int = 0
 
     def replica_with(self, section: Any, config: Mapping[str, Any] | None) -> ParallelDims:
-        """Return a replica's dimensions in a resumed run.
+        """Return the parallel dimensions of one replica in a resumed run.
 
-        Sizes in ``data.dstrial`` (``section``) and the DeepSpeed config override those of the checkpoint. A size that the config
-        gave at the run's start, and no longer gives, is 1. If ``config`` is None, it is unknown.
+        Sizes in ``data.dstrial`` (``section``) and the DeepSpeed config override those of the checkpoint. If the config gave a
+        size at the run's start and no longer gives it, the size is 1. ``config`` is None if it is unknown.
         """
         sizes = dict(section) if isinstance(section, Mapping) else {}
         if config is not None and self.engine_kind != "pipeline":
@@ -161,7 +161,10 @@ class SavedRun:
         )
 
     def of_trial(self, trial_id: int) -> SavedRun:
-        """Return a copy in which ``keeps_batch`` tells whether this trial wrote it."""
+        """Return a copy whose ``keeps_batch`` says whether this trial wrote it.
+
+        If another trial wrote the checkpoint, only its weights are loaded.
+        """
         return dataclasses.replace(self, keeps_batch=self.trial_id == trial_id)
 
 
@@ -175,7 +178,10 @@ def run_metadata(engines: Sequence[EngineRecord], trial_id: int) -> dict[str, An
 
 
 def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a DeepSpeed config for ``EngineRecord.given``."""
+    """Return batch sizes, parallel sizes and class names given in a DeepSpeed config.
+
+    The class names are the types of ``optimizer`` and ``scheduler``; ``EngineRecord.given`` stores the result.
+    """
     given = {key: config[key] for key in BATCH_KEYS if isinstance(config.get(key), int)}
     sizes = config_sizes(config)
     given |= {path: sizes[key] for path, key in CONFIG_KEYS.items() if sizes.get(key, 1) > 1}
@@ -188,7 +194,7 @@ def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_sizes(given: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Return the three batch sizes in ``BATCH_KEYS`` order; None for a missing size."""
+    """Return a config's batch sizes in ``BATCH_KEYS`` order; None for a missing one."""
     total, micro, steps = (
         value if isinstance(value := given.get(key), int) and not isinstance(value, bool) else None
         for key in BATCH_KEYS

@@ -159,7 +159,10 @@ def resume_problems(
 def resumable_slots(
     saved: SavedRun, *, at_most: int, at_least: int = 1, extents: Mapping[str, Any] | None = None
 ) -> Iterator[int]:
-    """Yield the numbers of slots on which a run can resume, from ``at_most`` down."""
+    """Yield the numbers of slots on which a run can resume, from ``at_most`` down.
+
+    ``extents``: as for ``resume_problems``.
+    """
     for num_slots in range(at_most, max(at_least, 1) - 1, -1):
         if not resume_problems(saved, num_slots=num_slots, extents=extents):
             yield num_slots
@@ -168,9 +171,10 @@ def resumable_slots(
 def with_kept_batch(
     found: DeepSpeedSource, resumed: SavedRun, sizes: ParallelDims, notes: list[str], *, is_main: bool
 ) -> dict[str, Any]:
-    """Return a merged DeepSpeed config with the checkpoint's ``train_batch_size``.
+    """Return a merged DeepSpeed config with the saved run's ``train_batch_size``.
 
-    If the other batch sizes have changed, a note is appended to ``notes``. ``is_main``: whether ``found`` is the main config.
+    ``found`` has the config; ``sizes`` are this run's parallel dimensions. If micro batch size or number of replicas have
+    changed, a note is appended to ``notes``. ``is_main``: whether ``found`` is the experiment's main DeepSpeed config.
     """
     engine = engine_of(found.merged, resumed, is_main=is_main)
     if engine is None:
@@ -197,7 +201,8 @@ def check_resumption(
 ) -> None:
     """Record in ``findings`` the problems that prevent resuming with a config.
 
-    ``slots`` 0 means one rank on the CPU. ``checks`` are the experiment's DeepSpeed configs, the main config first.
+    ``raw`` is the experiment config. ``slots`` 0 means one rank on the CPU; ``slots_key`` is the key that gives the slots.
+    ``checks`` are the experiment's DeepSpeed configs, the main config first.
     """
     section = dstrial_section(raw)
     places = [Diagnostics(source.lines, source.label) for source, _ in checks]
@@ -240,7 +245,10 @@ def _changes_layout(
 
 
 def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
-    """Return a config's optimizer or scheduler type if changed since the run's start."""
+    """Return a config's optimizer or scheduler type if changed since the run's start.
+
+    ``section`` is ``optimizer`` or ``scheduler``. None if the type is unchanged or unknown.
+    """
     kind = given_settings(config).get(section)
     if not engine.given or kind is None or kind == engine.given.get(section):
         return None
@@ -322,9 +330,10 @@ def _fixed_layout_reason(engine: EngineRecord) -> str | None:
 def plan_load(
     checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout], problems: Sequence[str] = ()
 ) -> list[str]:
-    """Return how the engines' layouts differ; empty if DeepSpeed can load as is.
+    """Return how the engines' rank layouts differ; empty if DeepSpeed can load as is.
 
-    If the layouts differ, the engines are resharded. ``problems`` are additional reasons why resharding is impossible.
+    If the layouts differ, the engines' state is split anew (resharded). ``saved`` and ``now`` have one layout per engine.
+    ``problems`` are additional reasons why resharding is impossible. ``checkpoint`` is used in messages.
 
     Raises:
         CheckpointLayoutError: the number of engines differs, or the checkpoint cannot be resharded.
@@ -364,7 +373,7 @@ def require_same_batch(checkpoint: object, saved: Sequence[Layout], now: Sequenc
 
 
 def compatible(saved: Layout, now: Layout) -> list[str]:
-    """Return why a layout cannot load a checkpoint as it is; empty if it can.
+    """Return why DeepSpeed cannot load ``saved`` state as in ``now``; empty if it can.
 
     Batch sizes and versions are not compared, because DeepSpeed can load despite such differences.
     """
@@ -393,7 +402,7 @@ def compatible(saved: Layout, now: Layout) -> list[str]:
 
 
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
-    """Return why a checkpoint cannot be resharded to another layout; empty if it can."""
+    """Return why ``saved`` state cannot be split anew as in ``now``; empty if it can."""
     problems = []
     if saved.model_parallel_size != now.model_parallel_size:
         problems.append(
@@ -448,7 +457,7 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
 
 
 def _is_trained(place: ParameterPlace) -> bool:
-    """Return whether the optimizer updates a parameter, which must have elements."""
+    """Return whether the optimizer updates a parameter; False if it has no elements."""
     # Without a wrapper, the optimizer may own frozen parameters, but does not update them.
     return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
 

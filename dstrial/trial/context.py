@@ -127,7 +127,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
         """Reduce the values collected by the wrapped reducers on all ranks.
 
-        If the run resumed with fewer ranks, training metrics include the saved values of the missing ranks.
+        ``for_training`` selects the training reducers, otherwise the validation reducers. If the run resumed with fewer ranks,
+        training metrics include the saved values of the missing ranks.
 
         Returns:
             Metric name -> result of ``cross_slot_reduce``, equal on every rank.
@@ -207,7 +208,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
-        """Set the checkpoint's batch sizes on the engine; return the config's settings."""
+        """Set the checkpoint's batch sizes on an engine; return the config's settings.
+
+        These are the settings that the user gave (``given_settings``).
+        """
         if self._runtime.resumed is None:
             return given_settings(engines.config_of(engine))
         return self._runtime.resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
@@ -280,7 +284,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 raise ConfigError([problem])
 
     def _searched_below(self, section: str, engine: Any) -> list[str]:
-        """Return the searched values in a config section that the engine does not use."""
+        """Return the searched values in a config section that ``engine`` does not use."""
         specs = (self._runtime.exp_conf or {}).get("hyperparameters") or {}
         hparams = self._runtime.given_hparams or {}
         found = []
@@ -292,6 +296,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
         """Set the rank layout for custom model parallelism; call it once.
+
+        ``mpu`` says which replica this rank belongs to, and whether the rank reads records and reports metrics.
 
         Raises:
             TrialContractError: no engine is wrapped yet, or ``set_mpu`` was called before.
@@ -319,7 +325,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._use_pipeline_parallel
 
     def disable_auto_grad_accumulation(self) -> None:
-        """Let ``train_batch`` train all micro batches of a batch in one call."""
+        """Let one call of ``train_batch`` train all micro batches of an optimizer step."""
         self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
@@ -334,21 +340,27 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.adapters[0]
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
-        """Return the first engine's number of records per forward pass of a replica."""
+        """Return the first engine's micro batch size: records in one forward pass."""
         return self._first_adapter("the micro batch size").micro_batch_size
 
     def get_data_parallel_rank(self) -> int:
-        """Return the index, from 0, of this rank's replica, which reads its own records."""
+        """Return the index, from 0, of this rank's replica.
+
+        Each replica reads other records.
+        """
         self._first_adapter("the data-parallel rank")
         return self._runtime.mpu.data_parallel_rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the number of replicas among which a loader of your own divides records."""
+        """Return the number of replicas, among which your own loader divides the records."""
         self._first_adapter("the number of replicas")
         return self._runtime.mpu.data_parallel_world_size
 
     def get_num_micro_batches_per_slot(self) -> int:
-        """Return the first engine's number of micro batches per batch of a replica."""
+        """Return the first engine's ``gradient_accumulation_steps``.
+
+        This is the number of micro batches that each replica trains per optimizer step.
+        """
         return self._first_adapter("the number of micro batches").micro_batches_per_batch
 
     @property
@@ -428,7 +440,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.current_batch_idx
 
     def get_initial_batch(self) -> int:
-        """Return the number of batches that were trained before this process started."""
+        """Return the number of batches trained before this process; 0 in a new run."""
         return self._runtime.steps_completed
 
     # ---- configuration -------------------------------------------------------------------------------
@@ -512,7 +524,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def get_global_batch_size(self) -> int:
         """Return hyperparameter ``global_batch_size``, rounded to a multiple of the slots.
 
-        The value is rounded down. DeepSpeed does not use it: its batch size is ``train_batch_size`` of the DeepSpeed config.
+        The value is rounded down. DeepSpeed does not use it: DeepSpeed's batch size is ``train_batch_size`` of the DeepSpeed
+        config.
         """
         if self._global_batch_size is None:
             raise ValueError(
@@ -521,7 +534,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._global_batch_size
 
     def get_per_slot_batch_size(self) -> int:
-        """Return the hyperparameter ``global_batch_size`` divided by the slots."""
+        """Return hyperparameter ``global_batch_size`` divided by the slots, rounded down."""
         if self._per_slot_batch_size is None:
             raise ValueError(
                 "the hyperparameter global_batch_size is not set; pass it in hparams to dstrial.init()."
@@ -595,7 +608,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
 
 def runtime_of(context: DeepSpeedTrialContext) -> TrialRuntime:
-    """Return a context's internal state; for the loop, trainer and integrations only."""
+    """Return a context's ``TrialRuntime``; for loop, trainer and integrations only."""
     return context._runtime
 
 

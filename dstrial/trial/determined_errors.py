@@ -14,27 +14,36 @@ from dstrial.errors import TrialContractError
 
 # Determined's class is a BaseException; TrialContractError as first base makes this class an Exception.
 class InvalidTrialError(TrialContractError, errors.InvalidExperimentException):  # type: ignore[misc]  # untyped
-    """The trial is invalid, for example no engine (``InvalidExperimentException``)."""
+    """The trial is invalid, for example has no engine.
+
+    Also an ``InvalidExperimentException`` of Determined.
+    """
 
 
 class MetricNamesError(InvalidTrialError, ValueError):
-    """Metric names differ between batches or ranks (``ValueError``)."""
+    """Metric names differ between batches or ranks; also a ``ValueError``."""
 
 
 class SearcherMetricError(TrialContractError, RuntimeError):
-    """The searcher's metric is missing or not a number (``RuntimeError``)."""
+    """The searcher's metric is missing or not a number; also a ``RuntimeError``."""
 
 
 class ForeignLoaderError(TrialContractError, RuntimeError):
-    """A loader is not ``dstrial.DataLoader`` and was not allowed (``RuntimeError``)."""
+    """A loader is not ``dstrial.DataLoader`` and was not allowed.
+
+    Also a ``RuntimeError``.
+    """
 
 
 class FullDatasetError(TrialContractError, TypeError):
-    """``evaluate_full_dataset`` did not return a dict (``TypeError``)."""
+    """``evaluate_full_dataset`` did not return a dict; also a ``TypeError``."""
 
 
 class AccumulationError(TrialContractError, AssertionError):
-    """``train_batch`` trained a wrong number of micro batches (``AssertionError``)."""
+    """``train_batch`` trained too few or too many micro batches.
+
+    Also an ``AssertionError``.
+    """
 
 
 class _Internal(errors.InternalException):  # type: ignore[misc]  # untyped
@@ -46,13 +55,19 @@ class _Internal(errors.InternalException):  # type: ignore[misc]  # untyped
 
 
 class NotTrainingError(TrialContractError, _Internal):
-    """Batch or epoch number was requested before training (``InternalException``)."""
+    """Batch or epoch number was requested before training.
+
+    Also an ``InternalException`` of Determined.
+    """
 
     __init__ = _Internal.__init__
 
 
 class NoSeedError(_Internal, ValueError):
-    """No trial seed is configured (``InternalException`` and ``ValueError``)."""
+    """No trial seed is configured.
+
+    Also a ``ValueError``, and an ``InternalException`` of Determined.
+    """
 
 
 for _class in (

@@ -53,7 +53,7 @@ def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParall
 
 
 def make_deepspeed_mpu(topology: Any) -> ModelParallelUnit:
-    """Return the unit of a rank in a pipeline, from its grid (``engine.mpu``).
+    """Return the unit of this rank in a pipeline; ``topology`` is ``engine.mpu``.
 
     Unlike in Determined, only the last stage reports metrics, because it computes the loss.
     """
@@ -75,10 +75,9 @@ class TrialRuntime:
     Attributes:
         core: Determined's Core API, on a cluster or on a run directory; already entered.
         engines: the wrapped engines, in the order of wrapping; the same list as ``context.models``.
-        given_settings: ``EngineRecord.given`` of each engine.
+        given_settings: for each engine, the settings that its config gave, as in ``EngineRecord.given``.
         wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
-        reductions_of_absent_ranks: training reducers' values for the next report, from ranks that wrote the checkpoint but no
-        longer exist.
+        reductions_of_absent_ranks: training reducers' values for the next report, of saved ranks that this run does not have.
         given_hparams: hyperparameters as given by the user; None without any.
         hparams: hyperparameters for the trial, with the batch size of the resumed checkpoint.
         trial_seed: the trial's seed; None without a cluster and without a configured seed.
@@ -87,8 +86,8 @@ class TrialRuntime:
         mpu: this rank's replica and roles.
         accumulates_itself: whether ``train_batch`` trains a whole batch (``disable_auto_grad_accumulation``).
         stop_signals: stop signals to this process; None if nothing collects them.
-        own_run: the run directory whose record this script writes, on the chief; None otherwise.
-        is_own_run: whether this script writes a run directory's record; equal on all ranks.
+        own_run: on rank 0, the run directory whose ``run.json`` this script updates; None if a launcher updates it.
+        is_own_run: whether this script, not a launcher, updates ``run.json``; equal on all ranks.
         current_batch_idx: the current batch, counted from 0 over the whole run; None before training.
         epoch_length: batches per epoch; None if not yet known or if the loader has no length.
     """
@@ -143,12 +142,15 @@ class TrialRuntime:
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether an engine requires all replicas to call forward equally often."""
+        """Whether, for any engine, all replicas must call forward equally often."""
         return any(adapter.forward_is_collective for adapter in self.adapters)
 
     @property
     def kept_reports(self) -> LocalTrainContext | None:
-        """The train context that writes reports to a run directory; None without one."""
+        """The train context that writes reports to a run directory, or None.
+
+        None if reports go only to a master.
+        """
         train = self.core.train
         return train if isinstance(train, LocalTrainContext) else None
 
@@ -197,7 +199,10 @@ class TrialRuntime:
             writer.close()
 
     def checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
-        """Return checkpoint metadata, with which a resumed run compares its config."""
+        """Return checkpoint metadata, with which a resumed run compares its config.
+
+        ``layouts`` says, for each engine, how its state is split over ranks; ``trial_id`` is the id of the trial that saves.
+        """
         saved = self.resumed.saved.engines if self.resumed is not None else ()
         engines = []
         for idx, (layout, given) in enumerate(zip(layouts, self.given_settings, strict=True)):

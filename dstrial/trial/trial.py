@@ -17,9 +17,9 @@ from dstrial.trial.context import DeepSpeedTrialContext
 
 
 def tokens_in(micro_batch: Any) -> int | None:
-    """Return the number of elements of ``input_ids``, padding included, or None.
+    """Return the number of elements of ``input_ids`` in a micro batch, or None.
 
-    None if the micro batch has no ``input_ids``: other integer tensors may not be tokens.
+    Padding counts. None if the micro batch has no ``input_ids``: other integer tensors may not be tokens.
     """
     if isinstance(micro_batch, (tuple, list)) and micro_batch and isinstance(micro_batch[0], Mapping):
         micro_batch = micro_batch[0]
@@ -68,7 +68,7 @@ class Checkpointable:
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Load only the non-engine state of ``save``; used if engines are resharded."""
+        """Load what ``save`` wrote besides engines; used if engine state is split anew."""
 
 
 class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # determined ships no usable types for it
@@ -159,7 +159,7 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
         raise NotImplementedError("override evaluate_batch or evaluate_full_dataset")
 
     def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
-        """Evaluate all validation records at once on the chief.
+        """Evaluate all validation records at once on rank 0.
 
         Args:
             data_loader: ``torch.utils.data.DataLoader`` over every validation record.
@@ -167,7 +167,7 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
         Returns:
             Metric name -> value for the whole set.
 
-        Ranks: the chief only. The method cannot be used if a forward pass needs all ranks (ZeRO 3, pipelines).
+        Ranks: rank 0 only. The method cannot be used if a forward pass needs all ranks (ZeRO 3, pipelines).
         """
         raise NotImplementedError("override evaluate_batch or evaluate_full_dataset")
 

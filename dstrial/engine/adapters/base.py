@@ -67,7 +67,7 @@ class EngineAdapter:
             setattr(engine, setter, functools.partial(_refuse_batch_size, setter))
 
     def _replica(self) -> tuple[int, int]:
-        """Return this rank's replica index, from 0, and the number of replicas."""
+        """Return (index of this rank's replica, from 0, number of replicas)."""
         dims, group = dims_of(self.engine), self.engine.data_parallel_group
         # An mpu of sequence parallelism alone has no data-parallel group; consecutive ranks share a sequence.
         rank = comm.get_rank() // dims.sp if group is None else comm.get_rank(group=group)
@@ -95,8 +95,12 @@ class EngineAdapter:
         """Plan a validation in which the replicas together evaluate each record once.
 
         Returns one round per call of ``evaluate_batch`` on this replica, in order; every replica has the same number of rounds.
-        ``all_replicas``: every replica must call ``evaluate_batch`` equally often, because a forward pass of another engine
-        of the trial is collective.
+
+        Args:
+            num_records: size of the validation set.
+            records_per_micro_batch: batch size of the validation loader.
+            all_replicas: whether every replica must call ``evaluate_batch`` equally often, because a forward pass of another
+                engine of the trial is collective.
         """
         return plan_validation(
             num_records,
@@ -117,7 +121,10 @@ class EngineAdapter:
         """
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Return how the engine's state is split over ranks. Ranks: all, collectively."""
+        """Return how the engine's state is split over ranks. Ranks: all, collectively.
+
+        ``allgather`` returns a list with every rank's argument.
+        """
         return collect_layout(self.engine, allgather)
 
 

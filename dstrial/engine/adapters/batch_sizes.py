@@ -26,7 +26,7 @@ def set_batch_sizes(
 
     DeepSpeed's two setters change only its config, and need ``dp_world_size``, which sequence parallelism may lack. This
     function also updates copied values: a pipeline's schedule, the optimizer's accumulation steps, and the batch size of
-    the throughput timer.
+    the throughput timer. ``name`` stands for the engine in error messages.
 
     Raises:
         ConfigError: DeepSpeed has already created its training loader with the old micro batch size.
@@ -56,7 +56,10 @@ def set_batch_sizes(
 
 
 def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:
-    """Convert a loaded engine's micro batch count to the current accumulation steps."""
+    """Convert a loaded engine's micro batch count to this run's accumulation steps.
+
+    ``saved`` and ``now`` are the layouts of the checkpoint and of the engine.
+    """
     if saved.micro_batches_per_batch == now.micro_batches_per_batch:
         return
     engine.micro_steps = int(engine.global_steps) * now.micro_batches_per_batch

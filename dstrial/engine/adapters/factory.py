@@ -29,9 +29,10 @@ def adapt(
 
 
 def require_engine(engine: object) -> None:
-    """Reject what is no engine, lacks sequence groups, or is compiled under ZeRO 3.
+    """Raise an error unless ``engine`` is a DeepSpeed engine that dstrial can train.
 
-    Under ZeRO 3, DeepSpeed 0.19 partitions the parameters of a module wrapped by ``torch.compile``, then fails at the wrapper.
+    dstrial cannot train an engine whose sequence parallelism lacks process groups, or whose model was wrapped by
+    ``torch.compile`` under ZeRO 3. DeepSpeed 0.19 partitions such a model's parameters, then fails at the wrapper.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TrialContractError(
@@ -52,7 +53,7 @@ def require_engine(engine: object) -> None:
 
 
 def _require_sequence_groups(engine: DeepSpeedEngine) -> None:
-    """Reject an engine that does not reduce gradients over the ranks of a sequence.
+    """Raise an error if gradients are not reduced over the ranks of a sequence.
 
     DeepSpeed 0.19.8 divides the batch by ``sequence_parallel_size`` without any groups, and with a device mesh it reduces
     gradients over the data-parallel ranks only (``utils/groups.py:911``), so that weights diverge.

@@ -83,7 +83,7 @@ class _Binding:
     Attributes:
         shape: name of the activation shape that the stages' buffers have, equal on all ranks; None if unknown.
         weights: during a validation round, the number of real records in each micro batch; otherwise None.
-        input_shapes: shapes of the first micro batch's input tensors since buffers were reset; None before it.
+        input_shapes: shapes of the first micro batch's input tensors since buffers were reset; None before that micro batch.
     """
 
     engine: PipelineEngine
@@ -129,7 +129,9 @@ class _Binding:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate the bound round; non-default arguments call DeepSpeed's method.
+        """Evaluate the current validation round (``bind_validation_round``).
+
+        A call with arguments other than the defaults is passed to DeepSpeed's method.
 
         Returns:
             Mean loss over the records of all replicas in this round, shape (), on every rank (with ``bcast_loss``
@@ -209,7 +211,10 @@ class _Binding:
         self.shape = shape
 
     def _of_one_shape(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
-        """Check the inputs' shapes if the stages' buffers have a fixed shape."""
+        """Return ``iterator`` with a check that inputs fit the stages' activation buffers.
+
+        Without buffers of a fixed shape, nothing is checked.
+        """
         if iterator is None or self.engine.module.dynamic_shape:
             return iterator
         return self._checked(iterator)

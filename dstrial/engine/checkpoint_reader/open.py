@@ -51,7 +51,11 @@ def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
 
 
 def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = False) -> dict[str, Any]:
-    """Return the content of one rank's state file, with tensors mapped from the file."""
+    """Return the content of a rank's file ``dstrial_rank<r>.pt`` in a checkpoint.
+
+    Tensors are mapped from the file.
+    ``trusts_code``: whether classes outside ``safe_load.LISTED`` may be loaded.
+    """
     path = pathlib.Path(root) / rank_state_name(rank)
     try:
         return load_mapped(path, holds=f"the state of rank {rank}", trusts_code=trusts_code)

@@ -92,6 +92,11 @@ def load(
 def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
     """Load a file of ``torch.save`` on the CPU, with tensors mapped from the file.
 
+    Args:
+        path: the file.
+        holds: the file's content in error messages.
+        trusts_code: whether classes outside ``LISTED`` may be loaded.
+
     Raises:
         CheckpointDamagedError: the file is missing or cannot be read.
         UntrustedCheckpointError: the file contains unlisted classes.
@@ -113,7 +118,10 @@ def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) ->
 def untrusted(
     found: Mapping[str, Iterable[str]], fix: str = "Add --trust-code if you trust who wrote it."
 ) -> UntrustedCheckpointError:
-    """Return an error that names each file in ``found`` with its unlisted names."""
+    """Return an error that names each file and the classes that may not be loaded.
+
+    ``found``: file -> names of its classes and functions outside ``LISTED``. ``fix``: the remedy in the message.
+    """
     files = "; ".join(f"{name} holds {_shown(list(names))}" for name, names in found.items())
     return UntrustedCheckpointError(
         f"{files}; expected values, tensors and the classes that DeepSpeed and dstrial write into checkpoints, for anything "
@@ -128,7 +136,7 @@ def _shown(names: list[str]) -> str:
 
 
 def contents_of(path: pathlib.Path) -> PickleContents:
-    """Return the names in a file's pickles, without importing or calling anything.
+    """Return the classes and functions that a file's pickles name; import none.
 
     For a file that is no pickle the result is empty. If the scan of a pickle fails, all names before the failure count.
     """
@@ -160,9 +168,10 @@ def contents_of(path: pathlib.Path) -> PickleContents:
 
 
 def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -> tuple[str, ...]:
-    """Return the names in ``contents`` that neither torch nor ``LISTED`` allows.
+    """Return names of classes and functions that must not be loaded from this file.
 
-    ``may_hold_arrays``: whether names that load NumPy arrays are allowed too.
+    These are the names that neither torch's ``weights_only`` unpickler nor ``LISTED`` allows. ``may_hold_arrays``: whether names
+    that load NumPy arrays are allowed too.
     """
     known = _weights_only_unpickler._get_allowed_globals()
     unlisted = [name for name in contents.names if name not in known and name not in LISTED]
@@ -172,7 +181,7 @@ def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -
 
 
 def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return file -> its unlisted classes and functions, for files with any.
+    """Return file -> its classes and functions outside ``LISTED``, for files with any.
 
     ``names`` are relative to ``root``; files that are never unpickled are skipped. A trial's own ``load`` may read files of any
     name. Files are therefore also recognised by content: by a pickle or torch header, or by objects that a pickle without a
@@ -234,9 +243,9 @@ def _torch_listed() -> Iterator[None]:
 def bind_checkpoint_engine(engine: Any) -> None:
     """Make an engine load checkpoints with ``load``, which rejects unlisted classes.
 
-    Inside ``vouched_for`` unlisted classes may be loaded. Loaded parameters get the names of the engine's module, compiled or
-    not. DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only the checkpoint engine's
-    ``load`` is replaced, because DeepSpeed and ``engine.snapshot`` distinguish checkpoint engines by class.
+    Inside ``vouched_for`` classes outside ``LISTED`` may be loaded. Loaded parameters get the names of the engine's module,
+    compiled or not. DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only the checkpoint
+    engine's ``load`` is replaced, because DeepSpeed and ``engine.snapshot`` distinguish checkpoint engines by class.
     """
     own = engine.checkpoint_engine
     if own is None:
@@ -255,7 +264,7 @@ _VOUCHED = "dstrial_trusts_code"  # attribute of a bound checkpoint engine
 
 @contextlib.contextmanager
 def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
-    """Let engines load unlisted classes inside the block if ``trusts_code``."""
+    """If ``trusts_code``, let engines load classes outside ``LISTED`` in the block."""
     owns = [engine.checkpoint_engine for engine in engines if engine.checkpoint_engine is not None]
     for own in owns:
         setattr(own, _VOUCHED, trusts_code)

@@ -78,7 +78,7 @@ class SavedEngine:
 
     @property
     def places(self) -> Mapping[str, ParameterPlace]:
-        """Layout entry of each parameter by name; for tied copies, the first stage's."""
+        """Parameter name -> layout entry; for tied copies, the first stage's entry."""
         return self._places
 
     def place(self, name: str) -> ParameterPlace:
@@ -136,10 +136,11 @@ class SavedEngine:
         self._copy(self.place(name), key, begin, out)
 
     def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
-        """Yield the elements that ``copy`` copies, but located by DeepSpeed's own records.
+        """Yield the elements that ``copy`` copies, located by DeepSpeed's own records.
 
-        The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``, and ``param_shapes`` of ZeRO 3. Other
-        optimizers are not partitioned and have no records; their elements are read with ``copy``.
+        The check after a load compares both. The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``, and
+        ``param_shapes`` of ZeRO 3. Other optimizers are not partitioned and have no records; their elements are read with
+        ``copy``.
         """
         place = self.place(name)
         if place.group_idx is None or self.layout.wrapper not in _WITH_RECORDS:
@@ -247,7 +248,7 @@ class SavedEngine:
         return out.reshape(place.shape)
 
     def group_settings(self, name: str) -> dict[str, Any] | None:
-        """Return the settings of a parameter's group; None if no optimizer owns it.
+        """Return the optimizer settings of a parameter's group; None without an optimizer.
 
         Each pipeline stage has separate groups. DeepSpeed drops groups without parameters.
         """
@@ -317,7 +318,10 @@ class SavedEngine:
             )
 
     def _sources(self, place: ParameterPlace, key: str) -> list[Shard]:
-        """Return the shards in the files that together hold ``key`` of a parameter."""
+        """Return the shards in files that together hold ``key`` of a parameter.
+
+        ``key`` is ``MASTER`` for weights, or a key of the optimizer's state.
+        """
         if place.group_idx is None and place.is_cut:
             replicas = range(self.layout.data_parallel_size)
             return [piece for piece in (own_shard(place, r) for r in replicas) if piece is not None]
@@ -385,7 +389,7 @@ class SavedEngine:
     def _state_idx(self, place: ParameterPlace) -> int:
         """Return a parameter's or buffer's index in the optimizer's ``state_dict``.
 
-        Indices count by group, then by position in the group.
+        Indices count through the groups in order, and through the positions in each group.
         """
         if place.buffer_idx is None:
             return self._order_of_parameters(place.model_part)[place.name]

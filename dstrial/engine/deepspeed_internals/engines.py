@@ -167,12 +167,15 @@ def basic_optimizer(engine: DeepSpeedEngine) -> Any:
 
 
 def replica(engine: DeepSpeedEngine) -> int:
-    """Return this rank's ZeRO partition index; sequence-parallel ranks count too."""
+    """Return this rank's index among the ranks that partition the optimizer's state.
+
+    These are the data-parallel ranks; each rank of a sequence counts separately.
+    """
     return int(comm.get_rank(group=engine.seq_data_parallel_group))
 
 
 def checkpoint_part(engine: DeepSpeedEngine) -> int:
-    """Return this rank's model-parallel index in checkpoint file names.
+    """Return this rank's model-parallel index, which is in names of checkpoint files.
 
     Source: ``DeepSpeedEngine.checkpoint_mp_rank``, ``runtime/engine.py:2167``; 0.19.0 calls the model-parallel unit each time.
     """
@@ -191,7 +194,9 @@ def expert_parallel_size(engine: DeepSpeedEngine) -> int:
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
-    """Return the relative path of the model file of this rank, or of ``part``.
+    """Return the relative path of the model file of this rank, or of another ``part``.
+
+    ``part`` is a model-parallel index as in file names, such as ``00``.
 
     Source: ``DeepSpeedEngine._get_ckpt_name``, ``runtime/engine.py:4336``.
     """
@@ -204,7 +209,7 @@ def zero_file(engine: DeepSpeedEngine, tag: str) -> str:
 
 
 def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
-    """Return layer index -> relative file path, for this stage's layers with weights.
+    """Return index within the stage -> relative file path, for layers with weights.
 
     Source: ``PipelineModule.save_state_dict`` and ``ckpt_layer_path``, ``runtime/pipe/module.py``.
     """
@@ -216,7 +221,7 @@ def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
 
 
 def written_layers(engine: PipelineEngine) -> range:
-    """Return the layer indices that this replica writes.
+    """Return the indices, within the stage, of the layers that this replica saves.
 
     Source: ``PipelineModule.save_state_dict``.
     """
@@ -243,9 +248,10 @@ def gradient_clipping(engine: DeepSpeedEngine) -> float:
 
 
 def layers_sharing_across_stages(module: PipelineModule) -> dict[int, int]:
-    """Return layer -> stage of two layers that share a parameter across stages, or {}.
+    """Return two layers on different stages that share a parameter: index -> stage.
 
-    Only a ``TiedLayerSpec`` keeps them equal. Each stage trains its own copy of what plain modules share.
+    Empty if there are none. Only ``TiedLayerSpec`` keeps shared parameters equal: if plain modules share a parameter, each stage
+    trains its own copy.
     """
     first: dict[int, int] = {}
     for idx, layer in enumerate(module._layer_specs):

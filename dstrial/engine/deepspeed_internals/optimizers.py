@@ -42,7 +42,10 @@ class FlatGroups:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubGroup:
-    """Parameters of ZeRO 3 that share one flat buffer, partitioned over the replicas."""
+    """Parameters of ZeRO 3 that share one flat buffer, partitioned over the replicas.
+
+    ``group_idx`` is the index of the optimizer's parameter group.
+    """
 
     parameters: Sequence[Any]
     group_idx: int
@@ -111,7 +114,7 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
-    """Return separate master weights by [group][position]; None if there are none."""
+    """Return master weights in separate tensors by [group][position], or None."""
     return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None
 
 

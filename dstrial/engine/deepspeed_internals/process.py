@@ -159,7 +159,10 @@ def op_builder() -> Any:
 
 
 def nested_phases() -> list[tuple[Any, str, str]]:
-    """Return communicating functions: (owner, name, ``reduce`` or ``gather``)."""
+    """Return DeepSpeed's functions that reduce gradients or gather parameters.
+
+    Each entry is (class or module with the function, the function's name, ``reduce`` or ``gather``).
+    """
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2

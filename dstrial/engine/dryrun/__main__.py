@@ -44,8 +44,8 @@ _Pair = tuple[DryRunRequest, Path]  # a request and the file for its answer
 def main(num_parallel: int, paths: Sequence[str]) -> None:
     """Run each request in a fork, which writes its answer file.
 
-    ``paths`` alternates request and answer files. An answer is a result in JSON, or ``{"error": {kind, message, place}}``. A
-    fork that dies leaves no answer file.
+    At most ``num_parallel`` forks run at once. ``paths`` alternates request and answer files. An answer is a ``DryRunResult`` in
+    JSON, or ``{"error": {kind, message, place}}``. A fork that dies leaves no answer file.
     """
     importlib.import_module("dstrial.engine.dryrun.imported_ahead")
     requests = [DryRunRequest.from_json(json.loads(Path(path).read_text("utf-8"))) for path in paths[::2]]
@@ -100,7 +100,10 @@ def _answer(request: DryRunRequest, path: Path, measure: Callable[[DryRunRequest
 
 
 def _error(error: Exception, is_real: bool, limit_bytes: int | None) -> dict[str, Any]:
-    """Return an error's kind, its message and the ``file:line`` of user code."""
+    """Return ``kind``, ``message`` and ``place`` of an error, for the answer file.
+
+    The place is ``file:line`` of user code. ``limit_bytes`` is the memory limit of a dry run with real tensors (``is_real``).
+    """
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -184,7 +187,7 @@ def _has_failed(child: int) -> bool:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Have this process killed when its parent dies; only the parent has a deadline."""
+    """Kill this process when its parent dies, because only the parent has a deadline."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

@@ -108,10 +108,10 @@ class FakeWorld(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def before_engines(self, answer: Callable[[CapturedInitialize], Any]) -> Iterator[None]:
-        """Patch ``deepspeed.initialize`` in the block to return engine stand-ins.
+        """Patch ``deepspeed.initialize`` in the block to return stand-ins for engines.
 
-        ``answer`` receives each call, and raises an exception to reject it. In a fake world, models that are built in the block
-        keep only the shapes of their parameters.
+        ``answer`` is called with each call of ``deepspeed.initialize``, and raises an exception to reject the call. In a fake
+        world, models that are built in the block keep only the shapes of their parameters.
         """
 
         def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -352,7 +352,7 @@ def _reader() -> tuple[str, int]:
 
 
 class CapturedInitialize:
-    """A call of ``deepspeed.initialize``, to be repeated later with another config."""
+    """A call of ``deepspeed.initialize``; ``build`` makes it with another config."""
 
     def __init__(self, arguments: dict[str, Any], *, is_fake: bool) -> None:
         self.arguments = arguments
@@ -371,7 +371,7 @@ class CapturedInitialize:
             )
 
     def build(self, config: dict[str, Any]) -> Any:
-        """Build the engine with this config; the stand-in then forwards to the engine."""
+        """Build the engine with ``config``; the stand-in then forwards to the engine."""
         arguments = {**self.arguments, "config": config}
         arguments.pop("config_params", None)
         if self._is_fake:
@@ -382,7 +382,7 @@ class CapturedInitialize:
 
 
 class EngineStandIn:
-    """Replaces an engine until it is built; after ``stand_for``, forwards to it."""
+    """Replaces an engine until it is built, then forwards to it (``stand_for``)."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any]) -> None:
         self._engine: Any = None

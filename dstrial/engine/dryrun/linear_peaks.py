@@ -51,7 +51,10 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryForms:
-    """Device and host memory by micro batch size; ``is_linear`` if lines are exact."""
+    """Peak memory of device and host as functions of the micro batch size.
+
+    ``is_linear``: whether the two compared steps made the same allocations, so that the functions are exact.
+    """
 
     device: MemoryForm
     host: MemoryForm
@@ -59,12 +62,15 @@ class MemoryForms:
 
 
 def same_before_update(trace: Trace) -> bool:
-    """Return whether the last two steps match before the update, sizes aside."""
+    """Return whether the last two steps of a trace make the same allocations.
+
+    Sizes may differ. Only events before the optimizer step are compared.
+    """
     return _same(_Steps(trace))
 
 
 def memory_forms(trace: Trace, low: int, high: int) -> MemoryForms:
-    """Return the allocated bytes in each phase as lines over the micro batch size.
+    """Return the peak bytes of each phase as lines over the micro batch size.
 
     The trace starts with the building of the engines. Steps at the micro batch sizes ``low`` and ``high`` follow. If these two
     steps differ in more than sizes, the trace has a third step at ``low``. The last two steps are compared allocation by
@@ -100,8 +106,11 @@ class _Steps:
     """The events of a trace as arrays, and where its last two steps begin.
 
     Attributes:
-        former, last, end: number of events before the last but one step, before the last step, and in all.
-        update_of_former, update_of_last: number of events before the optimizer step of each of these two steps.
+        former: number of events before the last but one step.
+        last: number of events before the last step.
+        end: number of all events.
+        update_of_former: number of events before the optimizer step of the last but one step.
+        update_of_last: number of events before the optimizer step of the last step.
     """
 
     def __init__(self, trace: Trace) -> None:

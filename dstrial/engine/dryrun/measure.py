@@ -58,7 +58,10 @@ def measure(request: DryRunRequest) -> DryRunResult:
 
 @contextlib.contextmanager
 def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunResult]]:
-    """Patch the process and import user code; yield a function that runs a request."""
+    """Patch the process and import user code; yield a function that runs a request.
+
+    The function may be called with ``request``, or with any request for which ``request.is_begun_like`` is true.
+    """
     reads = ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
     world = FakeWorld(
@@ -126,7 +129,11 @@ def _measure(
 def _train(
     workload: Workload, tracker: Tracker, split: MemorySplit, sizes: list[int], accumulation: int
 ) -> tuple[list[int], list[int]]:
-    """Train one step per size; return tokens of micro batches, activations of steps."""
+    """Train one step per size; return (tokens per micro batch, activations per step).
+
+    Activations are in bytes. If the first two steps allocate differently, a third step at the first size follows, and
+    ``sizes`` is extended.
+    """
     tokens: list[int] = []
     activations: list[int] = []
     tracker.on_result = split.operation
@@ -154,7 +161,7 @@ def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> N
 
 
 def _config(request: DryRunRequest, num_stages: int) -> tuple[dict[str, Any], int]:
-    """Return the config for the first size, and the number of training calls per step.
+    """Return (config for the first size, number of training calls per step).
 
     Gradient accumulation is limited to ``max(2, num_stages)`` micro batches. A pipeline trains all of these in one call.
     """
@@ -190,7 +197,7 @@ def _collector_disabled() -> Iterator[None]:
 
 
 def _num_tokens(batch: Any) -> int:
-    """Return the elements of the largest integer tensor of a batch; 0 without one."""
+    """Return the size (numel) of a batch's largest integer tensor; 0 without one."""
     return max(
         (
             leaf.numel()

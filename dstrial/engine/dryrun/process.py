@@ -28,11 +28,14 @@ _SERVER = OwnForkServer(["dstrial.engine.dryrun.imported_ahead"])
 
 
 class DryRunError(DstrialError):
-    """Reports that a dry run failed, was too late, or is not supported.
+    """Reports that a dry run failed, exceeded its deadline, or is not supported.
 
     Args:
-        kind: ``unsupported`` (fake tensors do not support the code), ``error`` (the code raises), ``deadline`` (it took too
-            long), ``died`` (the process ended without an answer).
+        kind: the reason:
+            ``unsupported``: fake tensors do not support the code.
+            ``error``: the code raises an exception.
+            ``deadline``: the dry run took too long.
+            ``died``: the process ended without an answer.
         message: text for the user.
         place: ``file:line`` of user code that could not be run; None if unknown.
     """
@@ -60,8 +63,8 @@ def dry_runs(
 ) -> list[DryRunResult | DryRunError]:
     """Run all requests, ``num_parallel`` at a time; return a result or error for each.
 
-    The dry runs are forks of one server process, which later calls reuse. All requests must have the same first module path,
-    which is the working directory. ``deadline_s`` limits all requests together.
+    The dry runs are forks of one server process, which later calls reuse. All requests must have the same first entry in
+    ``module_paths``, which is the working directory. ``deadline_s`` limits all requests together.
     """
     if not requests:
         return []

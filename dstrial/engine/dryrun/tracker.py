@@ -49,11 +49,15 @@ _COLLECTIVES = {
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Records operations; enter it after ``FakeTensorMode``, to see fake tensors.
 
-    ``read_scalar`` returns the value of a fake scalar; None lets torch raise.
+    Keys (step, micro batch) are indices from 0.
+
+    Args:
+        is_host: returns whether a torch device is host memory.
+        read_scalar: returns the value of a fake scalar; None lets torch raise an error.
 
     Attributes:
         device_bytes: bytes that are now allocated on the device.
-        collectives: (step, micro batch) -> kind, group size and phase -> [calls, bytes].
+        collectives: (step, micro batch) -> {(kind, group size, phase): [calls, bytes]}.
         flops: (step, micro batch) -> [FLOPs without recomputation, FLOPs with recomputation].
         operations: (step, micro batch) -> number of operations that reached the dispatcher, views included.
         on_result: called with each operation's result and arguments.
@@ -115,7 +119,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.trace.marks.append(len(self.trace.events))
 
     def totals(self) -> dict[tuple[int, int], tuple[Collective, ...]]:
-        """Return the collectives of each (step, micro batch)."""
+        """Return (step index, micro batch index) -> the collectives of this micro batch."""
         return {
             place: tuple(
                 Collective(*key, calls, num_bytes) for key, (calls, num_bytes) in sorted(found.items())

@@ -17,7 +17,7 @@ Target = Literal["cpu", "cuda"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """Bytes, FLOPs or tokens: ``base + per_record * micro_batch_size``."""
+    """A number, such as bytes or FLOPs, that is linear in the micro batch size."""
 
     base: float
     per_record: float
@@ -28,9 +28,10 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """Peak bytes of a phase: the maximum of ``lines`` at a micro batch size.
+    """Peak bytes of one phase of ``PHASES``, as a function of the micro batch size.
 
-    Small and large micro batches may have their peak at different times, so there may be several lines.
+    The peak is the maximum of ``lines`` at that size. Small and large micro batches may have their peak at different times, so
+    there may be several lines.
     """
 
     phase: str
@@ -42,7 +43,7 @@ class PhaseMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryForm:
-    """Peak bytes of device or host memory, by phase.
+    """Peak bytes of device or host memory by phase, for any micro batch size.
 
     ``settled`` is the number of bytes allocated between two steps: parameters, optimizer state, buffers.
     """
@@ -64,9 +65,10 @@ class MemoryForm:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """Total of one kind of collective, such as ``all_reduce``, in one phase.
+    """Calls and bytes of one kind of collective, such as ``all_reduce``, in one phase.
 
-    ``num_bytes`` counts full tensors: for all_gather and reduce_scatter, the tensor of all ranks together.
+    ``group_size`` is the number of communicating ranks. ``num_bytes`` counts full tensors: for all_gather and reduce_scatter, the
+    tensor of all ranks together.
     """
 
     kind: str
@@ -78,7 +80,10 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flops:
-    """FLOPs of a micro batch on one rank; only ``hardware`` includes recomputation."""
+    """FLOPs of a micro batch on one rank; only ``hardware`` includes recomputation.
+
+    Recomputation is the repeated forward pass of activation checkpointing.
+    """
 
     model: Line
     hardware: Line
@@ -86,7 +91,10 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bypass:
-    """A ``file:line`` where user code read a constant from a fake tensor."""
+    """A place where user code read a fake tensor's value and got a constant instead.
+
+    ``place`` is its ``file:line``; ``value`` is the constant.
+    """
 
     place: str
     value: float
@@ -94,12 +102,12 @@ class Bypass:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DryRunRequest:
-    """A configuration to dry-run, on one of its ranks.
+    """A training configuration to dry-run, on one of its ranks.
 
     Attributes:
         workload: ``module:callable``; called with ``shared_options``, returns a ``Workload``.
         options: keyword arguments of the workload's ``prepare``; JSON values.
-        deepspeed_config: merged DeepSpeed config. Its micro batch size is ignored, and its accumulation is shortened.
+        deepspeed_config: merged DeepSpeed config. Its micro batch size is ignored, and fewer micro batches are accumulated.
         world_size: number of virtual ranks.
         target: ``cpu`` has one kind of memory, the device's; ``cuda`` has device and host memory.
         micro_batch_sizes: two different sizes to run. Avoid 1, which many kernels treat specially.
@@ -108,7 +116,7 @@ class DryRunRequest:
         is_real: run with real tensors, for user code that fake tensors do not support; needs the memory and time of a real
             batch.
         module_paths: directories put first in ``sys.path``; the first is the working directory.
-        rank: rank to run; not 0 for a later stage of a pipeline.
+        rank: the rank to run. To measure a later stage of a pipeline, choose one of its ranks.
         shared_options: keyword arguments of the workload; JSON values. Requests with equal shared options share the import of
             user code.
     """
@@ -126,7 +134,10 @@ class DryRunRequest:
     shared_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def is_begun_like(self, other: DryRunRequest) -> bool:
-        """Return whether requests differ only in options, config and micro batch sizes."""
+        """Return whether requests differ only in options, config and micro batch sizes.
+
+        Such requests run in forks of one process, which imports the user's code once.
+        """
         own: dict[str, Any] = {"options": {}, "deepspeed_config": {}, "micro_batch_sizes": (2, 4)}
         return dataclasses.replace(self, **own) == dataclasses.replace(other, **own)
 
@@ -143,25 +154,32 @@ class DryRunRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DryRunResult:
-    """The result of a dry run, for one configuration at any micro batch size.
+    """Memory, FLOPs and communication of one rank in a dry run of one configuration.
+
+    Memory, FLOPs and tokens are functions of the micro batch size. Collectives, operations and parts are those of a measured
+    step.
 
     Attributes:
-        device: bytes on the device, by phase.
-        host: bytes on the host, by phase; empty on target ``cpu``.
-        parameters: number of parameters of all engines' models, those of other ranks included.
-        inner_collectives: collectives of a micro batch without optimizer step; empty without accumulation.
-        last_collectives: collectives of the last micro batch of an accumulation, with the optimizer step.
+        device: peak bytes on the device in each phase.
+        host: peak bytes on the host in each phase; empty on target ``cpu``.
+        parameters: number of parameters of all engines' models; a partitioned parameter counts whole.
+        trainable_parameters: number of those parameters that are trained.
+        inner_collectives: collectives of a micro batch before the last one of a step; empty if a step has one micro batch.
+        last_collectives: collectives of the last micro batch of a step, with the optimizer step.
         flops: FLOPs of one micro batch.
         tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
-        is_linear: whether both sizes ran the same operations. If so, the lines are exact; if not, each passes through two
-            peaks.
-        bypasses: places where user code read a constant.
+        is_fake: whether fake tensors were used.
+        is_linear: whether the steps at both micro batch sizes made the same allocations. If so, the memory lines are exact.
+            If not, each line connects the peaks that were measured at the two sizes.
+        bypasses: places where user code read a fake tensor's value and got a constant.
         notes: sentences for the user.
-        inner_operations: torch operations of a micro batch without optimizer step; 0 without accumulation.
-        last_operations: torch operations of the last micro batch of an accumulation, with the optimizer step.
-        device_parts: bytes of parameters, gradients, optimizer state and buffers by name, each at its largest within a step.
-        host_parts: the same on the host.
-        activations: bytes on the device that a forward pass leaves, the micro batch included; None if unknown.
+        inner_operations: torch operations of a micro batch before the last one of a step; 0 if a step has one micro batch.
+        last_operations: torch operations of the last micro batch of a step, with the optimizer step.
+        device_parts: name -> bytes on the device of ``parameters``, ``gradients``, ``optimizer`` and ``buffers``. Each is the
+            part's own maximum in the measured steps.
+        host_parts: name -> bytes of these parts on the host.
+        activations: device bytes that are live after a forward pass and belong to none of these parts, such as the micro batch;
+            None if unknown.
         num_records: records in the micro batch that a script itself makes; 0 for other workloads.
     """
 
@@ -185,7 +203,7 @@ class DryRunResult:
     num_records: int = 0
 
     def collectives(self, accumulation_steps: int) -> tuple[Collective, ...]:
-        """Return the collectives of one optimizer step."""
+        """Return the collectives of a whole step of ``accumulation_steps`` micro batches."""
         inner = accumulation_steps - 1
         repeated = [
             dataclasses.replace(each, num_calls=each.num_calls * inner, num_bytes=each.num_bytes * inner)
@@ -195,7 +213,10 @@ class DryRunResult:
         return _summed([*repeated, *self.last_collectives])
 
     def flops_ratio(self, micro_batch_size: int) -> float | None:
-        """Return model FLOPs over 6 * trainable parameters * tokens; None without tokens."""
+        """Return model FLOPs / (6 * trainable parameters * tokens); None without tokens.
+
+        The ratio is about 1 for a transformer.
+        """
         if self.tokens is None or not self.trainable_parameters:
             return None
         # For a transformer, the model's FLOPs are about equal to this rule.
@@ -242,9 +263,9 @@ def _summed(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
 
 
 def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) -> tuple[Line, ...]:
-    """Return the lines that are the maximum at some size from ``smallest`` on.
+    """Return those lines that are the highest at some size from ``smallest`` on.
 
-    ``lines`` are pairs (base, per_record).
+    ``lines`` are pairs (base, per_record). The result is in order of ascending slope.
 
     Source: the convex hull of lines by their slopes, as in any text on computational geometry.
     """

@@ -62,7 +62,7 @@ class _TensorSequence(Sequence[int]):
 class SamplerOrder:
     """The record order of a user's sampler, per epoch.
 
-    The sampler may have state, so it is replayed from epoch 0. Each epoch starts from random states seeded by (seed, epoch).
+    A sampler may have state, so it is run from epoch 0 on. Each epoch starts from random states seeded by (seed, epoch).
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -115,7 +115,10 @@ def record_seed(seed: int, epoch_idx: int, record_idx: int) -> int:
 
 
 def epoch_order(sampler: Any, num_records: int, seed: int) -> EpochOrder:
-    """Return the function epoch -> record order for a ``DataLoader``'s sampler."""
+    """Return a function from the epoch's index to the order in which records are read.
+
+    ``sampler`` is a ``DataLoader``'s sampler or batch sampler, whose items the function returns.
+    """
     if type(sampler) is data.SequentialSampler:
         return lambda _epoch_idx: range(num_records)
     if type(sampler) is data.RandomSampler and not sampler.replacement and sampler.num_samples == num_records:
@@ -133,7 +136,7 @@ class BatchGeometry:
 
     @property
     def num_slices(self) -> int:
-        """Number of micro batches of all replicas in one batch."""
+        """Number of micro batches of all replicas together in one batch."""
         return self.micro_batches_per_batch * self.num_replicas
 
     @property
@@ -142,7 +145,7 @@ class BatchGeometry:
 
 
 class GlobalBatches:
-    """The records of each global batch of a run.
+    """The records of each global batch (one optimizer step of all replicas).
 
     With ``keep_tail`` the last batch of an epoch has the remaining records, divided as evenly as possible. A micro batch that
     would be empty repeats a record of the same batch. Without ``keep_tail`` these records are not trained in that epoch.
@@ -168,7 +171,7 @@ class GlobalBatches:
         self._block: list[Any] = []
 
     def records(self, batch_idx: int) -> list[Any]:
-        """Return the records of a global batch, in order."""
+        """Return the records (the sampler's indices) of a global batch, in order."""
         epoch_idx, batch_in_epoch = divmod(batch_idx, self.epoch_length)
         if epoch_idx != self._epoch_idx:
             self._records = self._order(epoch_idx)
@@ -191,7 +194,7 @@ class GlobalBatches:
         return (end_batch - first_batch) * size - num_tails * (size - self.num_tail_records)
 
     def micro_batch(self, records: Sequence[Any], micro_batch_idx: int, replica: int) -> list[Any]:
-        """Select a replica's micro batch from a global batch's ``records``; never empty."""
+        """Return a replica's micro batch from a global batch's ``records``; never empty."""
         num_slices = self.geometry.num_slices
         slice_idx = micro_batch_idx * self.geometry.num_replicas + replica
         start, stop = (slice_idx * len(records) // num_slices, (slice_idx + 1) * len(records) // num_slices)

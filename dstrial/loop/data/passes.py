@@ -30,7 +30,11 @@ _END = object()
 
 
 def resume_mode(exp_conf: Mapping[str, Any] | None) -> ResumeMode:
-    """Return ``data.dstrial.resume_data`` of a config; ValueError if invalid."""
+    """Return ``data.dstrial.resume_data``: how a user's own loader continues.
+
+    Raises:
+        ValueError: the value is invalid.
+    """
     asked: Any = dstrial_section(exp_conf).get("resume_data") or "exact"
     if asked not in get_args(ResumeMode):
         raise ValueError(
@@ -150,7 +154,7 @@ class LoaderPasses(Iterator[Any]):
     # ---- the position ---------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
-        """Return what ``restore`` needs, as values for a checkpoint."""
+        """Return the position in the loader for ``restore``, as values for a checkpoint."""
         if self._items is None and self._restored is not None:
             return dict(self._restored)
         position = {
@@ -166,7 +170,11 @@ class LoaderPasses(Iterator[Any]):
         return position
 
     def restore(self, saved: Mapping[str, Any], mode: ResumeMode) -> None:
-        """Continue at a saved position; the global random states stay as they are."""
+        """Continue at a saved ``position()``; the global random states stay as they are.
+
+        ``mode``: ``exact`` loads the loader's ``state_dict`` if it has one, otherwise reads again; ``reread`` reads the pass
+            again up to the position; ``restart`` begins the pass again.
+        """
         self.pass_idx, self.in_pass = int(saved["pass"]), int(saved["in_pass"])
         if mode == "restart":
             logger.warning(
@@ -240,7 +248,7 @@ class LoaderPasses(Iterator[Any]):
 def _stateful_part(loader: Any) -> Any:
     """Return the object whose ``state_dict`` has the loader's position, or None.
 
-    The data set of a torch loader has it only without workers, which read from copies of the data set.
+    A torch loader's data set has the position only without workers, which read from copies of the data set.
     """
     parts = [loader]
     if isinstance(loader, data.DataLoader) and isinstance(loader.dataset, data.IterableDataset):
@@ -308,9 +316,10 @@ def _leaves(item: Any) -> Iterator[bytes]:
 
 
 def reading_problems(gathered: Sequence[tuple[int, int | None]]) -> list[str]:
-    """Return warnings about replicas that read the same, and ranks of one that do not.
+    """Return warnings if training loaders are sharded wrongly.
 
-    ``gathered``: for each rank its replica and the checksum of its newest micro batch, or None.
+    Replicas must read different records, and the ranks of one replica the same records. ``gathered`` has for each rank its
+    replica's index, and the checksum of its newest micro batch or None.
     """
     readers = [(rank, replica, found) for rank, (replica, found) in enumerate(gathered) if found is not None]
     problems = []
@@ -342,10 +351,10 @@ def reading_problems(gathered: Sequence[tuple[int, int | None]]) -> list[str]:
 def position_for(
     saved: Sequence[Mapping[str, Any]], division: tuple[int, int, int], replica: int, mode: ResumeMode
 ) -> tuple[Mapping[str, Any], ResumeMode]:
-    """Return where a replica continues, and the mode for ``restore``.
+    """Return the saved position of a replica, and the mode for ``restore``.
 
     Args:
-        saved: this rank's position; in another rank layout those of all ranks that wrote the checkpoint.
+        saved: positions from the checkpoint: this rank's; in another rank layout, those of all ranks that wrote it.
         division: replicas, micro batches per batch and records per micro batch of this run.
         replica: index of this rank's replica.
         mode: how to continue; ``restart`` counts only if the records were divided in another way.

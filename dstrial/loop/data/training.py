@@ -64,7 +64,10 @@ class CountingIterator:
 
 
 class TrainingStream:
-    """Reads this rank's training records; ``loader`` is None on ranks that read none."""
+    """Reads this rank's training records; ``loader`` is None on ranks that read none.
+
+    ``notes`` has sentences for the log.
+    """
 
     def __init__(
         self,
@@ -170,9 +173,10 @@ class TrainingStream:
         return (end_batch - first_batch) * self._full_batch_records
 
     def open(self, drawn: int, saved: Sequence[Mapping[str, Any]] = ()) -> CountingIterator | None:
-        """Return an iterator after ``drawn`` micro batches; None on a rank without loader.
+        """Return an iterator over the micro batches after the first ``drawn``.
 
-        ``saved``: what ``positions`` returned when the checkpoint was written, on this rank or, in another rank layout, on all.
+        None on a rank without loader. ``saved`` has what ``positions`` returned when the checkpoint was written: on this rank
+        or, in another rank layout, on all ranks.
 
         Raises:
             DataError: the position of a loader of the user's own cannot be restored.
@@ -204,7 +208,10 @@ class TrainingStream:
         )
 
     def positions(self) -> list[dict[str, Any]]:
-        """Return the position for a checkpoint; [] without a loader of the user's own."""
+        """Return [position in the loader] to save; [] for a ``dstrial.DataLoader``.
+
+        The position in a ``dstrial.DataLoader`` follows from the number of micro batches drawn.
+        """
         if self.passes is None:
             return []
         return [{"replica": self._replica, "division": self._division, **self.passes.position()}]

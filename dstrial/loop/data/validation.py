@@ -23,17 +23,20 @@ logger = logging.getLogger("dstrial.loop")
 
 
 def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
-    """Build a round from the sizes, in records, of its micro batches."""
+    """Return a validation round whose micro batches have these numbers of records.
+
+    ``is_ragged``: whether a micro batch may have fewer records than the others.
+    """
     stops = list(itertools.accumulate(sizes))
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
     return ValidationRound(record_ranges=ranges, records=stops[-1], is_ragged=is_ragged)
 
 
 def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, bool]]:
-    """Divide micro batches of unknown size into rounds.
+    """Divide micro batches of unknown size into validation rounds.
 
-    Returns (number of micro batches, may be ragged) per round. The last micro batch, which may have fewer records than the
-    others (ragged), is a separate round.
+    Returns (number of micro batches, whether they may have fewer records) per round. The last micro batch is a separate round,
+    because only it may have fewer records than the others.
     """
     full_rounds, rest = divmod(num_micro_batches - 1, per_round)
     sizes = [per_round] * full_rounds + ([rest] if rest else [])
@@ -42,7 +45,7 @@ def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, b
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a validation set, in records or in micro batches of this replica."""
+    """The size of a validation set: in records, or in micro batches of this replica."""
 
     num_records: int | None = None
     records_per_micro_batch: int | None = None
@@ -111,7 +114,7 @@ class ValidationStream:
         return length
 
     def full_loader(self) -> Any:
-        """Return a loader over every record, for ``evaluate_full_dataset`` on the chief."""
+        """Return a loader over every record, for ``evaluate_full_dataset`` on rank 0."""
         loader = self._loader
         if isinstance(loader, pytorch.DataLoader):
             return torch_loader(loader, loader.dataset, loader.batch_sampler, self._seed)
@@ -120,8 +123,8 @@ class ValidationStream:
     def rounds(self, agreed: Extent) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
         """Yield each round of this replica with an iterator over its micro batches.
 
-        The iterator is None on a rank without loader. ``agreed`` is the extent that ranks agreed on; a loader whose records are
-        not planned uses the loader's number of micro batches.
+        The iterator is None on a rank without loader. ``agreed`` is the size that all ranks agreed on. If it is not in
+        records, the length of this rank's loader is used.
         """
         if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
             yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)
@@ -171,7 +174,10 @@ class ValidationStream:
         return list(batches)[self._adapter.data_parallel_rank :: self._adapter.data_parallel_world_size]
 
     def _read(self, micro_batches: list[Any]) -> Iterator[Any]:
-        """Iterate over micro batches; persistent workers are reused in later validations."""
+        """Iterate over lists of record indices as loaded micro batches.
+
+        Persistent workers are reused in later validations.
+        """
         if self._kept is not None:
             return iter(self._kept)
         loader = torch_loader(self._loader, self._loader.dataset, micro_batches, self._seed)
