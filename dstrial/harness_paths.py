@@ -231,9 +231,9 @@ def _patch_pip(module: Any) -> None:
 
 
 def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
-    """Write TensorBoard event files below ``directory()`` instead of /tmp.
+    """Make Determined put TensorBoard event files below ``directory()``, not /tmp.
 
-    ``tensorboard/build.py:37`` (0.38.1) hard-codes /tmp. Outside of an allocation, all accounts and runs of a machine would
+    ``module`` is Determined's ``tensorboard/build.py``, whose line 37 (0.38.1) hard-codes /tmp. Outside of an allocation, all accounts and runs of a machine would
     share ``/tmp/tensorboard--0``.
     """
     original = module.get_base_path

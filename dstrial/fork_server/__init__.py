@@ -1,9 +1,10 @@
 """Start programs as forks of a server that has imported torch and DeepSpeed.
 
-The server (``server``) imports the modules and forks idle processes, called *spares*. A spare receives a program from its
-parent (``client``). If a new process would import the same files, the spare adopts the program's environment, directory and
-open files (``fork``) and runs the program; otherwise it refuses, and the parent starts a new process. This module computes a
-server's *key*: all environment variables except those that are read after the fork. A server serves programs with its key.
+The server (``server``) imports the modules and forks idle processes, called *spares*. The process that started the server
+(``client``) sends a spare the program to run. If a new process would import the same module files as the server did, the
+spare adopts the program's environment, directory and open files (``fork``) and runs the program. If not, the spare refuses,
+and the client starts a new process. This module computes a server's *key*: all environment variables except those that are
+read after the fork. A server serves only programs that have its key.
 
 Standard library only, apart from the modules that a server is asked to import.
 """

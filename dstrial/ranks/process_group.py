@@ -76,9 +76,10 @@ def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
 def num_torch_accelerators() -> int:
     """Return torch's number of accelerators, without breaking CUDA in later forks.
 
-    torch initialises the CUDA driver, which a fork cannot use afterwards, unless a variable selects NVML; DeepSpeed sets the
-    variable too (deepspeed/__init__.py:14), but later. ``torch.accelerator`` of torch 2.6 ignores the variable. So does
-    ``torch.cuda`` for MIG instances in ``CUDA_VISIBLE_DEVICES`` (torch 2.13 cuda/__init__.py, ``_device_count_nvml``).
+    torch counts by initialising the CUDA driver, which a fork cannot use afterwards. So this function sets
+    ``PYTORCH_NVML_BASED_CUDA_CHECK``, as DeepSpeed does later (deepspeed/__init__.py:14). torch ignores the variable for MIG
+    instances in ``CUDA_VISIBLE_DEVICES`` (2.13 cuda/__init__.py, ``_device_count_nvml``) and in 2.6's ``torch.accelerator``;
+    forks cannot use CUDA then.
 
     Ranks: any; no communication.
     """

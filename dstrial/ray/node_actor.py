@@ -2,7 +2,8 @@
 
 The actor is pickled by value, so that the node needs no dstrial: standard library only. It is detached
 (``lifetime="detached"``), lives as long as the job's placement group, and is found again by a restarted master. The actor
-closes a program's input only on request: if the bridge or Ray is lost, the agent ends when its lease ends.
+closes the agent's input only when asked to. So the agent survives the loss of Ray, or of the bridge (the process that connects
+the master to Ray), until its lease ends.
 """
 
 from __future__ import annotations

@@ -161,9 +161,9 @@ class SavedRun:
         )
 
     def of_trial(self, trial_id: int) -> SavedRun:
-        """Return a copy whose ``keeps_batch`` says whether this trial wrote it.
+        """Return a copy for the use of the checkpoint by trial ``trial_id``.
 
-        If another trial wrote the checkpoint, only its weights are loaded.
+        ``keeps_batch`` of the copy is true if that trial wrote the checkpoint. If not, only the weights are loaded.
         """
         return dataclasses.replace(self, keeps_batch=self.trial_id == trial_id)
 

@@ -189,9 +189,10 @@ def step_parts(
     micro_batch_size: int,
     accumulation: int,
 ) -> StepParts:
-    """Return the seconds of an optimizer step with features ``setup``, part by part.
+    """Predict the seconds of each part of a configuration's optimizer step.
 
-    ``run`` is the dry run of a configuration with features ``ran``. ``accumulation``: micro batches in one optimizer step.
+    ``setup``: features of that configuration. ``run``: dry run of a similar configuration, whose features are ``ran``.
+    ``accumulation``: micro batches in one optimizer step.
     """
     is_device = machine.host_copy_bytes_per_s is not None
     rate = machine.flops_per_s

@@ -172,7 +172,10 @@ class KnobEffect:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the setting has no effect: no metric has changed, and times are certain."""
+        """Whether the knob is known to have no effect.
+
+        That is: no metric differs between its values, and the step times are measured precisely enough to show a difference.
+        """
         return not self.changes and self.noise <= _MAX_NOISE
 
     def __str__(self) -> str:

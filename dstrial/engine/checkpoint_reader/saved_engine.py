@@ -162,7 +162,10 @@ class SavedEngine:
             at += count
 
     def _records(self, place: ParameterPlace, key: str) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (replica, buffer index, first element in the partition, element count)."""
+        """Yield where the pieces of a parameter's optimizer state ``key`` are saved.
+
+        One tuple per piece: (replica, index of the flat buffer, offset in the replica's partition, number of elements).
+        """
         numel = math.prod(place.shape)
         if self.layout.zero_stage == 3:
             for buffer_idx, shapes in enumerate(self._model_file(place.model_part, 0)["param_shapes"]):

@@ -101,7 +101,10 @@ class TrainingStream:
             self.passes = self._in_passes(loader_length(self._loader))
 
     def _in_passes(self, length: int | None) -> LoaderPasses:
-        """Return the passes over a loader of the user's own; set the epoch length."""
+        """Return an iterator of repeated passes over the user's own loader.
+
+        Sets the stream's epoch length from ``length``, the loader's number of micro batches; None if it has no length.
+        """
         if length is None:
             return LoaderPasses(self._loader, None, 0, self._rank)
         self.epoch_length, rest = divmod(length, self._micro_batches_per_batch)

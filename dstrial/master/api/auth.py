@@ -78,7 +78,10 @@ def _with_cookie(token: str, user: tokens.User) -> Response:
 
 @writes
 def log_owner_in(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Log the master's operating system user in as any user, without a password."""
+    """Log in without a password; return Determined's login response.
+
+    The operating system user that runs the master may log in as any user.
+    """
     row = require_by_name(tx.connection, request.body().required_text("username"))
     token, user = _new_token(tx, row.id)
     return message(bindings.v1LoginResponse, token=token, user=user_json(user))

@@ -291,8 +291,8 @@ _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 def command_for(entrypoint: str | Sequence[str]) -> list[str]:
     """Return the command line that runs an experiment's entrypoint.
 
-    A list is run as it is, a string by ``sh -c``, and ``module:Class`` by ``python3 -m dstrial.launch --trial``, which runs
-    trial classes of Determined itself with Determined's harness.
+    A list is run as it is. A string ``module:Class`` is run by ``python3 -m dstrial.launch --trial``; a subclass of
+    Determined's ``PyTorchTrial`` then runs in Determined's harness. Any other string is run by ``sh -c``.
     """
     if not isinstance(entrypoint, str):
         return list(entrypoint)
