@@ -233,8 +233,8 @@ def _patch_pip(module: Any) -> None:
 def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
     """Make Determined put TensorBoard event files below ``directory()``, not /tmp.
 
-    ``module`` is Determined's ``tensorboard/build.py``, whose line 37 (0.38.1) hard-codes /tmp. Outside of an allocation, all accounts and runs of a machine would
-    share ``/tmp/tensorboard--0``.
+    ``module`` is Determined's ``tensorboard/build.py``, whose line 37 (0.38.1) hard-codes /tmp. Outside of an allocation, all
+    accounts and runs of a machine would share ``/tmp/tensorboard--0``.
     """
     original = module.get_base_path
 

@@ -190,7 +190,11 @@ class BinarySearch:
         return Measure(trial_id, candidate, why)
 
     def _begin(self, outcome: Outcome) -> list[Action]:
-        """Handle the first outcome: draw structures, or try the smallest micro batch."""
+        """Return the actions after the first trial, the user's configuration.
+
+        If it was measured, random structures (configurations without a micro batch size) follow. If it ran out of memory, the
+        smallest micro batch is measured. After another error the search ends.
+        """
         if isinstance(outcome, Measured):
             self._phase = "search"
             self.info = ModelInfo.from_measured(outcome)
