@@ -14,9 +14,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import dstrial
 from dstrial.cli.streams import to_null_device
@@ -68,16 +68,26 @@ _MODULES = {
 class _Parser(argparse.ArgumentParser):
     """A parser that suggests the nearest command or option for a misspelt word."""
 
-    subcommands: Mapping[str, argparse.ArgumentParser] = {}
+    subcommands: Mapping[str, _Parser] = {}
+
+    def add_subparsers(self, **kwargs: Any) -> Any:
+        action = super().add_subparsers(**kwargs)
+        self.subcommands = action.choices
+        return action
+
+    def walk(self) -> Iterator[_Parser]:
+        """Yield this parser and all parsers of subcommands, at every level."""
+        yield self
+        for parser in self.subcommands.values():
+            yield from parser.walk()
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
         if wrong is not None:
-            helps = [parser.format_help() for parser in (self, *self.subcommands.values())]
-            options = re.findall(r"--[a-z][a-z-]*", "".join(helps))
+            options = re.findall(r"--[a-z][a-z-]*", "".join(parser.format_help() for parser in self.walk()))
             choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
             word = wrong[1] or wrong[2].partition("=")[0]
-            near = difflib.get_close_matches(word, choices or options, n=1)
+            near = difflib.get_close_matches(word, choices or options, n=1, cutoff=0.6 if choices else 0.8)
             if near:
                 message = f"{message.partition(' (choose from')[0]}; did you mean {near[0]}?"
         super().error(message)
@@ -99,7 +109,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dstrial {dstrial.__version__}")
     subparsers = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+        prog="dstrial", dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS
     )
     for name in COMMANDS:
         if name != command:
@@ -108,7 +118,6 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
             _module(name).add_parser(subparsers, name, COMMANDS[name])
         else:
             _module(name).add_parser(subparsers)
-    parser.subcommands = subparsers.choices
     return parser
 
 

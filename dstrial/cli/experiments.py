@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +15,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dstrial.cli.streams import count_argument
 from dstrial.cli.up import add_state_dir_argument, require_running
-from dstrial.errors import MasterError
+from dstrial.config.diagnostics import dotted
+from dstrial.config.experiment_config.hyperparameters import searched_values
+from dstrial.errors import MasterError, RequestError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.visible_text import visible
@@ -23,8 +27,10 @@ from dstrial.visible_text import visible
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_DEEPSPEED_KEYS = ("deepspeed_config", "overwrite_deepspeed_args")
 _TRIALS_SHOWN = 100  # rows of `dstrial show`, best first
+_ALL = -1  # limit of a page with everything
+_ENDED = ("STATE_COMPLETED", "STATE_CANCELED", "STATE_ERROR")
+_NOT_FOUND = 404
 _DESCRIPTIONS = {
     "list": "List the newest experiments of this machine's master: those of `dstrial run` and of `det experiment create`.",
     "show": "Show an experiment and its trials, the best first.",
@@ -36,7 +42,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser], command: 
     parser = subparsers.add_parser(command, help=help_text, description=_DESCRIPTIONS[command])
     if command == "list":
         parser.add_argument(
-            "-n", "--limit", type=int, default=20, metavar="N", help="the newest N (default: %(default)s)"
+            "-n",
+            "--limit",
+            type=functools.partial(count_argument, may_be_zero=False),
+            default=20,
+            metavar="N",
+            help="the newest N (default: %(default)s)",
         )
         parser.add_argument("--all", action="store_true", help="also archived experiments")
     elif command == "show":
@@ -49,12 +60,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser], command: 
 
 
 def main(args: argparse.Namespace) -> int:
-    run: Callable[[Client, argparse.Namespace], None] = {"list": _list, "show": _show, "kill": _kill}[
+    run: Callable[[Client, argparse.Namespace], int] = {"list": _list, "show": _show, "kill": _kill}[
         args.command
     ]
     with session(require_running(StateDirectory.choose(args.state_dir)), "determined") as client:
-        run(client, args)
-    return 0
+        return run(client, args)
 
 
 @contextlib.contextmanager
@@ -70,12 +80,12 @@ def session(record: MasterRecord, username: str) -> Iterator[Client]:
             client.post("/api/v1/auth/logout")
 
 
-def _list(client: Client, args: argparse.Namespace) -> None:
+def _list(client: Client, args: argparse.Namespace) -> int:
     query = {"limit": args.limit, "orderBy": "ORDER_BY_DESC", "archived": None if args.all else "false"}
     found = client.get("/api/v1/experiments", **query)["experiments"]
     if args.as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        return
+        return 0
     rows = [
         (
             str(one["id"]),
@@ -88,19 +98,32 @@ def _list(client: Client, args: argparse.Namespace) -> None:
         for one in found
     ]
     _print_table(("id", "name", "state", "progress", "trials", "started"), rows, "no experiments")
+    return 0
 
 
-def _show(client: Client, args: argparse.Namespace) -> None:
-    experiment = client.get(f"/api/v1/experiments/{args.id}")["experiment"]
+def _experiment(client: Client, experiment_id: int) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]
+    except RequestError as error:
+        if error.status != _NOT_FOUND:
+            raise
+        text = f"experiment {experiment_id} is not found; expected one of `dstrial list --all`."
+        raise RequestError(error.status, text) from error
+    return found
+
+
+def _show(client: Client, args: argparse.Namespace) -> int:
+    experiment = _experiment(client, args.id)
     searcher = experiment["config"].get("searcher", {})
     order = "ORDER_BY_ASC" if searcher.get("smaller_is_better", True) else "ORDER_BY_DESC"
     path = f"/api/v1/experiments/{args.id}/trials"
-    trials = client.get(path, limit=_TRIALS_SHOWN, sortBy="SORT_BY_BEST_VALIDATION_METRIC", orderBy=order)[
-        "trials"
-    ]
+    limit = _ALL if args.as_json else _TRIALS_SHOWN
+    answer = client.get(path, limit=limit, sortBy="SORT_BY_BEST_VALIDATION_METRIC", orderBy=order)
+    trials, num_trials = answer["trials"], answer["pagination"]["total"]
     if args.as_json:
         sys.stdout.write(json.dumps({"experiment": experiment, "trials": trials}, indent=2) + "\n")
-        return
+        return 0
+    specs = experiment["config"].get("hyperparameters") or {}
     metric = str(searcher.get("metric", ""))
     facts = [
         ("experiment", f"{args.id}, {visible(experiment['name'])}"),
@@ -115,8 +138,9 @@ def _show(client: Client, args: argparse.Namespace) -> None:
             str(one.get("totalBatchesProcessed", 0)),
             _metric(one.get("bestValidation"), metric),
             _metric(one.get("latestValidation"), metric),
-            ", ".join(
-                f"{name} {value}" for name, value in one["hparams"].items() if name not in _DEEPSPEED_KEYS
+            " ".join(
+                f"{dotted(name)}={_value_text(value)}"
+                for name, value in searched_values(specs, one["hparams"])
             ),
         )
         for one in trials
@@ -126,12 +150,26 @@ def _show(client: Client, args: argparse.Namespace) -> None:
         rows,
         "no trials",
     )
+    if num_trials > len(trials):
+        sys.stdout.write(f"{len(trials)} of {num_trials} trials; --json prints all\n")
+    return 0
 
 
-def _kill(client: Client, args: argparse.Namespace) -> None:
+def _kill(client: Client, args: argparse.Namespace) -> int:
+    """Kill experiments; return 1 if the master refused one of them, else 0."""
+    exit_code = 0
     for experiment_id in args.ids:
-        client.post(f"/api/v1/experiments/{experiment_id}/kill")
-        sys.stdout.write(f"experiment {experiment_id}: killed\n")
+        try:
+            found = _experiment(client, experiment_id)
+            if found["state"] in _ENDED:
+                sys.stdout.write(f"experiment {experiment_id}: already {_state(found)}\n")
+                continue
+            client.post(f"/api/v1/experiments/{experiment_id}/kill")
+            sys.stdout.write(f"experiment {experiment_id}: killed\n")
+        except RequestError as error:
+            sys.stderr.write(f"{error}\n")
+            exit_code = 1
+    return exit_code
 
 
 def _state(one: Mapping[str, Any]) -> str:
@@ -145,7 +183,13 @@ def _progress(one: Mapping[str, Any]) -> str:
 
 def _metric(validation: Mapping[str, Any] | None, name: str) -> str:
     value = ((validation or {}).get("metrics") or {}).get("avgMetrics", {}).get(name)
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return "" if value is None else _value_text(value)
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _age(started: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -39,18 +40,25 @@ def main(args: argparse.Namespace) -> int:
     """Copy a template; existing files are not overwritten."""
     target = Path(args.directory)
     files = sorted(path for path in (_TEMPLATES / args.template).iterdir() if path.is_file())
-    taken = [path.name for path in files if (target / path.name).exists()]
-    if taken:
+    try:
+        taken = [path.name for path in files if (target / path.name).exists()]
+        if taken:
+            another = shlex.quote(str(target / "project"))
+            raise DstrialError(
+                f"{target} already has {', '.join(taken)}; expected a directory without. Name another directory: "
+                f"dstrial init {another} --template {args.template}."
+            )
+        target.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            shutil.copyfile(path, target / path.name)
+        if not (target / ".detignore").exists():
+            (target / ".detignore").write_text(_IGNORED)
+    except OSError as error:
         raise DstrialError(
-            f"{target} already has {', '.join(taken)}; expected a directory without. Name another directory: "
-            f"dstrial init {target / 'project'} --template {args.template}."
-        )
-    target.mkdir(parents=True, exist_ok=True)
-    for path in files:
-        shutil.copyfile(path, target / path.name)
-    if not (target / ".detignore").exists():
-        (target / ".detignore").write_text(_IGNORED)
-    inside = "" if target.resolve() == Path.cwd() else f"cd {args.directory} && "
+            f"{target} cannot be written ({error.strerror or error}); expected a new or writable directory. "
+            "Name another directory."
+        ) from error
+    inside = "" if target.resolve() == Path.cwd() else f"cd {shlex.quote(args.directory)} && "
     names = ", ".join(path.name for path in files)
     sys.stdout.write(f"wrote {names} into {target}\ntrain with: {inside}dstrial run exp.yaml .\n")
     return 0

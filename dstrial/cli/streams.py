@@ -65,10 +65,11 @@ def to_null_device(stream: TextIO) -> None:
         os.close(descriptor)
 
 
-def count_argument(text: str) -> int:
-    """Parse an integer of at least 0; for ``type=`` of an ``argparse`` argument."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; expected an integer of at least 0")
+def count_argument(text: str, *, may_be_zero: bool = True) -> int:
+    """Parse a count; for ``type=`` of an ``argparse`` argument."""
+    least = 0 if may_be_zero else 1
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; expected an integer of at least {least}")
     return int(text)
 
 

@@ -195,7 +195,7 @@ def _check_value(
         return True, copy.deepcopy(dict(value))
     if value is None and "null" in rule.types:
         return True, None
-    is_whole_float = isinstance(value, float) and "number" not in rule.types
+    is_whole_float = isinstance(value, float) and not {"number", "any"} & {*rule.types}
     if not _has_type(value, rule.types) or (is_whole_float and not section.fills_in):
         converted = _converted(value, rule.types) if section.strict else None
         if converted is None:
@@ -244,7 +244,8 @@ def _check_auto(
         nobody = (
             "nothing fills in for a DeepSpeedTrial" if filler is None else f"{filler.name} does not fill in"
         )
-        fix = "Write the value itself, or remove the key to take DeepSpeed's default."
+        removal = "" if path[-1] in section.required else ", or remove the key to take DeepSpeed's default"
+        fix = f"Write the value itself{removal}."
         findings.problem(path, f'"auto", which {nobody}', _expectation(rule), fix)
     return False, None
 

@@ -38,6 +38,7 @@ def test_wrong_usage_exits_with_2(arguments):
     [
         (("rnu",), "run"),
         (("checkpoint", "inspct"), "inspect"),
+        (("checkpoint", "inspect", "x", "--paramters"), "--parameters"),
         (("run", "exp.yaml", "--confg", "a=1"), "--config"),
     ],
 )
@@ -46,6 +47,19 @@ def test_misspelt_word_names_the_nearest(arguments, near):
 
     assert result.returncode == 2
     assert f"did you mean {near}?" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--bind", "--device", "--nodes", "--verbose"])
+def test_unrelated_option_gets_no_suggestion(option):
+    result = run("run", "exp.yaml", option)
+
+    assert result.returncode == 2
+    assert "did you mean" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "checkpoint inspect", "list"])
+def test_usage_line_names_the_command(command):
+    assert run(*command.split(), "--help").stdout.startswith(f"usage: dstrial {command} [-h]")
 
 
 @pytest.mark.parametrize("slots", ["0", "x", "1.5"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from dstrial.cli import experiments
 from dstrial.cli.app import main
 from dstrial.testing.master import MasterForTest
 
@@ -33,6 +35,31 @@ def test_init_refuses_to_overwrite_files(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "exp.yaml").read_text() == "mine"
 
 
+@pytest.mark.parametrize(("target", "reason"), [("file", "File exists"), ("file/new", "Not a directory")])
+def test_init_onto_file_is_an_error_without_traceback(
+    target: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+
+    assert main(["init", str(tmp_path / target)]) == 1
+
+    assert f"{tmp_path / target} cannot be written ({reason})" in capsys.readouterr().err
+
+
+def test_init_quotes_directory_in_printed_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "my project")]) == 0
+
+    assert f"cd '{tmp_path / 'my project'}' && dstrial run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "x"])
+def test_list_limit_below_one_is_wrong_usage(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["list", "-n", limit])
+
+    assert "expected an integer of at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_project_of_template_trains_and_is_listed(
@@ -52,7 +79,6 @@ def test_project_of_template_trains_and_is_listed(
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert listed[0]["state"] == "STATE_COMPLETED"
     assert listed[0]["name"] in shown.stdout
-    assert "width 32" in shown.stdout
 
 
 @pytest.mark.process
@@ -68,6 +94,39 @@ def test_kill_ends_experiment_of_master(tmp_path: Path, shared_master: MasterFor
 
     killed = shared_master.dstrial("kill", str(one["id"]))
     shared_master.det("e", "wait", str(one["id"]))
+    again = shared_master.dstrial("kill", "98765", str(one["id"]))
 
     assert killed.stdout == f"experiment {one['id']}: killed\n"
     assert "canceled" in shared_master.dstrial("list").stdout
+    unknown = "experiment 98765 is not found; expected one of `dstrial list --all`.\n"
+    assert (again.returncode, again.stderr) == (1, unknown)
+    assert again.stdout == f"experiment {one['id']}: already canceled\n"
+
+
+@pytest.mark.process
+def test_show_counts_omitted_trials_and_names_searched_values(
+    tmp_path: Path,
+    shared_master: MasterForTest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "exp.yaml").write_text(
+        "name: shown\nentrypoint: 'true'\nsearcher: {name: grid, metric: loss}\n"
+        "hyperparameters: {width: 32, model: {depth: {type: categorical, vals: [3, 3]}}}\n"
+    )
+    created = shared_master.det("e", "create", str(tmp_path / "exp.yaml"), str(tmp_path))
+    assert created.returncode == 0, created.stderr
+    experiment_id = re.findall(r"\d+", created.stdout)[-1]
+    shared_master.det("e", "wait", experiment_id)
+    monkeypatch.setattr(experiments, "_TRIALS_SHOWN", 1)
+    show = ["show", experiment_id, "--state-dir", str(shared_master.state.path)]
+
+    assert main(show) == 0
+    text = capsys.readouterr().out
+    assert main([*show, "--json"]) == 0
+    trials = json.loads(capsys.readouterr().out)["trials"]
+
+    assert "1 of 2 trials; --json prints all" in text
+    assert "model.depth=3" in text
+    assert "width" not in text
+    assert len(trials) == 2

@@ -105,9 +105,11 @@ def _check_parameters(
         settings.findings.problem(f"{section}.params.{key}", f"not a parameter of {name}", expected, fix)
         del parameters[key]
     rules = {} if section == "scheduler" and name not in _OF_DEEPSPEED else _VALUES
-    any_value = Rule(("any",), expected=f"a value, which {name} requires")
     required = tuple(rule.get("required", ()))
-    keys = {key: rules.get(key, any_value) for key in (*parameters, *required)}
+    any_value = Rule(("any",))
+    required_value = Rule(("any",), expected=f"a value, which {name} requires")
+    keys = {key: rules.get(key, any_value) for key in parameters}
+    keys |= {key: rules.get(key, required_value) for key in required}
     check_keys(
         Section(keys, required=required, fills_in=False),
         parameters,

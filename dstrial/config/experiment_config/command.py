@@ -17,6 +17,7 @@ from typing import Any, Literal
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.experiment_config.environment import (
     INTERPRETER_VARIABLE,
+    by_device,
     check_environment,
     check_variables,
     images,
@@ -184,6 +185,6 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 
 
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
-    """Return the Python path that a completed config sets; None if it sets none."""
-    variables = config["environment"]["environment_variables"]["cpu"]
+    """Return the Python path that a config sets for CPUs; None if it sets none."""
+    variables = by_device(config["environment"]["environment_variables"]).get("cpu") or []
     return dict(variable.partition("=")[::2] for variable in variables).get(INTERPRETER_VARIABLE) or None

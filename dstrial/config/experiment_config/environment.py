@@ -39,7 +39,9 @@ def joined_variables(first: Any, then: Any) -> Any:
         return [*first, *then]
     if not isinstance(first, (list, Mapping)) or not isinstance(then, (list, Mapping)):
         return then
-    if isinstance(then, Mapping) and (set(then) - set(_KINDS) or {_GPU_ALIAS, "cuda"} <= set(then)):
+    if isinstance(then, Mapping) and (
+        set(then) - set(_KINDS) or (then.get(_GPU_ALIAS) is not None and then.get("cuda") is not None)
+    ):
         return then  # wrong, as check_devices() reports
     return {device: [*_listed(first, device), *_listed(then, device)] for device in DEVICES}
 

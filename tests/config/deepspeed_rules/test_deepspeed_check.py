@@ -50,6 +50,40 @@ def warnings(sizes=ONE, **keys):
 
 
 @pytest.mark.parametrize(
+    ("section", "name", "parameters"),
+    [
+        ("scheduler", "WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": 0.01}),
+        ("scheduler", "OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
+        ("scheduler", "LRRangeTest", {"lr_range_test_step_rate": 1.0}),
+        ("scheduler", "StepLR", {"step_size": 2, "gamma": 0.5}),
+        ("scheduler", "ExponentialLR", {"gamma": 0.9}),
+        ("scheduler", "CosineAnnealingLR", {"T_max": 9, "eta_min": 1e-5}),
+        ("optimizer", "Lamb", {"lr": 0.1, "max_coeff": 10.0, "min_coeff": 0.01}),
+        ("optimizer", "RMSprop", {"lr": 0.1, "alpha": 0.99}),
+        ("optimizer", "SGD", {"lr": 0.1, "dampening": 0.5}),
+    ],
+)
+def test_float_parameter_without_own_rule_is_accepted(section, name, parameters):
+    warnings(**{section: {"type": name, "params": parameters}})
+
+
+@pytest.mark.parametrize(
+    ("key", "expected", "fix"),
+    [
+        ("gamma", "a value", "Write the value itself, or remove the key"),
+        ("step_size", "a value, which StepLR requires", "Write the value itself."),
+    ],
+)
+def test_auto_of_required_parameter_does_not_suggest_removal(key, expected, fix):
+    parameters = {"step_size": 2, "gamma": 0.5, key: "auto"}
+    result = check_deepspeed({**BASE, "scheduler": {"type": "StepLR", "params": parameters}}, ONE)
+
+    assert [str(problem).partition("expected ")[2] for problem in result.problems] == [
+        f"{expected}. {fix}" + (" to take DeepSpeed's default." if "remove" in fix else "")
+    ]
+
+
+@pytest.mark.parametrize(
     ("keys", "fragment"),
     [
         ({"zero_optimization": {"allgather_partitions": True}}, "allgather_partitions is true, which no ZeRO stage reads"),

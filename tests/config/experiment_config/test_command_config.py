@@ -61,7 +61,7 @@ def test_a_template_and_the_masters_variables_lie_under_the_config() -> None:
     assert (spec.num_slots, spec.priority) == (0, 7)
     variables = spec.config["environment"]["environment_variables"]
     assert variables["cpu"] == variables["cuda"] == ["A=own", "DET_PYTHON_EXECUTABLE=/a/python"]
-    assert interpreter_of(spec.config) == "/a/python"
+    assert interpreter_of(spec.config) == interpreter_of(given) == "/a/python"
     assert "searcher" not in spec.config
 
 

@@ -76,6 +76,18 @@ def test_gpu_and_cuda_of_different_layers_are_the_same_device(tmp_path: Path) ->
     assert merged["environment_variables"]["cuda"] == ["A=0", "A=1"]
 
 
+def test_null_gpu_beside_cuda_keeps_variables_of_master() -> None:
+    variables = {"gpu": None, "cuda": ["A=1"]}
+    given = {"entrypoint": "true", "environment": {"environment_variables": variables}}
+    config = check_command(given, "COMMAND", num_slots=1, environment_variables=("M=0",)).config
+
+    assert config["environment"]["environment_variables"] == {
+        "cpu": ["M=0"],
+        "cuda": ["M=0", "A=1"],
+        "rocm": ["M=0"],
+    }
+
+
 def test_gpu_beside_cuda_and_unknown_devices_are_problems(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         submit(
