@@ -208,7 +208,9 @@ class AxisTrial(DeepSpeedTrial):
         self.engine.backward(loss)
         self.engine.step()
         log = pathlib.Path(f"{self.hparams['log']}.{self.context.distributed.get_rank()}")
-        weights = torch.cat([p.detach().float().flatten() for p in self.engine.module.parameters()])
+        parameters = list(self.engine.module.parameters())
+        with deepspeed.zero.GatheredParameters(parameters):  # ZeRO 3 has a part of them on each rank
+            weights = torch.cat([p.detach().float().flatten() for p in parameters])
         with log.open("a") as file:
             line = {
                 "batch": batch_idx,
