@@ -26,8 +26,8 @@ def torch_loader(dataset, **options):
     return data.DataLoader(dataset, batch_size=4, **options)
 
 
-def shuffled_by_generator(records):
-    return torch_loader(records, shuffle=True, generator=torch.Generator().manual_seed(4))
+def shuffled_by_generator(records, build=torch_loader):
+    return build(records, shuffle=True, generator=torch.Generator().manual_seed(4))
 
 
 def stateful_by_sampler(records):
@@ -55,9 +55,13 @@ LOADERS = {
     "stateful data set": lambda: torch_loader(Stateful(COUNT)),
     "shuffled": lambda: torch_loader(records(), shuffle=True),
     "shuffled by a generator": lambda: shuffled_by_generator(records()),
+    "shuffled, persistent workers": lambda: torch_loader(
+        records(), shuffle=True, persistent_workers=True, **WORKERS
+    ),
     "list": lambda: list(torch_loader(records())),
     "endless": endless,
     "StatefulDataLoader, shuffled": lambda: stateful_loader(records(), shuffle=True),
+    "StatefulDataLoader, generator": lambda: shuffled_by_generator(records(), stateful_loader),
     "StatefulDataLoader, sampler": lambda: stateful_by_sampler(records()),
     "StatefulDataLoader, iterable": lambda: stateful_loader(Shared(COUNT)),
     "StatefulDataLoader, stateful": lambda: stateful_loader(Stateful(COUNT)),

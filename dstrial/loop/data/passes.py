@@ -188,9 +188,13 @@ class LoaderPasses(Iterator[Any]):
             return
         self._restored = saved
         is_stateful = mode == "exact" and self._stateful is not None and saved["state"] is not None
-        if not is_stateful and self.in_pass == self._per_pass:
-            self._set_generators(saved["generators"])
+        is_at_end = not is_stateful and self.in_pass == self._per_pass
+        if is_at_end:
             self.pass_idx, self.in_pass = self.pass_idx + 1, 0
+        if self.pass_idx and not is_stateful and getattr(self._loader, "persistent_workers", False):
+            self._start_persistent_workers()
+        if is_at_end:
+            self._set_generators(saved["generators"])
             return
         set_epoch(self._loader, self.pass_idx)
         self._start = saved["start"]
@@ -200,8 +204,18 @@ class LoaderPasses(Iterator[Any]):
                 self._set_generators(self._start["generators"])
             if is_stateful:
                 self._load_state(saved["state"])
+                self._set_generators(saved["generators"])
             else:
                 self._reread(saved["digest"])
+
+    def _start_persistent_workers(self) -> None:
+        """Create the iterator that the loader keeps for all passes, as pass 0 did.
+
+        Its creation draws a random number that later passes do not draw.
+        """
+        set_epoch(self._loader, 0)
+        with random_state_kept():
+            iter(self._loader)
 
     def _load_state(self, state: Any) -> None:
         assert self._stateful is not None
