@@ -11,6 +11,7 @@ from torch.utils import data
 
 from dstrial import Batch, DataLoader
 from dstrial.errors import DataError
+from dstrial.local.run_directory import LOCAL_ID, REWRITE_VARIABLE
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
@@ -223,14 +224,14 @@ def test_validation_loader_without_length_is_counted():
 # ---- two ranks ----------------------------------------------------------------------------------------
 
 
-def run(tmp_path, trial, batches, ranks, run=None, resume_data=None, records=80, **hparams):
+def run(tmp_path, trial, batches, ranks, run=None, resume_data=None, records=80, env=None, **hparams):
     config = deepspeed_config(1, gradient_accumulation_steps=4 if trial == "Pipeline" else 4 // ranks)
     hyperparameters = {"deepspeed_config": config, "num_records": records, "dropout": 0.0, **hparams}
     own = {"data": {"dstrial": {"resume_data": resume_data}}} if resume_data else {}
     described = experiment(
         hyperparameters, batches, report=1, entrypoint=f"stream_trials:{trial}", checkpoint=100, **own
     )
-    return train(tmp_path, trial, described, ranks=ranks, run=run, module="stream_trials")
+    return train(tmp_path, trial, described, ranks=ranks, run=run, env=env, module="stream_trials")
 
 
 def losses(done):
@@ -255,6 +256,11 @@ def test_reread_on_other_ranks_trains_the_same_batches(tmp_path, before, after):
     refused = run(tmp_path / "parts", "OwnLoader", 8, after, run=first)
     assert refused.returncode != 0
     assert "set data.dstrial.resume_data: reread if the replicas take turns" in refused.output
+    rewritten = run(
+        tmp_path / "parts", "OwnLoader", 8, after, run=first, env={REWRITE_VARIABLE: str(LOCAL_ID)}
+    )
+    assert rewritten.returncode == 0, rewritten.output
+    assert len(list(first.directory.checkpoints_path.glob("*/COMPLETE"))) == 2
     again = losses(run(tmp_path / "parts", "OwnLoader", 8, after, run=first, resume_data="reread"))
     assert again == pytest.approx(whole, rel=1e-5)
 
