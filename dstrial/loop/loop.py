@@ -283,7 +283,7 @@ class TrainingLoop:
         Ranks: all, collectively (one ``allgather``, after the first batch of a run).
         """
         passes = self._stream.passes if self._stream is not None else None
-        mine = (self._adapter.data_parallel_rank, passes.newest_digest if passes is not None else None)
+        mine = (self._adapter.data_parallel_rank, passes.first_digest if passes is not None else None)
         for problem in reading_problems(self._distributed.allgather(mine)):
             if self._is_chief:
                 logger.warning("%s", problem)

@@ -160,7 +160,26 @@ def test_loader_that_does_not_repeat_itself_is_named(caplog):
         return torch_loader(data.Subset(records(), order))
 
     resumed(fit_to(5, build), 6, build)
-    assert "does not repeat itself: micro batch 3 of pass 1 is another one" in caplog.text
+    assert "does not repeat itself: micro batch 0 of pass 1 is another one" in caplog.text
+
+
+def test_batch_that_training_changes_is_still_the_same(caplog):
+    from stream_trials import OwnLoader
+
+    def train_batch(self, items, epoch_idx, batch_idx):
+        def changed():
+            for item in items:
+                taken = tuple(part.clone() for part in item)
+                item[0].zero_()
+                item.pop()
+                yield taken
+
+        return OwnLoader.train_batch(self, changed(), epoch_idx, batch_idx)
+
+    trial = trial_of(lambda: torch_loader(records()), train_batch=train_batch)
+    first = fit(trial, max_length=Batch(5))
+    fit(trial, run_dir=first.directory.path, latest_checkpoint="latest", max_length=Batch(6))
+    assert "does not repeat itself" not in caplog.text
 
 
 def test_unsharded_workers_are_named(caplog):

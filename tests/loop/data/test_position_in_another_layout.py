@@ -3,11 +3,14 @@
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.errors import CheckpointLayoutError
 from dstrial.loop.checkpoint_loader import position_of, rescale_micro_batches
+from dstrial.loop.data.passes import digest
 from dstrial.loop.data.training import TrainingStream
 
 
@@ -59,3 +62,19 @@ def test_a_position_that_was_converted_is_saved_with_the_division_of_now(batches
     (position,) = after.positions()
     assert (position["replica"], position["division"]) == (1, (4, 1, 2))
     assert (position["pass"], position["in_pass"]) in ((0, batches), (1, 0))
+
+
+def test_a_checksum_leaves_out_what_has_no_bytes():
+    number = torch.ones(2)
+    complex_view = torch.ones(2, dtype=torch.complex64).conj()
+    odd = [
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        np.array(["a", "b"], dtype=object),
+    ]
+    assert digest(odd) is None
+    assert digest([number, *odd]) == digest([number])
+    assert digest(complex_view) == digest(complex_view.resolve_conj())
+    assert digest(complex_view.imag) is not None
