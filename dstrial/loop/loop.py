@@ -156,10 +156,10 @@ class TrainingLoop:
             if (kept := self._runtime.kept_reports) is not None:
                 kept.rewind_to(progress.batches_trained)
             self._start_checks()
+            if settings.is_rewrite:
+                return self._rewrite(loop_state)
             drawn = int(loop_state.get("micro_batches_drawn", 0))
             self._iterator = stream.open(drawn, loop_state.get("loaders", ()))
-            if settings.is_rewrite:
-                return self._rewrite()
             if self._instruments is not None:
                 stack.enter_context(self._instruments)
                 whole = stream.records_per_batch is not None
@@ -283,7 +283,7 @@ class TrainingLoop:
         Ranks: all, collectively (one ``allgather``, after the first batch of a run).
         """
         passes = self._stream.passes if self._stream is not None else None
-        mine = (self._adapter.data_parallel_rank, passes.newest_digest if passes is not None else None)
+        mine = (self._adapter.data_parallel_rank, passes.first_digest if passes is not None else None)
         for problem in reading_problems(self._distributed.allgather(mine)):
             if self._is_chief:
                 logger.warning("%s", problem)
@@ -375,10 +375,13 @@ class TrainingLoop:
         if self._is_chief:
             self._reports.writer.submit(functools.partial(self._core.train.report_progress, 1.0))
 
-    def _rewrite(self) -> FitResult:
-        """Save the loaded checkpoint in this run's rank layout. Ranks: all, collectively."""
+    def _rewrite(self, loop_state: Mapping[str, Any]) -> FitResult:
+        """Save the loaded checkpoint in this run's rank layout. Ranks: all, collectively.
+
+        The position in the training data, ``loop_state``, is saved as it was loaded: the resumed run converts it.
+        """
         self._loader.restore_random_states()
-        self._checkpoint(is_last=True)
+        self._checkpoint(is_last=True, position=loop_state)
         self._saver.finish()
         return FitResult(self._progress.batches_trained, self._batches_total, None, self._checkpoint_uuid)
 
@@ -467,8 +470,10 @@ class TrainingLoop:
         found: list[StateEvidence] = self._distributed.allgather(mine)
         return found
 
-    def _checkpoint(self, *, is_last: bool = False) -> None:
+    def _checkpoint(self, *, is_last: bool = False, position: Mapping[str, Any] | None = None) -> None:
         """Start to save a checkpoint of the current batch. Ranks: all, collectively.
+
+        ``position`` is the position in the training data; None for that of this run.
 
         A state with weights that are not finite is never saved. A state without a finite loss is saved only at the end of
         training or at a stop (``is_last``), because the new checkpoint may replace an older, good one.
@@ -488,19 +493,23 @@ class TrainingLoop:
         self._is_skipping_save = False
         if self._is_chief:
             self._core.train.set_status("checkpointing")
-        loop_state: dict[str, Any] = {
-            "micro_batches_drawn": self._iterator.drawn if self._iterator is not None else 0,
-            **self._reports.state(),
-        }
-        if self._stream is not None:
-            loop_state["loaders"] = self._stream.positions()
-            if self._stream.records_per_batch is not None:
-                loop_state["records_per_batch"] = self._stream.records_per_batch
+        loop_state = {**(self._position() if position is None else position), **self._reports.state()}
         with self._heartbeat.during(Phase.SAVE, self._progress.batches_trained):
             self._checkpoint_uuid = self._saver.save(loop_state)
         self._reports.start_clock()
         if self._is_chief:
             self._core.train.set_status("training")
+
+    def _position(self) -> dict[str, Any]:
+        """Return this rank's position in the training data, for a checkpoint."""
+        position: dict[str, Any] = {
+            "micro_batches_drawn": self._iterator.drawn if self._iterator is not None else 0
+        }
+        if self._stream is not None:
+            position["loaders"] = self._stream.positions()
+            if self._stream.records_per_batch is not None:
+                position["records_per_batch"] = self._stream.records_per_batch
+        return position
 
     # ---- set-up --------------------------------------------------------------------------------------
 

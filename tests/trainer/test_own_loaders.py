@@ -11,6 +11,7 @@ from torch.utils import data
 
 from dstrial import Batch, DataLoader
 from dstrial.errors import DataError
+from dstrial.local.run_directory import LOCAL_ID, REWRITE_VARIABLE
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
@@ -26,8 +27,8 @@ def torch_loader(dataset, **options):
     return data.DataLoader(dataset, batch_size=4, **options)
 
 
-def shuffled_by_generator(records):
-    return torch_loader(records, shuffle=True, generator=torch.Generator().manual_seed(4))
+def shuffled_by_generator(records, build=torch_loader):
+    return build(records, shuffle=True, generator=torch.Generator().manual_seed(4))
 
 
 def stateful_by_sampler(records):
@@ -55,9 +56,13 @@ LOADERS = {
     "stateful data set": lambda: torch_loader(Stateful(COUNT)),
     "shuffled": lambda: torch_loader(records(), shuffle=True),
     "shuffled by a generator": lambda: shuffled_by_generator(records()),
+    "shuffled, persistent workers": lambda: torch_loader(
+        records(), shuffle=True, persistent_workers=True, **WORKERS
+    ),
     "list": lambda: list(torch_loader(records())),
     "endless": endless,
     "StatefulDataLoader, shuffled": lambda: stateful_loader(records(), shuffle=True),
+    "StatefulDataLoader, generator": lambda: shuffled_by_generator(records(), stateful_loader),
     "StatefulDataLoader, sampler": lambda: stateful_by_sampler(records()),
     "StatefulDataLoader, iterable": lambda: stateful_loader(Shared(COUNT)),
     "StatefulDataLoader, stateful": lambda: stateful_loader(Stateful(COUNT)),
@@ -155,7 +160,26 @@ def test_loader_that_does_not_repeat_itself_is_named(caplog):
         return torch_loader(data.Subset(records(), order))
 
     resumed(fit_to(5, build), 6, build)
-    assert "does not repeat itself: micro batch 3 of pass 1 is another one" in caplog.text
+    assert "does not repeat itself: micro batch 0 of pass 1 is another one" in caplog.text
+
+
+def test_batch_that_training_changes_is_still_the_same(caplog):
+    from stream_trials import OwnLoader
+
+    def train_batch(self, items, epoch_idx, batch_idx):
+        def changed():
+            for item in items:
+                taken = tuple(part.clone() for part in item)
+                item[0].zero_()
+                item.pop()
+                yield taken
+
+        return OwnLoader.train_batch(self, changed(), epoch_idx, batch_idx)
+
+    trial = trial_of(lambda: torch_loader(records()), train_batch=train_batch)
+    first = fit(trial, max_length=Batch(5))
+    fit(trial, run_dir=first.directory.path, latest_checkpoint="latest", max_length=Batch(6))
+    assert "does not repeat itself" not in caplog.text
 
 
 def test_unsharded_workers_are_named(caplog):
@@ -219,14 +243,14 @@ def test_validation_loader_without_length_is_counted():
 # ---- two ranks ----------------------------------------------------------------------------------------
 
 
-def run(tmp_path, trial, batches, ranks, run=None, resume_data=None, records=80, **hparams):
+def run(tmp_path, trial, batches, ranks, run=None, resume_data=None, records=80, env=None, **hparams):
     config = deepspeed_config(1, gradient_accumulation_steps=4 if trial == "Pipeline" else 4 // ranks)
     hyperparameters = {"deepspeed_config": config, "num_records": records, "dropout": 0.0, **hparams}
     own = {"data": {"dstrial": {"resume_data": resume_data}}} if resume_data else {}
     described = experiment(
         hyperparameters, batches, report=1, entrypoint=f"stream_trials:{trial}", checkpoint=100, **own
     )
-    return train(tmp_path, trial, described, ranks=ranks, run=run, module="stream_trials")
+    return train(tmp_path, trial, described, ranks=ranks, run=run, env=env, module="stream_trials")
 
 
 def losses(done):
@@ -251,6 +275,11 @@ def test_reread_on_other_ranks_trains_the_same_batches(tmp_path, before, after):
     refused = run(tmp_path / "parts", "OwnLoader", 8, after, run=first)
     assert refused.returncode != 0
     assert "set data.dstrial.resume_data: reread if the replicas take turns" in refused.output
+    rewritten = run(
+        tmp_path / "parts", "OwnLoader", 8, after, run=first, env={REWRITE_VARIABLE: str(LOCAL_ID)}
+    )
+    assert rewritten.returncode == 0, rewritten.output
+    assert len(list(first.directory.checkpoints_path.glob("*/COMPLETE"))) == 2
     again = losses(run(tmp_path / "parts", "OwnLoader", 8, after, run=first, resume_data="reread"))
     assert again == pytest.approx(whole, rel=1e-5)
 

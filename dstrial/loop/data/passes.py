@@ -57,6 +57,7 @@ class LoaderPasses(Iterator[Any]):
         pass_idx: index of the current pass over the loader.
         in_pass: number of micro batches drawn in the current pass.
         first_pass_length: micro batches of the first pass of a loader without a length; None before its end.
+        first_digest: checksum of the first micro batch that was drawn; None if there is none.
     """
 
     def __init__(self, loader: Any, per_pass: int | None, rest: int, rank: int) -> None:
@@ -67,9 +68,11 @@ class LoaderPasses(Iterator[Any]):
         self._stateful = _stateful_part(loader)
         self._items: Iterator[Any] | None = None
         self._start: dict[str, Any] | None = None
-        self._newest: Any = None
         self._restored: Mapping[str, Any] | None = None
-        self._digests: list[int | None] = []
+        self._digests: dict[
+            int, int | None
+        ] = {}  # of some micro batches of the current pass, by their number
+        self._digests_of_workers: list[int | None] = []
         is_iterable = isinstance(getattr(loader, "dataset", None), data.IterableDataset)
         self._num_workers = int(getattr(loader, "num_workers", 0)) if is_iterable else 0
         is_plain_map_style = isinstance(loader, data.DataLoader) and not is_iterable
@@ -77,6 +80,8 @@ class LoaderPasses(Iterator[Any]):
         self.pass_idx = 0
         self.in_pass = 0
         self.first_pass_length: int | None = None
+        self.first_digest: int | None = None
+        self._has_drawn = False
 
     def __next__(self) -> Any:
         while True:
@@ -87,9 +92,7 @@ class LoaderPasses(Iterator[Any]):
                 item = next(self._items, _END)
                 if item is not _END:
                     self.in_pass += 1
-                    self._newest = item
-                    if self.in_pass <= self._num_workers:
-                        self._compare_workers(item)
+                    self._take_digest(item)
                     return item
                 if self.in_pass == 0:
                     raise StopIteration
@@ -110,6 +113,21 @@ class LoaderPasses(Iterator[Any]):
         set_epoch(self._loader, self.pass_idx)
         self._start = {"random_states": RngState.read().to_saved(), "generators": self._generator_states()}
         self._items = iter(self._loader)
+        self._digests = {}
+
+    def _take_digest(self, item: Any) -> None:
+        """Keep the checksum of some micro batches; here, because training may change them."""
+        in_pass = self.in_pass
+        is_compared = _is_power_of_two(in_pass)
+        if not is_compared and self._has_drawn and in_pass > self._num_workers:
+            return
+        found = digest(item)
+        if is_compared:
+            self._digests[in_pass] = found
+        if not self._has_drawn:
+            self._has_drawn, self.first_digest = True, found
+        if in_pass <= self._num_workers:
+            self._compare_workers(found)
 
     def _read_to_end(self) -> None:
         """Let the loader reach its end and reset itself; warn if there is no end."""
@@ -126,12 +144,11 @@ class LoaderPasses(Iterator[Any]):
                 self.in_pass + self._rest,
             )
 
-    def _compare_workers(self, item: Any) -> None:
+    def _compare_workers(self, newest: int | None) -> None:
         """Warn if workers of an iterable data set begin with the same micro batch."""
         if self.pass_idx or self._num_workers < 2:
             return
-        newest = digest(item)
-        if newest is not None and newest in self._digests:
+        if newest is not None and newest in self._digests_of_workers:
             logger.warning(
                 "%s: micro batch %d repeats an earlier one, because each of its %d workers reads the whole data set. Divide it "
                 "in __iter__ by torch.utils.data.get_worker_info(), or use num_workers=0",
@@ -140,16 +157,11 @@ class LoaderPasses(Iterator[Any]):
                 self._num_workers,
             )
             self._num_workers = 0
-        self._digests.append(newest)
-
-    @property
-    def newest_digest(self) -> int | None:
-        """A checksum of the micro batch that was drawn last; None if there is none."""
-        return digest(self._newest)
+        self._digests_of_workers.append(newest)
 
     def close(self) -> None:
         """Release the loader, whose workers then end."""
-        self._loader = self._items = self._stateful = self._newest = None
+        self._loader = self._items = self._stateful = None
 
     # ---- the position ---------------------------------------------------------------------------------
 
@@ -162,11 +174,11 @@ class LoaderPasses(Iterator[Any]):
             "in_pass": self.in_pass,
             "start": self._start,
             "generators": self._generator_states(),
-            "digest": self.newest_digest,
+            "digests": dict(self._digests),
             "state": self._stateful.state_dict() if self._stateful is not None and self.in_pass else None,
         }
-        if self._newest is None and self._restored is not None:  # nothing was read since the restore
-            position |= {"digest": self._restored["digest"], "state": self._restored["state"]}
+        if not self._has_drawn and self._restored is not None:  # nothing was read since the restore
+            position["state"] = self._restored["state"]
         return position
 
     def restore(self, saved: Mapping[str, Any], mode: ResumeMode) -> None:
@@ -188,20 +200,34 @@ class LoaderPasses(Iterator[Any]):
             return
         self._restored = saved
         is_stateful = mode == "exact" and self._stateful is not None and saved["state"] is not None
-        if not is_stateful and self.in_pass == self._per_pass:
-            self._set_generators(saved["generators"])
+        is_at_end = not is_stateful and self.in_pass == self._per_pass
+        if is_at_end:
             self.pass_idx, self.in_pass = self.pass_idx + 1, 0
+        if self.pass_idx and not is_stateful and getattr(self._loader, "persistent_workers", False):
+            self._start_persistent_workers()
+        if is_at_end:
+            self._set_generators(saved["generators"])
             return
         set_epoch(self._loader, self.pass_idx)
-        self._start = saved["start"]
+        self._start, self._digests = saved["start"], dict(saved.get("digests", {}))
         with random_state_kept():
             if self._start is not None:
                 RngState.from_saved(self._start["random_states"]).restore()
                 self._set_generators(self._start["generators"])
             if is_stateful:
                 self._load_state(saved["state"])
+                self._set_generators(saved["generators"])
             else:
-                self._reread(saved["digest"])
+                self._reread()
+
+    def _start_persistent_workers(self) -> None:
+        """Create the iterator that the loader keeps for all passes, as pass 0 did.
+
+        Its creation draws a random number that later passes do not draw.
+        """
+        set_epoch(self._loader, 0)
+        with random_state_kept():
+            iter(self._loader)
 
     def _load_state(self, state: Any) -> None:
         assert self._stateful is not None
@@ -214,11 +240,11 @@ class LoaderPasses(Iterator[Any]):
                 "that wrote it. Build it with the same data set and num_workers, or set data.dstrial.resume_data to reread."
             ) from error
 
-    def _reread(self, expected: int | None) -> None:
+    def _reread(self) -> None:
         began_s = time.monotonic()
         logger.info("%s reads and drops %d micro batches of pass %d", self._name, self.in_pass, self.pass_idx)
         self._items = iter(self._loader)
-        item: Any = None
+        other: int | None = None
         for idx in range(self.in_pass):
             item = next(self._items, _END)
             if item is _END:
@@ -226,13 +252,17 @@ class LoaderPasses(Iterator[Any]):
                     f"{self._name} ended after {idx} micro batches of pass {self.pass_idx}, and the checkpoint was written "
                     f"after {self.in_pass}; expected the same data. Restore it, or start a new run."
                 )
-        found = digest(item)
-        if expected is not None and found is not None and found != expected:
+            if _is_power_of_two(idx + 1):
+                expected, found = self._digests.get(idx + 1), digest(item)
+                self._digests[idx + 1] = found
+                if other is None and None not in (expected, found) and found != expected:
+                    other = idx
+        if other is not None:
             logger.warning(
                 "%s does not repeat itself: micro batch %d of pass %d is another one than before the checkpoint, so records may "
                 "be trained twice or never. Seed its order, or give it state_dict and load_state_dict",
                 self._name,
-                self.in_pass - 1,
+                other,
                 self.pass_idx,
             )
         logger.info("%s: read again in %.1f s", self._name, time.monotonic() - began_s)
@@ -288,6 +318,10 @@ def random_state_kept() -> Iterator[None]:
 # ---- which records are read -----------------------------------------------------------------------------
 
 
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
 def digest(item: Any) -> int | None:
     """Return a checksum of a micro batch's tensors, numbers and texts; None if none."""
     value = 0
@@ -300,11 +334,13 @@ def digest(item: Any) -> int | None:
 
 def _leaves(item: Any) -> Iterator[bytes]:
     if isinstance(item, torch.Tensor):
-        if item.layout is torch.strided:
-            yield repr((item.dtype, tuple(item.shape))).encode()
-            yield item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        with contextlib.suppress(RuntimeError):  # a layout without bytes: nested, sparse, meta
+            dense = item.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            found = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+            yield repr((item.dtype, tuple(item.shape))).encode() + found
     elif isinstance(item, np.ndarray):
-        yield np.ascontiguousarray(item).tobytes()
+        if not item.dtype.hasobject:  # its bytes are addresses
+            yield np.ascontiguousarray(item).tobytes()
     elif isinstance(item, str | int | float | bytes):
         yield repr(item).encode()
     elif isinstance(item, Mapping):
@@ -319,7 +355,7 @@ def reading_problems(gathered: Sequence[tuple[int, int | None]]) -> list[str]:
     """Return warnings if training loaders are sharded wrongly.
 
     Replicas must read different records, and the ranks of one replica the same records. ``gathered`` has for each rank its
-    replica's index, and the checksum of its newest micro batch or None.
+    replica's index, and the checksum of its first micro batch or None.
     """
     readers = [(rank, replica, found) for rank, (replica, found) in enumerate(gathered) if found is not None]
     problems = []
@@ -385,4 +421,4 @@ def position_for(
             f"{sizes[1]} records per batch cannot take up; expected one position of all replicas on a boundary of micro batches. "
             "Resume with the former number of replicas, or set data.dstrial.resume_data: restart."
         )
-    return {**(own or first), "in_pass": in_pass, "digest": None, "state": None}, mode
+    return {**(own or first), "in_pass": in_pass, "digests": {}, "state": None}, mode

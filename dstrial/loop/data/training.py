@@ -217,7 +217,7 @@ class TrainingStream:
         """
         if self.passes is None:
             return []
-        return [{"replica": self._replica, "division": self._division, **self.passes.position()}]
+        return [{**self.passes.position(), "replica": self._replica, "division": self._division}]
 
     def close(self) -> None:
         """Release a loader of the user's own; nothing is read afterwards."""

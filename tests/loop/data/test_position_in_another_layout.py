@@ -1,12 +1,17 @@
 """Where a rank goes on reading, and how many micro batches that is now."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.errors import CheckpointLayoutError
 from dstrial.loop.checkpoint_loader import position_of, rescale_micro_batches
+from dstrial.loop.data.passes import digest
+from dstrial.loop.data.training import TrainingStream
 
 
 def with_accumulation(steps):
@@ -33,3 +38,43 @@ def test_another_accumulation_counts_the_same_records():
 def test_a_position_between_two_micro_batches_of_now_is_refused():
     with pytest.raises(CheckpointLayoutError, match="after 3 micro batches of 6 records"):
         rescale_micro_batches({"micro_batches_drawn": 3}, with_accumulation(4), with_accumulation(2))
+
+
+def stream_of(replica, replicas, accumulation):
+    adapter = SimpleNamespace(
+        data_parallel_rank=replica,
+        data_parallel_world_size=replicas,
+        micro_batches_per_batch=accumulation,
+        micro_batch_size=2,
+    )
+    return TrainingStream(list(range(16 // replicas)), adapter, replica, 0, True, "reread")
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_a_position_that_was_converted_is_saved_with_the_division_of_now(batches):
+    before = stream_of(0, 2, 2)
+    items = before.open(0)
+    for _ in range(2 * batches):
+        next(items)
+    (written,) = before.positions()
+    after = stream_of(1, 4, 1)
+    after.open(batches, [written])
+    (position,) = after.positions()
+    assert (position["replica"], position["division"]) == (1, (4, 1, 2))
+    assert (position["pass"], position["in_pass"]) in ((0, batches), (1, 0))
+
+
+def test_a_checksum_leaves_out_what_has_no_bytes():
+    number = torch.ones(2)
+    complex_view = torch.ones(2, dtype=torch.complex64).conj()
+    odd = [
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        np.array(["a", "b"], dtype=object),
+    ]
+    assert digest(odd) is None
+    assert digest([number, *odd]) == digest([number])
+    assert digest(complex_view) == digest(complex_view.resolve_conj())
+    assert digest(complex_view.imag) is not None
