@@ -251,6 +251,11 @@ def has_trusted_code(source: CheckpointSource) -> bool:
 
 def _in_directory(path: Path, asked: str) -> CheckpointSource:
     if RunDirectory(path).record_path.is_file():
+        if RunDirectory(path).is_search:
+            raise CheckpointNotFoundError(
+                f"the run {path} is a search, whose checkpoints belong to several trials; expected one checkpoint. Name its "
+                "UUID: `dstrial run` prints that of the best at the end."
+            )
         newest = newest_checkpoint(RunDirectory(path).checkpoints_path)
         if newest is None:
             raise CheckpointNotFoundError(
