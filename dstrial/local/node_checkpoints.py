@@ -363,7 +363,8 @@ def downloaded_record(manager: ObjectStorageManager, storage_id: str) -> Path | 
 
     None if the storage has no such checkpoint, or one without a completion marker.
     """
-    record = manager.scratch / "records" / storage_id
+    # The ranks of a node share the scratch directory and download at the same time.
+    record = manager.scratch / f"records-{os.getpid()}" / storage_id
     record.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(CheckpointNotFoundError):
         object_storage.download(manager.settings, storage_id, record, [MARKER_NAME, *_RECORDED])
