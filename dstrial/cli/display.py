@@ -316,7 +316,7 @@ def progress_line(view: ExperimentView, experiment: ExperimentConfig) -> str:
 def search_summary(
     view: ExperimentView, experiment: ExperimentConfig, verdict: Verdict, run_directory: RunDirectory
 ) -> list[str]:
-    """Return a search's summary: a line per trial, state, best trial and its checkpoint."""
+    """Return a search's summary: its trials, state and best checkpoint."""
     described = f" ({verdict.reason})" if verdict.reason else ""
     rows = [("state", verdict.state.value + described)]
     rows.append(("run directory", shown_path(run_directory.path)))

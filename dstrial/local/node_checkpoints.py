@@ -180,9 +180,10 @@ class ObjectStorageManager(storage.StorageManager):  # type: ignore[misc]  # myp
 
 
 class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Determined's checkpoint context, with completion markers; nodes transfer objects.
+    """Determined's checkpoint context, with completion markers.
 
-    Determined 0.38.1 finds ranks that share a directory by device and inode, which may be equal on two machines.
+    With object storage, each node transfers its files once. Determined 0.38.1 finds ranks that share a directory by device and
+    inode, which may be equal on two machines.
     """
 
     @classmethod
