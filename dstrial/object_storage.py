@@ -30,6 +30,7 @@ _FIELDS = {
     "directory": ("container_path",),
 }
 _CREDENTIALS = ("access_key", "secret_key", "connection_string", "credential")
+_SERVERS = ("endpoint_url", "account_url")
 _SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "azure"}
 ALL_FILES = "**/*"
 STORAGE_KEY = "storage"
@@ -39,13 +40,20 @@ STORAGE_KEY = "storage"
 def external_storage(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return ``checkpoint_storage`` if it is no ``shared_fs``; None otherwise.
 
-    The result has the fields of its type that are given and not masked, and no ``save_…`` field.
+    The result has the fields of its type that are given and not masked, and no ``save_…`` field. A relative directory is made
+    absolute.
     """
     given = (config or {}).get("checkpoint_storage") or {}
     names = _FIELDS.get(str(given.get("type")))
     if names is None:
         return None
-    return {"type": given["type"], **{key: given[key] for key in names if given.get(key) not in (None, MASK)}}
+    found = {
+        "type": given["type"],
+        **{key: given[key] for key in names if given.get(key) not in (None, MASK)},
+    }
+    if "container_path" in found:
+        found["container_path"] = os.path.abspath(found["container_path"])  # noqa: PTH100  # links are kept
+    return found
 
 
 def is_object_storage(storage: Mapping[str, Any] | None) -> bool:
@@ -60,12 +68,14 @@ def location_of(storage: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_storage(path: pathlib.Path, own: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """Return the external storage of a checkpoint's files; None if ``path`` has them.
 
-    ``own`` is the storage of this run's config; it gives the credentials of a storage of the same type.
+    ``own`` is the storage of this run's config; it gives the credentials if the type and the server are the same.
     """
     location = read_marker(path).get(STORAGE_KEY) if is_complete(path) else None
     if location is None or pathlib.Path(location.get("container_path", ""), path.name) == path:
         return None
-    known = own if own is not None and own["type"] == location["type"] else {}
+    # The marker may be someone else's: it must not send the credentials to another server.
+    is_same_server = own is not None and all(own.get(key) == location.get(key) for key in ("type", *_SERVERS))
+    known = own if own is not None and is_same_server else {}
     return {**{key: known[key] for key in _CREDENTIALS if key in known}, **location}
 
 

@@ -157,11 +157,12 @@ def process_runtime(
                 preempt_mode=core.PreemptMode.ChiefOnly,
                 tensorboard_mode=core.TensorboardMode.MANUAL,
             )
+            manager = None
             if storage is not None and is_object_storage(storage):
                 # The temporary directory is deleted with the allocation.
                 scratch = pathlib.Path(tempfile.gettempdir(), "dstrial-checkpoints")
                 manager = ObjectStorageManager(storage, scratch, None, is_chief=channel.rank == 0)
-                made.checkpoint = NodeCheckpointContext.of_cluster(made.checkpoint, manager)
+            made.checkpoint = NodeCheckpointContext.of_cluster(made.checkpoint, manager)
             sink = _ClusterSystemMetrics(made, info, channel.cross_rank)
             made.profiler = local_context.NodeProfiler(info.agent_id, channel, sink)
             if os.environ.get(RUN_DIR_VARIABLE):

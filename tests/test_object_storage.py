@@ -22,7 +22,9 @@ from dstrial.object_storage import (
 S3 = {"type": "s3", "bucket": "b", "prefix": "/p", "access_key": "AK", "secret_key": "SK"}
 
 
-def test_external_storage_has_the_given_fields_of_its_type() -> None:
+def test_external_storage_has_the_given_fields_of_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {**S3, "secret_key": "********", "endpoint_url": None, "save_trial_best": 1, "host_path": None}
     assert external_storage({"checkpoint_storage": given}) == {
         "type": "s3",
@@ -30,6 +32,9 @@ def test_external_storage_has_the_given_fields_of_its_type() -> None:
         "prefix": "/p",
         "access_key": "AK",
     }
+    monkeypatch.chdir(tmp_path)
+    relative = {"checkpoint_storage": {"type": "directory", "container_path": "ck"}}
+    assert external_storage(relative) == {"type": "directory", "container_path": str(tmp_path / "ck")}
     for config in (None, {}, {"checkpoint_storage": {"type": "shared_fs", "host_path": "/x"}}):
         assert external_storage(config) is None
 
@@ -58,6 +63,9 @@ def test_recorded_storage_is_that_of_the_marker_with_own_credentials(tmp_path: P
     write_marker(other, {STORAGE_KEY: {"type": "directory", "container_path": str(tmp_path)}})
     assert recorded_storage(record, {**S3, "bucket": "of now"}) == S3
     assert recorded_storage(record, {"type": "gcs", "bucket": "g"}) == location_of(S3)
+    assert recorded_storage(record, {**S3, "endpoint_url": "https://mine"}) == location_of(
+        S3
+    )  # another server
     assert recorded_storage(other) is None  # the directory itself has the files
 
 

@@ -214,10 +214,13 @@ def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSo
     target = _new_directory(source.path.name)
     try:
         object_storage.download(settings, source.path.name, target)
-    except CheckpointError:
+    except CheckpointError as error:
         if state.running() is None:
             raise
-        from_master = _from_master(source.path.name, state, default_runs_dir())
+        try:
+            from_master = _from_master(source.path.name, state, default_runs_dir())
+        except CheckpointNotFoundError:  # the master does not know it: the user needs the storage's message
+            raise error from None
         return dataclasses.replace(from_master, run_directory=source.run_directory)
     return dataclasses.replace(source, path=target)
 
@@ -251,6 +254,11 @@ def has_trusted_code(source: CheckpointSource) -> bool:
 
 def _in_directory(path: Path, asked: str) -> CheckpointSource:
     if RunDirectory(path).record_path.is_file():
+        if RunDirectory(path).is_search:
+            raise CheckpointNotFoundError(
+                f"the run {path} is a search, whose checkpoints belong to several trials; expected one checkpoint. Name its "
+                "UUID: `dstrial run` prints that of the best at the end."
+            )
         newest = newest_checkpoint(RunDirectory(path).checkpoints_path)
         if newest is None:
             raise CheckpointNotFoundError(

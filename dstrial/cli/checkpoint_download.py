@@ -45,12 +45,11 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.output_dir is not None:
+        _require_new(Path(args.output_dir))  # before a long download
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     target = Path(args.output_dir or Path("checkpoints", source.path.name))
-    if target.exists():
-        raise CheckpointError(
-            f"--output-dir is {str(target)!r}, which exists; expected a new directory. Name another."
-        )
+    _require_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(source.path, target)
     text = "without a manifest, so nothing is verified"
@@ -61,3 +60,10 @@ def main(args: argparse.Namespace) -> int:
         text = f"{report.num_files} files, {size_text(report.num_bytes)}, verified"
     sys.stdout.write(f"checkpoint {source.path.name} is in {target}: {text}\n")
     return 0
+
+
+def _require_new(target: Path) -> None:
+    if target.exists():
+        raise CheckpointError(
+            f"--output-dir is {str(target)!r}, which exists; expected a new directory. Name another."
+        )

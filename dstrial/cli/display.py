@@ -20,7 +20,9 @@ from rich.text import Text
 
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream, text_table
+from dstrial.config.diagnostics import dotted
 from dstrial.config.experiment_config.config import ExperimentConfig
+from dstrial.config.experiment_config.hyperparameters import searched_values
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.errors import DstrialError
 from dstrial.launch.failures import LaunchOutcome
@@ -311,44 +313,36 @@ def progress_line(view: ExperimentView, experiment: ExperimentConfig) -> str:
     return "  ".join(parts)
 
 
-def search_summary(view: ExperimentView, experiment: ExperimentConfig, verdict: Verdict) -> list[str]:
-    """Return a search's summary: a line per trial, then its state and its best trial."""
+def search_summary(
+    view: ExperimentView, experiment: ExperimentConfig, verdict: Verdict, run_directory: RunDirectory
+) -> list[str]:
+    """Return a search's summary: its trials, state and best checkpoint."""
     described = f" ({verdict.reason})" if verdict.reason else ""
     rows = [("state", verdict.state.value + described)]
+    rows.append(("run directory", shown_path(run_directory.path)))
     for best in _best_first(view, experiment)[:1]:
         if best.best_metric is not None:
-            rows.append(("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
+            rows.insert(1, ("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
+        if best.best_checkpoint is not None:
+            path = run_directory.checkpoints_path / best.best_checkpoint
+            shown = f"checkpoints/{path.name}" if path.is_dir() else path.name  # in another storage
+            rows.append(("  best", shown))
     return trial_table(view, experiment) + row_lines(rows)
 
 
 def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]:
     """Return a line per trial, the best first; a last line counts omitted trials."""
     specs = experiment.raw.get("hyperparameters") or {}
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for trial in _best_first(view, experiment)[:_MAX_TRIALS_SHOWN]:
-        chosen = _searched_hparams(masked(json.loads(trial.hparams), SecretNames()), specs)
-        hparams = " ".join(f"{name}={_value_text(value)}" for name, value in chosen)
+        chosen = searched_values(specs, masked(json.loads(trial.hparams), SecretNames()))
+        hparams = " ".join(f"{dotted(path)}={_value_text(value)}" for path, value in chosen)
         metric = "" if trial.best_metric is None else number(trial.best_metric)
         rows.append((trial.id, trial.state.lower(), trial.total_batches, metric, hparams))
     header = ("trial", "state", "batches", experiment.metric, "hyperparameters")
     lines = text_table(header, rows).splitlines()
     hidden = len(view.trials) - _MAX_TRIALS_SHOWN
     return [*lines, f"and {hidden} more"] if hidden > 0 else lines
-
-
-def _searched_hparams(values: object, specs: object, prefix: str = "") -> list[tuple[str, object]]:
-    """Return (dotted name, value) of the hyperparameters that the search chose."""
-    if not isinstance(specs, dict) or not isinstance(values, dict):
-        return []
-    chosen: list[tuple[str, object]] = []
-    for name, spec in specs.items():
-        if not isinstance(spec, dict) or name not in values:
-            continue
-        if "type" not in spec:
-            chosen += _searched_hparams(values[name], spec, f"{prefix}{name}.")
-        elif spec["type"] != "const":
-            chosen.append((prefix + name, values[name]))
-    return chosen
 
 
 def _value_text(value: object) -> str:

@@ -175,9 +175,11 @@ def run_directory_of(args: argparse.Namespace) -> RunDirectory | None:
 def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | None:
     """Return the first run with a complete checkpoint, and its newest checkpoint.
 
-    None if no run has one.
+    None if no run has one. Searches, whose checkpoints belong to several trials, are skipped.
     """
     for run_directory in runs:
+        if run_directory.is_search:
+            continue
         checkpoint = newest_checkpoint(run_directory.checkpoints_path)
         if checkpoint is not None:
             return run_directory, checkpoint.path
@@ -198,14 +200,14 @@ def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -
         if resumable is None:
             raise CheckpointNotFoundError(
                 f"the run {path} has no complete checkpoint; expected one to resume from. Leave --resume out to start "
-                "anew."
+                "anew, or name a checkpoint's directory if the run is a search."
             )
         return ResumePoint(run_directory, resumable[1])
     if is_complete(path) or (path / MANIFEST_NAME).is_file():
         owner = RunDirectory(path.parent.parent)
         is_of_a_run = owner.record_path.is_file() and owner.checkpoints_path == path.parent
         if not is_of_a_run or is_complete(path):
-            return ResumePoint(owner if is_of_a_run else None, path)
+            return ResumePoint(owner if is_of_a_run and not owner.is_search else None, path)
     raise CheckpointNotFoundError(
         f"--resume is {resume!r}; expected 'latest', a run directory, or the directory of a complete "
         "checkpoint. Name one that a run has printed."

@@ -605,8 +605,11 @@ class _Attempt:
         if job is None or not job.will_requeue:  # Slurm resumes a job that is requeued
             resume = [command_of("dstrial"), *command_line(request.args, resume=self._resume_value(verdict))]
         if request.is_search:
-            lines = [] if view is None else display.search_summary(view, request.experiment, verdict)
-            lines += display.row_lines([("run directory", shown_path(run_directory.path))])
+            lines = (
+                display.row_lines([("run directory", shown_path(run_directory.path))])
+                if view is None
+                else display.search_summary(view, request.experiment, verdict, run_directory)
+            )
         else:
             lines = display.summary(
                 run_directory,

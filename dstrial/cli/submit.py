@@ -282,7 +282,7 @@ def submit(
     if request.known_run is not None:
         newest = newest_checkpoint(run_directory.checkpoints_path)
         chosen = None if request.point is None else request.point.checkpoint
-        is_newest = (None if newest is None else newest.path) == chosen
+        is_newest = request.is_search or (None if newest is None else newest.path) == chosen
         current = _resumable_experiment(master, run_directory, mark, is_newest=is_newest)
         if current is None or current.state == "PAUSED":
             run_directory.begin_attempt(request.command)

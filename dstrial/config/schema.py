@@ -338,7 +338,7 @@ _STORAGE = _section(
     host_path=_text("directory, for `shared_fs`", check=_check_absolute, fix="Write the full path."),
     storage_path=_text("directory below `host_path`"),
     propagation=_text(_UNUSED),
-    container_path=_text("directory, for `directory`"),
+    container_path=_text("directory, for `directory`", check=_check_absolute, fix="Write the full path."),
     checkpoint_path=_text("directory of checkpoints below `host_path`"),
     tensorboard_path=_text("directory of TensorBoard's files below `host_path`"),
     bucket=_text("for `s3` and `gcs`"),

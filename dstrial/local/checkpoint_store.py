@@ -430,15 +430,6 @@ class MirroredCheckpointContext(NodeCheckpointContext):
         metadata: dict[str, Any] | None = None,
     ) -> None:
         """Write the completion marker, report to the master, delete by policy. Ranks: 0."""
-        path = self._checkpoints_path / storage_id
-        steps_completed = (metadata or {}).get("steps_completed")
-        if steps_completed is not None and not isinstance(self._storage_manager, ObjectStorageManager):
-            info = completion_info(storage_id, steps_completed)
-            files = Path(self._storage_manager._base_path, storage_id)
-            if files.is_dir():
-                write_marker(files, info)
-            if self._settings is not None:
-                write_record(files, path, info, self._settings)
         super()._report_checkpoint(storage_id, resources, metadata)
         for superfluous in _superfluous(
             self._checkpoints_path,
@@ -449,6 +440,13 @@ class MirroredCheckpointContext(NodeCheckpointContext):
             if self._is_own(superfluous):
                 self._delete(superfluous)
                 logger.debug("deleted checkpoint %s, which the keep policy does not keep", superfluous)
+
+    def _mark(self, storage_id: str, info: Mapping[str, Any]) -> None:
+        super()._mark(storage_id, info)
+        manager = self._storage_manager
+        if self._settings is not None and not isinstance(manager, ObjectStorageManager):
+            files = Path(manager._base_path, storage_id)
+            write_record(files, self._checkpoints_path / storage_id, info, self._settings)
 
     def _delete(self, storage_id: str) -> None:
         if not isinstance(self._storage_manager, ObjectStorageManager):

@@ -180,18 +180,21 @@ class ObjectStorageManager(storage.StorageManager):  # type: ignore[misc]  # myp
 
 
 class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Determined's checkpoint context; with object storage, nodes transfer files.
+    """Determined's checkpoint context, with completion markers.
 
-    Determined 0.38.1 finds ranks that share a directory by device and inode, which may be equal on two machines.
+    With object storage, each node transfers its files once. Determined 0.38.1 finds ranks that share a directory by device and
+    inode, which may be equal on two machines.
     """
 
     @classmethod
     def of_cluster(
-        cls, cluster: core.CheckpointContext, manager: ObjectStorageManager
+        cls, cluster: core.CheckpointContext, manager: ObjectStorageManager | None
     ) -> NodeCheckpointContext:
-        """Return a master's checkpoint context with another storage manager."""
+        """Return a master's checkpoint context; ``manager`` replaces its own, if given."""
         made = cls.__new__(cls)
-        made.__dict__.update(cluster.__dict__, _storage_manager=manager)
+        made.__dict__.update(cluster.__dict__)
+        if manager is not None:
+            made._storage_manager = manager
         return made
 
     def _store_path_sharded(self, metadata: dict[str, Any] | None = None) -> Iterator[tuple[Path, str]]:
@@ -225,10 +228,18 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         resources: dict[str, int] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
+        """Write the completion marker, then report to the master. Ranks: 0."""
         steps_completed = (metadata or {}).get("steps_completed")
-        if steps_completed is not None and isinstance(self._storage_manager, ObjectStorageManager):
-            self._storage_manager.mark(storage_id, completion_info(storage_id, steps_completed))
+        if steps_completed is not None:
+            self._mark(storage_id, completion_info(storage_id, steps_completed))
         super()._report_checkpoint(storage_id, resources, metadata)
+
+    def _mark(self, storage_id: str, info: Mapping[str, Any]) -> None:
+        manager = self._storage_manager
+        if isinstance(manager, ObjectStorageManager):
+            manager.mark(storage_id, info)
+        elif (files := Path(manager._base_path, storage_id)).is_dir():
+            write_marker(files, info)
 
     def download(
         self,
@@ -353,7 +364,8 @@ def downloaded_record(manager: ObjectStorageManager, storage_id: str) -> Path | 
 
     None if the storage has no such checkpoint, or one without a completion marker.
     """
-    record = manager.scratch / "records" / storage_id
+    # The ranks of a node share the scratch directory and download at the same time.
+    record = manager.scratch / f"records-{os.getpid()}" / storage_id
     record.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(CheckpointNotFoundError):
         object_storage.download(manager.settings, storage_id, record, [MARKER_NAME, *_RECORDED])

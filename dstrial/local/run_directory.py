@@ -40,7 +40,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.documents import yaml_text
+from dstrial.config.documents import read_yaml, yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.context_directory import OUTPUT_MARK, make_output_directory
 from dstrial.errors import DstrialError, LaunchError
@@ -258,6 +258,14 @@ class RunDirectory:
         config = without_credentials(config) or {}
         is_private = bool(secrets_in(config, SecretNames()))
         replace_file(self.experiment_config_path, yaml_text(dict(config)), is_private=is_private)
+
+    @property
+    def is_search(self) -> bool:
+        """Whether several trials of a search share the run's checkpoints directory."""
+        if not self.experiment_config_path.is_file():
+            return False
+        config = read_yaml(self.experiment_config_path, str(self.experiment_config_path)).value or {}
+        return ((config.get("searcher") or {}).get("name") or "single") != "single"
 
     def read_record(self) -> RunRecord:
         raw = read_json(self.record_path)

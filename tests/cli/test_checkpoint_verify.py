@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from dstrial.checkpoint.completion_marker import write_marker
+from dstrial.object_storage import STORAGE_KEY
 from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.ranks
@@ -162,3 +164,22 @@ def test_a_uuid_is_found_by_the_running_master(
     )
     assert unknown.returncode == 1
     assert "does not know it" in unknown.stderr
+
+
+def test_the_storages_message_is_shown_when_no_master_knows_the_checkpoint(
+    shared_master: MasterForTest, tmp_path: Path
+) -> None:
+    record = tmp_path / "0f4f1f9e-8f0a-4c3e-9a53-00000000000e"
+    record.mkdir()
+    storage = {"type": "s3", "bucket": "b", "endpoint_url": "http://127.0.0.1:1"}
+    write_marker(record, {"uuid": record.name, STORAGE_KEY: storage})
+    done = shared_master.dstrial("checkpoint", "verify", str(record))
+    assert done.returncode == 1
+    assert f"the download of s3://b/{record.name}" in done.stderr
+    assert "does not know it" not in done.stderr
+
+
+def test_download_refuses_an_existing_directory_first(dstrial_command: Command, tmp_path: Path) -> None:
+    exit_code, _, err = dstrial_command("checkpoint", "download", "no-such-checkpoint", "-o", tmp_path)
+    assert exit_code == 1
+    assert "which exists; expected a new directory" in err

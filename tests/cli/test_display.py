@@ -17,7 +17,7 @@ from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.local.json_files import append_json_line, write_json_atomically
-from dstrial.local.run_directory import RunDirectory, RunState
+from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.local.run_monitor import Report, RunView
 from dstrial.master.store.views.observe import ExperimentView, TrialView
 from dstrial.telemetry.samples import HOST_CLOCK, RankSample, RunTotals
@@ -267,6 +267,7 @@ hyperparameters:
   lr: {type: log, base: 10, minval: -3, maxval: -1}
   width: 8
   nested: {depth: {type: int, minval: 1, maxval: 4}, fixed: {type: const, val: 1}}
+  deepspeed_config: {train_batch_size: 8, optimizer: {type: Adam, params: {lr: 0.1}}}
 """
 
 
@@ -278,7 +279,9 @@ def experiment(tmp_path: Path) -> ExperimentConfig:
 
 def trial(number: int, state: str, metric: float | None) -> TrialView:
     hparams = {"lr": 0.00123456, "width": 8, "nested": {"depth": number, "fixed": 1}}
-    return TrialView(number, state, json.dumps(hparams), 10 * number, 0, metric, False, None, None, 1, None)
+    hparams["deepspeed_config"] = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    row = (number, state, json.dumps(hparams), 10 * number, 0, metric, False, None, None, 1, None)
+    return TrialView(*row, best_checkpoint=f"uuid-{number}")
 
 
 VIEW = ExperimentView(
@@ -291,14 +294,21 @@ def test_search_progress_is_one_line(experiment: ExperimentConfig) -> None:
     assert progress_line(ExperimentView(7, "ACTIVE", 0.0, None, ()), experiment) == "0 %  "
 
 
-def test_search_summary_has_the_best_trial_first(experiment: ExperimentConfig) -> None:
-    assert search_summary(VIEW, experiment, Verdict(RunState.STOPPED, 130, "SIGINT")) == [
+def test_search_summary_has_the_best_trial_first(
+    experiment: ExperimentConfig, run_directory: RunDirectory
+) -> None:
+    (run_directory.checkpoints_path / "uuid-2").mkdir()
+    assert search_summary(VIEW, experiment, Verdict(RunState.STOPPED, 130, "SIGINT"), run_directory) == [
         "trial  state      batches  loss  hyperparameters",
         "2      active     20       0.25  lr=0.001235 nested.depth=2",
         "1      completed  10       0.5   lr=0.001235 nested.depth=1",
         "3      active     30             lr=0.001235 nested.depth=3",
         "state:         stopped (SIGINT)",
         "best:          loss 0.25 of trial 2",
+        f"run directory: {shown_path(run_directory.path)}",
+        "  best:        checkpoints/uuid-2",
     ]
     larger = dataclasses.replace(experiment, smaller_is_better=False)
-    assert "best:          loss 0.5 of trial 1" in search_summary(VIEW, larger, COMPLETED)
+    lines = search_summary(VIEW, larger, COMPLETED, run_directory)
+    assert "best:          loss 0.5 of trial 1" in lines
+    assert lines[-1] == "  best:        uuid-1"  # in object storage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import posixpath
+import urllib.parse
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -45,6 +46,15 @@ def check_storage(raw: Mapping[str, Any], given: object, findings: Diagnostics) 
     _check_kept_within(storage, findings)
     if kind == "azure":
         _check_azure(storage, findings)
+    for field, instead in (("endpoint_url", "access_key and secret_key"), ("account_url", "credential")):
+        url = urllib.parse.urlsplit(storage[field] or "")
+        if url.query or "@" in url.netloc:
+            findings.problem(
+                f"checkpoint_storage.{field}",
+                "a URL with a query or a user",
+                "a URL without credentials, because it is logged and stored with each checkpoint",
+                f"Write them into {instead}.",
+            )
     if kind in _CLIENTS and not _is_installed(_CLIENTS[kind]):
         requirement = _CLIENTS[kind].replace(".", "-")
         findings.problem(

@@ -210,7 +210,12 @@ async def download(request: ApiRequest) -> StreamingResponse:
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
     config = json.loads(row.experiment_config)
     storage, stack = external_storage(config), contextlib.ExitStack()
-    if row.state != "DELETED" and storage is not None and is_object_storage(storage):
+    no_files = RequestError(
+        404, f"checkpoint {uuid} has no files any more; expected one that is not deleted."
+    )
+    if row.state == "DELETED":
+        raise no_files
+    if storage is not None and is_object_storage(storage):
         directory = stack.enter_context(scratch_directory("dstrial-download-"))
         try:
             await asyncio.to_thread(
@@ -221,8 +226,8 @@ async def download(request: ApiRequest) -> StreamingResponse:
             raise RequestError(502, str(error)) from error
     else:
         directory = checkpoint_gc.checkpoint_directory(config["checkpoint_storage"], uuid)
-    if row.state == "DELETED" or not directory.is_dir():
-        raise RequestError(404, f"checkpoint {uuid} has no files any more; expected one that is not deleted.")
+        if not directory.is_dir():
+            raise no_files
     return StreamingResponse(
         _archive(directory, stack),
         media_type="application/gzip",

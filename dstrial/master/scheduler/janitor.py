@@ -191,6 +191,7 @@ class Janitor:
             if found is not None:
                 num_bytes += sum(found.values())
                 checkpoint_gc.delete_files(config, uuid)
+                checkpoint_gc.forget_record(config, uuid)
                 names.append(uuid)
         if names:
             text = checkpoint_gc.swept_text(names, num_bytes)
@@ -265,15 +266,15 @@ class Janitor:
             rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id)
             held = allocations.of_experiment(connection, experiment_id)
         storage: dict[str, Any] | None = None
-        for row in rows:
-            config = json.loads(row.experiment_config)
-            storage = config["checkpoint_storage"]
-            try:
+        try:
+            for row in rows:
+                config = json.loads(row.experiment_config)
+                storage = config["checkpoint_storage"]
                 checkpoint_gc.delete_files(config, row.uuid)
                 checkpoint_gc.forget_record(config, row.uuid)
-            except CheckpointError as error:
-                raise MasterError(str(error)) from error
-        self._delete_tensorboard(experiment_id)
+            self._delete_tensorboard(experiment_id)
+        except CheckpointError as error:
+            raise MasterError(str(error)) from error
         trouble = None if storage is None else self._storages.trouble(storage)
         if trouble is not None:  # lost meanwhile: the files may still exist
             raise MasterError(trouble)

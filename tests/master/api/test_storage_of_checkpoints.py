@@ -76,3 +76,14 @@ def test_a_checkpoint_is_refused_while_its_storage_is_away_and_taken_when_it_is_
     taken = fresh_master.send("POST", "/api/v1/checkpoints", report(name), token="trial-1")
     assert taken.status == 200, taken.content
     assert len(fresh_master.rows("SELECT uuid FROM checkpoints WHERE uuid = ?", name)) == 1
+
+
+def test_a_deleted_checkpoint_of_a_bucket_is_not_found(fresh_master: Master) -> None:
+    uuid_, storage = fresh_master.checkpoints[1], '{"type": "s3", "bucket": "b"}'
+    fresh_master.change(
+        "UPDATE experiments SET config = json_set(config, '$.checkpoint_storage', json(?))", storage
+    )
+    fresh_master.change("UPDATE checkpoints SET state = 'DELETED' WHERE uuid = ?", uuid_)
+    answer = fresh_master.send("GET", f"/checkpoints/{uuid_}", token="determined")
+    assert answer.status == 404
+    assert "has no files any more" in answer.error

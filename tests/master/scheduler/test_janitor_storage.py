@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from stored import num_pending, store_checkpoints, store_experiment
 from stubborn_trees import make_deep
 from waiting import wait_for
 
+from dstrial.checkpoint.completion_marker import MARKER_NAME
+from dstrial.errors import CheckpointError
 from dstrial.file_writes import remove_tree
 from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.lifecycle.storages import Storages
@@ -197,3 +200,47 @@ def test_what_is_being_deleted_cannot_come_into_use_until_a_restart_says_otherwi
     with working(database):
         pass
     database.write(take)
+
+
+def test_a_bucket_that_refuses_the_deletion_fails_it_and_postpones_nothing(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise CheckpointError("the delete of s3://b/tensorboard failed: AccessDenied")
+
+    monkeypatch.setattr(checkpoint_gc, "delete_tensorboard_files", refuse)
+    database.write(
+        lambda tx: tx.execute("INSERT OR REPLACE INTO cluster (key, value) VALUES ('cluster_id', 'c')")
+    )
+    database.write(lambda tx: background_jobs.request(tx, "delete_experiment", 1, {}))
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 0)
+
+    with database.read() as connection:
+        row = connection.execute("SELECT state, end_reason FROM experiments").fetchone()
+    assert row["state"] == "DELETE_FAILED"
+    assert "AccessDenied" in row["end_reason"]
+
+
+def test_a_swept_checkpoint_leaves_no_complete_record(database: Database, root: Path, tmp_path: Path) -> None:
+    """The trial ended after it completed the record and before it told the master."""
+    unknown = UUIDS[0].replace("000a", "000d")
+    record = tmp_path / "run" / "checkpoints" / unknown
+    for path in (root / unknown, record):
+        path.mkdir(parents=True)
+    (root / unknown / "file").write_text("x")
+    (record / MARKER_NAME).write_text("{}")
+    variables = json.dumps([f"DSTRIAL_RUN_DIR={tmp_path / 'run'}"])
+    sql = (
+        "UPDATE experiments SET config = json_set(config, '$.environment.environment_variables.cpu', json(?))"
+    )
+    database.write(lambda tx: tx.execute(sql, (variables,)))
+    payload = {"uuids": [unknown], "allocation_id": "1.request.1"}
+    database.write(lambda tx: background_jobs.request(tx, "sweep", 1, payload))
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 0)
+
+    assert not (root / unknown).exists()
+    assert not record.exists()

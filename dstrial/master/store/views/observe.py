@@ -32,6 +32,7 @@ class TrialView:
     exit_reason: str | None
     num_allocations: int
     batches_saved: int | None  # batches of the latest complete checkpoint
+    best_checkpoint: str | None = None  # UUID of the checkpoint at the best validation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ def _connection(state: StateDirectory) -> Iterator[sqlite3.Connection]:
 
 _TRIALS = """
 SELECT trials.id, trials.state, hparams, total_batches, restarts, searcher_metric_value AS best_metric,
+    best_checkpoint_uuid AS best_checkpoint,
     EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND allocations.state != 'TERMINATED') AS is_running,
     (SELECT COUNT(*) FROM allocations WHERE trial_id = trials.id) AS num_allocations,
     (SELECT MAX(steps) FROM checkpoints WHERE trial_id = trials.id AND state = 'COMPLETED') AS batches_saved,

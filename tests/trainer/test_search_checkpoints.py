@@ -1,0 +1,55 @@
+"""Checkpoints of the trials of a search: complete, verified and exported from their files alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from small_runs import DEFINITIONS, deepspeed_config, experiment
+
+from dstrial.cli.experiment_arguments import newest_resumable, resume_point
+from dstrial.local.checkpoint_directory import list_checkpoints
+from dstrial.local.run_directory import RunDirectory
+from dstrial.testing.master import MasterForTest
+
+pytestmark = [pytest.mark.ranks, pytest.mark.process, pytest.mark.timeout(600)]
+
+
+def test_the_best_checkpoint_of_a_search_is_verified_and_exported(
+    shared_master: MasterForTest, tmp_path: Path
+) -> None:
+    dropout = {"type": "categorical", "vals": [0.1, 0.2]}
+    given = experiment({"deepspeed_config": deepspeed_config(1), "dropout": dropout}, batches=8, checkpoint=4)
+    searcher = {"name": "grid", "metric": "validation_loss", "max_length": {"batches": 8}}
+    path, runs = tmp_path / "exp.yaml", ("--runs-dir", str(tmp_path / "runs"))
+    path.write_text(yaml.safe_dump(given | {"searcher": searcher, "resources": {"slots_per_trial": 2}}))
+
+    ended = shared_master.dstrial("run", str(path), str(DEFINITIONS), *runs, "--no-progress")
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    printed = re.search(r"^  best: +checkpoints/(\S+)$", ended.stdout, re.M)
+    assert printed is not None, ended.stdout
+    (record,) = (tmp_path / "runs").glob("*/*/run.json")
+    run = RunDirectory(record.parent)
+    complete = list_checkpoints(run.checkpoints_path)
+    assert printed[1] in {found.uuid for found in complete}
+    assert {found.steps_completed for found in complete} == {8}  # the first of each trial is collected
+    without_master = ("--state-dir", str(tmp_path / "no-master"))
+    for words in (
+        ("verify", str(run.checkpoints_path / printed[1])),
+        ("inspect", printed[1]),
+        ("export", printed[1], str(tmp_path / "model.safetensors"), "--format", "safetensors"),
+    ):
+        done = shared_master.dstrial("checkpoint", *words, *runs, *without_master)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "no completion mark" not in done.stdout
+    of_run = shared_master.dstrial("checkpoint", "verify", str(run.path), *runs)
+    assert "is a search, whose checkpoints belong to several trials" in of_run.stderr
+    # A single trial starts anew from the checkpoint; `latest` does not continue the search.
+    assert newest_resumable([run]) is None
+    point = resume_point(
+        str(run.checkpoints_path / printed[1]), runs_dir=tmp_path, name="small", context_dir=tmp_path
+    )
+    assert point.run_directory is None
