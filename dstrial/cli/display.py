@@ -21,6 +21,7 @@ from rich.text import Text
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream, text_table
 from dstrial.config.experiment_config.config import ExperimentConfig
+from dstrial.config.experiment_config.hyperparameters import is_specification
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.errors import DstrialError
 from dstrial.launch.failures import LaunchOutcome
@@ -336,7 +337,7 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
     return [*lines, f"and {hidden} more"] if hidden > 0 else lines
 
 
-def _searched_hparams(values: object, specs: object, prefix: str = "") -> list[tuple[str, object]]:
+def _searched_hparams(values: object, specs: object, route: tuple[str, ...] = ()) -> list[tuple[str, object]]:
     """Return (dotted name, value) of the hyperparameters that the search chose."""
     if not isinstance(specs, dict) or not isinstance(values, dict):
         return []
@@ -344,10 +345,11 @@ def _searched_hparams(values: object, specs: object, prefix: str = "") -> list[t
     for name, spec in specs.items():
         if not isinstance(spec, dict) or name not in values:
             continue
-        if "type" not in spec:
-            chosen += _searched_hparams(values[name], spec, f"{prefix}{name}.")
+        inner = (*route, name)
+        if not is_specification(spec, inner):
+            chosen += _searched_hparams(values[name], spec, inner)
         elif spec["type"] != "const":
-            chosen.append((prefix + name, values[name]))
+            chosen.append((".".join(inner), values[name]))
     return chosen
 
 

@@ -158,6 +158,18 @@ def test_without_sizes_one_replica_per_slot_is_assumed_and_said(load):
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "is_noted"),
+    [
+        ("class MyTrial:\n    net = 1\n", False),
+        ("import layers\nclass MyTrial:\n    net = layers.GptPipe()\n", True),
+        ("class MyTrial:\n    def __init__(self, context):\n        context.set_mpu(1)\n", True),
+    ],
+)
+def test_sizes_are_noted_unless_source_is_data_parallel(load, source, is_noted):
+    assert bool(load(source=source, slots=4).notes) == is_noted
+
+
 PIPELINE_SOURCE = """\
 from deepspeed.pipe import PipelineModule
 def build():
