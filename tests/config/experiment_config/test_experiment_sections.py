@@ -150,7 +150,7 @@ def test_the_replicas_are_slots_over_stages(load):
 
 
 def test_without_sizes_one_replica_per_slot_is_assumed_and_said(load):
-    config = load(slots=4)
+    config = load(source="class MyTrial:\n    net = make_gpt_pipe\n", slots=4)
 
     assert config.sizes.dp == 4
     assert config.notes == (
