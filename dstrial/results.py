@@ -76,7 +76,7 @@ class Run:
             import pandas
         except ImportError as error:
             raise DstrialError(
-                'metrics as a table need pandas, which is not installed. Install it: pip install "dstrial[results]".'
+                "metrics as a table need pandas, which is not installed. Install it with `pip install pandas`."
             ) from error
         rows = [row for row in self._rows if row["group"] in (_GROUPS if group is None else (group,))]
         table = pandas.DataFrame(
@@ -112,7 +112,7 @@ class Run:
             from matplotlib import pyplot
         except ImportError as error:
             raise DstrialError(
-                'a plot needs matplotlib, which is not installed. Install it: pip install "dstrial[results]".'
+                "a plot needs matplotlib, which is not installed. Install it with `pip install matplotlib`."
             ) from error
         searched = (self.config.get("searcher") or {}).get("metric")
         axes = pyplot.figure().subplots()

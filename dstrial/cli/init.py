@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_PAGES = {
+    "trial": "trials.md",
+    "pipeline": "parallelism.md",
+    "trainer": "huggingface.md",
+    "accelerate": "accelerate.md",
+}
 _IGNORED = "runs/\n"  # `det` packs the context directory without what .detignore names
 
 
@@ -60,5 +66,8 @@ def main(args: argparse.Namespace) -> int:
         ) from error
     inside = "" if target.resolve() == Path.cwd() else f"cd {shlex.quote(args.directory)} && "
     names = ", ".join(path.name for path in files)
-    sys.stdout.write(f"wrote {names} into {target}\ntrain with: {inside}dstrial run exp.yaml .\n")
+    sys.stdout.write(
+        f"wrote {names} into {target}\ntrain with: {inside}dstrial run exp.yaml .\n"
+        f"explained:  docs/how-to/{_PAGES[args.template]} of dstrial's repository\n"
+    )
     return 0

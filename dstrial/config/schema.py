@@ -327,7 +327,7 @@ _ENVIRONMENT = _section(
     ),
 )
 
-_SAVED = "checkpoints of {} to keep; without a master all are kept unless given"
+_SAVED = "checkpoints of {} to keep; without a master (`python -m dstrial.launch`) all are kept unless given"
 _STORAGE = _section(
     "storage of checkpoints",
     type=_text("kind of storage; the master's own unless given", enum=tuple(STORAGE_REQUIRES)),

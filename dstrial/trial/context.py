@@ -247,7 +247,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             clipping = engines.gradient_clipping(engine)
             if not self.models and config.get("gradient_clipping") is None and clipping:
                 logger.info(
-                    "gradient_clipping is %s, DeepSpeed's default (0 until 0.19.1); set it in the DeepSpeed config to change it",
+                    "gradient_clipping is %s, DeepSpeed's default (0.19.0 and 0.19.1 do not clip); set it in the DeepSpeed "
+                    "config to change it",
                     clipping,
                 )
 

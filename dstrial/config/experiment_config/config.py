@@ -189,7 +189,7 @@ def check_experiment(
     deepspeed = engines.get(MAIN_KEY)
     stages = _stages_of_source(source, hyperparameters, deepspeed, max(slots_per_trial, 1))
     merged = None if deepspeed is None else deepspeed.merged
-    sizes = _sizes(raw, merged, slots_per_trial, slots_key, stages, resumed, findings)
+    sizes = _sizes(raw, merged, slots_per_trial, slots_key, source, stages, resumed, findings)
     kind = _device_kind()
     on_cpu = kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu"
     checks = {
@@ -383,6 +383,7 @@ def _sizes(
     config: Mapping[str, Any] | None,
     slots: int,
     slots_key: str,
+    source: TrialSource,
     stages: int | None,
     resumed: SavedRun | None,
     findings: Diagnostics,
@@ -396,6 +397,7 @@ def _sizes(
         config: the main DeepSpeed config.
         slots: number of slots of a trial.
         slots_key: key or flag that gives ``slots``, for messages.
+        source: facts about the trial's source.
         stages: number of pipeline stages in the trial's source; None if it has no pipeline.
         resumed: the checkpoint to resume from.
         findings: collects problems and notes.
@@ -416,11 +418,14 @@ def _sizes(
                 told[field] = getattr(saved, field)
     if not any(told.values()) and world_size > 1:
         told["pp"] = stages
-        findings.notes.append(
-            f"data.dstrial.{' and '.join(SECTION_KEYS)} are not given: assumed 1, so {world_size} data-parallel replicas"
-            if stages is None
-            else f"data.dstrial.pipeline_stages is not given: assumed {stages}, by the source of the trial and the batch sizes"
-        )
+        if stages is not None:
+            findings.notes.append(
+                f"data.dstrial.pipeline_stages is not given: assumed {stages}, by the source of the trial and the batch sizes"
+            )
+        elif not source.has_only_data_parallelism:
+            findings.notes.append(
+                f"data.dstrial.{' and '.join(SECTION_KEYS)} are not given: assumed 1, so {world_size} data-parallel replicas"
+            )
     sizes = {field: number or 1 for field, number in told.items()}
     replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
     per_replica = replica.ranks_per_replica

@@ -27,6 +27,7 @@ _MAX_SOURCE_WORDS = 40_000
 """Maximum size of a parsed source, in words, because ``ast.parse`` holds the GIL and blocks the process."""
 _MAX_MODULES = 50
 _WORD = re.compile(r"\w+|[^\w\s]")
+_PARALLEL_NAME = re.compile(r"pipe|mpu|parallel|megatron", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +49,9 @@ class TrialSource:
     # Values passed as `num_stages`: numbers, and names that may be hyperparameters.
     num_stages: tuple[int | str, ...] = ()
     script: ScriptSource | None = None  # None for a trial
+    has_only_data_parallelism: bool = (
+        False  # whether no name in the source suggests a pipeline or model parallelism
+    )
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
@@ -112,7 +116,11 @@ def check_entrypoint(
         findings.problem("entrypoint", got, "an existing class", fix)
     used = _definitions_used(tree, class_name)
     is_pipeline = any("PipelineModule" in _names(node) for node in used)
-    return TrialSource(trial, is_pipeline, tuple(_num_stages(used)) if is_pipeline else ())
+    is_plain = not any(
+        _PARALLEL_NAME.search(name) for one in _trees(path, context_dir) for name in _names(one)
+    )
+    num_stages = tuple(_num_stages(used)) if is_pipeline else ()
+    return TrialSource(trial, is_pipeline, num_stages, has_only_data_parallelism=is_plain)
 
 
 def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> None:

@@ -150,12 +150,24 @@ def test_the_replicas_are_slots_over_stages(load):
 
 
 def test_without_sizes_one_replica_per_slot_is_assumed_and_said(load):
-    config = load(slots=4)
+    config = load(source="class MyTrial:\n    net = make_gpt_pipe\n", slots=4)
 
     assert config.sizes.dp == 4
     assert config.notes == (
         "data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so 4 data-parallel replicas",
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "is_noted"),
+    [
+        ("class MyTrial:\n    net = 1\n", False),
+        ("import layers\nclass MyTrial:\n    net = layers.GptPipe()\n", True),
+        ("class MyTrial:\n    def __init__(self, context):\n        context.set_mpu(1)\n", True),
+    ],
+)
+def test_sizes_are_noted_unless_source_is_data_parallel(load, source, is_noted):
+    assert bool(load(source=source, slots=4).notes) == is_noted
 
 
 PIPELINE_SOURCE = """\

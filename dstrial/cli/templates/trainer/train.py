@@ -29,7 +29,8 @@ def main() -> None:
         (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(arguments)
         callback = huggingface.DetCallback(core_context, args)
         width = hparams["width"]
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_layer=2, n_head=2, n_embd=width))
+        sizes = {"vocab_size": 50, "n_positions": 16, "n_layer": 2, "n_head": 2, "n_embd": width}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
         trainer = Trainer(
             model=model,
             args=args,
