@@ -237,9 +237,30 @@ class MergedWeights(ModelWeights):
             name = _merged_name(spec.name)
             specs.append(dataclasses.replace(spec, name=name))
             self._sources[name] = spec.name
-        self.specs = tuple(specs)
         self._buffers = {_merged_name(name): buffer for name, buffer in self._buffers.items()}
-        self.aliases = {_merged_name(alias): _merged_name(name) for alias, name in self.aliases.items()}
+        self.specs = (*specs, *self._untie({spec.name: spec for spec in self.specs}))
+        if lost := self._deltas.keys() - {spec.name for spec in self.specs}:
+            raise CheckpointLayoutError(
+                f"{min(lost)!r} has an adapter, but is no weight of the base model; expected one for each adapter. Export it "
+                "with --format adapter."
+            )
+
+    def _untie(self, saved_specs: Mapping[str, TensorSpec]) -> Iterator[TensorSpec]:
+        """Yield an entry for each tied weight that no longer equals its owner.
+
+        LoRA on one of two tied layers changes only this layer. ``modules_to_save`` replaces only one of two tied modules. The
+        other names stay aliases.
+        """
+        tied, self.aliases = self.aliases, {}
+        for alias, owner in tied.items():
+            if ".original_module." in alias:
+                continue
+            name, its_owner = _merged_name(alias), _merged_name(owner)
+            if name in self._deltas or its_owner in self._deltas or ".original_module." in owner:
+                self._sources[name] = owner
+                yield dataclasses.replace(saved_specs[owner], name=name)
+            else:
+                self.aliases[name] = its_owner
 
     def _copy(self, name: str, begin: int, piece: torch.Tensor) -> None:
         if name not in self._deltas:

@@ -87,8 +87,11 @@ def test_checkpoint_without_frozen_parameters_is_small_and_refuses_another_base(
         {"modules_to_save": ["lm_head"], "bias": "lora_only", "use_rslora": True},
         {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"v_proj": 8}},
         {"fan_in_fan_out": False, "target_modules": "all-linear"},
+        {"is_tied": True, "target_modules": ["q_proj", "lm_head"]},
+        {"is_tied": True, "modules_to_save": ["embed_tokens"]},
+        {"is_tied": True, "modules_to_save": ["lm_head"]},
     ],
-    ids=["plain", "with more modules", "patterns", "all layers"],
+    ids=["plain", "more modules", "patterns", "all layers", "tied lora", "tied embedding", "tied head"],
 )
 def test_exported_adapter_and_merged_weights_equal_those_of_peft(
     tmp_path: Path, options: dict[str, Any]
@@ -98,10 +101,14 @@ def test_exported_adapter_and_merged_weights_equal_those_of_peft(
     assert export(checkpoint, tmp_path / "adapter") == 0
     assert export(checkpoint, tmp_path / "merged", "--merged") == 0
 
-    loaded = peft.PeftModel.from_pretrained(adapter_trials.base_model(), tmp_path / "adapter")
+    base = adapter_trials.base_model(is_tied=options.get("is_tied", False))
+    # PEFT would add the adapter of a tied layer to both layers.
+    base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert any(float(value.abs().max()) > 0 for key, value in state.items() if "lora_B" in key)
-    assert peft.get_peft_model_state_dict(loaded).keys() == state.keys()
+    wanted_names = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False).keys()
+    assert wanted_names == state.keys()
     wanted = loaded.merge_and_unload().state_dict()
     merged = load_file(tmp_path / "merged")
     assert merged.keys() == wanted.keys()
