@@ -193,10 +193,15 @@ class AdapterWeights(ModelWeights):
         adapter = _adapter(saved)
         self.config: dict[str, Any] = adapter["config"]
         self._sources = {key: name for name, key in adapter["keys"].items()}
-        places = {key: saved.place(name) for key, name in self._sources.items()}
-        self.specs = tuple(
-            _spec(key, place.shape, getattr(torch, place.dtype), self._dtype) for key, place in places.items()
-        )
+        buffers = saved.buffers()
+        self._buffers = {key: buffers[name] for key, name in self._sources.items() if name in buffers}
+        specs = []
+        for key, name in self._sources.items():
+            place = None if key in self._buffers else saved.place(name)
+            shape = self._buffers[key].shape if place is None else place.shape
+            own = self._buffers[key].dtype if place is None else getattr(torch, place.dtype)
+            specs.append(_spec(key, shape, own, self._dtype))
+        self.specs = tuple(specs)
 
 
 class MergedWeights(ModelWeights):
@@ -280,8 +285,9 @@ class MergedWeights(ModelWeights):
 def _adapter(saved: SavedEngine) -> Mapping[str, Any]:
     if not saved.layout.adapter:
         raise CheckpointLayoutError(
-            "the checkpoint has no adapter of PEFT; expected one of a model that peft.get_peft_model has made. Export all of its "
-            "weights: --format safetensors, torch or hf, without --merged."
+            "the checkpoint has no adapter of PEFT that can be exported; expected one of a model that peft.get_peft_model has "
+            "made, no prompt tuning, and no AdaLoRA whose ranks have been reduced. Export all of its weights: --format "
+            "safetensors, torch or hf, without --merged."
         )
     return saved.layout.adapter
 

@@ -129,6 +129,22 @@ def test_export_of_other_adapters_and_of_none(tmp_path: Path, capsys: pytest.Cap
     assert export(plain, tmp_path / "all") == 0
 
 
+def test_exported_adapter_has_the_buffers_of_vera(tmp_path: Path) -> None:
+    class Trial(adapter_trials.LoraTrial):
+        def model(self) -> Any:
+            config = peft.VeraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], d_initial=0.3)
+            return peft.get_peft_model(adapter_trials.base_model(), config)
+
+    checkpoint = checkpoint_of(fit(Trial, max_length=Batch(2)))
+    assert export(checkpoint, tmp_path / "adapter") == 0
+    state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    loaded = peft.PeftModel.from_pretrained(adapter_trials.base_model(), tmp_path / "adapter")
+    wanted = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    assert any("vera_A" in name for name in state)
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], value) for name, value in wanted.items())
+
+
 @pytest.mark.exhaustive
 def test_memory_counts_gradients_and_state_of_trained_parameters_only(
     capsys: pytest.CaptureFixture[str],
