@@ -145,6 +145,32 @@ def test_exported_adapter_has_the_buffers_of_vera(tmp_path: Path) -> None:
     assert all(torch.equal(state[name], value) for name, value in wanted.items())
 
 
+def test_parameters_unfrozen_during_the_run_are_in_its_checkpoints(tmp_path: Path) -> None:
+    class Thawing(adapter_trials.FrozenInOptimizerTrial):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+            for name, parameter in self.engine.module.named_parameters():
+                if "layers.0.mlp" in name and batch_idx == 2:
+                    parameter.requires_grad = True
+            metrics: dict[str, Any] = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+            return metrics
+
+    outcome = fit(
+        Thawing,
+        {"deepspeed_config": deepspeed_config(0)},
+        LEFT_OUT,
+        tmp_path / "run",
+        max_length=Batch(4),
+        checkpoint_period=Batch(2),
+    )
+    found = {}
+    for directory in outcome.directory.checkpoints_path.iterdir():
+        values = json.loads((directory / "manifest.json").read_text())["layouts"][0]
+        frozen = {one["name"] for one in values["parameters"] if not one["trainable"]}
+        assert values["frozen_checksums"].keys() == frozen
+        found[any("layers.0.mlp" in name for name in frozen)] = directory
+    assert found.keys() == {True, False}
+
+
 @pytest.mark.exhaustive
 def test_memory_counts_gradients_and_state_of_trained_parameters_only(
     capsys: pytest.CaptureFixture[str],
