@@ -175,7 +175,7 @@ def replicas_of(
     given = section if isinstance(section, Mapping) else {}
     told = {key: given[key] for key in SECTION_KEYS if isinstance(given.get(key), int)}
     sizes = {key: size for key, size in config_sizes(config).items() if size > 1}
-    if "pipeline_stages" in told:  # a pipeline does not read them
+    if "pipeline_stages" in told:  # AutoTP is refused in a pipeline, which does not read the other one
         sizes = {}
     if clash := autotp_clash(told.get("model_parallel_size"), config):
         raise ConfigError([ConfigProblem("data.dstrial.model_parallel_size", *clash)])
@@ -184,15 +184,19 @@ def replicas_of(
     per_replica = otherwise if asked is None else asked
     if told:
         product = math.prod(told.values())
-        if asked is not None and asked * sizes.get("sequence_parallel_size", 1) != product:
+        sequence = sizes.get("sequence_parallel_size", 1)
+        if asked is not None and asked * sequence != product:
             names = " x ".join(f"{key} {value}" for key, value in told.items())
+            of_what = "the ranks of one replica"
+            if sequence > 1:
+                of_what = "pipeline stages x tensor-parallel size, without the ranks of a sequence"
             place = "data.dstrial" if where == "data.dstrial" else "the DeepSpeed config"
             raise ConfigError(
                 [
                     ConfigProblem(
                         "model_parallel_size of get_deepspeed_config()",
                         f"{asked}, but {place} says {names}",
-                        f"{product}, the ranks of one replica, in both",
+                        f"{product // sequence}, {of_what}, in both",
                         f"Leave it out of the call, or correct {place}.",
                     )
                 ]

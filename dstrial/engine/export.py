@@ -193,10 +193,15 @@ class AdapterWeights(ModelWeights):
         adapter = _adapter(saved)
         self.config: dict[str, Any] = adapter["config"]
         self._sources = {key: name for name, key in adapter["keys"].items()}
-        places = {key: saved.place(name) for key, name in self._sources.items()}
-        self.specs = tuple(
-            _spec(key, place.shape, getattr(torch, place.dtype), self._dtype) for key, place in places.items()
-        )
+        buffers = saved.buffers()
+        self._buffers = {key: buffers[name] for key, name in self._sources.items() if name in buffers}
+        specs = []
+        for key, name in self._sources.items():
+            place = None if key in self._buffers else saved.place(name)
+            shape = self._buffers[key].shape if place is None else place.shape
+            own = self._buffers[key].dtype if place is None else getattr(torch, place.dtype)
+            specs.append(_spec(key, shape, own, self._dtype))
+        self.specs = tuple(specs)
 
 
 class MergedWeights(ModelWeights):
@@ -237,9 +242,30 @@ class MergedWeights(ModelWeights):
             name = _merged_name(spec.name)
             specs.append(dataclasses.replace(spec, name=name))
             self._sources[name] = spec.name
-        self.specs = tuple(specs)
         self._buffers = {_merged_name(name): buffer for name, buffer in self._buffers.items()}
-        self.aliases = {_merged_name(alias): _merged_name(name) for alias, name in self.aliases.items()}
+        self.specs = (*specs, *self._untie({spec.name: spec for spec in self.specs}))
+        if lost := self._deltas.keys() - {spec.name for spec in self.specs}:
+            raise CheckpointLayoutError(
+                f"{min(lost)!r} has an adapter, but is no weight of the base model; expected one for each adapter. Export it "
+                "with --format adapter."
+            )
+
+    def _untie(self, saved_specs: Mapping[str, TensorSpec]) -> Iterator[TensorSpec]:
+        """Yield an entry for each tied weight that no longer equals its owner.
+
+        LoRA on one of two tied layers changes only this layer. ``modules_to_save`` replaces only one of two tied modules. The
+        other names stay aliases.
+        """
+        tied, self.aliases = self.aliases, {}
+        for alias, owner in tied.items():
+            if ".original_module." in alias:
+                continue
+            name, its_owner = _merged_name(alias), _merged_name(owner)
+            if name in self._deltas or its_owner in self._deltas or ".original_module." in owner:
+                self._sources[name] = owner
+                yield dataclasses.replace(saved_specs[owner], name=name)
+            else:
+                self.aliases[name] = its_owner
 
     def _copy(self, name: str, begin: int, piece: torch.Tensor) -> None:
         if name not in self._deltas:
@@ -259,8 +285,9 @@ class MergedWeights(ModelWeights):
 def _adapter(saved: SavedEngine) -> Mapping[str, Any]:
     if not saved.layout.adapter:
         raise CheckpointLayoutError(
-            "the checkpoint has no adapter of PEFT; expected one of a model that peft.get_peft_model has made. Export all of its "
-            "weights: --format safetensors, torch or hf, without --merged."
+            "the checkpoint has no adapter of PEFT that can be exported; expected one of a model that peft.get_peft_model has "
+            "made, no prompt tuning, and no AdaLoRA whose ranks have been reduced. Export all of its weights: --format "
+            "safetensors, torch or hf, without --merged."
         )
     return saved.layout.adapter
 

@@ -221,6 +221,8 @@ class CheckpointLoader:
             state["reductions_of_absent_ranks"] = []
         for absent in states[context.distributed.size :][rank :: context.distributed.size]:
             state["reductions_of_absent_ranks"] += absent["reductions_of_absent_ranks"]
+            if absent.get("collects_copies"):
+                continue
             if len(absent["reducers"]) == len(runtime.wrapped_reducers):
                 state["reductions_of_absent_ranks"].append(training_reductions(runtime, absent["reducers"]))
             else:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.parameter_names import named_parameters
 from dstrial.engine.partial_training import frozen_checksums, leaves_out_frozen
 from dstrial.loop.boundaries import Progress
 from dstrial.loop.callbacks import Callbacks
@@ -45,6 +46,7 @@ class RunState:
     last_code: pathlib.Path | None = dataclasses.field(default=None, init=False)
     _layouts: list[dict[str, Any]] | None = dataclasses.field(default=None, init=False)
     _frozen_checksums: list[dict[str, str]] | None = dataclasses.field(default=None, init=False)
+    _frozen: list[set[str]] = dataclasses.field(default_factory=list, init=False)
 
     @property
     def runtime(self) -> TrialRuntime:
@@ -57,16 +59,20 @@ class RunState:
         """
         if self._layouts is None:
             gather = self.context.distributed.allgather
+            self._frozen = self._frozen_now()
             self._layouts = [adapter.layout(gather).to_json() for adapter in self.runtime.adapters]
         return self._layouts
 
     def layouts_to_save(self) -> list[dict[str, Any]]:
         """Return ``layouts()`` with checksums of frozen parameters that are left out.
 
-        Frozen parameters do not change, so that their checksums are computed at the first save only.
+        Both are collected again only if parameters were frozen or unfrozen since the last call.
 
-        Ranks: all, collectively at the first call.
+        Ranks: all, collectively.
         """
+        has_changed = self._layouts is not None and self._frozen != self._frozen_now()
+        if any(self.context.distributed.allgather(has_changed)):
+            self._layouts = self._frozen_checksums = None
         if self._frozen_checksums is None and leaves_out_frozen(self.runtime.exp_conf):
             gather = self.context.distributed.allgather
             self._frozen_checksums = [
@@ -77,6 +83,13 @@ class RunState:
         return [
             {**layout, **({"frozen_checksums": left_out} if left_out else {})}
             for layout, left_out in zip(self.layouts(), checksums, strict=True)
+        ]
+
+    def _frozen_now(self) -> list[set[str]]:
+        """Return, for each engine, the names of this rank's frozen parameters."""
+        return [
+            {name for name, parameter in named_parameters(engine.module) if not parameter.requires_grad}
+            for engine in self.context.models
         ]
 
 

@@ -268,10 +268,12 @@ def _reshard_problems(
     name = f"checkpoint {saved.checkpoint}"
     if replica.tp != engine.model_parallel_size:
         is_autotp = AUTOTP_KEY in engine.given or "model_parallel_size" in config_sizes(config)
+        # A unit of one's own of the same size does not continue AutoTP, which counts train_batch_size otherwise.
+        size = "AutoTP's size" if AUTOTP_KEY in engine.given else "the tensor-parallel size"
         yield ConfigProblem(
             f"deepspeed config: {AUTOTP_KEY}" if is_autotp else "data.dstrial.model_parallel_size",
             str(replica.tp),
-            f"{engine.model_parallel_size}, as in {name}, whose layers are cut so (the tensor-parallel size was "
+            f"{engine.model_parallel_size}, as in {name}, whose layers are cut so ({size} was "
             f"{engine.model_parallel_size}, is {replica.tp})",
             f"Set it to {engine.model_parallel_size}.",
         )

@@ -142,15 +142,19 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         ]
         if not reducers:
             return {}
-        is_copy = not (
-            self._runtime.mpu.should_report_metrics or self._use_pipeline_parallel or self._called_set_mpu
-        )
-        mine = [] if is_copy else [[wrapped.per_slot_reduce() for wrapped in reducers]]
+        mine = [] if self._collects_copies else [[wrapped.per_slot_reduce() for wrapped in reducers]]
         if for_training:
             mine += self._runtime.reductions_of_absent_ranks
         gathered = [reductions for of_rank in self.distributed.allgather(mine) for reductions in of_rank]
         metrics: dict[str, Any] = self.run_cross_slot_reduction(reducers, gathered)
         return metrics
+
+    @property
+    def _collects_copies(self) -> bool:
+        """Whether another rank's reducers collect the same values, as with AutoTP."""
+        return not (
+            self._runtime.mpu.should_report_metrics or self._use_pipeline_parallel or self._called_set_mpu
+        )
 
     # ---- engines -------------------------------------------------------------------------------------
 

@@ -38,6 +38,13 @@ def test_ranks_that_cannot_be_divided_are_refused(data, asked):
         replicas_of(data, 8, asked)
 
 
+def test_the_expected_size_of_a_call_leaves_out_the_ranks_of_a_sequence():
+    with pytest.raises(
+        ConfigError, match=r"is 4, but .* sequence_parallel_size 2; expected 1, pipeline stages"
+    ):
+        replicas_of({}, 8, 4, config={"sequence_parallel_size": 2})
+
+
 AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
 
 

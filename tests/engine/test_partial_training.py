@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from dstrial.engine.partial_training import adapter_of
 from dstrial.testing.ranks import run_function
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
+adapter_trials = pytest.importorskip("adapter_trials")
 adapter_program = pytest.importorskip("adapter_program")
 pytestmark = pytest.mark.ranks
 
@@ -30,3 +33,37 @@ def test_partly_trained_model_resumes_and_reshapes_to_the_bit(
 
     on_one = run_function(adapter_program.load_on_one_rank, 1, str(tmp_path), kind, deadline_s=300)[0].value
     assert all(on_one.values()), on_one
+
+
+@pytest.mark.parametrize("method", ["Vera", "RandLora", "TinyLora", "Delora"])
+def test_an_adapter_with_buffers_has_the_names_of_pefts_file(method: str) -> None:
+    if not hasattr(peft, f"{method}Config"):
+        pytest.skip(f"this release of PEFT has no {method}")
+    config = getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    model = peft.get_peft_model(adapter_trials.base_model(), config)
+    expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    assert set(adapter_of(model)["keys"].values()) == expected.keys()
+
+
+def test_an_adapter_that_peft_does_not_name_has_no_export(caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT cuts the values of AdaLoRA's factors once their ranks are reduced."""
+    config = peft.AdaLoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj", "v_proj"],
+        total_step=6,
+        tinit=1,
+        tfinal=2,
+        init_r=4,
+        target_r=2,
+    )
+    model = peft.get_peft_model(adapter_trials.base_model(), config)
+    assert adapter_of(model)["keys"]
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    for step in range(1, 6):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        model.base_model.update_and_allocate(step)
+    patterns = dict(model.peft_config["default"].rank_pattern)
+    assert patterns
+    assert adapter_of(model) == {}
+    assert "cannot be exported" in caplog.text
+    assert model.peft_config["default"].rank_pattern == patterns

@@ -136,12 +136,12 @@ def load_on_one_rank(directory: str, kind: str) -> dict[str, bool]:
     return found
 
 
-def share_across_stages(is_tied: bool) -> str | None:
+def share_across_stages(how: str) -> str | None:
     """Make a pipeline of two stages whose first and last layer are one module."""
     begin()
-    first = torch.nn.Linear(4, 4)
+    first = torch.nn.Linear(4, 4).requires_grad_(how != "frozen")
     layers: list[Any] = [first, torch.nn.Tanh(), torch.nn.Linear(4, 4), first]
-    if is_tied:
+    if how == "tied":
         layers[0] = layers[3] = TiedLayerSpec("shared", torch.nn.Linear, 4, 4)
     module = PipelineModule(layers=layers, num_stages=2, loss_fn=small_models.cross_entropy)
     engine, *_ = deepspeed.initialize(model=module, config=small_models.ds_config(0))
@@ -150,6 +150,17 @@ def share_across_stages(is_tied: bool) -> str | None:
         return None
     except TrialContractError as error:
         return str(error)
+
+
+def train_one_stage_on_two_shapes() -> float:
+    """Train a pipeline of one stage on micro batches of two shapes."""
+    begin()
+    module = PipelineModule(layers=[torch.nn.Linear(4, 4)], num_stages=1, loss_fn=torch.nn.MSELoss())
+    config = small_models.ds_config(0)
+    engine, *_ = deepspeed.initialize(model=module, config=config, model_parameters=[*module.parameters()])
+    adapt(engine)
+    sizes = [2 + idx for idx in range(engine.gradient_accumulation_steps())]
+    return float(engine.train_batch(iter([(torch.ones(size, 4), torch.ones(size, 4)) for size in sizes])))
 
 
 def _end() -> None:

@@ -13,7 +13,7 @@ from dstrial import DataLoader, DeepSpeedTrial
 VOCABULARY = 32
 
 
-def base_model(seed: int = 5) -> Any:
+def base_model(seed: int = 5, *, is_tied: bool = False) -> Any:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -22,16 +22,17 @@ def base_model(seed: int = 5) -> Any:
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=16,
+        tie_word_embeddings=is_tied,
     )
     return transformers.LlamaForCausalLM(config)
 
 
-def lora_model(seed: int = 5, **options: Any) -> Any:
+def lora_model(seed: int = 5, *, is_tied: bool = False, **options: Any) -> Any:
     import peft
 
     given = {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1, **options}
     config = peft.LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", **given)
-    return peft.get_peft_model(base_model(seed), config)
+    return peft.get_peft_model(base_model(seed, is_tied=is_tied), config)
 
 
 def model_with_frozen_parts(seed: int = 5) -> Any:

@@ -168,6 +168,8 @@ class AxisTrial(DeepSpeedTrial):
         )
 
         class Count(MetricReducer):
+            count = 0  # until the first report
+
             def reset(self):
                 self.count = 0
 
@@ -177,6 +179,7 @@ class AxisTrial(DeepSpeedTrial):
             def cross_slot_reduce(self, per_slot_metrics):
                 return sum(per_slot_metrics)
 
+        self.trained = context.wrap_reducer(Count(), name="num_trained", for_validation=False)
         self.counted = context.wrap_reducer(Count(), name="num_records", for_training=False)
 
     def require_groups(self):
@@ -204,7 +207,10 @@ class AxisTrial(DeepSpeedTrial):
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         self.require_groups()
+        if batch_idx == self.hparams.get("fails_at"):
+            raise RuntimeError("the batch at which the test ends the run")
         loss, numbers = loss_of(self.engine, next(dataloader_iter))
+        self.trained.count += len(numbers)
         self.engine.backward(loss)
         self.engine.step()
         log = pathlib.Path(f"{self.hparams['log']}.{self.context.distributed.get_rank()}")

@@ -213,6 +213,16 @@ def test_an_optimizer_that_the_trial_itself_makes_is_not_compared_with_the_confi
     assert resume_problems(run(own), num_slots=2, configs=[CONFIG]) == []
 
 
+def test_a_unit_of_ones_own_does_not_continue_autotp():
+    config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
+    saved = engine(world_size=2, data_parallel_size=1, model_parallel_size=2, given=given_settings(config))
+    assert resume_problems(run(saved), num_slots=2, configs=[config]) == []
+    found = resume_problems(run(saved), num_slots=2, configs=[CONFIG], extents={"model_parallel_size": 2})
+    assert any(
+        "autotp_size is 1; expected 2" in str(one) and "AutoTP's size was 2" in str(one) for one in found
+    )
+
+
 def test_slots_that_are_no_multiple_of_a_replica_are_refused():
     piped = engine(world_size=4, data_parallel_size=2, pipeline_stages=2, engine_kind="pipeline")
     (found,) = resume_problems(run(piped), num_slots=3)

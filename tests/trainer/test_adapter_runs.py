@@ -87,8 +87,11 @@ def test_checkpoint_without_frozen_parameters_is_small_and_refuses_another_base(
         {"modules_to_save": ["lm_head"], "bias": "lora_only", "use_rslora": True},
         {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"v_proj": 8}},
         {"fan_in_fan_out": False, "target_modules": "all-linear"},
+        {"is_tied": True, "target_modules": ["q_proj", "lm_head"]},
+        {"is_tied": True, "modules_to_save": ["embed_tokens"]},
+        {"is_tied": True, "modules_to_save": ["lm_head"]},
     ],
-    ids=["plain", "with more modules", "patterns", "all layers"],
+    ids=["plain", "more modules", "patterns", "all layers", "tied lora", "tied embedding", "tied head"],
 )
 def test_exported_adapter_and_merged_weights_equal_those_of_peft(
     tmp_path: Path, options: dict[str, Any]
@@ -98,10 +101,14 @@ def test_exported_adapter_and_merged_weights_equal_those_of_peft(
     assert export(checkpoint, tmp_path / "adapter") == 0
     assert export(checkpoint, tmp_path / "merged", "--merged") == 0
 
-    loaded = peft.PeftModel.from_pretrained(adapter_trials.base_model(), tmp_path / "adapter")
+    base = adapter_trials.base_model(is_tied=options.get("is_tied", False))
+    # PEFT would add the adapter of a tied layer to both layers.
+    base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert any(float(value.abs().max()) > 0 for key, value in state.items() if "lora_B" in key)
-    assert peft.get_peft_model_state_dict(loaded).keys() == state.keys()
+    wanted_names = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False).keys()
+    assert wanted_names == state.keys()
     wanted = loaded.merge_and_unload().state_dict()
     merged = load_file(tmp_path / "merged")
     assert merged.keys() == wanted.keys()
@@ -120,6 +127,48 @@ def test_export_of_other_adapters_and_of_none(tmp_path: Path, capsys: pytest.Cap
         assert export(plain, tmp_path / "none", *option) == 1
         assert "the checkpoint has no adapter of PEFT" in capsys.readouterr().err
     assert export(plain, tmp_path / "all") == 0
+
+
+def test_exported_adapter_has_the_buffers_of_vera(tmp_path: Path) -> None:
+    class Trial(adapter_trials.LoraTrial):
+        def model(self) -> Any:
+            config = peft.VeraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], d_initial=0.3)
+            return peft.get_peft_model(adapter_trials.base_model(), config)
+
+    checkpoint = checkpoint_of(fit(Trial, max_length=Batch(2)))
+    assert export(checkpoint, tmp_path / "adapter") == 0
+    state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    loaded = peft.PeftModel.from_pretrained(adapter_trials.base_model(), tmp_path / "adapter")
+    wanted = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    assert any("vera_A" in name for name in state)
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], value) for name, value in wanted.items())
+
+
+def test_parameters_unfrozen_during_the_run_are_in_its_checkpoints(tmp_path: Path) -> None:
+    class Thawing(adapter_trials.FrozenInOptimizerTrial):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+            for name, parameter in self.engine.module.named_parameters():
+                if "layers.0.mlp" in name and batch_idx == 2:
+                    parameter.requires_grad = True
+            metrics: dict[str, Any] = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+            return metrics
+
+    outcome = fit(
+        Thawing,
+        {"deepspeed_config": deepspeed_config(0)},
+        LEFT_OUT,
+        tmp_path / "run",
+        max_length=Batch(4),
+        checkpoint_period=Batch(2),
+    )
+    found = {}
+    for directory in outcome.directory.checkpoints_path.iterdir():
+        values = json.loads((directory / "manifest.json").read_text())["layouts"][0]
+        frozen = {one["name"] for one in values["parameters"] if not one["trainable"]}
+        assert values["frozen_checksums"].keys() == frozen
+        found[any("layers.0.mlp" in name for name in frozen)] = directory
+    assert found.keys() == {True, False}
 
 
 @pytest.mark.exhaustive

@@ -28,15 +28,18 @@ def ds_config(axis, size, stage):
     return deepspeed_config(stage, **sections)
 
 
-def go(folder, axis, size, ranks, batches, stage=1, run=None):
+def go(folder, axis, size, ranks, batches, stage=1, run=None, fails_at=None, **periods):
     folder.mkdir(exist_ok=True)
-    hparams = {"deepspeed_config": ds_config(axis, size, stage), "axis": axis, "size": size}
+    hparams = {
+        "deepspeed_config": ds_config(axis, size, stage),
+        "axis": axis,
+        "size": size,
+        "fails_at": fails_at,
+    }
     given = experiment(
         {**hparams, "log": str(folder / "log")},
         batches,
-        report=1,
-        validate=4,
-        checkpoint=4,
+        **{"report": 1, "validate": 4, "checkpoint": 4, **periods},
         checkpoint_policy="none",
     )
     return train(folder, "AxisTrial", given, ranks=ranks, run=run, module="axis_trials")
@@ -129,6 +132,16 @@ def test_layout_may_change_at_a_resume(tmp_path, before, after):
     assert losses(second) == pytest.approx(losses(whole), rel=1e-5)
 
 
+def test_values_that_a_copy_has_collected_count_once_on_fewer_ranks(tmp_path):
+    """The checkpoint has a batch that no report has yet; both ranks of a tensor-parallel group counted its records."""
+    periods = {"report": 3, "validate": 6, "checkpoint": 1}
+    first = go(tmp_path / "run", "tensor", 2, 4, 6, fails_at=2, **periods)
+    assert first.returncode == 1
+    second = trained(tmp_path / "run", "tensor", 2, 2, 6, run=first, **periods)
+    reports = second.reports("training")
+    assert reports[3]["num_trained"] == reports[6]["num_trained"] > 0
+
+
 @pytest.mark.parametrize(
     ("before", "after", "exit_code", "said"),
     [
@@ -146,7 +159,7 @@ def test_layout_that_cannot_change_is_refused(tmp_path, before, after, exit_code
     assert refused.returncode == exit_code, refused.output
     assert said in refused.output
     if before[0] == "tensor":
-        assert "the tensor-parallel size was 2, is 1" in refused.output
+        assert "AutoTP's size was 2, is 1" in refused.output
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,14 @@ def _parallelism(s: Settings) -> None:
     key = "tensor_parallel.autotp_size"
     tensor = s.value(key) or 0
     s.reject(tensor > 1 and num_ranks % tensor, key, divisor, _OTHER_SLOTS)
+    # engine.py 595: AutoTP replaces the mpu of the pipeline, whose stages then wait for each other or fail.
+    is_pipeline = tensor > 1 and s.sizes.has_pipeline_engine
+    s.reject(
+        is_pipeline,
+        key,
+        "1 with a PipelineModule",
+        "Remove it; a pipeline's layers are cut by the model itself.",
+    )
     key = "tensor_parallel.tp.tp_size"
     is_wrong = tensor > 1 and (s.value(key) or 1) not in (1, tensor)
     s.reject(is_wrong, key, f"1 or autotp_size ({tensor})", "Remove tp.tp_size.")

@@ -213,9 +213,9 @@ class _Binding:
     def _of_one_shape(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
         """Return ``iterator`` with a check that inputs fit the stages' activation buffers.
 
-        Without buffers of a fixed shape, nothing is checked.
+        Without buffers of a fixed shape, nothing is checked; a single stage sends nothing and has none.
         """
-        if iterator is None or self.engine.module.dynamic_shape:
+        if iterator is None or self.engine.module.dynamic_shape or self.engine.num_stages == 1:
             return iterator
         return self._checked(iterator)
 

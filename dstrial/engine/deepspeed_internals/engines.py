@@ -251,11 +251,13 @@ def layers_sharing_across_stages(module: PipelineModule) -> dict[int, int]:
     """Return two layers on different stages that share a parameter: index -> stage.
 
     Empty if there are none. Only ``TiedLayerSpec`` keeps shared parameters equal: if plain modules share a parameter, each stage
-    trains its own copy.
+    trains its own copy. Frozen parameters stay equal.
     """
     first: dict[int, int] = {}
     for idx, layer in enumerate(module._layer_specs):
         for parameter in layer.parameters() if isinstance(layer, torch.nn.Module) else ():
+            if not parameter.requires_grad:
+                continue
             other = first.setdefault(id(parameter), idx)
             if module.stage_owner(other) != module.stage_owner(idx):
                 return {one: int(module.stage_owner(one)) for one in (other, idx)}

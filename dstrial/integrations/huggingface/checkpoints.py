@@ -23,6 +23,7 @@ from determined import core
 
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import hash_files, share_of
+from dstrial.checkpoint.summary import own_places
 from dstrial.engine.files import engine_files
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.partial_training import (
@@ -75,7 +76,7 @@ class TrainerCheckpoints:
         self._stale_steps: frozenset[int] = frozenset()
         self._model: Any = None
         self._shares = True
-        self._frozen_checksums: dict[str, str] | None = None  # computed at the first save
+        self._frozen_checksums: dict[str, str] | None = None  # of the last save
         self.last_step = -1
 
     def begin(self, trainer: Any, args: TrainingArguments, state: TrainerState, model: Any) -> None:
@@ -215,7 +216,8 @@ class TrainerCheckpoints:
             return None
         # The Trainer itself saves PEFT's models without their frozen parameters.
         if leaves_out_frozen(self._description.exp_conf) or is_peft_model(engine.module):
-            if self._frozen_checksums is None:
+            frozen = {place.name for place in own_places(layout) if not place.trainable}
+            if self._frozen_checksums is None or self._frozen_checksums.keys() != frozen:
                 self._frozen_checksums = frozen_checksums(engine, layout, self._distributed.allgather)
             layout = dataclasses.replace(layout, frozen_checksums=self._frozen_checksums)
         return dataclasses.replace(layout, folder=f"{directory.name}/{tag}")

@@ -113,11 +113,17 @@ def test_the_ranks_of_a_pipeline_share_no_sequences_and_the_check_says_so(
     assert any("sequence_parallel_size is 2, which" in warning for warning in checked.warnings)
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_module_shared_by_two_stages_is_refused_unless_tied(is_tied: bool) -> None:
+@pytest.mark.parametrize("how", ["plain", "tied", "frozen"])
+def test_module_shared_by_two_stages_is_refused_unless_kept_equal(how: str) -> None:
     adapter_program = pytest.importorskip("adapter_program")  # needs transformers
-    errors = [result.value for result in run_function(adapter_program.share_across_stages, 2, is_tied)]
-    if is_tied:
+    errors = [result.value for result in run_function(adapter_program.share_across_stages, 2, how)]
+    if how != "plain":
         assert errors == [None, None]
     else:
         assert all("layers 0 and 3 of the PipelineModule share a parameter" in error for error in errors)
+
+
+def test_one_stage_takes_micro_batches_of_several_shapes() -> None:
+    adapter_program = pytest.importorskip("adapter_program")
+    (result,) = run_function(adapter_program.train_one_stage_on_two_shapes, 1)
+    assert result.value > 0
