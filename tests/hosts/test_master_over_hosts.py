@@ -153,7 +153,7 @@ def test_a_dropped_connection_runs_no_trial_twice(started: MasterOnHosts) -> Non
     started.wait_for_log(1, "Reported checkpoint")
     (host,) = [one for one in started.hosts if _trials_on(one)]
     host.kill_sshd()
-    started.wait_for_log(1, f"{host.name} (rank 0) is lost: gone")
+    started.wait_for_log(1, f"{host.name} (rank 0) is lost: disconnected")
     wait_until(lambda: started.log_now(1).count("Scheduling Trial 1") == 2, 60, lambda: started.log(1))
     assert not _trials_on(host)
     assert f"allocation lost: {host.name} is " in started.log(1)
