@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from dstrial.config.documents import read_yaml
 from dstrial.errors import DstrialError
 from dstrial.local.checkpoint_directory import list_checkpoints
+from dstrial.local.json_files import read_json_lines
 from dstrial.local.run_directory import RunDirectory, default_runs_dir
 from dstrial.master.client import Client
-from dstrial.master.login import new_token
+from dstrial.master.login import session
 from dstrial.master.state_directory import StateDirectory
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Run:
             raise DstrialError(
                 "metrics as a table need pandas, which is not installed. Install it with `pip install pandas`."
             ) from error
-        rows = [row for row in self._rows if row["group"] in (_GROUPS if group is None else (group,))]
+        rows = [row for row in self._rows() if row["group"] in (_GROUPS if group is None else (group,))]
         table = pandas.DataFrame(
             [{key: row[key] for key in ("group", *_ROW_KEYS)} | row["metrics"] for row in rows]
         )
@@ -90,8 +90,8 @@ class Run:
         metric, sign = searcher.get("metric"), 1 if searcher.get("smaller_is_better", True) else -1
         values = {
             row["steps_completed"]: row["metrics"][metric]
-            for row in self._rows
-            if row["group"] == "validation" and isinstance(row["metrics"].get(metric), (int, float))
+            for row in self._rows()
+            if row["group"] == "validation" and _is_finite(row["metrics"].get(metric))
         }
         found = [
             BestCheckpoint(uuid, batches, values[batches], path)
@@ -116,8 +116,9 @@ class Run:
             ) from error
         searched = (self.config.get("searcher") or {}).get("metric")
         axes = pyplot.figure().subplots()
+        reported = self._rows()
         for group in _GROUPS:
-            rows = [row for row in self._rows if row["group"] == group]
+            rows = [row for row in reported if row["group"] == group]
             known = dict.fromkeys(name for row in rows for name in row["metrics"])
             for name in names or [name for name in known if "loss" in name or name == searched]:
                 points = [
@@ -130,14 +131,9 @@ class Run:
             axes.legend()
         return axes
 
-    @functools.cached_property
     def _rows(self) -> list[dict[str, Any]]:
         if self.path is not None:
-            file = RunDirectory(self.path).metrics_path
-            lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-            return [
-                json.loads(line) for line in lines if line.endswith("\n")
-            ]  # the last line may be under way
+            return read_json_lines(RunDirectory(self.path).metrics_path)
         messages = self._client().stream("/api/v1/trials/metrics/trial_metrics", trialIds=[self.trial_id])
         return [
             {
@@ -165,7 +161,7 @@ class Run:
 
     def _client(self) -> Client:
         assert self.state_directory is not None
-        return _client_of(self.state_directory)
+        return session(self.state_directory.require_running())
 
 
 def runs(
@@ -176,6 +172,8 @@ def runs(
     state_dir: str | os.PathLike[str] | None = None,
 ) -> list[Run]:
     """Return trainings, the newest first: run directories, or an experiment's trials.
+
+    The directory of a search is left out: its trials are those of ``experiment``.
 
     Args:
         name: name of the experiment; None returns the runs of all names.
@@ -192,19 +190,25 @@ def runs(
     for record_path in default_runs_dir(runs_dir).absolute().glob("*/*/run.json"):
         directory = RunDirectory(record_path.parent)
         record = directory.read_record()
-        if name in (None, record.name):
+        if name in (None, record.name) and not directory.is_search:
             config = read_yaml(directory.experiment_config_path, str(directory.experiment_config_path)).value
             found.append(
                 (
                     record.started,
-                    Run(record.name, record.state.value, config, _values(config), directory.path),
+                    Run(
+                        record.name,
+                        record.state.value,
+                        config,
+                        _values(config.get("hyperparameters") or {}),
+                        directory.path,
+                    ),
                 )
             )
     return [run for _, run in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
 def _trials(experiment_id: int, state: StateDirectory) -> list[Run]:
-    client = _client_of(state)
+    client = session(state.require_running())
     experiment = client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]
     trials = client.get(f"/api/v1/experiments/{experiment_id}/trials", limit=0, orderBy="ORDER_BY_DESC")[
         "trials"
@@ -222,19 +226,17 @@ def _trials(experiment_id: int, state: StateDirectory) -> list[Run]:
     ]
 
 
-def _client_of(state: StateDirectory) -> Client:
-    record = state.running()
-    if record is None:
-        raise DstrialError(
-            f"no master is running with state directory {state.path}; expected one. Start it with `dstrial up`."
-        )
-    return Client(record.address, new_token(record, "determined"))
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with constants written as plain values."""
-    given = config.get("hyperparameters") or {}
+def _values(specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with ``{type: const}`` replaced by their values."""
     return {
-        name: spec["val"] if isinstance(spec, Mapping) and spec.get("type") == "const" else spec
-        for name, spec in given.items()
+        name: spec["val"]
+        if isinstance(spec, Mapping) and spec.get("type") == "const"
+        else _values(spec)
+        if isinstance(spec, Mapping)
+        else spec
+        for name, spec in specs.items()
     }

@@ -12,8 +12,6 @@ from dstrial.cli.app import main
 from dstrial.errors import DstrialError
 from dstrial.testing.master import MasterForTest
 
-pandas = pytest.importorskip("pandas")
-
 
 @pytest.mark.ranks
 def test_runs_of_directory_and_master_have_equal_metrics(
@@ -46,7 +44,7 @@ def test_runs_of_directory_and_master_have_equal_metrics(
 
 
 def test_plot_has_a_line_per_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.setenv("MPLBACKEND", "Agg")
     directory = tmp_path / "mine" / "one"
     directory.mkdir(parents=True)
     record = {

@@ -85,8 +85,8 @@ class Layout(EngineArrangement):
         folder: the engine's folder in the checkpoint, with ``/``; empty if the file names show it
             (``checkpoint.file_roles.engine_folder``).
         frozen_checksums: frozen parameters that the checkpoint does not hold, each with a checksum of its bits
-            (``engine.partial_training``); empty if the checkpoint holds all weights.
-        adapter: ``config`` and ``keys`` of PEFT's adapter (``engine.partial_training.adapter_of``); empty without one.
+            (``engine.frozen_parameters``); empty if the checkpoint holds all weights.
+        adapter: ``config`` and ``keys`` of PEFT's adapter (``engine.peft_adapter.adapter_of``); empty without one.
     """
 
     precision: Literal["fp32", "bf16", "fp16"]

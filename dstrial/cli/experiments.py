@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from dstrial.cli.streams import count_argument
-from dstrial.cli.up import add_state_dir_argument, require_running
+from dstrial.cli.streams import count_argument, text_table
+from dstrial.cli.up import add_state_dir_argument
 from dstrial.config.diagnostics import dotted
 from dstrial.config.experiment_config.hyperparameters import searched_values
-from dstrial.errors import MasterError, RequestError
+from dstrial.errors import RequestError
 from dstrial.master.client import Client
-from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.master.state_directory import StateDirectory
 from dstrial.visible_text import visible
 
 if TYPE_CHECKING:
@@ -63,21 +58,9 @@ def main(args: argparse.Namespace) -> int:
     run: Callable[[Client, argparse.Namespace], int] = {"list": _list, "show": _show, "kill": _kill}[
         args.command
     ]
-    with session(require_running(StateDirectory.choose(args.state_dir)), "determined") as client:
-        return run(client, args)
+    from dstrial.master.login import session
 
-
-@contextlib.contextmanager
-def session(record: MasterRecord, username: str) -> Iterator[Client]:
-    """Log in to this machine's master as a user; log out at the end."""
-    from dstrial.master.login import new_token
-
-    client = Client(record.address, new_token(record, username))
-    try:
-        yield client
-    finally:
-        with contextlib.suppress(MasterError):
-            client.post("/api/v1/auth/logout")
+    return run(session(StateDirectory.choose(args.state_dir).require_running()), args)
 
 
 def _list(client: Client, args: argparse.Namespace) -> int:
@@ -97,7 +80,8 @@ def _list(client: Client, args: argparse.Namespace) -> int:
         )
         for one in found
     ]
-    _print_table(("id", "name", "state", "progress", "trials", "started"), rows, "no experiments")
+    header = ("id", "name", "state", "progress", "trials", "started")
+    sys.stdout.write(text_table(header, rows, right=(0, 3, 4)) if rows else "no experiments\n")
     return 0
 
 
@@ -145,11 +129,8 @@ def _show(client: Client, args: argparse.Namespace) -> int:
         )
         for one in trials
     ]
-    _print_table(
-        ("trial", "state", "batches", "best", "latest", "hyperparameters"),
-        rows,
-        "no trials",
-    )
+    header = ("trial", "state", "batches", "best", "latest", "hyperparameters")
+    sys.stdout.write(text_table(header, rows, right=(0, 2)) if rows else "no trials\n")
     if num_trials > len(trials):
         sys.stdout.write(f"{len(trials)} of {num_trials} trials; --json prints all\n")
     return 0
@@ -201,13 +182,3 @@ def _age(started: str) -> str:
         if seconds >= length:
             return f"{seconds // length} {unit} ago"
     return f"{seconds} s ago"
-
-
-def _print_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], nothing: str) -> None:
-    if not rows:
-        sys.stdout.write(f"{nothing}\n")
-        return
-    table = Table(*heads, box=box.SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*(visible(cell) for cell in row))
-    Console(markup=False).print(table)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.cli.streams import count_argument, seconds_argument
-from dstrial.cli.up import add_state_dir_argument, require_running
+from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import MasterError
 from dstrial.master import daemon
 from dstrial.master.state_directory import StateDirectory
@@ -185,7 +185,7 @@ def _print_waiting(num_allocations: int) -> None:
 
 
 def _log_in(args: argparse.Namespace, state: StateDirectory) -> None:
-    record = require_running(state)
+    record = state.require_running()
     from dstrial.master.login import addresses_of, browser_link, log_in_as
 
     log_in_as(record, args.user)

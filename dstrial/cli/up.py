@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dstrial.cli.streams import det_reaches
 from dstrial.cli.submit import await_hosts
-from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, MasterError, RequestError
+from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
 from dstrial.hosts.hostfile import add_host_arguments, placement_lines, require_hostfile
 from dstrial.launch.slots import slots_argument
 from dstrial.master import daemon
@@ -75,15 +75,6 @@ def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the master keeps everything (default: $DSTRIAL_STATE_DIR or the user's data directory)",
     )
-
-
-def require_running(state: StateDirectory) -> MasterRecord:
-    record = state.running()
-    if record is None:
-        raise MasterError(
-            f"no master is running with state directory {state.path}; expected one. Start it with `dstrial up`."
-        )
-    return record
 
 
 def port_argument(text: str) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.experiments import session
 from dstrial.cli.streams import det_for, text_table
-from dstrial.cli.up import add_state_dir_argument, require_running
-from dstrial.errors import RequestError
+from dstrial.cli.up import add_state_dir_argument
+from dstrial.errors import MasterError, RequestError
 from dstrial.master.client import Client
-from dstrial.master.state_directory import StateDirectory
+from dstrial.master.state_directory import MasterRecord, StateDirectory
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -93,7 +93,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    record = require_running(StateDirectory.choose(args.state_dir))
+    record = StateDirectory.choose(args.state_dir).require_running()
     if args.action == "key":
         key = Client(record.address, socket=record.socket).get("/owner/webhook-key")["key"]
         sys.stdout.write(f"{key}\n")
@@ -104,9 +104,21 @@ def main(args: argparse.Namespace) -> int:
         "delete": _delete,
         "test": _test,
     }[args.action]
-    with session(record, args.user) as client:
+    with _session(record, args.user) as client:
         sys.stdout.write(perform(client, args))
     return 0
+
+
+@contextlib.contextmanager
+def _session(record: MasterRecord, username: str) -> Iterator[Client]:
+    from dstrial.master.login import new_token
+
+    client = Client(record.address, new_token(record, username))
+    try:
+        yield client
+    finally:
+        with contextlib.suppress(MasterError):
+            client.post("/api/v1/auth/logout")
 
 
 def _create(client: Client, args: argparse.Namespace) -> str:

@@ -15,7 +15,7 @@ from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.parameter_names import named_parameters
-from dstrial.engine.partial_training import adapter_of
+from dstrial.engine.peft_adapter import adapter_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from dstrial.checkpoint.completion_marker import (
     remove_marker,
     write_marker,
 )
-from dstrial.checkpoint.manifest import MANIFEST_NAME, FileEntry, hash_file, hash_files
+from dstrial.checkpoint.manifest import MANIFEST_NAME, METADATA_NAME, FileEntry, hash_file, hash_files
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
     KeepPolicy,
@@ -59,8 +59,6 @@ from dstrial.object_storage import recorded_storage
 from dstrial.storage_guard import StorageGoneError
 
 logger = logging.getLogger("dstrial.local")
-
-METADATA_FILE = "metadata.json"
 
 _METADATA_DIGEST = "metadata_sha256"
 
@@ -199,7 +197,7 @@ class LocalCheckpointContext(NodeCheckpointContext):
         return describe
 
     def _write_metadata_file(self, ckpt_dir: str, metadata: dict[str, Any]) -> None:
-        write_json_atomically(Path(ckpt_dir) / METADATA_FILE, metadata)
+        write_json_atomically(Path(ckpt_dir) / METADATA_NAME, metadata)
 
     def _report_checkpoint(
         self,
@@ -351,7 +349,7 @@ class LocalCheckpointContext(NodeCheckpointContext):
         self._open.close()
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
-        metadata: dict[str, Any] = read_json(self._find(storage_id) / METADATA_FILE) or {}
+        metadata: dict[str, Any] = read_json(self._find(storage_id) / METADATA_NAME) or {}
         return metadata
 
     def list(self) -> list[StoredCheckpoint]:
@@ -382,7 +380,7 @@ class LocalCheckpointContext(NodeCheckpointContext):
             )
         expected = read_marker(path).get(_METADATA_DIGEST) if is_read else None
         if expected is not None:
-            _require_metadata(path / METADATA_FILE, expected)
+            _require_metadata(path / METADATA_NAME, expected)
         return path
 
     def _stored(self, name: str) -> Path | None:
@@ -491,7 +489,7 @@ class MirroredCheckpointContext(NodeCheckpointContext):
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
         if Path(storage_id).is_absolute():
-            return dict(read_json(Path(storage_id) / METADATA_FILE) or {})
+            return dict(read_json(Path(storage_id) / METADATA_NAME) or {})
         metadata: dict[str, Any] = super().get_metadata(storage_id)
         return metadata
 
@@ -509,7 +507,7 @@ def _raise(error: Exception | None) -> None:
 
 
 def _digest_of_metadata(path: Path) -> dict[str, str]:
-    return {_METADATA_DIGEST: hash_file(path / METADATA_FILE).sha256}
+    return {_METADATA_DIGEST: hash_file(path / METADATA_NAME).sha256}
 
 
 def _deletion(

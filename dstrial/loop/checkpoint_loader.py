@@ -46,7 +46,7 @@ from dstrial.engine.checkpoint_reader.safe_load import (
 )
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
-from dstrial.engine.partial_training import without_frozen
+from dstrial.engine.frozen_parameters import without_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import (

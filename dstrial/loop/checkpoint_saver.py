@@ -26,7 +26,7 @@ from determined import constants, core
 from dstrial.checkpoint.file_roles import rank_state_name
 from dstrial.checkpoint.manifest import hash_files, share_of
 from dstrial.engine.files import engine_files, missing_files
-from dstrial.engine.partial_training import leave_out_frozen, leaves_out_frozen
+from dstrial.engine.frozen_parameters import leave_out_frozen, leaves_out_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
 from dstrial.engine.state import engine_extra_state

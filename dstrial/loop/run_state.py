@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.frozen_parameters import frozen_checksums, leaves_out_frozen
 from dstrial.engine.parameter_names import named_parameters
-from dstrial.engine.partial_training import frozen_checksums, leaves_out_frozen
 from dstrial.loop.boundaries import Progress
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.metrics import MetricWindow, copied

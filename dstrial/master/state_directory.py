@@ -154,6 +154,15 @@ class StateDirectory:
             return None
         return record
 
+    def require_running(self) -> MasterRecord:
+        """Return the record of the running master; raise MasterError if none runs."""
+        record = self.running()
+        if record is None:
+            raise MasterError(
+                f"no master is running with state directory {self.path}; expected one. Start it with `dstrial up`."
+            )
+        return record
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the directory's lock within the block; a crash of the process releases it."""

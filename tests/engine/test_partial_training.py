@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dstrial.engine.partial_training import adapter_of
+from dstrial.engine.peft_adapter import adapter_of
 from dstrial.testing.ranks import run_function
 
 peft = pytest.importorskip("peft")

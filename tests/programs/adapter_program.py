@@ -17,7 +17,7 @@ from reshape_program import allgather, begin
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.adapters.factory import adapt
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
-from dstrial.engine.partial_training import frozen_checksums, leave_out_frozen, without_frozen
+from dstrial.engine.frozen_parameters import frozen_checksums, leave_out_frozen, without_frozen
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import engine_extra_state, load_engine, restore_engine_extra_state, save_engine
 from dstrial.errors import TrialContractError

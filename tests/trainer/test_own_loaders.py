@@ -8,6 +8,8 @@ from in_process_fits import EXP_CONF, fit, values
 from small_runs import deepspeed_config, experiment, train
 from stream_records import Shared, Stateful, as_pair, hugging_face
 from torch.utils import data
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from dstrial import Batch, DataLoader
 from dstrial.errors import DataError
@@ -19,8 +21,7 @@ COUNT = 28  # records: seven micro batches a pass, and two in a batch
 
 
 def stateful_loader(dataset, **options):
-    loader = pytest.importorskip("torchdata.stateful_dataloader")
-    return loader.StatefulDataLoader(dataset, batch_size=4, **options)
+    return StatefulDataLoader(dataset, batch_size=4, **options)
 
 
 def torch_loader(dataset, **options):
@@ -32,8 +33,7 @@ def shuffled_by_generator(records, build=torch_loader):
 
 
 def stateful_by_sampler(records):
-    sampler = pytest.importorskip("torchdata.stateful_dataloader.sampler")
-    return stateful_loader(records, sampler=sampler.StatefulDistributedSampler(records, 1, 0, shuffle=True))
+    return stateful_loader(records, sampler=StatefulDistributedSampler(records, 1, 0, shuffle=True))
 
 
 def streaming(**options):

@@ -25,13 +25,9 @@ from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import hash_files, share_of
 from dstrial.checkpoint.summary import own_places
 from dstrial.engine.files import engine_files
+from dstrial.engine.frozen_parameters import frozen_checksums, leave_out_frozen, leaves_out_frozen
 from dstrial.engine.parameter_table import collect_layout
-from dstrial.engine.partial_training import (
-    frozen_checksums,
-    is_peft_model,
-    leave_out_frozen,
-    leaves_out_frozen,
-)
+from dstrial.engine.peft_adapter import is_peft_model
 from dstrial.errors import RankError
 from dstrial.integrations.huggingface import arguments
 from dstrial.local.node_checkpoints import run_on_all_ranks

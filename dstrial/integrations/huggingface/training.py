@@ -16,8 +16,8 @@ from transformers.trainer_utils import TrainOutput
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import optimizers
+from dstrial.engine.frozen_parameters import checksum, require_same_frozen
 from dstrial.engine.parameter_names import named_buffers, plain_name
-from dstrial.engine.partial_training import checksum, require_same_frozen
 from dstrial.errors import CheckpointLayoutError
 from dstrial.integrations.huggingface.callback import DetCallback, LeaveTrainingError
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint

@@ -1,4 +1,4 @@
-"""Leave frozen parameters out of checkpoints; describe adapters of PEFT.
+"""Leave frozen parameters out of checkpoints.
 
 A checkpoint without frozen parameters has a checksum of each in its layout. The model's code has to build frozen parameters
 with the same bits before the checkpoint is loaded; other bits are refused.
@@ -7,11 +7,7 @@ with the same bits before the checkpoint is loaded; other bits are refused.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import json
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,11 +18,9 @@ from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.shards import own_shard
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.deepspeed_internals import engines, optimizers
-from dstrial.engine.parameter_names import named_parameters, plain_name
+from dstrial.engine.parameter_names import named_parameters
 from dstrial.engine.state import loading_with
 from dstrial.errors import CheckpointLayoutError, TrialContractError
-
-logger = logging.getLogger("dstrial.engine")
 
 SAVE_KEY = "save_frozen_parameters"
 """Key of ``data.dstrial``: whether checkpoints hold frozen parameters."""
@@ -144,75 +138,3 @@ def _sum(flat: torch.Tensor, first: int) -> int:
 
 def _as_text(total: int) -> str:
     return f"{total % (1 << 64):016x}"
-
-
-def is_peft_model(module: torch.nn.Module) -> bool:
-    return _peft_model(module) is not None
-
-
-def _peft_model(module: torch.nn.Module) -> Any:
-    """Return PEFT's model, unwrapped if it is compiled; None if it is another model."""
-    peft = sys.modules.get("peft")  # an optional package of users, which dstrial does not import
-    inner = getattr(module, "_orig_mod", module)
-    return inner if peft is not None and isinstance(inner, peft.PeftModel) else None
-
-
-def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return how PEFT would save a model's active adapter; empty if there is none.
-
-    Also empty, with a warning, if PEFT does not name the adapter's tensors without their values.
-
-    Returns:
-        A dict with these keys:
-        ``config``: the content of ``adapter_config.json``.
-        ``keys``: name of a parameter or buffer -> name in the adapter's file.
-        ``linear``: name of a linear layer with plain LoRA -> (factor, whether its weight is transposed, name of the adapter).
-    """
-    model = _peft_model(module)
-    if model is None:
-        return {}
-    peft = sys.modules["peft"]
-    active = model.active_adapter
-    adapter = active if isinstance(active, str) else active[0]
-    config = model.peft_config[adapter]
-    if config.is_prompt_learning:  # its file has what its modules compute
-        return {}
-    try:
-        keys = _names_in_file(model, adapter)
-    except Exception as error:  # noqa: BLE001  # some methods compute with the values that they are given
-        logger.warning(
-            "the adapter of %s cannot be exported from this run's checkpoints: PEFT does not name its weights (%r). The run "
-            "itself goes on",
-            config.peft_type,
-            error,
-        )
-        return {}
-    values = {**config.to_dict(), "inference_mode": True}
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
-    return {
-        "config": json.loads(json.dumps(plain, default=str)),
-        "keys": keys,
-        "linear": {
-            plain_name(name): (float(layer.scaling[adapter]), bool(layer.fan_in_fan_out), adapter)
-            for name, layer in model.named_modules()
-            if type(layer) is peft.tuners.lora.Linear
-            and adapter in layer.lora_A
-            and adapter not in getattr(layer, "lora_variant", {})
-        },
-    }
-
-
-def _names_in_file(model: Any, adapter: str) -> dict[str, str]:
-    """Return name of a parameter or buffer -> name in the file that PEFT would write."""
-    # PEFT renames whatever values it is given, so that numbers tell which tensor gets which name.
-    names = [plain_name(name) for name in model.state_dict()]
-    tags = {name: torch.tensor(idx) for idx, name in enumerate(names)}
-    config = model.peft_config[adapter]
-    model.peft_config[adapter] = copy.deepcopy(config)  # AdaLoRA changes it
-    try:
-        renamed = sys.modules["peft"].get_peft_model_state_dict(
-            model, state_dict=tags, adapter_name=adapter, save_embedding_layers=False
-        )
-    finally:
-        model.peft_config[adapter] = config
-    return {names[int(tag)]: key for key, tag in renamed.items()}
