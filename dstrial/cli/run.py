@@ -558,6 +558,9 @@ class _Attempt:
             self._waited_until_s = now_s
         elif not log.has_task_lines:
             self._display.starting("starting the trial's processes", now_s - self._waited_until_s)
+        elif self._request.entrypoint.trial is not None:
+            unit = self._request.experiment.scheduling_unit
+            self._display.starting(f"training, the first report comes after batch {unit}", 0.0)
 
     def _show_search(self, view: ExperimentView) -> None:
         """Show a search's progress; before the first batch, a trial's startup phase."""
