@@ -134,6 +134,7 @@ format: venv ## let ruff rewrite what `make check` would complain about
 pictures: venv ## take pictures of every view of the page into build/page_pictures/, and those of the documents anew
 	PAGE_PICTURES=build/page_pictures $(BIN)/python -m pytest tests/master/web/test_page_views.py
 	cp build/page_pictures/documents/*.png docs/pictures/
+	$(BIN)/python tools/search_pictures.py docs/pictures
 
 bench: venv ## measure what the loop adds to bare DeepSpeed
 	$(BIN)/python benchmarks/loop_overhead.py

@@ -46,6 +46,7 @@ logger = logging.getLogger("dstrial.trainer")
 
 # How long to wait for a new directory: attributes that a network file system caches may be this old.
 _SHARED_S = 10.0
+_LONGEST_LINE = 150  # characters of a log line of Determined's, besides timestamp and rank
 
 RUNTIME_ATTRIBUTE = "dstrial_surroundings"
 """Attribute under which a core context of this module holds its ``ProcessRuntime``, for integrations."""
@@ -118,6 +119,14 @@ def core_context(
         yield found.core_context
 
 
+def _shortened(record: logging.LogRecord) -> bool:
+    """Cut Determined's log line of a report, which lists each rank's telemetry."""
+    message = record.getMessage()
+    if len(message) > _LONGEST_LINE:
+        record.msg, record.args = f"{message[:_LONGEST_LINE]} …", ()
+    return True
+
+
 @contextlib.contextmanager
 def process_runtime(
     *,
@@ -136,6 +145,7 @@ def process_runtime(
     if os.environ.get(RUN_DIR_VARIABLE):
         # The launcher or ``dstrial run`` prints each report of the run directory; Determined logs each one, too.
         logging.getLogger("determined.core").setLevel(logging.WARNING)
+    logging.getLogger("determined.core").addFilter(_shortened)
     info = cluster_info()
     identity = identify(os.environ)
     if info is not None and distributed is None:

@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import pathlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -25,10 +26,11 @@ from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.config.schema import Length
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
+from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.local.script_variables import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.loggers.run_loggers import RunLoggers, loggers_of
 from dstrial.loop.boundaries import FitResult, LoopSettings, searcher_length, train_unit
+from dstrial.loop.live_progress import LiveProgress
 from dstrial.loop.loop import TrainingLoop, exits_refused, require_engine
 from dstrial.loop.metric_sinks import MetricSink
 from dstrial.loop.sync_point import StopReason
@@ -270,18 +272,27 @@ class Trainer:
         begin_phase(
             "building data loaders" if settings.latest_checkpoint is None else "loading the checkpoint"
         )
+        runtime, length = self._runtime, settings.max_length
+        # A launcher, or `dstrial run`, shows the reports of the runs that it has made.
+        live = LiveProgress(
+            length.value if isinstance(length, pytorch.Batch) and isinstance(length.value, int) else None,
+            settings.searcher_metric,
+            is_silent=runtime.own_run is None,
+        )
         loop = TrainingLoop(
             self._trial,
             self._context,
             settings,
             stop_request=self._stop_request,
-            metric_sinks=[*loggers.sinks, *metric_sinks],
+            metric_sinks=[*loggers.sinks, live, *metric_sinks],
         )
-        result = loop.run()
+        run_path = os.environ.get(RUN_DIR_VARIABLE) if runtime.own_run is None else runtime.own_run.path
+        result = dataclasses.replace(
+            loop.run(), metrics=live.newest, run_path=None if run_path is None else pathlib.Path(run_path)
+        )
         end_phases()
         if result.stopped is not None:
             loggers.note_stop()
-        runtime = self._runtime
         if self._info is None and result.checkpoint_uuid is not None:
             directory = runtime.core.checkpoint.directory_of(result.checkpoint_uuid)
             result = dataclasses.replace(result, checkpoint_path=directory)

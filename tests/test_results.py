@@ -9,6 +9,7 @@ import pytest
 
 import dstrial
 from dstrial.cli.app import main
+from dstrial.cli.checkpoint import find_checkpoint
 from dstrial.errors import DstrialError
 from dstrial.testing.master import MasterForTest
 
@@ -41,6 +42,7 @@ def test_runs_of_directory_and_master_have_equal_metrics(
     assert best.path.is_dir()
     assert (best.uuid, best.batches, best.value) == (known.uuid, known.batches, known.value)
     assert best.value == validations["accuracy"].max()
+    assert find_checkpoint("best", runs_dir=str(tmp_path / "runs")).path == best.path
 
 
 def test_plot_has_a_line_per_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,11 @@ def add_action(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for dest, metavar in checkpoints.items():
-        parser.add_argument(dest, metavar=metavar, help="directory of a checkpoint or of a run, or a UUID")
+        parser.add_argument(
+            dest,
+            metavar=metavar,
+            help="directory of a checkpoint or of a run, a UUID, or best: of the newest run",
+        )
     return parser
 
 
@@ -177,9 +181,10 @@ def add_shared_options(
 def find_checkpoint(
     asked: str, *, runs_dir: str | None = None, state_dir: str | None = None
 ) -> CheckpointSource:
-    """Resolve a directory, a run (its newest checkpoint) or a UUID to a checkpoint.
+    """Resolve a directory, a run (its newest checkpoint), a UUID or ``best``.
 
-    The checkpoint is not verified. A UUID is searched in ``runs_dir``, then at the master of ``state_dir``; both have defaults.
+    ``best`` is that of the newest run in ``runs_dir``. The checkpoint is not verified. A UUID is searched in ``runs_dir``, then
+    at the master of ``state_dir``; both have defaults.
     A checkpoint in object storage is downloaded; the copy is deleted when this process ends.
 
     Raises:
@@ -187,13 +192,17 @@ def find_checkpoint(
         MasterError: the master has the checkpoint, but its files are not on this machine.
     """
     path, state = Path(asked), StateDirectory.choose(state_dir)
+    if asked == "best" and not path.exists():
+        # The names of run directories begin with their time.
+        links = default_runs_dir(runs_dir).glob("*/*/best")
+        path = max(links, key=lambda link: link.parent.name, default=path)
     if path.is_dir():
         return _with_files(_in_directory(path.resolve(), asked), state)
     if not is_uuid(asked):
         got = "no directory" if not path.exists() else "a file"
         raise CheckpointNotFoundError(
-            f"checkpoint is {asked!r}, {got}; expected the directory of a checkpoint or of a run, or a checkpoint's UUID. "
-            "Name one that a run has printed."
+            f"checkpoint is {asked!r}, {got}; expected the directory of a checkpoint or of a run, a checkpoint's UUID, or "
+            "`best`. Name one that a run has printed."
         )
     runs = default_runs_dir(runs_dir)
     for found in sorted(runs.glob(f"*/*/checkpoints/{asked}")):
@@ -256,8 +265,8 @@ def _in_directory(path: Path, asked: str) -> CheckpointSource:
     if RunDirectory(path).record_path.is_file():
         if RunDirectory(path).is_search:
             raise CheckpointNotFoundError(
-                f"the run {path} is a search, whose checkpoints belong to several trials; expected one checkpoint. Name its "
-                "UUID: `dstrial run` prints that of the best at the end."
+                f"the run {path} is a search, whose checkpoints belong to several trials; expected one checkpoint. Name "
+                f"the best, {path / 'best'}, or the UUID of another one."
             )
         newest = newest_checkpoint(RunDirectory(path).checkpoints_path)
         if newest is None:

@@ -29,7 +29,7 @@ from dstrial.launch.failures import LaunchOutcome
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
-from dstrial.local.run_monitor import Report, RunView, named_metric, read_validations
+from dstrial.local.run_monitor import RunView, number, read_validations, report_line
 from dstrial.master.store.views.observe import ExperimentView, TrialView
 from dstrial.object_storage import address_of, recorded_storage
 from dstrial.telemetry.summary import summary_rows
@@ -37,28 +37,6 @@ from dstrial.visible_text import visible
 
 _SILENCE_S = 4.0  # a startup phase is shown if nothing was printed for this long
 _MAX_TRIALS_SHOWN = 50
-
-
-def number(value: float) -> str:
-    """Format a metric with four significant digits."""
-    return f"{value:.4g}"
-
-
-def report_line(report: Report, batches_total: int | None, metric: str | None) -> str:
-    """Format a report, for example ``batch 100/1000  loss 0.52  1834 samples/s``.
-
-    ``metric`` is the validation metric to show; ``batches_total`` is None if the length is unknown.
-    """
-    total = "" if batches_total is None else f"/{batches_total}"
-    place = f"batch {report.steps_completed}{total}"
-    shown = named_metric(report, metric if report.group == "validation" else "loss")
-    parts = [place] if report.group == "training" else [f"{place}  {report.group}"]
-    if shown is not None:
-        parts.append(f"{shown[0]} {number(shown[1])}")
-    speed = report.metrics.get("samples_per_second")
-    if report.group == "training" and speed is not None:
-        parts.append(f"{number(speed)} samples/s")
-    return "  ".join(parts)
 
 
 def _is_phase(text: str) -> bool:
@@ -299,6 +277,11 @@ def _best_first(view: ExperimentView, experiment: ExperimentConfig) -> list[Tria
         return trial.best_metric is None, value if experiment.smaller_is_better else -value, trial.id
 
     return sorted(view.trials, key=key)
+
+
+def best_checkpoint(view: ExperimentView, experiment: ExperimentConfig) -> str | None:
+    """Return the UUID of a search's best checkpoint; None if there is none."""
+    return next((best.best_checkpoint for best in _best_first(view, experiment)[:1]), None)
 
 
 def progress_line(view: ExperimentView, experiment: ExperimentConfig) -> str:

@@ -74,6 +74,7 @@ from dstrial.local.run_monitor import RunMonitor, RunView
 from dstrial.master import daemon
 from dstrial.master.store.views import observe
 from dstrial.ranks.stop_signals import noted_signals
+from dstrial.results import Run
 from dstrial.slurm.allocation import Allocation, allocation_of
 from dstrial.visible_text import visible
 
@@ -558,6 +559,9 @@ class _Attempt:
             self._waited_until_s = now_s
         elif not log.has_task_lines:
             self._display.starting("starting the trial's processes", now_s - self._waited_until_s)
+        elif self._request.entrypoint.trial is not None:
+            unit = self._request.experiment.scheduling_unit
+            self._display.starting(f"training, the first report comes after batch {unit}", 0.0)
 
     def _show_search(self, view: ExperimentView) -> None:
         """Show a search's progress; before the first batch, a trial's startup phase."""
@@ -620,6 +624,7 @@ class _Attempt:
                 steps_before=None if request.point is None else request.point.steps_completed,
                 resume_command=resume,
             )
+        self._link_best(view)
         if view is None or master.is_own or verdict.state is RunState.COMPLETED:
             return verdict, lines, text
         if followed.is_master_gone:
@@ -629,6 +634,20 @@ class _Attempt:
             command = f"{det_for(master.record.address)} experiment activate {view.id}"
             lines += display.row_lines([("resume with" if request.is_search else "or with", command)])
         return verdict, lines, text
+
+    def _link_best(self, view: ExperimentView | None) -> None:
+        """Link ``best`` of the run directory to its best checkpoint."""
+        experiment, run_directory = self._request.experiment, self._run_directory
+        if not self._request.is_search:
+            found = Run(experiment.name, "", experiment.raw, {}, run_directory.path).best()
+            best = None if found is None else found.uuid
+        else:
+            best = None if view is None else display.best_checkpoint(view, experiment)
+        if best is not None:
+            with contextlib.suppress(
+                OSError
+            ):  # a file system without symbolic links; the summary names the checkpoint
+                run_directory.link_best(best)
 
     def _resume_value(self, verdict: Verdict) -> str:
         """Return this run's value of ``--resume``: ``latest`` if possible, else a path."""

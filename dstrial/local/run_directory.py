@@ -19,6 +19,7 @@
     metadata.json             the argument of ``set_metadata``
     tensorboard/              event files
     checkpoints/<uuid>/       one directory per checkpoint
+    best                      link to the checkpoint with the best validation, once `dstrial run` has ended
     .dstrial-output           marks the directory as output, so that no context directory includes it
     logs/attempt_<n>/         the ranks' output, one directory per attempt
 
@@ -152,6 +153,7 @@ class RunDirectory:
     metadata_path = _Inside("metadata.json")
     tensorboard_path = _Inside("tensorboard")
     checkpoints_path = _Inside("checkpoints")
+    best_path = _Inside("best")
     logs_path = _Inside("logs")
 
     def node_metrics_path(self, node_idx: int) -> Path:
@@ -164,6 +166,13 @@ class RunDirectory:
     def outcome_paths(self) -> list[Path]:
         """Return the outcome files of the nodes whose launchers have ended."""
         return sorted(self.path.glob("outcome*.json"))
+
+    def link_best(self, uuid: str) -> None:
+        """Link ``best`` to a checkpoint, in place of another one."""
+        link = self.best_path.with_name(".best")
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.checkpoints_path.relative_to(self.path) / uuid)
+        link.replace(self.best_path)
 
     def attempt_logs_path(self, attempt: int) -> Path:
         return self.logs_path / f"attempt_{attempt}"

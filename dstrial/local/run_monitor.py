@@ -63,7 +63,7 @@ class RunMonitor:
             # A resume replaces the file; `poll` then returns earlier rows again.
             if row["time"] >= self._since and row["time"] > self._told_until:
                 self._told_until = row["time"]
-                new_reports.append(_report(row))
+                new_reports.append(to_report(str(row["group"]), int(row["steps_completed"]), row["metrics"]))
         batches_trained, batches_total = self._progress()
         self._view = dataclasses.replace(
             self._view,
@@ -101,12 +101,11 @@ class RunMonitor:
         return view
 
 
-def _report(row: Mapping[str, Any]) -> Report:
-    numbers = {name: metric_number(value) for name, value in row["metrics"].items()}
+def to_report(group: str, steps_completed: int, metrics: Mapping[str, Any]) -> Report:
+    """Return a report with those metrics that are numbers."""
+    numbers = {name: metric_number(value) for name, value in metrics.items()}
     return Report(
-        group=str(row["group"]),
-        steps_completed=int(row["steps_completed"]),
-        metrics={name: number for name, number in numbers.items() if number is not None},
+        group, steps_completed, {name: value for name, value in numbers.items() if value is not None}
     )
 
 
@@ -121,6 +120,28 @@ def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | N
     return next(
         ((name, value) for name, value in report.metrics.items() if name not in _NEVER_THE_LOSS), None
     )
+
+
+def number(value: float) -> str:
+    """Format a metric with four significant digits."""
+    return f"{value:.4g}"
+
+
+def report_line(report: Report, batches_total: int | None, metric: str | None) -> str:
+    """Format a report, for example ``batch 100/1000  loss 0.52  1834 samples/s``.
+
+    ``metric`` is the validation metric to show; ``batches_total`` is None if the length is unknown.
+    """
+    total = "" if batches_total is None else f"/{batches_total}"
+    place = f"batch {report.steps_completed}{total}"
+    shown = named_metric(report, metric if report.group == "validation" else "loss")
+    parts = [place] if report.group == "training" else [f"{place}  {report.group}"]
+    if shown is not None:
+        parts.append(f"{shown[0]} {number(shown[1])}")
+    speed = report.metrics.get("samples_per_second")
+    if report.group == "training" and speed is not None:
+        parts.append(f"{number(speed)} samples/s")
+    return "  ".join(parts)
 
 
 def read_validations(run_directory: RunDirectory, metric: str | None) -> dict[int, float]:

@@ -170,6 +170,8 @@ class FitResult:
         checkpoint_uuid: the newest checkpoint that this call wrote; None if it wrote none.
         checkpoint_path: the directory of that checkpoint; None on a cluster and in object storage.
         skipped_steps: optimizer steps of all engines that were skipped because gradients were not finite.
+        run_path: the run directory, which ``dstrial.runs`` reads; None on a cluster, and on ranks but 0 without a launcher.
+        metrics: newest metrics of ``training`` and ``validation`` that this call reported; empty except on rank 0.
     """
 
     batches_trained: int
@@ -178,6 +180,8 @@ class FitResult:
     checkpoint_uuid: str | None
     skipped_steps: int = 0
     checkpoint_path: pathlib.Path | None = dataclasses.field(default=None, compare=False)
+    run_path: pathlib.Path | None = dataclasses.field(default=None, compare=False)
+    metrics: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def is_complete(self) -> bool:

@@ -185,7 +185,7 @@ def memory_rows(
     worst = max(measured, key=lambda rank: _weight(measured[rank]))
     chosen = list(measured) if shows_all else sorted({min(measured), worst})
     columns = [part for part in PARTS if any(part in measured[rank] for rank in chosen)]
-    rows: list[tuple[str, list[str]]] = [("memory, MiB", columns)]
+    rows: list[tuple[str, list[str]]] = [("tensors, MiB", columns)]
     for rank in chosen:
         name = f"  rank {rank}" + (", most" if rank == worst and len(measured) > 1 else "")
         rows.append((name, [_cell(measured[rank].get(part)) for part in columns]))

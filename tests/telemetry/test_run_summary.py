@@ -141,7 +141,7 @@ def test_parts_of_the_memory_stand_beside_what_was_predicted_for_the_run() -> No
     rows = summary_rows(document(memory_bytes=[counters]), [{"parameters": 3.0 * mib, "peak": 8.0 * mib}])
 
     assert rows[-3:] == [
-        ("memory, MiB", "parameters  gradients  peak"),
+        ("tensors, MiB", "parameters  gradients  peak"),
         ("  rank 0", "         3          2     9"),
         ("    predicted", "         3          ?     8"),
     ]
@@ -161,7 +161,7 @@ def test_rank_0_and_the_one_that_has_most_are_shown_and_what_was_predicted_for_t
     rows = memory_rows([rank(1500), rank(1400), rank(1600, parameters=55.0), rank(1550)], stages)
 
     assert rows == [
-        ("memory, MiB", "parameters  gradients  optimizer  activations  buffers   peak"),
+        ("tensors, MiB", "parameters  gradients  optimizer  activations  buffers   peak"),
         ("  rank 0", "       100        100        0.5        1,200        0  1,500"),
         ("    predicted", "        99          ?          ?            ?        ?  1,500"),
         ("  rank 2, most", "        55        100        0.5        1,200        0  1,600"),
@@ -170,9 +170,9 @@ def test_rank_0_and_the_one_that_has_most_are_shown_and_what_was_predicted_for_t
 
 
 def test_one_rank_has_one_line_and_all_are_shown_where_all_are_asked_for() -> None:
-    assert [name for name, _ in memory_rows([rank(1)])] == ["memory, MiB", "  rank 0"]
+    assert [name for name, _ in memory_rows([rank(1)])] == ["tensors, MiB", "  rank 0"]
     names = [name for name, _ in memory_rows([rank(3), rank(2), rank(1)], shows_all=True)]
-    assert names == ["memory, MiB", "  rank 0, most", "  rank 1", "  rank 2"]
+    assert names == ["tensors, MiB", "  rank 0, most", "  rank 1", "  rank 2"]
 
 
 def test_what_was_not_measured_has_no_line_and_no_column() -> None:

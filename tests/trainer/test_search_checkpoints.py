@@ -38,7 +38,7 @@ def test_the_best_checkpoint_of_a_search_is_verified_and_exported(
     assert {found.steps_completed for found in complete} == {8}  # the first of each trial is collected
     without_master = ("--state-dir", str(tmp_path / "no-master"))
     for words in (
-        ("verify", str(run.checkpoints_path / printed[1])),
+        ("verify", "best"),
         ("inspect", printed[1]),
         ("export", printed[1], str(tmp_path / "model.safetensors"), "--format", "safetensors"),
     ):

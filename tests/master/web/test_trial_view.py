@@ -58,13 +58,54 @@ def test_every_metric_has_a_chart_in_its_group_with_what_happened_marked(
 ) -> None:
     browser.show(f"/det/experiments/{seeded.experiment}/trials/{seeded.trial}", ".chart")
     assert browser.texts("main h2")[:2] == ["validation", "training"]
-    assert {"broken", "telemetry", NAME} <= set(browser.texts("main h2"))
+    assert {"broken", "telemetry and counters", NAME} <= set(browser.texts("main h2"))
+    assert browser.texts("main .chart figcaption > span:first-child")[0] == "loss"
     assert "restart; 4 → 2 slots" in browser.text("main")
     assert "1 restart, 3 runs" in browser.text(".facts")
     browser.page.fill("input[aria-label='Find metrics']", "accur")
     browser.until("document.querySelectorAll('.chart').length === 2")
     assert "find=accur" in browser.page.url
     assert browser.page.locator("main img").count() == 0
+
+
+def test_charts_share_hover_pins_and_a_baseline(
+    browser: Browser, seeded: Seeded, seeded_master: Master
+) -> None:
+    other = seeded_master.write(lambda tx: trials_of(tx, seeded.experiment)[1])
+    browser.show(f"/det/trials/{seeded.trial}", ".chart")
+    browser.page.hover(".chart .plot >> nth=0")
+    browser.until("document.querySelectorAll('.tip').length > 1")
+    browser.page.click("button[aria-label='Pin accuracy'] >> nth=0")
+    assert browser.texts("main h2")[0] == "pinned"
+    browser.page.click("button:has-text('Pin as baseline')")
+    browser.show(f"/det/trials/{other}", f"h1:has-text('Trial {other}')")
+    assert browser.texts("main h2")[0] == "pinned"
+    browser.until(f"document.querySelector('.legend')?.innerText.includes('baseline: trial {seeded.trial}')")
+    browser.page.click("button[aria-label='Unpin validation: accuracy']")
+    browser.show(f"/det/trials/{seeded.trial}", f"h1:has-text('Trial {seeded.trial}')")
+    browser.page.click("button:has-text('No baseline')")
+    browser.until("document.querySelector('.legend') === null")
+
+
+def test_a_failed_trial_shows_its_error_and_no_star(browser: Browser, seeded_master: Master) -> None:
+    def fill(tx):
+        experiment = add_experiment(tx, name="fails", num_trials=1, num_points=3, state="ERROR")
+        (trial,) = trials_of(tx, experiment)
+        tx.update("trials", trial, {"state": "ERROR"})
+        tx.update("experiments", experiment, {"end_reason": "trial 1: max_restarts is 0: KeyError: 'x'"})
+        code = "container failed with non-zero exit code: 1 (exit code 1): "
+        add_runs(tx, trial, [(0, 1, 1, f"{code}rank 0: KeyError: 'x' (model_def.py:5, in f)")])
+        return trial
+
+    trial = seeded_master.write(fill)
+    browser.show(f"/det/trials/{trial}", ".failure")
+    assert browser.text(".failure") == "rank 0: KeyError: 'x' (model_def.py:5, in f) Open the log"
+    assert browser.page.locator(".star, .facts progress").count() == 0
+    browser.page.click(".failure a")
+    browser.until("document.querySelector('.log') !== null")
+    browser.show("/det/experiments?filter=fails", "tbody tr[data-idx]")
+    assert "error KeyError: 'x'" in browser.text("tbody tr[data-idx='0']").replace("\n", " ")
+    browser.show("/det/nowhere", "main.nowhere")
 
 
 def test_the_axis_of_a_trial_can_be_epochs_and_time(browser: Browser, seeded: Seeded) -> None:
@@ -110,7 +151,7 @@ def test_instruments_are_shown_by_rank(browser: Browser, seeded: Seeded) -> None
     assert "41 %" in browser.text(".numbers")
     browser.page.select_option("label:has-text('Instrument') select", "process_memory_bytes")
     browser.until(
-        "document.querySelector('[aria-label^=\"process_memory_bytes by rank\"]')?.ariaLabel.includes('4 curves')"
+        "document.querySelector('[aria-label^=\"process memory (bytes) by rank\"]')?.ariaLabel.includes('4 curves')"
     )
 
 

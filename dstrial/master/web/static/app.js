@@ -27,7 +27,7 @@ import { Tasks } from "./views/tasks.js";
 /** @type {View} */
 const experiments = { title: "Experiments", href: "/det/experiments", fits: (words) => !words.length || (["experiments", "dashboard"].includes(words[0]) && words.length === 1), show: Experiments };
 
-/** A new view is a line here. @type {View[]} the first is shown where none fits */
+/** A new view is a line here. @type {View[]} by words of the address */
 const VIEWS = [
   experiments,
   { below: experiments, fits: (words) => words[0] === "experiments" && /^\d+$/.test(words[1]) && words[2] !== "trials", show: Experiment },
@@ -35,10 +35,13 @@ const VIEWS = [
   { below: experiments, fits: (words) => words[0] === "compare", show: Compare },
   { fits: (words) => words[0] === "tasks" && words.length >= 2 && words[2] === "logs", show: TaskLogs },
   { title: "Models", href: "/det/models", fits: (words) => words[0] === "models" && words.length <= 2, show: Models },
-  { title: "Searches", href: "/det/searches", fits: (words) => words[0] === "searches" && words.length <= 2, show: Searches },
+  { title: "Tuning", href: "/det/searches", fits: (words) => words[0] === "searches" && words.length <= 2, show: Searches },
   { title: "Tasks", href: "/det/tasks", fits: (words) => words[0] === "tasks" && words.length === 1, show: Tasks },
   { title: "Cluster", href: "/det/clusters", fits: (words) => ["clusters", "cluster", "webhooks"].includes(words[0]), show: Cluster },
 ];
+
+/** @type {View} */
+const NOWHERE = { fits: () => true, show: () => html`<main class="nowhere"><h1 tabindex="-1">There is nothing at this address</h1><p><code>${location.pathname}</code> is no view of this page.</p><p><a class="button" href="/det/experiments">Go to the experiments</a></p></main>` };
 
 /** @param {string} theme "", "light" or "dark" */
 function setTheme(theme) {
@@ -79,7 +82,7 @@ function Page() {
   const { path } = useLocation();
   const words = path[0] === "det" ? path.slice(1) : path;
   const session = useLive((signal) => get("/page/session", {}, signal), () => false, []);
-  const view = VIEWS.find((one) => one.fits(words)) ?? VIEWS[0];
+  const view = VIEWS.find((one) => one.fits(words)) ?? NOWHERE;
   useEffect(() => {
     document.title = [...words, "dstrial"].join(" · ");
   }, [path.join("/")]);

@@ -59,6 +59,26 @@ export function duration(seconds) {
   return words.join(" ");
 }
 
+/** @param {string | null} text as the master writes it @returns {string} time since then, in its largest unit */
+export function ago(text) {
+  return text ? `${duration(secondsBetween(text, null)).split(" ")[0]} ago` : "";
+}
+
+/** @param {string[]} names with dots @returns {Map<string, string>} the last word of each, or as many as tell it from the others */
+export function shortNames(names) {
+  const last = (/** @type {string} */ name, /** @type {number} */ count) => name.split(".").slice(-count).join(".");
+  return new Map(names.map((name) => {
+    let count = 1;
+    while (count < name.split(".").length && names.some((other) => other !== name && last(other, count) === last(name, count))) count += 1;
+    return [name, last(name, count)];
+  }));
+}
+
+/** @param {string} name of an instrument @returns {string} words, and the unit in brackets */
+export function withUnit(name) {
+  return name.replace(/_(ms|bytes)$/, " ($1)").replaceAll("_", " ");
+}
+
 /** @param {number} count @returns {string} */
 export function bytes(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -1,7 +1,7 @@
 // Small things that many views have: states, times, notices.
 
 import { html, useEffect, useState } from "htm/preact/standalone";
-import { localTime, utcTime } from "../format.js";
+import { ago, localTime, utcTime } from "../format.js";
 
 /** @param {{ state: string }} props */
 export function State({ state }) {
@@ -9,13 +9,15 @@ export function State({ state }) {
   return html`<span class=${`state ${state.startsWith("STOPPING_") ? "STOPPING" : state}`}>${text}</span>`;
 }
 
-/** @param {{ at: string | null }} props as the master writes it */
-export function Time({ at }) {
-  return at ? html`<time datetime=${at} title=${utcTime(at)}>${localTime(at)}</time>` : null;
+/** @param {{ at: string | null, isAgo?: boolean }} props as the master writes it; shown as the time since then, or as date and time */
+export function Time({ at, isAgo }) {
+  return at ? html`<time datetime=${at} title=${isAgo ? `${localTime(at)} (${utcTime(at)})` : utcTime(at)}>${isAgo ? ago(at) : localTime(at)}</time>` : null;
 }
 
-/** @param {{ value: number, label?: string }} props from 0 to 1 */
-export function Progress({ value, label }) {
+/** Nothing for what failed or was cancelled: it has an end, and no progress. @param {{ value: number, state?: string, label?: string }} props from 0 to 1 */
+export function Progress({ value: given, state, label }) {
+  if (state === "ERROR" || state === "CANCELED") return null;
+  const value = state === "COMPLETED" ? 1 : given;
   const percent = Math.round(1000 * value) / 10;
   return html`<span class="progress"><progress max="1" value=${value} aria-label=${label ?? "progress"}></progress> ${percent} %</span>`;
 }
@@ -34,6 +36,12 @@ export function Sparkline({ points, label }) {
   const high = Math.max(...ys);
   const path = xs.map((x, idx) => `${(((x - left) / (right - left || 1)) * 76 + 2).toFixed(1)},${(20 - ((ys[idx] - low) / (high - low || 1)) * 16).toFixed(1)}`);
   return html`<svg class="spark" width="80" height="22" role="img" aria-label=${label}><polyline points=${path.join(" ")} /></svg>`;
+}
+
+/** State kept by the browser, for all pages. @template T @param {string} name @param {T} fallback @returns {[T, (value: T) => void]} */
+export function useStored(name, fallback) {
+  const [value, set] = useState(() => /** @type {T} */ (JSON.parse(localStorage.getItem(name) ?? "null") ?? fallback));
+  return [value, (now) => { localStorage.setItem(name, JSON.stringify(now)); set(now); }];
 }
 
 /** Text with a button that copies it. @param {{ text: string, label?: string }} props */

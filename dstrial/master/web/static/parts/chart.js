@@ -22,6 +22,8 @@ import { CurvePicture, stroke } from "./curve_picture.js";
 
 const PALETTE = { light: ["#1f5fd0", "#b4460f", "#1a7f5a", "#8a3ffc", "#a8324a", "#6b6000", "#00708c", "#7a4a9e"], dark: ["#79a8ff", "#ffa15c", "#58d0a0", "#c59bff", "#ff8fa3", "#d6c84a", "#5ccfe6", "#d7a7f0"] };
 const HOVER_PX = 40;
+/** Curves in a legend: of more, only the first is named. */
+const MOST_NAMED = 10;
 /** Of the numbers on the left; more where they are long. */
 const AXIS_PX = 64;
 /** One for all: another at each render would have everything drawn again. @type {Mark[]} */
@@ -148,6 +150,7 @@ function extents(curves, isLog, xRange = /** @type {[number, number] | null} */ 
  * @param {number} [props.height] pixels
  * @param {boolean} [props.isFromZero] whether the y axis begins there
  * @param {boolean} [props.isScatter] whether the points are what is to be seen
+ * @param {unknown} [props.tools] buttons before its own
  * @param {boolean} [props.isLoading] whether it is not known yet what there is
  */
 export function Chart(props) {
@@ -223,6 +226,8 @@ export function Chart(props) {
     const { left = -1, top = -1 } = u.cursor;
     if (left < 0 || top < 0) return null;
     const x = u.posToVal(left, "x");
+    const isSingle = now.current.curves.filter((curve) => curve.xs.length && !curve.isGuide).length === 1 && !props.isScatter;
+    if (!isSingle && !place.current?.matches(":hover")) return null; // The mouse is in another chart.
     /** @type {{ curve: Curve, idx: number, left: number, top: number } | null} */
     let found = null;
     let least = HOVER_PX;
@@ -231,7 +236,7 @@ export function Chart(props) {
       const idx = nearest(curve.xs, x);
       const y = curve.ys[idx];
       if (!Number.isFinite(y) || (now.current.isLog && y <= 0)) continue;
-      const away = Math.hypot(u.valToPos(curve.xs[idx], "x") - left, u.valToPos(y, "y") - top);
+      const away = isSingle ? 0 : Math.hypot(u.valToPos(curve.xs[idx], "x") - left, u.valToPos(y, "y") - top);
       if (away < least) {
         least = away;
         found = { curve, idx, left: u.valToPos(curve.xs[idx], "x"), top: u.valToPos(y, "y") };
@@ -253,7 +258,13 @@ export function Chart(props) {
         width: Math.max(box.clientWidth, 200),
         height,
         legend: { show: false },
-        cursor: { y: true, drag: { x: true, y: false, setScale: false }, points: { show: false } },
+        cursor: {
+          y: true,
+          drag: { x: true, y: false, setScale: false },
+          points: { show: false },
+          // Charts over the same axis show where the mouse is in any of them.
+          sync: { key: xLabel, setSeries: false, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        },
         scales: {
           x: { time: false, auto: false },
           y: { auto: false, distr: isLog ? 3 : 1 },
@@ -323,6 +334,7 @@ export function Chart(props) {
     setZoomed(false);
     rescale();
   }
+  const named = useMemo(() => curves.filter((curve) => curve.xs.length).sort((a, b) => Number(b.isBest ?? false) - Number(a.isBest ?? false)), [curves]);
   const write = () =>
     download(`${title}.csv`, csv([["curve", xLabel, title], ...props.curves.flatMap((curve) => curve.xs.map((x, idx) => [curve.label, x, curve.ys[idx]]))]));
 
@@ -330,7 +342,7 @@ export function Chart(props) {
     <figcaption>
       <span>${title}</span>
       <span class="tools">
-        ${isZoomed && html`<button onClick=${unzoom}>Whole</button>`}
+        ${isZoomed && html`<button onClick=${unzoom}>Whole</button>`}${props.tools}
         <button onClick=${() => savePicture(plot.current?.ctx.canvas, title)}>PNG</button><button onClick=${write}>CSV</button>
       </span>
     </figcaption>
@@ -340,6 +352,8 @@ export function Chart(props) {
       <b>${hover.curve.label}</b><br />${xLabel} ${showX(hover.curve.xs[hover.idx])}: ${number(props.curves.find((one) => one.id === hover.curve.id)?.ys[hover.idx])}
       ${smoothing ? html`<br />smoothed ${number(hover.curve.ys[hover.idx])}` : null}
     </div>`}
+    ${named.length > 1 && !props.isScatter && html`<p class="legend">${named.slice(0, named.length > MOST_NAMED ? 1 : MOST_NAMED).map((curve) => html`<span><i style=${{ background: curve.isGuide ? "var(--muted)" : curve.isBest ? "var(--best)" : colour(curve.colour ?? curves.indexOf(curve)) }}></i>${curve.label}</span>`)}
+      ${named.length > MOST_NAMED && html`<span class="muted">and ${named.length - 1} more: point at a curve to see its name</span>`}</p>`}
     ${!props.isLoading && !curves.some((curve) => curve.xs.length) && html`<p class="muted">Nothing has been reported yet.</p>`}
     ${numNotFinite > 0 && html`<p class="muted">${numNotFinite} ${numNotFinite === 1 ? "value is" : "values are"} not finite, and not drawn.</p>`}
   </figure>`;

@@ -59,16 +59,16 @@ export function Experiment({ words }) {
   const base = `/det/experiments/${id}`;
   const { searcher, unmanaged } = data?.experiment ?? {};
   const tabs = useMemo(() => /** @type {[string, string][]} */ (TABS.filter((one) => one.fits?.({ searcher, unmanaged }) ?? true).map((one) => [`${base}/${one.id}`, one.title])), [id, searcher, unmanaged]);
-  if (!data) return html`<main><h1 tabindex="-1">Experiment ${id}</h1>${error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`}</main>`;
+  if (!data) return html`<main><h1 tabindex="-1">Experiment ${id}</h1>${error ? html`<${Problem} error=${error} /><p><a href="/det/experiments">Go to the experiments</a></p>` : html`<p class="loading">Loading …</p>`}</main>`;
   const { experiment, metrics, trials } = data;
   return html`<main>
     <h1 tabindex="-1">${experiment.name} <span class="muted">experiment ${id}</span></h1>
     <${Problem} error=${error} />
     <div class="facts">
       <${State} state=${experiment.state} />
-      <${Progress} value=${experiment.state === "COMPLETED" ? 1 : experiment.progress} />
+      <${Progress} value=${experiment.progress} state=${experiment.state} />
       <span>${trials.length} ${trials.length === 1 ? "trial" : "trials"}, ${experiment.searcher}</span>
-      ${experiment.best !== null && html`<span>best ${experiment.metric} <b>${number(experiment.best)}</b> by <a href=${`${base}/trials/${experiment.bestTrial}`}>trial ${experiment.bestTrial}</a></span>`}
+      ${experiment.best !== null && experiment.state !== "ERROR" && html`<span>best ${experiment.metric} <b>${number(experiment.best)}</b> by <a href=${`${base}/trials/${experiment.bestTrial}`}>trial ${experiment.bestTrial}</a></span>`}
       <span>by ${experiment.user}, <${Time} at=${experiment.start} />, ${duration(secondsBetween(experiment.start, experiment.end))}</span>
       ${experiment.parent && html`<span>forked from <a href=${`/det/experiments/${experiment.parent}`}>${experiment.parent}</a></span>`}
       ${experiment.labels.map((/** @type {string} */ label) => html`<span class="label">${label}</span>`)}

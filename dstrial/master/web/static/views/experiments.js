@@ -3,7 +3,7 @@
 import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import { ACTIONS, actOnExperiments, isEnded } from "../actions.js";
 import { get } from "../api.js";
-import { bytes, duration, number, plain, secondsBetween } from "../format.js";
+import { bytes, duration, number, plain, secondsBetween, shortNames } from "../format.js";
 import { useLive } from "../live.js";
 import { Problem, Progress, Sparkline, State, Time } from "../parts/basics.js";
 import { filterRows } from "../parts/filter.js";
@@ -13,6 +13,7 @@ import { navigate, useParam } from "../router.js";
 const TOPIC = /^(experiment|metrics):/;
 const STATES = ["QUEUED", "STARTING", "RUNNING", "PAUSED", "COMPLETED", "CANCELED", "ERROR"];
 const MANY = 50;
+const FEW = 3;
 
 /** @param {string} topic @returns {number} of the experiment that a topic is about */
 const experimentOf = (topic) => Number(topic.split(":").pop());
@@ -87,6 +88,22 @@ function useSparklines({ rows }) {
   return found;
 }
 
+/** @param {string} reason of an experiment's end @returns {string} without the part that is the same for each failure */
+const brief = (reason) => reason.replace(/^trial \d+: max_restarts is \d+: /, "");
+
+/** What a person wants to know first. @param {{ rows: any[] }} props the newest first */
+function Now({ rows }) {
+  const name = (/** @type {any} */ row) => html`<a href=${`/det/experiments/${row.id}`}>${row.name} <span class="muted">(${row.id})</span></a>`;
+  /** @type {[string, any[], (row: any) => unknown][]} */
+  const parts = [
+    ["Running and queued", rows.filter((row) => !isEnded(row) && row.state !== "PAUSED"), (row) => html`<${Progress} value=${row.progress} label=${`progress of ${row.name}`} />${timeLeft(row) ? ` ${duration(timeLeft(row))} left` : ""}`],
+    ["Failed", rows.filter((row) => row.state === "ERROR"), (row) => html`<span class="problem">${brief(row.reason) || "error"}</span> <${Time} at=${row.end} isAgo />`],
+    ["Completed", rows.filter((row) => row.state === "COMPLETED" && row.best !== null), (row) => html`${row.metric} <b>${number(row.best)}</b> <${Time} at=${row.end} isAgo />`],
+  ];
+  return html`<div class="now">${parts.map(([title, found, show]) => html`<section aria-label=${title}><h2>${title} <span class="muted">${found.length}</span></h2>
+    ${found.length ? html`<ul>${found.slice(0, FEW).map((row) => html`<li>${name(row)} <span class="muted">${show(row)}</span></li>`)}</ul>` : html`<p class="muted">None.</p>`}</section>`)}</div>`;
+}
+
 export function Experiments() {
   const { data, error, reload } = useLive(load, (topic) => TOPIC.test(topic), []);
   const [text, setText] = useParam("filter");
@@ -111,19 +128,21 @@ export function Experiments() {
     );
   }, [all, text, state, archived]);
   const sparklines = useSparklines({ rows });
+  const short = useMemo(() => shortNames(names), [names]);
+  const isAlone = new Set(all.map((row) => row.user)).size < 2;
   const columns = useMemo(
     () => [
       { id: "id", title: "ID", isNumber: true, value: (/** @type {any} */ row) => row.id },
       { id: "name", title: "Name", value: (/** @type {any} */ row) => row.name, show: (/** @type {any} */ row) => html`<a href=${`/det/experiments/${row.id}`}>${row.name}</a>${row.labels.map((/** @type {string} */ label) => html` <span class="label">${label}</span>`)}` },
-      { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<span title=${row.reason}><${State} state=${row.state} /></span>` },
-      { id: "progress", title: "Progress", value: (/** @type {any} */ row) => row.progress, show: (/** @type {any} */ row) => html`<${Progress} value=${row.state === "COMPLETED" ? 1 : row.progress} />` },
+      { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<span class="why" title=${row.reason}><${State} state=${row.state} />${row.reason && html` <span class="muted">${brief(row.reason)}</span>`}</span>` },
+      { id: "progress", title: "Progress", value: (/** @type {any} */ row) => row.progress, show: (/** @type {any} */ row) => html`<${Progress} value=${row.progress} state=${row.state} />` },
       { id: "left", title: "Left", isNumber: true, hint: "time left, if it goes on as it went", value: timeLeft, show: (/** @type {any} */ row) => duration(timeLeft(row)) },
-      { id: "best", title: "Best", isNumber: true, value: (/** @type {any} */ row) => row.best, show: (/** @type {any} */ row) => (row.best === null ? "" : html`<span title=${row.metric}>${number(row.best)}</span>`) },
+      { id: "best", title: "Best", isNumber: true, value: (/** @type {any} */ row) => row.best, show: (/** @type {any} */ row) => (row.best === null || row.state === "ERROR" ? "" : html`<span title=${row.metric}>${number(row.best)}</span>`) },
       { id: "curve", title: "Curve", value: (/** @type {any} */ row) => row.metric, show: (/** @type {any} */ row) => html`<${Sparkline} points=${sparklines[row.id]} label=${`${row.metric} of the best trial`} />` },
       { id: "trials", title: "Trials", isNumber: true, value: (/** @type {any} */ row) => row.trials },
       { id: "searcher", title: "Searcher", value: (/** @type {any} */ row) => row.searcher },
-      { id: "user", title: "User", value: (/** @type {any} */ row) => row.user },
-      { id: "start", title: "Started", value: (/** @type {any} */ row) => row.start, show: (/** @type {any} */ row) => html`<${Time} at=${row.start} />` },
+      { id: "user", title: "User", isHidden: isAlone, value: (/** @type {any} */ row) => row.user },
+      { id: "start", title: "Started", value: (/** @type {any} */ row) => row.start, show: (/** @type {any} */ row) => html`<${Time} at=${row.start} isAgo />` },
       { id: "took", title: "Took", isNumber: true, value: (/** @type {any} */ row) => secondsBetween(row.start, row.end), show: (/** @type {any} */ row) => duration(secondsBetween(row.start, row.end)) },
       { id: "metric", title: "Metric", isHidden: true, value: (/** @type {any} */ row) => row.metric },
       { id: "project", title: "Project", isHidden: true, value: (/** @type {any} */ row) => `${row.workspace} / ${row.project}` },
@@ -132,9 +151,9 @@ export function Experiments() {
       { id: "parent", title: "Forked from", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.parent },
       { id: "description", title: "Description", isHidden: true, value: (/** @type {any} */ row) => row.description },
       { id: "end", title: "Ended", isHidden: true, value: (/** @type {any} */ row) => row.end, show: (/** @type {any} */ row) => html`<${Time} at=${row.end} />` },
-      ...names.map((name) => ({ id: `hp.${name}`, title: name, isHidden: true, value: (/** @type {any} */ row) => row.hp[name], show: (/** @type {any} */ row) => plain(row.hp[name]) })),
+      ...names.map((name) => ({ id: `hp.${name}`, title: short.get(name) ?? name, hint: name, isHidden: true, value: (/** @type {any} */ row) => row.hp[name], show: (/** @type {any} */ row) => plain(row.hp[name]) })),
     ],
-    [names, sparklines],
+    [names, sparklines, isAlone],
   );
   const chosen = all.filter((row) => selected.has(row.id));
   const counts = useMemo(() => STATES.map((one) => [one, all.filter((row) => row.state === one && (archived || !row.archived)).length]), [all, archived]);
@@ -142,6 +161,7 @@ export function Experiments() {
   return html`<main>
     <h1 tabindex="-1">Experiments</h1>
     <${Problem} error=${error} />
+    ${all.length > FEW && !text && !state && html`<${Now} rows=${all.filter((row) => !row.archived)} />`}
     <div class="filters">
       <input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter"
         placeholder="Filter: words, label:long, user:ann, lr<0.01, loss<=0.5" title="Words are looked for in name, description, labels, user and project. name:text contains, name=value is, <, >, <=, >=, != compare; a minus before any of these negates." />

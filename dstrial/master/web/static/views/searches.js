@@ -34,7 +34,7 @@ function List() {
     [],
   );
   return html`<main>
-    <h1 tabindex="-1">Searches of dsat</h1>
+    <h1 tabindex="-1">Tuning <span class="muted">searches of dsat</span></h1>
     <${Problem} error=${error} />
     ${data === null
       ? !error && html`<p class="loading">Loading …</p>`
@@ -100,7 +100,7 @@ function Search({ id }) {
   if (!data) return html`<main><h1 tabindex="-1">Search ${id}</h1>${error ? html`<${Problem} error=${error} /><p><a href="/det/searches">All searches</a></p>` : html`<p class="loading">Loading …</p>`}</main>`;
   const measured = trials.filter((/** @type {any} */ row) => row.state === "measured").length;
   return html`<main>
-    <p class="muted"><a href="/det/searches">Searches of dsat</a></p>
+    <p class="back"><a href="/det/searches">Tuning</a> /</p>
     <h1 tabindex="-1">${report?.name ?? search.name} <span class="muted">search ${id}</span></h1>
     <${Problem} error=${error} />
     <div class="facts">

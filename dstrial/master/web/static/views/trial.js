@@ -5,7 +5,7 @@ import { isEnded } from "../actions.js";
 import { get, send } from "../api.js";
 import { duration, number, secondsBetween } from "../format.js";
 import { useLive } from "../live.js";
-import { attempt, Problem, Progress, State, Time } from "../parts/basics.js";
+import { attempt, Problem, Progress, State, Time, useStored } from "../parts/basics.js";
 import { confirmed } from "../parts/dialog.js";
 import { Tabs } from "../router.js";
 import { Logs } from "./logs.js";
@@ -13,7 +13,7 @@ import { Instruments } from "./trial/instruments.js";
 import { Metrics } from "./trial/metrics.js";
 import { Checkpoints, Hyperparameters, Runs } from "./trial/tables.js";
 
-/** @typedef {{ id: string, title: string, show: any }} Tab `show` is given `trial`, `experiment`, `runs` and `metrics` */
+/** @typedef {{ id: string, title: string, show: any }} Tab `show` is given `trial`, `experiment`, `runs`, `metrics` and `baseline` */
 
 /** @type {Tab[]} the first is shown where the address names none */
 export const TRIAL_TABS = [
@@ -24,6 +24,9 @@ export const TRIAL_TABS = [
   { id: "checkpoints", title: "Checkpoints", show: Checkpoints },
   { id: "runs", title: "Runs", show: Runs },
 ];
+
+/** What Determined's protocol writes before the reason that a rank gave. */
+const EXIT = /^container failed with non-zero exit code: \d+ \(exit code \d+\): /;
 
 /** @param {string[]} words @returns {{ id: number, tab: string, base: string } | null} what an address says of a trial */
 export function trialAddress(words) {
@@ -44,15 +47,17 @@ async function kill(trial) {
 export function Trial({ words }) {
   const { id, tab: wanted, base } = /** @type {{ id: number, tab: string, base: string }} */ (trialAddress(words));
   const own = useRef(0);
+  const [baseline, setBaseline] = useStored("baseline", /** @type {number | null} */ (null));
   const { data, error, reload } = useLive(
     (signal) => get(`/page/trials/${id}`, {}, signal),
     (topic) => topic === `trial:${id}` || topic.startsWith(`metrics:${id}:`) || topic === `experiment:${own.current}`,
     [id],
   );
   const tab = TRIAL_TABS.find((one) => one.id === wanted) ?? TRIAL_TABS[0];
-  if (!data) return html`<main><h1 tabindex="-1">Trial ${id}</h1>${error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`}</main>`;
+  if (!data) return html`<main><h1 tabindex="-1">Trial ${id}</h1>${error ? html`<${Problem} error=${error} /><p><a href="/det/experiments">Go to the experiments</a></p>` : html`<p class="loading">Loading …</p>`}</main>`;
   const { trial, experiment, runs, metrics } = data;
   own.current = trial.experiment;
+  const failure = trial.state === "COMPLETED" ? undefined : runs.findLast((/** @type {any} */ run) => run.exitCode && run.reason);
   const isGone = /** @type {any} */ (error)?.status === 404;
   return html`<main>
     <p class="back"><a href="/det/experiments">Experiments</a> / <a href=${`/det/experiments/${trial.experiment}`}>${experiment.name}</a> /</p>
@@ -60,9 +65,9 @@ export function Trial({ words }) {
     ${isGone ? html`<p class="problem" role="alert">This trial has been deleted; what is shown is what was known of it. <a href="/det/experiments">Go to the experiments</a></p>` : html`<${Problem} error=${error} />`}
     <div class="facts">
       <${State} state=${trial.state} />
-      <${Progress} value=${trial.state === "COMPLETED" ? 1 : trial.progress} />
+      <${Progress} value=${trial.progress} state=${trial.state} />
       <span>${trial.batches.toLocaleString()} batches</span>
-      ${trial.best !== null && html`<span>best ${experiment.metric} <b>${number(trial.best)}</b>${trial.bestBatch !== null && html` at batch ${trial.bestBatch}`}${experiment.bestTrial === id && html` <b class="star">★ best of the experiment</b>`}</span>`}
+      ${trial.best !== null && html`<span>best ${experiment.metric} <b>${number(trial.best)}</b>${trial.bestBatch !== null && html` at batch ${trial.bestBatch}`}${experiment.bestTrial === id && trial.state !== "ERROR" && html` <b class="star">★ best of the experiment</b>`}</span>`}
       <span>${trial.restarts} ${trial.restarts === 1 ? "restart" : "restarts"}, ${trial.runs} ${trial.runs === 1 ? "run" : "runs"}</span>
       <span>${trial.slots} ${trial.slots === 1 ? "slot" : "slots"}</span>
       <span><${Time} at=${trial.start} />, ${duration(secondsBetween(trial.start, trial.end))}</span>
@@ -70,13 +75,15 @@ export function Trial({ words }) {
       ${trial.earlyExit && html`<span>ended early: ${trial.earlyExit}</span>`}
       ${trial.warmStart && html`<span>started from checkpoint <code>${trial.warmStart.slice(0, 8)}</code></span>`}
     </div>
+    ${failure && html`<p class=${trial.state === "ERROR" ? "problem failure" : "muted"} role=${trial.state === "ERROR" ? "alert" : undefined}>${trial.state === "ERROR" ? "" : "Last restart after: "}${failure.reason.replace(EXIT, "")} <a href=${`${base}/logs`}>Open the log</a></p>`}
     ${trial.stall && html`<p class="problem" role="alert">${trial.stall}</p>`}
     ${trial.job && html`<p class="muted">${trial.job}</p>`}
     <div class="tools">
       ${!isEnded(trial) && !isGone && html`<button class="danger" onClick=${async () => (await kill(trial)) && reload()}>Kill</button>`}
+      <button aria-pressed=${baseline === id} title="Draw this trial's curves in grey beside those of other trials" onClick=${() => setBaseline(baseline === id ? null : id)}>${baseline === id ? "No baseline" : "Pin as baseline"}</button>
       <a class="button" href=${`/det/compare?trials=${[...new Set([id, experiment.bestTrial ?? id])].join(",")}`}>Compare</a>
     </div>
     <${Tabs} tabs=${TRIAL_TABS.map((one) => [`${base}/${one.id}`, one.title])} now=${`${base}/${tab.id}`} label="Views of the trial" />
-    <${tab.show} key=${tab.id} trial=${trial} experiment=${experiment} runs=${runs} metrics=${metrics} />
+    <${tab.show} key=${tab.id} trial=${trial} experiment=${experiment} runs=${runs} metrics=${metrics} baseline=${baseline === id ? null : baseline} />
   </main>`;
 }

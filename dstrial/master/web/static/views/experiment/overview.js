@@ -2,7 +2,7 @@
 
 import { html, useMemo, useState } from "htm/preact/standalone";
 import { recordsOf, useCurves, useLook, useMetricNames, xsOf } from "../../curves.js";
-import { bytes, duration, flat, number, plain, secondsBetween } from "../../format.js";
+import { bytes, duration, flat, number, plain, secondsBetween, shortNames } from "../../format.js";
 import { Problem, Progress, State, Time } from "../../parts/basics.js";
 import { Chart } from "../../parts/chart.js";
 import { filterRows } from "../../parts/filter.js";
@@ -10,12 +10,14 @@ import { Table } from "../../parts/table.js";
 import { navigate, useParam } from "../../router.js";
 
 const MOST_CURVES = 1000;
+/** Hyperparameters in the name of a curve. */
+const MOST_TOLD = 3;
 
 /** @param {any} row @param {boolean} isSmaller @returns {number} for sorting: the best first */
 const merit = (row, isSmaller) => (typeof row.best === "number" ? (isSmaller ? row.best : -row.best) : Infinity);
 
-/** @param {any[]} trials @returns {string[]} names of hyperparameters, those that differ first */
-export function hyperparameterNames(trials) {
+/** @param {any[]} trials @returns {{ names: string[], numDiffering: number }} names of hyperparameters, those that differ first */
+function hyperparameterNames(trials) {
   /** @type {Map<string, Set<string>>} */
   const values = new Map();
   for (const trial of trials)
@@ -24,7 +26,9 @@ export function hyperparameterNames(trials) {
       const own = /** @type {Set<string>} */ (values.get(name));
       if (own.size < 2) own.add(JSON.stringify(value));
     }
-  return [...values.keys()].sort((a, b) => Number((values.get(b)?.size ?? 0) > 1) - Number((values.get(a)?.size ?? 0) > 1) || a.localeCompare(b));
+  const differs = (/** @type {string} */ name) => (values.get(name)?.size ?? 0) > 1;
+  const names = [...values.keys()].sort((a, b) => Number(differs(b)) - Number(differs(a)) || a.localeCompare(b));
+  return { names, numDiffering: names.filter(differs).length };
 }
 
 /** @param {{ id: number, experiment: any, metrics: any, trials: any[] }} props */
@@ -37,7 +41,8 @@ export function Overview({ id, experiment, metrics, trials }) {
   const [hovered, setHovered] = useState(/** @type {number | null} */ (null));
   const all = useMemo(() => trials.map((row) => ({ ...row, hp: flat(row.hparams) })), [trials]);
   const { look, tools } = useLook(recordsOf(experiment.config, all[0]?.hparams));
-  const hpNames = useMemo(() => hyperparameterNames(all), [all]);
+  const { names: hpNames, numDiffering } = useMemo(() => hyperparameterNames(all), [all]);
+  const short = useMemo(() => shortNames(hpNames), [hpNames.join(",")]);
   const rows = useMemo(
     () =>
       filterRows(
@@ -55,9 +60,10 @@ export function Overview({ id, experiment, metrics, trials }) {
   );
   const order = useMemo(() => [...rows].sort((a, b) => merit(a, experiment.smallerIsBetter) - merit(b, experiment.smallerIsBetter) || a.id - b.id).map((row) => row.id).slice(0, MOST_CURVES), [rows.map((row) => row.id).join(","), experiment.smallerIsBetter]);
   const { series, isLoading, error } = useCurves(order, metric);
+  const best = all.find((row) => row.id === experiment.bestTrial && row.state !== "ERROR")?.id;
   const byId = useMemo(() => new Map(all.map((row) => [row.id, row])), [all]);
   // What is a curve already stays the same object, and is not drawn again when others come.
-  const made = useMemo(() => /** @type {WeakMap<object, import("../../parts/chart.js").Curve>} */ (new WeakMap()), [look.axis, experiment.bestTrial, id]);
+  const made = useMemo(() => /** @type {WeakMap<object, import("../../parts/chart.js").Curve>} */ (new WeakMap()), [look.axis, best, id]);
   const curves = useMemo(
     () =>
       order
@@ -69,7 +75,7 @@ export function Overview({ id, experiment, metrics, trials }) {
           const before = made.get(found);
           if (before?.colour === colour) return [before];
           const trial = byId.get(one);
-          const curve = { id: one, colour, label: `trial ${one}${one === experiment.bestTrial ? " (best)" : ""}`, xs: xsOf(found, look.axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start), ys: found.values, isBest: one === experiment.bestTrial, href: `/det/experiments/${id}/trials/${one}` };
+          const curve = { id: one, colour, label: [`trial ${one}${one === best ? " (best)" : ""}`, ...hpNames.slice(0, Math.min(numDiffering, MOST_TOLD)).map((name) => `${short.get(name)} ${plain(trial?.hp[name])}`)].join(", "), xs: xsOf(found, look.axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start), ys: found.values, isBest: one === best, href: `/det/experiments/${id}/trials/${one}` };
           made.set(found, curve);
           return [curve];
         }),
@@ -77,12 +83,12 @@ export function Overview({ id, experiment, metrics, trials }) {
   );
   const columns = useMemo(
     () => [
-      { id: "id", title: "Trial", isNumber: true, value: (/** @type {any} */ row) => row.id, show: (/** @type {any} */ row) => `${row.id}${row.id === experiment.bestTrial ? " ★" : ""}` },
+      { id: "id", title: "Trial", isNumber: true, value: (/** @type {any} */ row) => row.id, show: (/** @type {any} */ row) => `${row.id}${row.id === best ? " ★" : ""}` },
       { id: "state", title: "State", value: (/** @type {any} */ row) => (row.stoppedBySearcher ? "STOPPED BY SEARCHER" : row.state), show: (/** @type {any} */ row) => html`<${State} state=${row.state} />${row.stoppedBySearcher && html` <span class="muted">stopped by searcher</span>`}` },
       { id: "best", title: `Best ${experiment.metric}`, isNumber: true, value: (/** @type {any} */ row) => row.best, show: (/** @type {any} */ row) => number(row.best) },
-      ...hpNames.map((name, idx) => ({ id: `hp.${name}`, title: name, isHidden: idx >= 8, isNumber: typeof all[0]?.hp[name] === "number", value: (/** @type {any} */ row) => row.hp[name], show: (/** @type {any} */ row) => plain(row.hp[name]) })),
+      ...hpNames.map((name, idx) => ({ id: `hp.${name}`, title: short.get(name) ?? name, hint: name, isHidden: idx >= 8 || (all.length > 1 && idx >= numDiffering), isNumber: typeof all[0]?.hp[name] === "number", value: (/** @type {any} */ row) => row.hp[name], show: (/** @type {any} */ row) => plain(row.hp[name]) })),
       { id: "batches", title: "Batches", isNumber: true, value: (/** @type {any} */ row) => row.batches },
-      { id: "progress", title: "Progress", isHidden: true, value: (/** @type {any} */ row) => row.progress, show: (/** @type {any} */ row) => html`<${Progress} value=${row.progress} />` },
+      { id: "progress", title: "Progress", isHidden: true, value: (/** @type {any} */ row) => row.progress, show: (/** @type {any} */ row) => html`<${Progress} value=${row.progress} state=${row.state} />` },
       { id: "latest", title: "Latest", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.latest, show: (/** @type {any} */ row) => number(row.latest) },
       { id: "bestBatch", title: "Best at batch", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.bestBatch },
       { id: "restarts", title: "Restarts", isNumber: true, value: (/** @type {any} */ row) => row.restarts },
@@ -92,7 +98,7 @@ export function Overview({ id, experiment, metrics, trials }) {
       { id: "start", title: "Started", isHidden: true, value: (/** @type {any} */ row) => row.start, show: (/** @type {any} */ row) => html`<${Time} at=${row.start} />` },
       { id: "took", title: "Took", isNumber: true, value: (/** @type {any} */ row) => secondsBetween(row.start, row.end), show: (/** @type {any} */ row) => duration(secondsBetween(row.start, row.end)) },
     ],
-    [hpNames, experiment.bestTrial, experiment.metric],
+    [hpNames, numDiffering, best, experiment.metric],
   );
   return html`
     <div class="filters">
@@ -111,7 +117,7 @@ export function Overview({ id, experiment, metrics, trials }) {
     <h2>Trials</h2>
     <div class="filters"><input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter trials" placeholder="Filter: state:running, lr<0.01, best<=0.5" /></div>
     <${Table} name="trials" label="Trials" columns=${columns} rows=${rows} sort="id" selected=${selected} onSelect=${setSelected} onHover=${(/** @type {any} */ row) => setHovered(row?.id ?? null)}
-      href=${(/** @type {any} */ row) => `/det/experiments/${id}/trials/${row.id}`} rowClass=${(/** @type {any} */ row) => (row.id === experiment.bestTrial ? "best" : "")}
+      href=${(/** @type {any} */ row) => `/det/experiments/${id}/trials/${row.id}`} rowClass=${(/** @type {any} */ row) => (row.id === best ? "best" : "")}
       tools=${selected.size > 1 && html`<button onClick=${() => navigate(`/det/compare?trials=${[...selected].join(",")}`)}>Compare ${selected.size}</button>`}
       empty=${all.length ? "No trial fits the filter." : "No trials yet."} />`;
 }

@@ -3,7 +3,7 @@
 import { html, useMemo, useState } from "htm/preact/standalone";
 import { get } from "../../api.js";
 import { recordsOf, useLook, xsOf } from "../../curves.js";
-import { bytes, duration, number, toNumber } from "../../format.js";
+import { bytes, duration, number, toNumber, withUnit } from "../../format.js";
 import { useLive } from "../../live.js";
 import { Problem, Time } from "../../parts/basics.js";
 import { Chart, isDark } from "../../parts/chart.js";
@@ -105,7 +105,7 @@ function RankCurves({ trial, names, look, records, marks }) {
       ${names.map((name) => html`<option value=${name}>${words(name)}</option>`)}</select></label>
       ${data && data.ranks > data.curves.length && html`<span class="muted">Of ${data.ranks} ranks the ${data.curves.length} with the largest newest values.</span>`}</div>
     <${Problem} error=${error} />
-    <${Chart} title=${`${chosen} by rank`} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing} showX=${look.axis === "time" ? duration : undefined} marks=${marks} />`;
+    <${Chart} title=${`${withUnit(chosen)} by rank`} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing} showX=${look.axis === "time" ? duration : undefined} marks=${marks} />`;
 }
 
 /** @param {{ trial: any, runs: any[], metrics: any }} props */
@@ -139,7 +139,7 @@ export function Instruments({ trial, runs, metrics }) {
     <${RankCurves} trial=${trial} names=${names} look=${look} records=${records} marks=${marks} />
     <h2>Over time, all ranks</h2>
     <div class="charts">${OVER_TIME.filter((name) => own.has(name)).map((name) => html`<div key=${name}><${WhenSeen} height=${220}>
-      <${TrialChart} trial=${trial} metric=${`telemetry.${name}`} title=${words(name)} look=${look} records=${records} marks=${marks} /><//></div>`)}</div>
+      <${TrialChart} trial=${trial} metric=${`telemetry.${name}`} title=${withUnit(name)} look=${look} records=${records} marks=${marks} /><//></div>`)}</div>
     <h2>All by rank</h2>
     <div class="scroller wide" tabindex="0" role="region" aria-label="All instruments by rank"><table class="plain">
       <thead><tr><th>rank</th>${names.map((name) => html`<th class="number">${words(name)}</th>`)}</tr></thead>

@@ -1,16 +1,21 @@
 // Every metric of a trial, by group, with a chart for each.
 
 import { html, useEffect, useMemo, useState } from "htm/preact/standalone";
+import { isEnded } from "../../actions.js";
 import { get } from "../../api.js";
 import { recordsOf, useLook, useMetricNames } from "../../curves.js";
-import { Problem } from "../../parts/basics.js";
+import { withUnit } from "../../format.js";
+import { Problem, useStored } from "../../parts/basics.js";
 import { useParam } from "../../router.js";
 import { marksOf } from "./marks.js";
 import { TrialChart, WhenSeen } from "./series.js";
 
 const AT_ONCE = 24;
 const CHART_PX = 220;
+/** Below a chart with a baseline. */
+const LEGEND_PX = 25;
 const TYPING_MS = 250;
+const FOLD = "telemetry and counters";
 
 /** Names that have a text; the master looks where it has told only some. @param {number} id @param {any} metrics @param {string} text */
 function useFound(id, metrics, text) {
@@ -38,18 +43,37 @@ function useFound(id, metrics, text) {
   return { told, error };
 }
 
-/** @param {{ trial: any, runs: any[], metrics: any }} props */
-export function Metrics({ trial, runs, metrics }) {
+/** Instruments, and Determined's counters: they are behind a fold. */
+const FOLDED = /^telemetry\.|\.(batches|epochs|(batches|records|tokens)_per_second)$/;
+
+/** @param {{ trial: any, experiment: any, runs: any[], metrics: any, baseline: number | null }} props */
+export function Metrics({ trial, experiment, runs, metrics, baseline }) {
   const [text, setText] = useParam("find");
   const [limit, setLimit] = useState(AT_ONCE);
   const { told, error } = useFound(trial.id, metrics, text);
-  const names = useMetricNames(told ?? { groups: {} });
+  const all = useMetricNames(told ?? { groups: {} });
+  const [pins, setPins] = useStored("pinned metrics", /** @type {string[]} */ ([]));
+  const searched = `.${experiment.metric}`;
+  const names = useMemo(() => {
+    const rank = (/** @type {string} */ name) => (pins.includes(name) ? 0 : name.endsWith(searched) ? 1 : FOLDED.test(name) ? 3 : 2);
+    return [...all].sort((a, b) => rank(a) - rank(b));
+  }, [all, pins, searched]);
   const records = useMemo(() => recordsOf({ records_per_epoch: trial.recordsPerEpoch }, trial.hparams), [trial.recordsPerEpoch, trial.hparams?.global_batch_size]);
   const { look, tools } = useLook(records);
   const marks = useMemo(() => marksOf(runs, look.axis, records, trial.start), [JSON.stringify(runs.map((run) => [run.fromBatch, run.slots, run.exitCode])), look.axis, records, trial.start]);
   const found = useMemo(() => (text ? names.filter((name) => name.toLowerCase().includes(text.toLowerCase())) : names), [names, text]);
   const shown = found.slice(0, limit);
-  const groups = [...new Set(shown.map((name) => name.slice(0, name.indexOf("."))))];
+  const groupOf = (/** @type {string} */ name) => (pins.includes(name) ? "pinned" : !text && FOLDED.test(name) ? FOLD : name.slice(0, name.indexOf(".")));
+  const groups = [...new Set(shown.map(groupOf))];
+  const chart = (/** @type {string} */ name, /** @type {string} */ group) => {
+    const [own, short] = [name.slice(0, name.indexOf(".")), name.slice(name.indexOf(".") + 1)];
+    const title = `${group === own || own === "telemetry" ? "" : `${own}: `}${own === "telemetry" ? withUnit(short) : short}`;
+    const isPinned = pins.includes(name);
+    return html`<div key=${name}><${WhenSeen} height=${CHART_PX + (baseline === null ? 0 : LEGEND_PX)}>
+      <${TrialChart} trial=${trial} metric=${name} title=${title} look=${look} records=${records} marks=${marks} height=${CHART_PX} baseline=${baseline}
+        tools=${html`<button aria-label=${`${isPinned ? "Unpin" : "Pin"} ${title}`} aria-pressed=${isPinned} title="Pinned metrics come first, for every trial" onClick=${() => setPins(isPinned ? pins.filter((one) => one !== name) : [...pins, name])}>${isPinned ? "Unpin" : "Pin"}</button>`} /><//></div>`;
+  };
+  const charts = (/** @type {string} */ group) => html`<div class="charts">${shown.filter((name) => groupOf(name) === group).map((name) => chart(name, group))}</div>`;
   const total = `${found.length.toLocaleString()}${told?.more ? " or more" : ""} ${found.length === 1 ? "metric" : "metrics"}`;
   return html`
     <div class="filters">
@@ -59,11 +83,8 @@ export function Metrics({ trial, runs, metrics }) {
     </div>
     <${Problem} error=${error} />
     ${marks.length > 0 && html`<p class="muted">Dashed lines are where the trial was started again: ${marks.map((mark) => mark.text).slice(-6).join("; ")}.</p>`}
-    ${groups.map((group) => html`<h2>${group}</h2><div class="charts">
-      ${shown.filter((name) => name.startsWith(`${group}.`)).map((name) => html`<div key=${name}><${WhenSeen} height=${CHART_PX}>
-        <${TrialChart} trial=${trial} metric=${name} title=${name.slice(group.length + 1)} look=${look} records=${records} marks=${marks} height=${CHART_PX} /><//></div>`)}
-    </div>`)}
-    ${told && !found.length && html`<p class="muted">${text ? "No metric has this name." : "Nothing has been reported yet; charts appear here as the trial reports."}</p>`}
+    ${groups.map((group) => (group === FOLD ? html`<details class="fold"><summary><h2>${FOLD}</h2></summary>${charts(group)}</details>` : html`<h2>${group}</h2>${charts(group)}`))}
+    ${told && !found.length && html`<p class="muted">${text ? "No metric has this name." : isEnded(trial) ? "Nothing was reported." : "Nothing has been reported yet; charts appear here as the trial reports."}</p>`}
     ${found.length > limit && html`<p><button onClick=${() => setLimit(limit + AT_ONCE)}>Show ${Math.min(AT_ONCE, found.length - limit)} more of ${(found.length - limit).toLocaleString()}</button></p>`}
     ${told?.more && html`<p class="muted">There are more metrics than are listed; look for them by name.</p>`}`;
 }

@@ -29,20 +29,25 @@ export function WhenSeen({ height, children }) {
   return html`<div ref=${place} style=${{ minHeight: `${height + FRAME_PX}px` }}>${isSeen && children}</div>`;
 }
 
-/** @param {{ trial: any, metric: string, title: string, look: Look, records: { perBatch: number, perEpoch: number }, marks: any[], height?: number }} props */
-export function TrialChart({ trial, metric, title, look, records, marks, height = 220 }) {
+/** @param {{ trial: any, metric: string, title: string, look: Look, records: { perBatch: number, perEpoch: number }, marks: any[], height?: number, baseline?: number | null, tools?: unknown }} props with a `baseline`, that trial's curve is drawn, too */
+export function TrialChart({ trial, metric, title, look, records, marks, height = 220, baseline = null, tools }) {
   const group = metric.slice(0, metric.indexOf("."));
   const name = metric.slice(metric.indexOf(".") + 1);
   const { data, error } = useLive(
-    async (signal) => read((await get("/page/series", { trials: [trial.id], group, name }, signal)).series[0]),
+    async (signal) => (await get("/page/series", { trials: baseline === null ? [trial.id] : [trial.id, baseline], group, name }, signal)).series.map(read),
     (topic) => topic.startsWith(`metrics:${trial.id}:`) || topic === `trial:${trial.id}`,
-    [trial.id, metric],
+    [trial.id, metric, baseline],
   );
   const curves = useMemo(
-    () => (data ? [{ id: trial.id, label: `trial ${trial.id}`, xs: xsOf(data, look.axis, records, trial.start), ys: data.values }] : []),
+    () => {
+      /** @type {import("../../curves.js").Series[]} */
+      const [own, other] = data ?? [];
+      const guide = other?.batches.length ? [{ id: other.trial, label: `baseline: trial ${other.trial}`, isGuide: true, xs: xsOf(other, look.axis, records, new Date(other.times[0]).toISOString()), ys: other.values }] : [];
+      return own ? [...guide, { id: trial.id, label: `trial ${trial.id}`, colour: 0, xs: xsOf(own, look.axis, records, trial.start), ys: own.values }] : [];
+    },
     [data, look.axis, records.perBatch, records.perEpoch, trial.start],
   );
   return html`<${Problem} error=${error} /><${Chart} title=${title} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing}
-    showX=${look.showX} marks=${marks} height=${height} isLoading=${!data && !error} />
-    ${data && data.points > data.values.length && html`<p class="muted">${data.values.length.toLocaleString()} of ${data.points.toLocaleString()} points are drawn.</p>`}`;
+    showX=${look.showX} marks=${marks} height=${height} isLoading=${!data && !error} tools=${tools} />
+    ${data && data[0].points > data[0].values.length && html`<p class="muted">${data[0].values.length.toLocaleString()} of ${data[0].points.toLocaleString()} points are drawn.</p>`}`;
 }

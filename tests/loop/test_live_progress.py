@@ -1,0 +1,46 @@
+"""Progress of ``Trainer.fit``: lines in a script, a table with curves in a notebook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dstrial.loop.live_progress import LiveProgress
+
+REPORTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("training", 10, {"loss": 0.5, "samples_per_second": 100.0}),
+    ("validation", 10, {"accuracy": 0.5, "<b>": 1.0}),
+    ("training", 20, {"loss": 0.25, "samples_per_second": 100.0}),
+    ("validation", 20, {"accuracy": 0.75, "confusion": [[1]]}),
+]
+
+
+def test_lines_and_newest_metrics_of_each_group(capsys: pytest.CaptureFixture[str]) -> None:
+    live = LiveProgress(20, "accuracy", is_silent=False)
+    live.open(None)  # type: ignore[arg-type]  # the context is not read
+    for report in REPORTS:
+        live.report(*report)
+
+    assert capsys.readouterr().out.splitlines()[1:3] == [
+        "batch 10/20  validation  accuracy 0.5",
+        "batch 20/20  loss 0.25  100 samples/s",
+    ]
+    assert live.newest == {group: metrics for group, _, metrics in REPORTS}
+
+
+def test_notebook_display_has_a_curve_per_group() -> None:
+    class Handle:
+        shown = ""
+
+        def update(self, live: LiveProgress) -> None:
+            self.shown = live._repr_html_()
+
+    live = LiveProgress(None, None, is_silent=False)
+    live._handle = Handle()
+    for report in REPORTS:
+        live.report(*report)
+
+    assert live._handle.shown.count("<polyline") == 2
+    assert "batch 20  loss 0.25" in live._handle.shown
+    assert "<b>" not in live._handle.shown
