@@ -32,7 +32,7 @@ class ModelParallelUnit:
         data_parallel_rank: index of this rank's replica, from 0.
         data_parallel_world_size: number of replicas.
         should_report_metrics: whether this rank's results of ``train_batch`` and ``evaluate_batch`` are used. In
-        a pipeline this is true on the last stage, which has the loss.
+            a pipeline this is true on the last stage, which has the loss.
         should_build_data_loader: whether this rank reads records. In a pipeline the first and last stage do.
     """
 
