@@ -53,7 +53,7 @@ def _torch() -> dict[str, Any]:
         # The first call initialises the driver; its warning says why there is no device.
         is_available = torch.cuda.is_available()
         if is_available:
-            torch.cuda.init()  # warns of devices that this build has no kernels for
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # warns of devices without kernels
     return {
         "version": str(torch.__version__),
         "cuda": torch.version.cuda,
