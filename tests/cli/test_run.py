@@ -188,9 +188,11 @@ class TestScripts:
         assert run_directory.attempt_logs_path(1).is_dir()
 
     def test_a_second_ctrl_c_leaves_the_pause_to_the_master(
-        self, make_project: MakeProject, shared_master: MasterForTest
+        self, make_project: MakeProject, shared_master: MasterForTest, tmp_path: Path
     ) -> None:
-        script = CORE_API_SCRIPT.replace("time.sleep(0.01)", "time.sleep(0.01)\n            time.sleep(5)")
+        may_stop = tmp_path / "may stop"
+        waits = f"while not os.path.exists({str(may_stop)!r}):\n                time.sleep(0.01)"
+        script = CORE_API_SCRIPT.replace("is_stopping = True", f"{waits}\n            is_stopping = True")
         project = make_project(script, "python3 train.py wait")
         code, output = run_and_signal(
             project, project.command(), "waiting for a signal", [signal.SIGINT, signal.SIGINT]
@@ -204,6 +206,7 @@ class TestScripts:
         (run_directory,) = project.run_directories()
         refused = project.run("--resume", str(run_directory.path))
         assert refused.returncode == 1
+        may_stop.touch()
         submission = Submission.read(run_directory)
         assert submission is not None
         assert kill.group(1) == str(submission.experiment_id)
