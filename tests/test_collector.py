@@ -30,31 +30,17 @@ def _as_before() -> Iterator[None]:
 
 @BOTH
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_the_collector_is_as_it_was_also_after_an_error(
+def test_collector_is_restored_after_an_error_and_collects_later_objects(
     pause: Callable[[], AbstractContextManager[None]], is_enabled: bool
 ) -> None:
     if not is_enabled:
         gc.disable()
     with pytest.raises(ImportError), pause():
         assert not gc.isenabled()
+        between = weakref.ref(Knot())
         raise ImportError
     assert gc.isenabled() is is_enabled
-
-
-@BOTH
-def test_what_is_made_later_is_collected(pause: Callable[[], AbstractContextManager[None]]) -> None:
-    with pause():
-        pass
-    knot = weakref.ref(Knot())
+    later = weakref.ref(Knot())
     gc.collect()
-    assert knot() is None
-
-
-@pytest.mark.parametrize(("pause", "is_kept"), [(collector.paused, False), (collector.paused_for_good, True)])
-def test_what_was_made_in_between_is_looked_at_again_or_not(
-    pause: Callable[[], AbstractContextManager[None]], is_kept: bool
-) -> None:
-    with pause():
-        knot = weakref.ref(Knot())
-    gc.collect()
-    assert (knot() is not None) is is_kept
+    assert later() is None
+    assert (between() is not None) is (pause is collector.paused_for_good)

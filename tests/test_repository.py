@@ -12,8 +12,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -274,68 +272,6 @@ def test_a_docstring_begins_with_a_short_line() -> None:
     ]
 
     assert [(path, text) for path, text in docstrings if len(text.split("\n")[0]) > 80] == []
-
-
-def test_no_two_test_modules_have_one_name() -> None:
-    # pytest imports them by their names alone, and refuses the second.
-    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
-    assert [name for name, number in names.items() if number > 1] == []
-
-
-def test_the_license_is_apache_2() -> None:
-    license_text = text_of("LICENSE")
-
-    assert "Apache License" in license_text
-    assert "Version 2.0, January 2004" in license_text
-    assert "END OF TERMS AND CONDITIONS" in license_text
-
-
-@pytest.fixture
-def planned(tmp_path: Path) -> Callable[..., str]:
-    """What make would run in a new checkout."""
-    (tmp_path / "Makefile").write_text(text_of("Makefile"))
-    (tmp_path / "pyproject.toml").write_text("")
-    # Without the variables of a make that may run this test.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-
-    def plan(*words: str) -> str:
-        command = ["make", "--dry-run", *words]
-        return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-        ).stdout
-
-    return plan
-
-
-@pytest.mark.process
-def test_make_gpu_takes_an_interpreter_as_it_is_and_makes_no_environment_for_it(
-    planned: Callable[..., str],
-) -> None:
-    taken = planned("gpu", "PYTHON=python3", "GPU_OUT=there")
-
-    assert "prove_on_gpu.sh" in taken
-    assert '"there"' in taken
-    assert "venv" not in taken
-    assert "pip install" in planned("gpu")
-
-
-@pytest.mark.process
-def test_make_run_installs_no_tools_of_development(planned: Callable[..., str]) -> None:
-    assert '--editable ".[digits]"' in planned("run")
-    assert "tools of development" not in planned("run")
-    assert '--editable ".[dev,examples]"' in planned("venv")
-
-
-@pytest.mark.process
-def test_the_proof_on_a_gpu_refuses_what_is_no_interpreter(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [ROOT / "tools" / "prove_on_gpu.sh", "no-such-python", tmp_path / "out", "1"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert "PYTHON is no-such-python" in done.stderr
-    assert not (tmp_path / "out").exists()
 
 
 EXTRAS = {

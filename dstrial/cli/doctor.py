@@ -21,8 +21,6 @@ from dstrial.file_writes import replace_file
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from rich.console import Console
-
     from dstrial.doctor.proof import Step
 
 SCHEMA = 1  # version of ``--json``; incremented when a key is removed or changes its meaning
@@ -30,7 +28,7 @@ SCHEMA = 1  # version of ``--json``; incremented when a key is removed or change
 _NEXT = "`dstrial doctor --train` trains on this machine and proves the rest."
 DOCUMENT_NAME = "doctor.json"  # written to ``--output``, same content as ``--json``
 
-_STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
+_COLOURS: dict[Status, int] = {"ok": 32, "note": 33, "problem": 31}  # SGR codes: green, yellow, red
 _DEFAULT_MINUTES = 5.0
 
 
@@ -106,10 +104,10 @@ def main(args: argparse.Namespace) -> int:
     )
     began_at_s = time.monotonic()
     groups = []
-    show = (lambda _: None) if args.as_json else _text_printer()
     for group in run(options):
         groups.append(group)
-        show(group)
+        if not args.as_json:
+            _write(group, is_coloured=sys.stdout.isatty())
     seconds = time.monotonic() - began_at_s
     counts = count(groups)
     text = json.dumps(document(groups, seconds), indent=2, ensure_ascii=False) + "\n"
@@ -128,13 +126,9 @@ def _write_output(directory: Path, name: str, text: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / name, text)
     except OSError as error:
-        raise _unwritable(directory, error) from error
-
-
-def _unwritable(directory: Path, error: OSError) -> DstrialError:
-    return DstrialError(
-        f"--output is {directory}, where nothing can be written ({error.strerror}); expected a directory. Name another one."
-    )
+        raise DstrialError(
+            f"--output is {directory}, where nothing can be written ({error.strerror}); expected a directory. Name another one."
+        ) from error
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -182,38 +176,15 @@ def document(groups: Iterable[Group], seconds: float) -> dict[str, Any]:
     }
 
 
-def _text_printer() -> Any:
-    if not sys.stdout.isatty():
-        return lambda group: _write_plain(group)
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return lambda group: _print_coloured(console, group)
-
-
-def _write_plain(group: Group) -> None:
-    """Print one unwrapped line per finding, for ``grep``."""
+def _write(group: Group, *, is_coloured: bool) -> None:
+    """Print one line per finding, for ``grep``."""
     lines = [f"{group.name} ({group.seconds:.2f} s)"]
     for finding in group.findings:
-        lines.append(f"  {finding.status:<8} {finding.name}: {finding.what}")
+        status = f"{finding.status:<8}"
+        if is_coloured:
+            status = f"\x1b[{_COLOURS[finding.status]}m{status}\x1b[0m"
+        lines.append(f"  {status} {finding.name}: {finding.what}")
         if finding.todo:
             lines.append(f"           -> {finding.todo}")
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
-
-
-def _print_coloured(console: Console, group: Group) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    console.print(Text.assemble((group.name, "bold"), (f"  {group.seconds:.2f} s", "dim")))
-    table = Table.grid(padding=(0, 1))
-    for width in (2, 7, 22):
-        table.add_column(width=width)
-    table.add_column(overflow="fold")
-    for finding in group.findings:
-        what = Text(finding.what)
-        if finding.todo:
-            what.append(f"\n{finding.todo}", style="cyan")
-        table.add_row("", Text(finding.status, style=_STYLES[finding.status]), Text(finding.name), what)
-    console.print(table)

@@ -17,12 +17,10 @@ from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.master.store.views import observe
 from dstrial.master.store.views.observe import ExperimentView, LogRow
-from dstrial.process_state import is_stopped
 
 _POLL_PERIOD_S = 0.1
 _STATE_POLL_PERIOD_S = 0.3  # between queries of the experiment's state
 _STALLS_PERIOD_S = 1.0
-_STOPPED_AFTER_S = 10.0  # a debugger may hold the master for a moment
 _GONE_AFTER_S = 10.0  # a master that was ended may be started again within this time
 _FAILURE_HEADLINE = re.compile(r"rank \d+ failed first \(")
 _BY_SIGTERM = 128 + signal.SIGTERM
@@ -92,41 +90,22 @@ class LogTail:
 
 
 class StallReporter:
-    """Prints when the master is stopped or a trial stalls, and when the stall is over."""
+    """Prints when a trial of a search stalls, and when the stall is over."""
 
     def __init__(self, master: Master, experiment_id: int, print_line: Callable[[str], None]) -> None:
         self._state = master.state
         self._experiment_id = experiment_id
         self._print_line = print_line
-        self._shown: dict[str, str] = {}
-        self._stopped_since_s: float | None = None  # when the master was first seen stopped
+        self._shown: dict[int, str] = {}
 
-    def poll(self, *, with_trials: bool) -> None:
-        found = {}
-        record = self._state.running()
-        now_s = time.monotonic()
-        if record is None or not is_stopped(record.pid):
-            self._stopped_since_s = None
-        elif self._stopped_since_s is None:
-            self._stopped_since_s = now_s
-        elif now_s - self._stopped_since_s >= _STOPPED_AFTER_S:
-            found[""] = (
-                f"the master, process {record.pid}, is stopped (SIGSTOP), so nothing arrives from the trials. Continue it with "
-                f"`kill -CONT {record.pid}`."
-            )
-        if with_trials:
-            stalled = observe.stalled(self._state)
-            found |= {
-                f"trial {one.trial_id}: ": one.text
-                for one in stalled
-                if one.experiment_id == self._experiment_id
-            }
-        for prefix, text in found.items():
-            if self._shown.get(prefix) != text:
-                self._print_line(f"{prefix}stalled: {text}")
-        for prefix in self._shown.keys() - found.keys():
-            if prefix or record is not None:
-                self._print_line(f"{prefix}stalled: no longer" + ("" if prefix else ", the master goes on"))
+    def poll(self) -> None:
+        stalled = [one for one in observe.stalled(self._state) if one.experiment_id == self._experiment_id]
+        found = {one.trial_id: one.text for one in stalled}
+        for trial_id, text in found.items():
+            if self._shown.get(trial_id) != text:
+                self._print_line(f"trial {trial_id}: stalled: {text}")
+        for trial_id in self._shown.keys() - found.keys():
+            self._print_line(f"trial {trial_id}: stalled: no longer")
         self._shown = found
 
 
@@ -147,24 +126,16 @@ def follow(
     of trials; a single trial's log already contains its stalls.
     """
     stalls = StallReporter(master, experiment_id, print_line)
-    is_waiting_for_master = is_pausing = False
+    is_pausing = False
     next_state_poll_at_s = next_stall_poll_at_s = 0.0
     gone_since_s: float | None = None
     view = observe.experiment_view(master.state, experiment_id)
     while True:
         now_s = time.monotonic()
         if signals and not is_pausing:
-            record = master.state.running()
-            # A stopped master would accept the connection and never answer.
-            if record is None or not is_stopped(record.pid):
-                is_pausing = _pause(master, experiment_id)
-                if is_pausing:
-                    on_stop()
-            elif not is_waiting_for_master:
-                is_waiting_for_master = True
-                print_line(
-                    "the master is stopped (SIGSTOP) and will pause the experiment when it is continued (Ctrl-C again to detach)"
-                )
+            is_pausing = _pause(master, experiment_id)
+            if is_pausing:
+                on_stop()
         stopped_by = signals[0].name if signals else None
         if signal.SIGINT in signals[1:]:
             view = observe.experiment_view(master.state, experiment_id)
@@ -173,9 +144,9 @@ def follow(
             next_state_poll_at_s = now_s + _STATE_POLL_PERIOD_S
             view = observe.experiment_view(master.state, experiment_id)
             gone_since_s = (gone_since_s or now_s) if master.state.running() is None else None
-        if now_s >= next_stall_poll_at_s:
+        if has_many_trials and now_s >= next_stall_poll_at_s:
             next_stall_poll_at_s = now_s + _STALLS_PERIOD_S
-            stalls.poll(with_trials=has_many_trials)
+            stalls.poll()
         if view is None:
             return FollowResult(None, stopped_by)
         on_poll(view)

@@ -29,7 +29,6 @@ from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.views import observe
 from dstrial.object_storage import external_storage
-from dstrial.process_state import is_stopped
 from dstrial.resume.metadata import RESUME_VARIABLE
 from dstrial.storage_guard import STORAGE_MARKER
 
@@ -133,11 +132,6 @@ def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None =
 
     state = StateDirectory.choose()
     record = state.running()
-    if record is not None and is_stopped(record.pid):
-        raise MasterError(
-            f"the master's process {record.pid} is stopped (SIGSTOP); expected one that responds. Continue it with "
-            f"`kill -CONT {record.pid}`, or end it with `dstrial down`."
-        )
     is_new = record is None
     if record is None:
         record = daemon.start(state, on_hosts or _local_options(num_slots), may_take_another_port=True)

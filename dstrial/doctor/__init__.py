@@ -1,4 +1,4 @@
-"""``dstrial doctor``: one module per check of the machine; ``proof`` trains.
+"""``dstrial doctor``: checks of the machine, grouped by what they look at; ``proof`` trains.
 
 The command itself does not import torch. A separate process, ``import_probe``, does; it may hang or crash.
 """

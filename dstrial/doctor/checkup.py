@@ -8,18 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dstrial import __version__
-from dstrial.doctor import (
-    compilers,
-    devices,
-    libraries,
-    limits,
-    master_state,
-    network,
-    packages,
-    storage,
-    torch_build,
-    variables,
-)
+from dstrial.doctor import compilers, devices, environment, libraries, limits, packages
 from dstrial.doctor.finding import Background, Finding, Group, NoAnswerError, problem
 from dstrial.local.run_directory import default_runs_dir
 from dstrial.master.state_directory import StateDirectory
@@ -60,22 +49,22 @@ def run(options: CheckupOptions) -> Iterator[Group]:
 def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     environ = dict(os.environ)
     state = StateDirectory.choose(options.state_dir)
+    temporary = Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108 - where programs put what is temporary
+    places = [("runs", default_runs_dir(options.runs_dir)), ("state", state.path), ("temporary", temporary)]
     hardware = Background(devices.measure)
 
     def known_devices() -> devices.Hardware:
         return hardware.result(_CHECK_DEADLINE_S / 2)
 
     checks = {
-        "Python": lambda: packages.judge(packages.measure()),
-        "Limits": lambda: limits.judge(
-            limits.measure(), environ, num_devices=len(devices.visible(known_devices(), environ)[0])
+        "Python": packages.check,
+        "Limits": lambda: limits.judge_limits(
+            limits.measure_limits(), num_devices=len(devices.visible(known_devices(), environ)[0])
         ),
-        "Storage": lambda: storage.judge(storage.measure(_directories(options, state))),
-        "Network": lambda: network.judge(network.measure(), environ),
-        "Master": lambda: master_state.judge(
-            master_state.measure(state), version=__version__, accelerator=_slot_kind(known_devices(), environ)
-        ),
-        "Environment variables": lambda: variables.judge(environ),
+        "Storage": lambda: limits.check_directories(places),
+        "Network": lambda: environment.judge_network(environment.measure_network()),
+        "Master": lambda: environment.judge_master(environment.measure_master(state), version=__version__),
+        "Environment variables": lambda: environment.judge_variables(environ),
         "Devices": lambda: devices.judge(known_devices(), environ, num_required=options.num_gpus),
     }
     if options.is_fast:
@@ -86,29 +75,8 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
         # Wait longer than the deadline: the probe is killed then, and its result comes a little later.
         return imported.result(options.import_deadline_s + _CHECK_DEADLINE_S / 2)
 
-    def check_libraries() -> list[Finding]:
-        found, there = known(), known_devices()
-        return [
-            *libraries.judge(found, packages.installed_versions(), there, environ),
-            *torch_build.judge(found.torch, there, environ),
-        ]
-
     return {
         **checks,
-        "Libraries": check_libraries,
+        "Libraries": lambda: libraries.judge(known(), known_devices(), environ),
         "Compilers and operators": lambda: compilers.judge(compilers.measure(), known()),
     }
-
-
-def _directories(options: CheckupOptions, state: StateDirectory) -> list[tuple[str, Path]]:
-    temporary = Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108 - where programs put what is temporary
-    return [("runs", default_runs_dir(options.runs_dir)), ("state", state.path), ("temporary", temporary)]
-
-
-def _slot_kind(hardware: devices.Hardware, environ: dict[str, str]) -> str:
-    """Return the kind of slots that a master started now would have, such as ``cuda``."""
-    if environ.get("DS_ACCELERATOR") == "cpu":
-        return "cpu"
-    if devices.visible(hardware, environ)[0]:
-        return "cuda"
-    return "rocm" if hardware.num_amd else "cpu"

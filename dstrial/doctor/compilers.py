@@ -15,7 +15,6 @@ from pathlib import Path
 
 from dstrial.doctor.finding import Finding, note, ok
 from dstrial.doctor.libraries import Libraries
-from dstrial.launch.stale_locks import find_stale_locks
 from dstrial.launch.start_watch import WITHOUT_OPERATOR
 
 _TOOL_TIMEOUT_S = 5.0
@@ -33,7 +32,6 @@ class Compilers:
     headers_dir: str
     nvcc: str | None
     nvcc_release: str | None  # such as 13.0
-    stale_locks: tuple[str, ...] = ()  # of killed builds; programs that load the operator wait forever
 
 
 def measure() -> Compilers:
@@ -51,7 +49,6 @@ def measure() -> Compilers:
         headers_dir=headers,
         nvcc=nvcc,
         nvcc_release=None if release is None else release[1],
-        stale_locks=tuple(map(str, find_stale_locks())),
     )
 
 
@@ -83,12 +80,7 @@ def _first_line(command: Sequence[str]) -> str | None:
 
 
 def judge(compilers: Compilers, libraries: Libraries) -> list[Finding]:
-    found = [*_judge_host(compilers), *_judge_nvcc(compilers, libraries), *judge_operators(libraries)]
-    if compilers.stale_locks:
-        what = f"a build that was killed left {', '.join(compilers.stale_locks)}: programs that load the operator wait forever"
-        todo = "Start trials with dstrial's launcher, which removes such locks, or remove them."
-        found.append(note("stale locks", what, todo))
-    return found
+    return [*_judge_host(compilers), *_judge_nvcc(compilers, libraries), *judge_operators(libraries)]
 
 
 def _judge_host(compilers: Compilers) -> list[Finding]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pwd
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil  # type: ignore[import-untyped]  # no stubs are installed
 
 from dstrial.doctor.finding import Finding, note, ok, plural, problem
 from dstrial.visible_text import size_text
@@ -22,21 +22,6 @@ _UNSEEN_BYTES = 1 << 30  # used memory beyond this belongs to processes; the dri
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DeviceUser:
-    """A process that has memory on a device."""
-
-    pid: int  # from the driver; in a container possibly the host's pid
-    name: str  # empty, like ``account``, if the process is not visible here
-    account: str
-    num_bytes: int | None  # device memory; None if unknown
-
-    def __str__(self) -> str:
-        who = f"{self.name} of {self.account}" if self.name else "not visible from here"
-        memory = "" if self.num_bytes is None else f", {size_text(self.num_bytes)}"
-        return f"process {self.pid} ({who}{memory})"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Device:
     """One NVIDIA device, as its driver describes it."""
 
@@ -46,7 +31,7 @@ class Device:
     total_bytes: int
     used_bytes: int
     capability: tuple[int, int] | None = None  # None if unknown
-    users: tuple[DeviceUser, ...] = ()
+    users: tuple[str, ...] = ()  # processes with memory on the device, described
     is_mig: bool = False
     mig_uuids: tuple[str, ...] = ()
 
@@ -55,7 +40,7 @@ class Device:
 class Hardware:
     """The accelerators of this machine."""
 
-    driver: str | None = None  # release of NVIDIA's driver; None without one
+    driver: str | None = None  # release of NVIDIA's driver, "there" if unknown; None without one
     driver_cuda: tuple[int, int] | None = None  # newest CUDA release that the driver supports
     error: str = ""  # why NVML failed although there is a driver
     devices: tuple[Device, ...] = ()
@@ -68,26 +53,22 @@ def measure() -> Hardware:
 
 
 def _nvidia() -> Hardware:
-    module = _kernel_module_version()
+    driver = "there" if _KERNEL_MODULE.exists() or Path("/dev/nvidiactl").exists() else None
     try:
         import pynvml
     except ImportError:
-        return Hardware(driver=module, error="" if module is None else "the package nvidia-ml-py is missing")
+        return Hardware(driver=driver, error="" if driver is None else "the package nvidia-ml-py is missing")
     try:
         pynvml.nvmlInit()
+        return _query(pynvml)
     except pynvml.NVMLError as error:
-        is_there = module is not None or Path("/dev/nvidiactl").exists()
-        return Hardware(driver=module, error=str(error) if is_there else "")
-    try:
-        return _query(pynvml, module)
-    except pynvml.NVMLError as error:
-        return Hardware(driver=module, error=str(error))
+        return Hardware(driver=driver, error="" if driver is None else str(error))
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
 
 
-def _query(nvml: Any, module: str | None) -> Hardware:
+def _query(nvml: Any) -> Hardware:
     def offered(call: Callable[..., T], *arguments: Any) -> T | None:
         """Return ``call(*arguments)``; None if the driver or device does not support it."""
         try:
@@ -97,7 +78,7 @@ def _query(nvml: Any, module: str | None) -> Hardware:
 
     number = offered(nvml.nvmlSystemGetCudaDriverVersion_v2)
     return Hardware(
-        driver=_text(offered(nvml.nvmlSystemGetDriverVersion) or module or ""),
+        driver=_text(offered(nvml.nvmlSystemGetDriverVersion) or "there"),
         driver_cuda=None if number is None else (number // 1000, number % 1000 // 10),
         devices=tuple(_device(nvml, idx, offered) for idx in range(nvml.nvmlDeviceGetCount())),
     )
@@ -130,29 +111,15 @@ def _device(nvml: Any, idx: int, offered: Callable[..., Any]) -> Device:
     )
 
 
-def _user(pid: int, num_bytes: int | None) -> DeviceUser:
-    process = Path(f"/proc/{pid}")
-    name = account = ""
+def _user(pid: int, num_bytes: int | None) -> str:
+    """Describe a process of a device; in a container its pid may be that of the host."""
+    who = "not visible from here"
     # Do not show the process's arguments, which may contain secrets.
-    with contextlib.suppress(OSError):
-        name = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
-        account = account_name(process.stat().st_uid)
-    return DeviceUser(pid, name, account, None if num_bytes is None else int(num_bytes))
-
-
-def account_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user id {uid}"
-
-
-def _kernel_module_version() -> str | None:
-    with contextlib.suppress(OSError):
-        text = _KERNEL_MODULE.read_text(encoding="utf-8", errors="replace")
-        found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
-        return None if found is None else found.group()
-    return None
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        who = f"{process.name()} of {process.username()}"
+    memory = "" if num_bytes is None else f", {size_text(num_bytes)}"
+    return f"process {pid} ({who}{memory})"
 
 
 def _num_amd() -> int:
@@ -234,7 +201,7 @@ def judge_device(device: Device) -> list[Finding]:
     if device.is_mig and not device.mig_uuids:
         todo = "Make instances (`nvidia-smi mig -cgi … -C`), or switch MIG off (`nvidia-smi -mig 0`)."
         found.append(problem(f"{name} MIG", "divided into no MIG instance", todo))
-    used = f"in use by {', '.join(map(str, device.users))}" if device.users else ""
+    used = f"in use by {', '.join(device.users)}" if device.users else ""
     if not used and device.used_bytes > max(_UNSEEN_BYTES, device.total_bytes // 10):
         used = f"{size_text(device.used_bytes)} are taken by processes that cannot be seen from here"
     if used:
@@ -264,28 +231,26 @@ def _judge_visibility(hardware: Hardware, environ: Mapping[str, str]) -> list[Fi
 
 
 def _judge_required(hardware: Hardware, environ: Mapping[str, str], num_required: int) -> list[Finding]:
-    chosen = environ.get("DS_ACCELERATOR")
+    is_cpu_chosen = environ.get("DS_ACCELERATOR") == "cpu"
     asked_by = "--require-gpus"
-    if num_required == 0 and chosen == "cuda":
+    if num_required == 0 and environ.get("DS_ACCELERATOR") == "cuda":
         num_required, asked_by = 1, "DS_ACCELERATOR=cuda"
     if num_required == 0:
         return []
+    num_there = len(hardware.devices) or hardware.num_amd
     num_seen = len(visible(hardware, environ)[0]) or (0 if hardware.devices else hardware.num_amd)
-    if chosen == "cpu":
-        num_seen = 0
+    num_seen = 0 if is_cpu_chosen else num_seen
     if num_seen >= num_required:
         return [ok("accelerators", f"{num_seen} visible, {num_required} asked for ({asked_by})")]
-    if chosen == "cpu" and (hardware.devices or hardware.num_amd):
-        todo = "Unset DS_ACCELERATOR, which keeps DeepSpeed on the CPU."
-    elif len(hardware.devices) >= num_required:
-        todo = "Unset CUDA_VISIBLE_DEVICES, which hides devices."
-    elif hardware.devices:
+    if not num_there:
+        todo = "Install the vendor's driver (in a container, pass the devices in), or train on the CPU without this requirement."
+    elif num_there < num_required:
         todo = "Ask for fewer, or move to a machine that has more."
     else:
-        todo = (
-            "Install the vendor's driver (in a container, pass the devices in); to train on the CPU, unset DS_ACCELERATOR or set "
-            "it to cpu."
+        hides = (
+            "DS_ACCELERATOR, which keeps DeepSpeed on the CPU" if is_cpu_chosen else "CUDA_VISIBLE_DEVICES"
         )
+        todo = f"Unset {hides}."
     return [problem("accelerators", f"{num_seen} visible; expected {num_required} ({asked_by})", todo)]
 
 

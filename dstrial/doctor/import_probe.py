@@ -49,25 +49,17 @@ def _torch() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import torch
-        import torch.distributed
 
         # The first call initialises the driver; its warning says why there is no device.
         is_available = torch.cuda.is_available()
-        num_devices = torch.cuda.device_count() if is_available else 0
-    with_cuda = torch.version.cuda is not None or torch.version.hip is not None
-    # `torch.cuda.get_arch_list` needs a device.
-    flags = torch._C._cuda_getArchFlags() if with_cuda and hasattr(torch._C, "_cuda_getArchFlags") else None
+        if is_available:
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # warns of devices without kernels
     return {
-        "file": str(torch.__file__),
         "version": str(torch.__version__),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "has_nccl": with_cuda and torch.distributed.is_nccl_available(),
-        "architectures": flags.split() if flags else [],
-        "is_available": is_available,
-        "num_devices": num_devices,
+        "num_devices": torch.cuda.device_count() if is_available else 0,
         "warnings": [" ".join(str(one.message).split()) for one in caught if "CUDA" in str(one.message)],
-        "has_gloo": torch.distributed.is_gloo_available(),
     }
 
 
@@ -79,7 +71,6 @@ def _deepspeed() -> dict[str, Any]:
     from dstrial.engine.deepspeed_internals import process
 
     return {
-        "file": str(deepspeed.__file__),
         "version": str(deepspeed.__version__),
         "accelerator": str(get_accelerator().device_name()),
         "cuda_mismatch": None if torch.version.cuda is None else process.cuda_mismatch(),
@@ -96,23 +87,18 @@ def _operator_status(name: str, builder: Any, *, is_prebuilt: bool) -> str:
     from dstrial.launch.stale_locks import extensions_root
 
     root = extensions_root()
+    # The directory of torch's compiled extensions has one of each Python, such as py311_cu130.
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     if is_prebuilt:
         return "built"
-    if any(root.glob(f"{name}/{name}.so")) or any(root.glob(f"{_python()}_*/{name}/{name}.so")):
+    if any(root.glob(f"{name}/{name}.so")) or any(root.glob(f"{python}_*/{name}/{name}.so")):
         return "compiled"
     return "compiled at first use" if process.can_compile(builder) else "not possible"
 
 
-def _python() -> str:
-    """Return this Python's name in the directories of torch's compiled extensions."""
-    return f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-
-
 def _dstrial() -> dict[str, Any]:
-    import determined
-
     import dstrial
 
     # Imports the modules of Determined and DeepSpeed that a trial uses.
     dstrial.DeepSpeedTrial  # noqa: B018
-    return {"file": str(determined.__file__), "version": str(determined.__version__)}
+    return {}

@@ -1,4 +1,4 @@
-"""Check that torch, DeepSpeed and Determined can be imported as installed."""
+"""Check that torch, DeepSpeed and Determined can be imported, and that torch suits the devices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.doctor.devices import Hardware, visible
-from dstrial.doctor.finding import Finding, note, ok, problem
+from dstrial.doctor.devices import Hardware, dotted, visible
+from dstrial.doctor.finding import Finding, note, ok, plural, problem
 from dstrial.errors import install_command
 
 _GRACE_S = 3.0
@@ -24,6 +24,7 @@ _SLOW_S = 15.0
 # Append the directory of this package to sys.path, for a checkout. It comes last, so that a file which shadows a library for
 # trials (for example in the working directory) also shadows it in the probe.
 _PROGRAM = "import sys; sys.path.append(sys.argv[2]); from dstrial.doctor.import_probe import main; main()"
+_SELECTOR = "https://pytorch.org/get-started/locally"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,15 +32,10 @@ class TorchBuild:
     """Properties of the torch that programs in this environment import."""
 
     version: str
-    file: str = ""
     cuda: str | None = None  # CUDA release of the build, such as 13.0
     hip: str | None = None
-    has_nccl: bool = True
-    architectures: tuple[str, ...] = ()  # targets of its kernels, such as sm_90; empty if unknown
-    is_available: bool = False
-    num_devices: int = 0
-    warnings: tuple[str, ...] = ()  # about the driver
-    has_gloo: bool = True
+    num_devices: int = 0  # that torch can use
+    warnings: tuple[str, ...] = ()  # about the driver, or about devices without kernels
 
     @property
     def kind(self) -> str:
@@ -49,24 +45,14 @@ class TorchBuild:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Package:
-    """Properties of the imported DeepSpeed or Determined."""
+class DeepSpeedBuild:
+    """Properties of the imported DeepSpeed."""
 
     version: str
-    file: str = ""
-    accelerator: str | None = None  # the device that DeepSpeed chose
+    accelerator: str  # the device that DeepSpeed chose
     cuda_mismatch: str | None = None  # why DeepSpeed rejects nvcc for this torch
     # name -> built (with the package), compiled (by an earlier program), compiled at first use, not possible
     operators: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ImportFailure:
-    """A library that could not be imported."""
-
-    package: str
-    reason: str  # the exception, or the exit of the process
-    place: str = ""  # file, line and function in which the import hung
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,9 +60,8 @@ class Libraries:
     """The imported libraries; None for a library that could not be imported."""
 
     torch: TorchBuild | None = None
-    deepspeed: Package | None = None
-    determined: Package | None = None
-    failures: tuple[ImportFailure, ...] = ()
+    deepspeed: DeepSpeedBuild | None = None
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # library -> reason
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)  # library -> import time
 
 
@@ -114,85 +99,64 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
     current = ""
     values: dict[str, dict[str, Any]] = {}
     seconds: dict[str, float] = {}
-    failures: list[ImportFailure] = []
+    failures: dict[str, str] = {}
     for line in output.splitlines():
         record = json.loads(line)
-        if "begins" in record:
-            current = record["begins"]
+        current = record.get("begins", "")
+        if current:
             continue
-        current = ""
         seconds[record["stage"]] = record["seconds"]
         if "values" in record:
             values[record["stage"]] = record["values"]
-        elif all(failure.reason != record["error"] for failure in failures):
+        elif record["error"] not in failures.values():
             # If deepspeed fails, dstrial mostly fails with the same error: report it once.
-            failures.append(ImportFailure(record["stage"], record["error"]))
+            failures[record["stage"]] = record["error"]
     if current or return_code != 0:
-        failures.append(_import_failure(current or "torch", errors, return_code, deadline_s))
-    torch = values.get("torch")
-    for name in ("architectures", "warnings") if torch else ():
-        torch = {**(torch or {}), name: tuple((torch or {})[name])}
-    deepspeed, determined = (
-        Package(**values[stage]) if stage in values else None for stage in ("deepspeed", "dstrial")
+        failures[current or "torch"] = _ending(errors, return_code, deadline_s)
+    torch, deepspeed = values.get("torch"), values.get("deepspeed")
+    return Libraries(
+        None if torch is None else TorchBuild(**{**torch, "warnings": tuple(torch["warnings"])}),
+        None if deepspeed is None else DeepSpeedBuild(**deepspeed),
+        failures,
+        seconds,
     )
-    build = None if torch is None else TorchBuild(**torch)
-    return Libraries(build, deepspeed, determined, tuple(failures), seconds)
 
 
-def _import_failure(library: str, errors: str, return_code: int | None, deadline_s: float) -> ImportFailure:
+def _ending(errors: str, return_code: int | None, deadline_s: float) -> str:
+    """Return how an import hung or ended the process."""
     if return_code is None or "Timeout (" in errors:
         frames = re.findall(r'^  File "(.+?)", line (\d+) in (.+)$', errors, re.MULTILINE)
-        own = [frame for frame in frames if not frame[0].startswith("<")]
-        place = "" if not own else f"{own[0][0]}:{own[0][1]} in {own[0][2]}"
-        return ImportFailure(library, f"not imported within {deadline_s:.0f} s", place)
+        own = [f" (it hangs at {file}:{line} in {name})" for file, line, name in frames if file[0] != "<"]
+        return f"not imported within {deadline_s:.0f} s{own[0] if own else ''}"
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     said = f", after saying {lines[-1]!r}" if lines else ""
     how = f"by {signal.Signals(-return_code).name}" if return_code < 0 else f"with status {return_code}"
-    return ImportFailure(library, f"its import ended the process {how}{said}")
+    return f"its import ended the process {how}{said}"
 
 
-def judge(
-    libraries: Libraries, installed: Mapping[str, str], hardware: Hardware, environ: Mapping[str, str]
-) -> list[Finding]:
-    """Return findings on the libraries; ``installed`` has package name -> version."""
-    findings = [_judge_failure(failure) for failure in libraries.failures]
-    torch, deepspeed, determined = libraries.torch, libraries.deepspeed, libraries.determined
+def judge(libraries: Libraries, hardware: Hardware, environ: Mapping[str, str]) -> list[Finding]:
+    findings = [_judge_failure(library, reason) for library, reason in libraries.failures.items()]
+    torch, deepspeed, seconds = libraries.torch, libraries.deepspeed, libraries.seconds
     if torch is not None:
-        findings.append(ok("torch", f"{torch.version}, {torch.kind}{_timing(libraries, 'torch')}"))
-        findings += [*_judge_copies("torch", torch, installed), *_judge_collectives(torch)]
+        findings.append(ok("torch", f"{torch.version}, {torch.kind}{_timing(seconds, 'torch')}"))
     if deepspeed is not None:
         device = f", trains on {deepspeed.accelerator}"
-        findings.append(ok("deepspeed", f"{deepspeed.version}{device}{_timing(libraries, 'deepspeed')}"))
-        findings += _judge_copies("deepspeed", deepspeed, installed)
-        is_left_out = deepspeed.accelerator == "cpu" and torch is not None and torch.is_available
+        findings.append(ok("deepspeed", f"{deepspeed.version}{device}{_timing(seconds, 'deepspeed')}"))
+        is_left_out = deepspeed.accelerator == "cpu" and torch is not None and torch.num_devices > 0
         if is_left_out and visible(hardware, environ)[0] and "DS_ACCELERATOR" not in environ:
             what = "torch finds devices, and DeepSpeed chose the CPU"
-            findings.append(
-                problem("accelerator", what, "Set DS_ACCELERATOR=cuda, and look at what `ds_report` says.")
-            )
-    if determined is not None:
-        findings += _judge_copies("determined", determined, installed)
-        findings.append(ok("what trials import", f"dstrial and determined{_timing(libraries, 'dstrial')}"))
-    slow = [f"{name} takes {took:.0f} s" for name, took in libraries.seconds.items() if took > _SLOW_S]
+            todo = "Set DS_ACCELERATOR=cuda, and look at what `ds_report` says."
+            findings.append(problem("accelerator", what, todo))
+    if "dstrial" in seconds and "dstrial" not in libraries.failures:
+        findings.append(ok("what trials import", f"dstrial and determined{_timing(seconds, 'dstrial')}"))
+    slow = [f"{name} takes {took:.0f} s" for name, took in seconds.items() if took > _SLOW_S]
     if slow:
         todo = "Each rank pays this at its start: put the environment on a local disk."
         findings.append(note("imports", ", ".join(slow), todo))
-    return findings
+    return findings if torch is None else [*findings, *judge_build(torch, hardware, environ)]
 
 
-def _judge_collectives(torch: TorchBuild) -> list[Finding]:
-    found = []
-    if not torch.has_nccl and (torch.cuda is not None or torch.hip is not None):
-        todo = "Install a build of torch that has it; ranks with accelerators have no other collectives."
-        found.append(problem("NCCL", f"missing from a build of torch for {torch.kind}", todo))
-    if not torch.has_gloo:
-        todo = "Install a build of torch that has it: ranks on CPU, and the control of all others, need it."
-        found.append(problem("gloo", "missing from this build of torch", todo))
-    return found
-
-
-def _judge_failure(failure: ImportFailure) -> Finding:
-    reason = failure.reason
+def _judge_failure(library: str, reason: str) -> Finding:
     if reason.startswith("not imported within"):
         todo = "Look at that place; a file system that is slow or gone is a usual cause. --deadline waits longer."
     elif reason.startswith("ModuleNotFoundError"):
@@ -205,19 +169,47 @@ def _judge_failure(failure: ImportFailure) -> Finding:
         todo = (
             "Install it anew; a file of the same name in the working directory or on PYTHONPATH shadows it."
         )
-    where = f" (it hangs at {failure.place})" if failure.place else ""
-    return problem(f"import {failure.package}", f"{reason}{where}", todo)
+    return problem(f"import {library}", reason, todo)
 
 
-def _timing(libraries: Libraries, library: str) -> str:
-    return f"; imported in {libraries.seconds.get(library, 0.0):.1f} s"
+def _timing(seconds: Mapping[str, float], library: str) -> str:
+    return f"; imported in {seconds.get(library, 0.0):.1f} s"
 
 
-def _judge_copies(name: str, imported: TorchBuild | Package, installed: Mapping[str, str]) -> list[Finding]:
-    """Report that another copy of a library is imported than the installed one."""
-    said = installed.get(name)
-    if said is None or said.partition("+")[0] == imported.version.partition("+")[0]:
-        return []
-    what = f"{imported.version} is imported from {imported.file}, and {said} is installed"
-    todo = "Remove one of them; PYTHONPATH and user packages (~/.local) are usual places of the other."
-    return [problem(f"{name} copies", what, todo)]
+def judge_build(torch: TorchBuild, hardware: Hardware, environ: Mapping[str, str]) -> list[Finding]:
+    """Return findings on whether torch's build suits the driver and the devices."""
+    if environ.get("DS_ACCELERATOR") == "cpu":
+        return [ok("build", f"{torch.kind}; DS_ACCELERATOR=cpu keeps training on the CPU")]
+    nvidia, amd = len(hardware.devices), hardware.num_amd
+    serves = "" if hardware.driver_cuda is None else f" CUDA {dotted(hardware.driver_cuda)} or older"
+    if nvidia and torch.cuda is None:
+        return [_wrong_build(torch, plural(nvidia, "NVIDIA device"), serves or " CUDA")]
+    if amd and not nvidia and torch.hip is None:
+        return [_wrong_build(torch, plural(amd, "AMD device"), " ROCm")]
+    num_visible = len(visible(hardware, environ)[0]) if nvidia else amd
+    if num_visible == 0:
+        return [ok("build", f"{torch.kind}; no device is visible: ranks train on the CPU")]
+    if torch.num_devices == 0:
+        said = f": {torch.warnings[0]}" if torch.warnings else ""
+        what = f"{torch.kind}, and finds none of {plural(num_visible, 'visible device')}{said}"
+        instead = f"Install a newer driver, or a build of torch for{serves} ({_SELECTOR}). " if serves else ""
+        todo = f"{instead}In a container, the driver capability 'compute' is needed."
+        return [problem("build", what, todo)]
+    findings = [ok("build", f"{torch.kind}; finds {plural(torch.num_devices, 'device')}")]
+    if torch.num_devices != num_visible:
+        what = f"{torch.kind}; finds {torch.num_devices} devices where the driver has {num_visible}"
+        todo = "With MIG, CUDA uses one instance a process; else look at CUDA_VISIBLE_DEVICES and the rights on /dev/nvidia*."
+        findings = [note("build", what, todo)]
+    for warning in torch.warnings:  # torch has no kernels for a device
+        findings.append(
+            problem("kernels", warning, f"Install a build of torch that has them: see {_SELECTOR}.")
+        )
+    return findings
+
+
+def _wrong_build(torch: TorchBuild, has: str, wanted: str) -> Finding:
+    return problem(
+        "build",
+        f"{torch.kind}, on a machine with {has}: ranks train on the CPU",
+        f"Install a build of torch for{wanted} ({_SELECTOR}), or set DS_ACCELERATOR=cpu to say that this is meant.",
+    )

@@ -1,4 +1,7 @@
-"""Check this process's limits: cores, memory, shared memory, files, processes."""
+"""Check memory, shared memory, open files, and the directories of training output.
+
+A directory that does not exist is not created: its nearest existing parent is checked.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import contextlib
 import dataclasses
 import os
 import resource
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from dstrial.doctor.devices import account_name
-from dstrial.doctor.finding import Finding, note, ok, problem
+from dstrial.doctor.finding import Finding, NoAnswerError, note, ok, problem, within
 from dstrial.engine.host_memory import available_bytes
+from dstrial.launch.stale_locks import file_system_of
 from dstrial.visible_text import size_text
 
 _GIB = 1 << 30
@@ -21,106 +25,44 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the directory itself is checke
 _SMALL_SHM = 512 * _MIB
 _FEW_FILES = 1024
 _ENOUGH_FILES = 4096
+_DIRECTORY_TIMEOUT_S = 8.0
+_NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p"}
+_ELSEWHERE = "Choose another directory, or change the rights on this one."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
     """Resource limits of this process; None means unlimited or unknown."""
 
-    cores: int
-    core_quota: float | None  # CPU quota of the control group, in cores
     memory_bytes: int
     available_bytes: int | None  # free memory, also within the limits of control groups
     shm_bytes: int  # size of ``/dev/shm``; 0 if it is missing
     shm_free_bytes: int
     shm_is_writable: bool
     open_files: tuple[int | None, int | None]  # soft and hard limit
-    num_processes: int | None  # also None for root
-    locked_bytes: int | None
-    has_infiniband: bool
 
 
-def measure() -> Limits:
+def measure_limits() -> Limits:
     shm_bytes = shm_free = 0
     with contextlib.suppress(OSError):
         shm = os.statvfs(_SHARED_MEMORY)
         shm_bytes, shm_free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+    soft, hard = (
+        None if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     return Limits(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        core_quota=core_quota(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         available_bytes=available_bytes(),
         shm_bytes=shm_bytes,
         shm_free_bytes=shm_free,
         shm_is_writable=os.access(_SHARED_MEMORY, os.W_OK | os.X_OK),
-        open_files=(_limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_NOFILE, hard=True)),
-        num_processes=None if os.getuid() == 0 else _limit(resource.RLIMIT_NPROC),
-        locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
-        has_infiniband=Path("/sys/class/infiniband").is_dir(),
+        open_files=(soft, hard),
     )
 
 
-def _limit(kind: int, *, hard: bool = False) -> int | None:
-    value = resource.getrlimit(kind)[1 if hard else 0]
-    return None if value == resource.RLIM_INFINITY else value
-
-
-def core_quota(
-    own_cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> float | None:
-    """Return the CPU quota of the control groups in cores.
-
-    Source: the kernel's documentation of cgroup v2 (``cpu.max``) and of the CPU controller of v1 (``cpu.cfs_quota_us``).
-    """
-    quotas = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in own_cgroups.read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            mount = root / "cpu" if controllers else root
-            own = mount / path.lstrip("/")
-            # In a container the path is the host's, but the group itself is mounted.
-            for group in {mount, own, *(parent for parent in own.parents if parent.is_relative_to(mount))}:
-                quotas.append(_quota(group))
-    return min((quota for quota in quotas if quota is not None), default=None)
-
-
-def _quota(group: Path) -> float | None:
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (group / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    with contextlib.suppress(OSError, ValueError):
-        microseconds = int((group / "cpu.cfs_quota_us").read_text())
-        return None if microseconds < 0 else microseconds / int((group / "cpu.cfs_period_us").read_text())
-    return None
-
-
-def judge(limits: Limits, environ: Mapping[str, str], *, num_devices: int = 0) -> list[Finding]:
-    return [
-        _judge_cores(limits, environ),
-        _judge_memory(limits),
-        _judge_shared_memory(limits, num_devices),
-        _judge_open_files(limits),
-        _judge_processes(limits),
-        *_judge_locked(limits),
-    ]
-
-
-def _judge_cores(limits: Limits, environ: Mapping[str, str]) -> Finding:
-    quota = limits.core_quota
-    if quota is None or quota >= limits.cores:
-        return ok("cores", f"{limits.cores}")
-    what = f"{limits.cores}, with time for {quota:.3g} (control group)"
-    if "OMP_NUM_THREADS" in environ:
-        return ok("cores", what)
-    whole = max(1, int(quota))
-    return note(
-        "cores",
-        what,
-        f"Start the master with `dstrial up --slots {whole}` where there is no accelerator, and set OMP_NUM_THREADS={whole}: "
-        "torch starts a thread for each core that it sees.",
-    )
+def judge_limits(limits: Limits, *, num_devices: int = 0) -> list[Finding]:
+    return [_judge_memory(limits), _judge_shared_memory(limits, num_devices), _judge_open_files(limits)]
 
 
 def _judge_memory(limits: Limits) -> Finding:
@@ -176,18 +118,44 @@ def _judge_open_files(limits: Limits) -> Finding:
     return (problem if soft < _FEW_FILES else note)("open files", what, todo)
 
 
-def _judge_processes(limits: Limits) -> Finding:
-    count = limits.num_processes
-    if count is None or count >= 4096:
-        return ok("processes", "no limit" if count is None else f"{count}")
-    what = f"{count} processes and threads of {account_name(os.getuid())}: each rank has dozens of threads"
-    todo = "Raise `nproc` in /etc/security/limits.conf, or `ulimit -u` where the hard limit allows it."
-    return (problem if count < 512 else note)("processes", what, todo)
+def check_directories(places: Sequence[tuple[str, Path]]) -> list[Finding]:
+    """Return findings on directories, given as (name, path), and their file systems."""
+    found = []
+    for name, path in places:
+        try:
+            found += within(_DIRECTORY_TIMEOUT_S, lambda n=name, p=path: _check_directory(n, p))  # type: ignore[misc]
+        except OSError as error:
+            found.append(problem(name, f"{path} cannot be used: {error.strerror or error}", _ELSEWHERE))
+        except NoAnswerError as error:
+            todo = "Look at the server of that file system, or choose another directory."
+            found.append(problem(name, f"{path}: {error}", todo))
+    return found
 
 
-def _judge_locked(limits: Limits) -> list[Finding]:
-    if limits.locked_bytes is None or not limits.has_infiniband:
-        return []
-    what = f"{size_text(limits.locked_bytes)}: InfiniBand registers its buffers as locked memory, and fails beyond it"
-    todo = "Set `memlock unlimited` in /etc/security/limits.conf (container: `--ulimit memlock=-1`)."
-    return [problem("locked memory", what, todo)]
+def _check_directory(name: str, path: Path) -> list[Finding]:
+    at = path
+    while not at.exists() and at != at.parent:
+        at = at.parent
+    facts = os.statvfs(at)
+    with tempfile.TemporaryFile(dir=at) as file:  # unnamed, so that a killed command leaves no file
+        file.write(b"x" * 4096)
+        file.flush()
+        os.fdatasync(file.fileno())
+    return judge_directory(name, path, file_system_of(at), facts.f_bavail * facts.f_frsize)
+
+
+def judge_directory(name: str, path: Path, file_system: str, free_bytes: int) -> list[Finding]:
+    """Return findings on a directory that is writable; ``file_system`` is empty if unknown."""
+    free = size_text(free_bytes)
+    found = [ok(name, ", ".join(fact for fact in (str(path), file_system, f"{free} free") if fact))]
+    if free_bytes < 10 * _GIB:
+        what = (
+            f"{free} free: a checkpoint of a model with N billion parameters and Adam takes 14 N GiB or more"
+        )
+        todo = "Free some, or choose a directory on another disk."
+        found.append((problem if free_bytes < _GIB else note)(f"{name} space", what, todo))
+    if file_system in _NETWORK_FILE_SYSTEMS and name == "state":
+        what = f"on a network file system ({file_system}), where SQLite's locks may not hold"
+        todo = "Put the state directory on a local disk (`dstrial up --state-dir`); checkpoints may stay."
+        found.append(note(f"{name} place", what, todo))
+    return found

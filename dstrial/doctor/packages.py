@@ -30,40 +30,18 @@ class Requirement:
     is_supported: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PythonEnvironment:
-    """The interpreter and its installed packages."""
-
-    version: str
-    executable: str
-    prefix: str  # of the virtual environment; empty without one
-    implementation: str
-    system: str
-    is_installed: bool  # whether dstrial is installed, not run from a checkout
-    namesake: str  # version and path of PyPI's other package of this name; empty if not installed
-    dstrial: str
-    python_versions: str
-    python_is_supported: bool
-    requirements: tuple[Requirement, ...] | None  # None if dstrial is not installed
-
-
-def measure() -> PythonEnvironment:
+def check() -> list[Finding]:
+    """Return findings on the interpreter, dstrial's installation and its requirements."""
     found = list(importlib.metadata.distributions(name="dstrial"))
     own = [one for one in found if any(script.value == _SCRIPT for script in one.entry_points)]
     python_versions = (own[0].metadata["Requires-Python"] if own else None) or ">=3.10"
-    return PythonEnvironment(
-        version=platform.python_version(),
-        executable=sys.executable,
-        prefix="" if sys.prefix == sys.base_prefix else sys.prefix,
-        implementation=platform.python_implementation(),
-        system=platform.system(),
-        is_installed=bool(own),
-        namesake=", ".join(f"{one.version} in {one.locate_file('')}" for one in found if one not in own),
-        dstrial=dstrial.__version__,
-        python_versions=python_versions,
-        python_is_supported=_contains(python_versions, platform.python_version()),
-        requirements=tuple(requirements(own[0].requires or [], installed_versions())) if own else None,
-    )
+    namesakes = [f"{one.version} in {one.locate_file('')}" for one in found if one not in own]
+    asked = requirements(own[0].requires or [], installed_versions()) if own else None
+    return [
+        _check_python(python_versions),
+        _judge_dstrial(", ".join(namesakes), is_installed=bool(own)),
+        *judge_requirements(asked),
+    ]
 
 
 def requirements(asked: Sequence[str], installed: Mapping[str, str]) -> list[Requirement]:
@@ -106,35 +84,29 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _contains(versions: str, version: str) -> bool:
+def _check_python(versions: str) -> Finding:
     from packaging.specifiers import SpecifierSet
 
-    return SpecifierSet(versions).contains(version, prereleases=True)
-
-
-def judge(python: PythonEnvironment) -> list[Finding]:
-    return [_judge_python(python), _judge_dstrial(python), *judge_requirements(python.requirements)]
-
-
-def _judge_python(python: PythonEnvironment) -> Finding:
-    where = f"virtual environment {python.prefix}" if python.prefix else "no virtual environment"
-    what = f"{python.implementation} {python.version}, {python.executable} ({where}), {python.system}"
-    if not python.python_is_supported:
-        return problem("python", what, f"Make an environment with Python {python.python_versions}.")
-    if python.system != "Linux":
+    version = platform.python_version()
+    where = "no virtual environment" if sys.prefix == sys.base_prefix else f"virtual environment {sys.prefix}"
+    implementation, system = platform.python_implementation(), platform.system()
+    what = f"{implementation} {version}, {sys.executable} ({where}), {system}"
+    if not SpecifierSet(versions).contains(version, prereleases=True):
+        return problem("python", what, f"Make an environment with Python {versions}.")
+    if system != "Linux":
         return problem("python", what, "dstrial needs Linux: it follows processes through /proc.")
     return ok("python", what)
 
 
-def _judge_dstrial(python: PythonEnvironment) -> Finding:
-    if python.namesake:
+def _judge_dstrial(namesakes: str, *, is_installed: bool) -> Finding:
+    if namesakes:
         return problem(
             "dstrial",
-            f"another package of this name is installed: {python.namesake}; ranks may import it",
+            f"another package of this name is installed: {namesakes}; ranks may import it",
             f"`{sys.executable} -m pip uninstall dstrial`, then `{install_command()}`.",
         )
-    how = "" if python.is_installed else ", a checkout that is not installed"
-    return ok("dstrial", f"{python.dstrial}, {_CHECKOUT}{how}")
+    how = "" if is_installed else ", a checkout that is not installed"
+    return ok("dstrial", f"{dstrial.__version__}, {_CHECKOUT}{how}")
 
 
 def judge_requirements(found: Sequence[Requirement] | None) -> list[Finding]:

@@ -3,77 +3,48 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import warm_start
 
-pytestmark = pytest.mark.process
-
-
-def run(*arguments):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    return warm_start.run(["dstrial.cli", *arguments], env=env, cwd=Path.cwd(), timeout=120)
+NO_SLOTS = "--slots: the value is '{}'; expected an integer of at least 1. Leave --slots out"
 
 
-def test_the_version_is_that_of_the_package():
-    result = run("--version")
-
-    assert result.returncode == 0
-    assert result.stdout.strip() == f"dstrial {importlib.metadata.version('dstrial')}"
+def test_version_is_that_of_the_package(dstrial_command):
+    assert dstrial_command("--version")[:2] == (0, f"dstrial {importlib.metadata.version('dstrial')}\n")
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("frobnicate",), ("check",), ("check", "exp.yaml", "--slots", "0")]
-)
-def test_wrong_usage_exits_with_2(arguments):
-    result = run(*arguments)
-
-    assert result.returncode == 2
-    assert "usage: dstrial" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "near"),
+    ("words", "said"),
     [
-        (("rnu",), "run"),
-        (("checkpoint", "inspct"), "inspect"),
-        (("checkpoint", "inspect", "x", "--paramters"), "--parameters"),
-        (("run", "exp.yaml", "--confg", "a=1"), "--config"),
+        ("", "usage: dstrial"),
+        ("frobnicate", "usage: dstrial"),
+        ("check", "usage: dstrial check"),
+        ("rnu", "did you mean run?"),
+        ("checkpoint inspct", "did you mean inspect?"),
+        ("checkpoint inspect x --paramters", "did you mean --parameters?"),
+        ("run exp.yaml --confg a=1", "did you mean --config?"),
+        *((f"run exp.yaml {option}", "unrecognized") for option in ("--bind", "--device", "--nodes")),
+        *((f"check exp.yaml --slots {slots}", NO_SLOTS.format(slots)) for slots in ("0", "x", "1.5")),
+        ("run exp.yaml --slots 0", NO_SLOTS.format("0")),
+        ("checkpoint verify", "usage: dstrial checkpoint verify"),
+        ("checkpoint mend x", "invalid choice: 'mend'"),
+        ("checkpoint export x y --max-shard-size much", "expected for example 5GB"),
+        ("list -n 0", "expected an integer of at least 1"),
     ],
 )
-def test_misspelt_word_names_the_nearest(arguments, near):
-    result = run(*arguments)
-
-    assert result.returncode == 2
-    assert f"did you mean {near}?" in result.stderr
-
-
-@pytest.mark.parametrize("option", ["--bind", "--device", "--nodes", "--verbose"])
-def test_unrelated_option_gets_no_suggestion(option):
-    result = run("run", "exp.yaml", option)
-
-    assert result.returncode == 2
-    assert "did you mean" not in result.stderr
+def test_wrong_usage_exits_with_2_and_suggests_the_nearest_word(dstrial_command, words, said):
+    exit_code, _, err = dstrial_command(*words.split())
+    assert exit_code == 2
+    assert said in err
+    assert ("did you mean" in err) is ("did you mean" in said)
 
 
 @pytest.mark.parametrize("command", ["run", "checkpoint inspect", "list"])
-def test_usage_line_names_the_command(command):
-    assert run(*command.split(), "--help").stdout.startswith(f"usage: dstrial {command} [-h]")
+def test_usage_line_names_the_command(dstrial_command, command):
+    assert dstrial_command(*command.split(), "--help")[1].startswith(f"usage: dstrial {command} [-h]")
 
 
-@pytest.mark.parametrize("slots", ["0", "x", "1.5"])
-@pytest.mark.parametrize("command", ["check", "run"])
-def test_slots_that_are_no_number_are_explained(command, slots):
-    result = run(command, "exp.yaml", "--slots", slots)
-
-    assert result.returncode == 2
-    assert (
-        f"--slots: the value is '{slots}'; expected an integer of at least 1. Leave --slots out"
-        in result.stderr
-    )
-
-
+@pytest.mark.process
 def test_output_that_nobody_reads_is_no_traceback(tmp_path):
     (tmp_path / "exp.yaml").write_text(
         "searcher: {name: single, metric: loss, max_length: {batches: 1}}\nentrypoint: ls\n"
@@ -92,6 +63,7 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path):
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_check_with_closed_streams_exits_as_ever(tmp_path, closed):
     config = "searcher: {name: single, metric: loss, max_length: {batches: 1}}\nentrypoint: ls\n"
@@ -105,6 +77,7 @@ def test_check_with_closed_streams_exits_as_ever(tmp_path, closed):
         assert "Traceback" not in result.stderr
 
 
+@pytest.mark.process
 def test_a_checkout_that_is_not_installed_has_no_metadata_and_works(tmp_path):
     """So it is where a bare machine runs ``make gpu PYTHON=python3``."""
     code = (

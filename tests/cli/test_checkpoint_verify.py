@@ -136,12 +136,6 @@ def test_what_is_no_checkpoint_is_told_with_what_would_be(dstrial_command: Comma
         assert "Traceback" not in err
 
 
-def test_wrong_usage_exits_with_2(dstrial_command: Command) -> None:
-    assert dstrial_command("checkpoint", "verify")[0] == 2
-    assert dstrial_command("checkpoint", "mend", "x")[0] == 2
-    assert dstrial_command("checkpoint", "export", "x", "y", "--max-shard-size", "much")[0] == 2
-
-
 @pytest.mark.parametrize("action", ["inspect", "verify", "diff", "export", "reshape"])
 def test_the_help_of_every_action_has_examples(dstrial_command: Command, action: str) -> None:
     exit_code, out, _ = dstrial_command("checkpoint", action, "--help")

@@ -113,7 +113,6 @@ def test_the_document_is_what_its_description_says_and_the_exit_status_follows_f
         "what trials import",
         "driver",
         "C++ compiler",
-        "gloo interface",
         "/dev/shm",
     ):
         assert names[name]["status"] == "ok", names[name]
@@ -173,17 +172,6 @@ def test_limits_of_a_shell_are_told(doctor):
     assert "64 a process" in problems(done)["open files"]["what"]
 
 
-def test_shared_memory_of_a_container_is_too_small(doctor):
-    namespace = ["unshare", "--mount", "true"]
-    if shutil.which("unshare") is None or subprocess.run(namespace, capture_output=True).returncode:
-        pytest.skip("Requires: [mount namespaces]")
-    mount = "mount -t tmpfs -o size=64m,mode=1777 shm /dev/shm"
-    inner = f"{mount} && exec {sys.executable} -m dstrial.cli doctor --fast --json"
-    done = doctor("--fast", "--json", before=f"exec unshare --mount bash -c '{inner}'")
-    assert "64 MiB" in problems(done)["/dev/shm"]["what"]
-    assert "--shm-size" in problems(done)["/dev/shm"]["todo"]
-
-
 def test_an_import_that_hangs_is_ended_and_named_and_the_rest_goes_on(doctor, tmp_path):
     shadow = tmp_path / "shadow" / "torch"
     shadow.mkdir(parents=True)
@@ -198,42 +186,10 @@ def test_an_import_that_hangs_is_ended_and_named_and_the_rest_goes_on(doctor, tm
     assert findings(done)["python"]["status"] == "ok"
 
 
-def test_an_import_that_ends_the_process_is_named_by_its_signal(doctor, tmp_path):
-    shadow = tmp_path / "shadow" / "torch"
-    shadow.mkdir(parents=True)
-    (shadow / "__init__.py").write_text("import os, signal\n\nos.kill(os.getpid(), signal.SIGILL)\n")
-    found = problems(doctor("--json", PYTHONPATH=shadow.parent))
-    assert "SIGILL" in found["import torch"]["what"]
-    assert "AVX" in found["import torch"]["todo"]
-
-
 def test_a_file_that_shadows_a_library_for_trials_is_found(doctor, tmp_path):
     (tmp_path / "cwd").mkdir()
     (tmp_path / "cwd" / "deepspeed.py").write_text("raise ImportError('no deepspeed but mine')\n")
     assert "no deepspeed but mine" in problems(doctor("--json"))["import deepspeed"]["what"]
-
-
-def test_an_accelerator_that_is_asked_for_and_not_there_is_a_problem(doctor):
-    assert (
-        "DS_ACCELERATOR=cuda"
-        in problems(doctor("--fast", "--json", DS_ACCELERATOR="cuda"))["accelerators"]["what"]
-    )
-    assert "expected 2" in problems(doctor("--fast", "--json", "--require-gpus", "2"))["accelerators"]["what"]
-
-
-def test_a_device_in_use_is_told_with_process_account_and_memory(doctor, driver):
-    with subprocess.Popen(["sleep", "600"]) as other:
-        try:
-            done = doctor(
-                "--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_PID=other.pid, FAKE_NVML_USED_GIB=20
-            )
-        finally:
-            other.kill()
-    use = findings(done)["device 0 use"]
-    assert use["status"] == "note"
-    assert f"process {other.pid} (sleep of " in use["what"]
-    assert "20 GiB" in use["what"]
-    assert "121 GiB free" in use["what"]
 
 
 def test_a_driver_is_read_through_its_library_and_a_cpu_build_of_torch_does_not_fit_it(doctor, driver):
@@ -244,20 +200,12 @@ def test_a_driver_is_read_through_its_library_and_a_cpu_build_of_torch_does_not_
     build = problems(done)["build"]
     if torch.version.cuda is None:
         assert "CPU only" in build["what"]
-        assert "CUDA 11.8" in build["todo"]
-    else:
-        assert "the driver is 470.256.02, which serves CUDA up to 11.4" in build["what"]
+    assert "a build of torch for CUDA 11.4 or older" in build["todo"]
 
 
 def test_devices_that_are_divided_or_hidden_are_told(doctor, driver):
     divided = findings(doctor("--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_MIG=3))
     assert "3 MIG instances" in divided["device 0"]["what"]
-    assert (
-        findings(doctor("--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_MIG=0))["device 0 MIG"][
-            "status"
-        ]
-        == "problem"
-    )
     hidden = doctor("--fast", "--json", "--require-gpus", LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="")
     assert findings(hidden)["CUDA_VISIBLE_DEVICES"]["status"] == "note"
     assert "CUDA_VISIBLE_DEVICES" in problems(hidden)["accelerators"]["todo"]
@@ -275,7 +223,7 @@ def test_wrong_usage_is_told(doctor):
         assert "usage:" in done.stderr
 
 
-def test_names_that_others_choose_cannot_write_to_the_terminal(doctor, driver, tmp_path):
+def test_device_in_use_names_its_process_without_control_characters(doctor, driver):
     """A process names itself, and a variable holds any bytes: neither may move the cursor, or end the command."""
     program = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\x1b[2Jgone'); print('ready', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
@@ -284,17 +232,21 @@ def test_names_that_others_choose_cannot_write_to_the_terminal(doctor, driver, t
             variables = {
                 "LD_LIBRARY_PATH": driver,
                 "FAKE_NVML_PID": other.pid,
+                "FAKE_NVML_USED_GIB": 20,
                 "NCCL_TOPO_FILE": "a\x1b[31m\udcffb",
             }
-            text = doctor("--fast", **variables)
-            ascii_text = doctor("--fast", PYTHONIOENCODING="ascii", **variables)
+            text = doctor("--fast", PYTHONIOENCODING="ascii", **variables)
             document = doctor("--fast", "--json", **variables)
         finally:
             other.kill()
-    assert text.stderr == ascii_text.stderr == document.stderr == ""
+    assert text.stderr == document.stderr == ""
     assert "\x1b" not in text.stdout
     assert "[2Jgone of " in text.stdout
-    assert "[2Jgone of " in findings(document)["device 0 use"]["what"]
+    use = findings(document)["device 0 use"]
+    assert use["status"] == "note"
+    assert f"process {other.pid} (" in use["what"]
+    for part in ("[2Jgone of ", "20 GiB", "121 GiB free"):
+        assert part in use["what"]
 
 
 def test_what_it_started_ends_with_it(tmp_path):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dstrial.cli import follow as following
 from dstrial.cli.follow import (
     FollowResult,
     LogTail,
-    StallReporter,
     Verdict,
     judge,
     judge_experiment,
@@ -163,36 +159,6 @@ def test_search_is_judged_by_its_experiment(
 ) -> None:
     followed = FollowResult(experiment(state, exit_code=3, end_reason="every trial failed"), stopped_by)
     assert judge_experiment(followed, judge_search(followed)) == Verdict(*expected)
-
-
-def test_stopped_master_is_reported_after_a_grace_and_its_end_only_where_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s, is_held, said = 1000.0, True, list[str]()
-    record: Any = SimpleNamespace(pid=7)
-    master: Any = SimpleNamespace(state=SimpleNamespace(running=lambda: record))
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    monkeypatch.setattr(following, "is_stopped", lambda _pid: is_held)
-    reporter = StallReporter(master, 1, said.append)
-
-    def poll(after_s: float, *, stopped: bool) -> list[str]:
-        nonlocal now_s, is_held
-        now_s, is_held = now_s + after_s, stopped
-        said.clear()
-        reporter.poll(with_trials=False)
-        return [text.partition(":")[2].partition(",")[0].strip() for text in said]
-
-    assert poll(0, stopped=True) == []
-    assert poll(9, stopped=True) == []
-    assert poll(0.5, stopped=False) == []
-    assert poll(0, stopped=True) == []
-    assert poll(10, stopped=True) == ["the master"]
-    assert poll(10, stopped=True) == []
-    assert poll(1, stopped=False) == ["no longer"]
-    assert poll(0, stopped=True) == []
-    assert poll(10, stopped=True) == ["the master"]
-    record = None
-    assert poll(1, stopped=False) == []
 
 
 def test_lines_of_the_master_that_say_what_a_trial_waits_for_are_shown() -> None:

@@ -52,14 +52,6 @@ def test_init_quotes_directory_in_printed_command(tmp_path: Path, capsys: pytest
     assert f"cd '{tmp_path / 'my project'}' && dstrial run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("limit", ["0", "-1", "x"])
-def test_list_limit_below_one_is_wrong_usage(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["list", "-n", limit])
-
-    assert "expected an integer of at least 1" in capsys.readouterr().err
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_project_of_template_trains_and_is_listed(

@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,8 @@ from dstrial.master.state_directory import StateDirectory, process_start_time
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
+
+Command = Callable[..., tuple[int, str, str]]
 
 # With these a command is a fork of what has imported it.
 VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -62,8 +64,10 @@ def auth_entries(master: MasterForTest) -> dict[str, dict[str, object]]:
 
 
 def test_up_listens_on_loopback_only_and_says_where(master: MasterForTest) -> None:
+    before = auth_entries(master)
     second = master.dstrial("up")
     assert second.returncode == 0, second.stderr
+    assert auth_entries(master) == before
     port = master.record.port
     assert second.stdout.startswith("the master is already running\n")
     assert f"address:  http://localhost:{port} (process {master.record.pid})\n" in second.stdout
@@ -112,23 +116,18 @@ def test_up_logs_det_in_under_both_names_and_for_nobody_else(master: MasterForTe
     assert stranger.returncode != 0
 
 
-def test_up_keeps_a_login_of_this_master(master: MasterForTest) -> None:
-    before = auth_entries(master)
-    assert master.dstrial("up").returncode == 0
-    assert auth_entries(master) == before
-
-
 def test_up_leaves_the_login_of_another_master_and_says_how_to_log_in(
     master: MasterForTest, login_of_another: str
 ) -> None:
-    told = master.dstrial("up")
+    told = master.dstrial("up", "--slots", "7", "--no-password")
     assert told.returncode == 0
+    assert "--slots 7, --no-password changes nothing while it runs" in told.stderr
     assert f"det is logged in to another master at {login_of_another}; that is left as it is" in told.stderr
     assert auth_entries(master)[login_of_another]["tokens"] == {"me": "of another master"}
     assert f"not logged in at {login_of_another}" in told.stdout
 
 
-@pytest.mark.parametrize(("answer", "tokens"), [("y", {"determined"}), ("n", {"me"}), ("", {"me"})])
+@pytest.mark.parametrize(("answer", "tokens"), [("y", {"determined"}), ("", {"me"})])
 def test_on_a_terminal_up_asks_before_it_replaces_a_login(
     master: MasterForTest, login_of_another: str, answer: str, tokens: set[str]
 ) -> None:
@@ -167,53 +166,17 @@ def test_without_passwords_det_needs_no_login(tmp_path: Path) -> None:
         assert not master.state.credentials_path.exists()
 
 
-def test_options_that_a_running_master_cannot_follow_are_named(master: MasterForTest) -> None:
-    told = master.dstrial("up", "--slots", "7", "--no-password")
-    assert told.returncode == 0
-    assert "--slots 7, --no-password changes nothing while it runs" in told.stderr
-
-
-def test_another_program_on_the_port_is_one_clear_error(tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        ended = warm_start.run_command(
-            [
-                sys.executable,
-                "-m",
-                "dstrial.cli",
-                "up",
-                "--port",
-                str(port),
-                "--state-dir",
-                str(tmp_path / "s"),
-            ],
-            env={**os.environ, **VARIABLES, "XDG_CONFIG_HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-        )
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(f"port {port} of 127.0.0.1 is taken by another program")
-    assert "Traceback" not in ended.stderr
-    assert StateDirectory(tmp_path / "s").running() is None
-
-
-def test_wrong_settings_are_named_and_nothing_is_started(tmp_path: Path) -> None:
+def test_wrong_settings_and_missing_logs_are_clear_errors(tmp_path: Path, dstrial_command: Command) -> None:
     (tmp_path / "master.yaml").write_text("prot: 80\n")
-    ended = warm_start.run_command(
-        [
-            *(sys.executable, "-m", "dstrial.cli", "up", "--port", "0", "--state-dir", str(tmp_path / "s")),
-            *("--config-file", str(tmp_path / "master.yaml")),
-        ],
-        env={**os.environ, **VARIABLES, "XDG_CONFIG_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 1
-    assert "prot" in ended.stderr
-    assert "port" in ended.stderr
+    place = ("--state-dir", tmp_path / "s")
+    exit_code, _, err = dstrial_command("up", *place, "--config-file", tmp_path / "master.yaml")
+    assert exit_code == 1
+    assert "prot" in err
+    assert "port" in err
     assert StateDirectory(tmp_path / "s").running() is None
+    exit_code, _, err = dstrial_command("logs", *place)
+    assert exit_code == 1
+    assert "does not exist; expected the log of a master" in err
 
 
 def test_two_starts_at_once_give_one_master(tmp_path: Path) -> None:
@@ -288,13 +251,6 @@ def test_down_ends_the_master_and_up_starts_it_with_what_it_knew(master: MasterF
     assert master.det("user", "whoami").stdout == "You are logged in as user 'determined'\n"
 
 
-def test_a_killed_master_is_not_running_and_starts_again(master: MasterForTest) -> None:
-    master.kill()
-    assert master.dstrial("status").returncode == 1
-    master.up()
-    assert master.dstrial("status").returncode == 0
-
-
 def test_an_open_stream_does_not_keep_the_master_from_ending(master: MasterForTest) -> None:
     with socket.create_connection(("127.0.0.1", master.record.port)) as connection:
         connection.sendall(b"GET /info HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -328,17 +284,6 @@ def test_logs_print_the_end_of_the_masters_log_and_follow_it(master: MasterForTe
         assert following.wait(30) == 130
 
 
-def test_logs_without_a_master_are_an_error(tmp_path: Path) -> None:
-    ended = warm_start.run_command(
-        [sys.executable, "-m", "dstrial.cli", "logs", "--state-dir", str(tmp_path)],
-        env={**os.environ, **VARIABLES},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 1
-    assert "does not exist; expected the log of a master" in ended.stderr
-
-
 def test_in_the_foreground_the_log_is_shown_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     env = {**os.environ, "DSTRIAL_STATE_DIR": str(tmp_path / "s"), "XDG_CONFIG_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "dstrial.cli", "up", "--foreground", "--port", "0", "--slots", "1"]
@@ -362,9 +307,12 @@ def test_the_state_directory_of_a_port_error_can_be_used_afterwards(
     master: MasterForTest, tmp_path: Path
 ) -> None:
     other = StateDirectory(tmp_path / "other")
-    ended = master.dstrial("up", "--state-dir", str(other.path), "--port", str(master.record.port))
+    port = master.record.port
+    ended = master.dstrial("up", "--state-dir", str(other.path), "--port", str(port))
     assert ended.returncode == 1
-    assert "is taken by another program" in ended.stderr
+    assert ended.stderr.startswith(f"port {port} of 127.0.0.1 is taken by another program")
+    assert "Traceback" not in ended.stderr
+    assert other.running() is None
     ended = master.dstrial("up", "--state-dir", str(other.path), "--port", "0", "--slots", "1")
     try:
         assert ended.returncode == 0, ended.stderr

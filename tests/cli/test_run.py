@@ -77,13 +77,6 @@ with core.init(
             break
 """
 
-FAILING_SCRIPT = """
-import os, sys
-print("about to fail")
-if os.environ["RANK"] == "1":
-    raise RuntimeError("the reason")
-"""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Project:
@@ -125,22 +118,17 @@ def make_project(tmp_path: Path, shared_master: MasterForTest) -> MakeProject:
 
 @pytest.mark.process
 class TestScripts:
-    @pytest.mark.parametrize("reader", [">&-", "| head -1"])
-    def test_run_without_a_reader_trains_to_its_end(self, make_project: MakeProject, reader: str) -> None:
+    def test_run_reports_warns_once_and_names_its_files_and_commands(self, make_project: MakeProject) -> None:
+        """Also where ``det`` by itself asks another address, as with port 8080 taken."""
         project = make_project(CORE_API_SCRIPT, "python3 -m dstrial.launch train.py 'an argument'")
-        command = f"({shlex.join(project.command())}; echo $? > '{project.directory}/exit_code') {reader}"
-
-        ended = subprocess.run(
-            ["sh", "-c", command], capture_output=True, text=True, timeout=DEADLINE_S, env=dict(project.env)
-        )
-
-        assert (project.directory / "exit_code").read_text() == "0\n", ended.stderr
-        assert "Traceback" not in ended.stderr
-        assert [path.read_record().state for path in project.run_directories()] == [RunState.COMPLETED]
-
-    def test_a_run_reports_ends_with_where_its_files_are_and_exits_0(self, make_project: MakeProject) -> None:
-        project = make_project(CORE_API_SCRIPT, "python3 -m dstrial.launch train.py 'an argument'")
-        ended = project.run("--slots", "2")
+        with project.config.open("a") as file:
+            file.write(
+                "checkpoint_storage: {type: shared_fs, host_path: /no/such/place, save_trial_best: 1}\n"
+            )
+            file.write("bind_mounts: [{host_path: /data, container_path: /data}]\nlabels: [one]\n")
+            file.write("slurm: {sbatch_args: [--time=1]}\n")
+        env = {name: value for name, value in project.env.items() if not name.startswith("DET_MASTER")}
+        ended = dataclasses.replace(project, env=env).run("--slots", "2")
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "[rank 0] variables yes True ['an argument']" in ended.stdout
         assert re.search(
@@ -162,26 +150,10 @@ class TestScripts:
         log = run_directory.attempt_logs_path(1) / "rank_0" / "stdout.log"
         assert "variables yes" in log.read_text()
 
-    def test_unused_config_keys_are_warned_about_once(self, make_project: MakeProject) -> None:
-        project = make_project("")
-        with project.config.open("a") as file:
-            file.write(
-                "checkpoint_storage: {type: shared_fs, host_path: /no/such/place, save_trial_best: 1}\n"
-            )
-            file.write("bind_mounts: [{host_path: /data, container_path: /data}]\nlabels: [one]\n")
-            file.write("slurm: {sbatch_args: [--time=1]}\n")
-        ended = project.run()
-        assert ended.returncode == 0, ended.stdout + ended.stderr
         (warning,) = [line for line in ended.stderr.splitlines() if "does not use" in line]
         keys = "bind_mounts, checkpoint_storage.host_path, checkpoint_storage.type, slurm"
         assert f"exp file.yaml: `dstrial run` does not use {keys}: ranks" in warning
 
-    def test_printed_det_command_reaches_the_run_master(self, make_project: MakeProject) -> None:
-        """Where ``det`` by itself asks another address, as with port 8080 taken."""
-        project = make_project("")
-        env = {name: value for name, value in project.env.items() if not name.startswith("DET_MASTER")}
-        ended = dataclasses.replace(project, env=env).run()
-        assert ended.returncode == 0, ended.stdout + ended.stderr
         printed = re.search(r"^experiment: +(\d+) \((.*)\)$", ended.stdout, re.M)
         assert printed is not None, ended.stdout
         described = subprocess.run(
@@ -189,19 +161,6 @@ class TestScripts:
         )
         assert described.returncode == 0, described.stdout + described.stderr
         assert re.search(rf"^ +{printed[1]} \|.* my experiment ", described.stdout, re.M), described.stdout
-
-    def test_a_failing_rank_is_named_with_its_traceback_last(self, make_project: MakeProject) -> None:
-        project = make_project(FAILING_SCRIPT)
-        ended = project.run("--slots", "2")
-        assert ended.returncode == 1
-        assert "[rank 0] about to fail" in ended.stdout
-        assert "rank 1 failed first (exit code 1" in ended.stderr
-        assert ended.stderr.rstrip().endswith("RuntimeError: the reason")
-        (run_directory,) = project.run_directories()
-        record = run_directory.read_record()
-        assert record.state is RunState.FAILED
-        assert record.failure is not None
-        assert re.fullmatch(r"rank 1 failed first .*: RuntimeError: the reason", record.failure)
 
     @pytest.mark.parametrize(("signal_", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_latest_goes_on(
@@ -229,9 +188,11 @@ class TestScripts:
         assert run_directory.attempt_logs_path(1).is_dir()
 
     def test_a_second_ctrl_c_leaves_the_pause_to_the_master(
-        self, make_project: MakeProject, shared_master: MasterForTest
+        self, make_project: MakeProject, shared_master: MasterForTest, tmp_path: Path
     ) -> None:
-        script = CORE_API_SCRIPT.replace("time.sleep(0.01)", "time.sleep(0.01)\n            time.sleep(5)")
+        may_stop = tmp_path / "may stop"
+        waits = f"while not os.path.exists({str(may_stop)!r}):\n                time.sleep(0.01)"
+        script = CORE_API_SCRIPT.replace("is_stopping = True", f"{waits}\n            is_stopping = True")
         project = make_project(script, "python3 train.py wait")
         code, output = run_and_signal(
             project, project.command(), "waiting for a signal", [signal.SIGINT, signal.SIGINT]
@@ -245,6 +206,7 @@ class TestScripts:
         (run_directory,) = project.run_directories()
         refused = project.run("--resume", str(run_directory.path))
         assert refused.returncode == 1
+        may_stop.touch()
         submission = Submission.read(run_directory)
         assert submission is not None
         assert kill.group(1) == str(submission.experiment_id)
@@ -256,27 +218,6 @@ class TestScripts:
         again = Submission.read(run_directory)
         assert again is not None
         assert again.experiment_id == submission.experiment_id
-
-    def test_second_ctrl_c_tells_what_the_master_saved(
-        self, make_project: MakeProject, shared_master: MasterForTest
-    ) -> None:
-        hangs = "is_stopping = True\n        if is_stopping:\n            time.sleep(600)"
-        saves = "if batch in (3, 10):"
-        script = CORE_API_SCRIPT.replace("is_stopping = True", hangs)
-        project = make_project(
-            script.replace("if is_stopping or batch == 10:", saves), "python3 train.py wait"
-        )
-        code, output = run_and_signal(
-            project, project.command(), "waiting for a signal", [signal.SIGINT, signal.SIGINT]
-        )
-        assert code == 130
-        assert "stopped at batch 5 of 10 (left to the master, which has saved batch 3 so far)" in output
-        (run_directory,) = project.run_directories()
-        submission = Submission.read(run_directory)
-        assert submission is not None
-        client = shared_master.client()
-        client.post(f"/api/v1/experiments/{submission.experiment_id}/kill")
-        assert until_settled(shared_master, submission.experiment_id).state == "CANCELED"
 
     def test_ctrl_c_on_ranks_that_hang_ends_in_time(self, make_project: MakeProject) -> None:
         hangs = "is_stopping = True\n            time.sleep(600)"
@@ -324,45 +265,23 @@ class TestScripts:
             assert (view.state, view.trials[0].num_allocations) == ("COMPLETED", 2)
             assert experiment_view(master.state, 2) is None
 
-    def test_a_program_that_knows_nothing_of_the_master_is_ended_by_ctrl_c(
-        self, make_project: MakeProject
-    ) -> None:
-        script = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(600)"
-        project = make_project(script)
-        code, output = run_and_signal(project, project.command(), "up", [signal.SIGINT])
-        assert code == 130
-        assert "state:         stopped (SIGINT; no checkpoint)" in output
-        assert re.search(r"or with: +(\S*/)?det experiment activate \d+", output)
-
-    def test_without_a_reader_the_run_goes_on_and_its_summary_is_shown_on_the_terminal(
-        self, make_project: MakeProject
-    ) -> None:
-        project = make_project(CORE_API_SCRIPT)
-        ours, theirs = pty.openpty()
-        with started(project, project.command(), stderr=theirs) as process:
-            os.close(theirs)
-            assert process.stdout is not None
-            process.stdout.readline()
-            process.stdout.close()
-            shown = b"".join(_read_until_closed(ours)).decode()
-            assert process.wait(DEADLINE_S) == 0, shown
-        os.close(ours)
-        assert "state:         completed at batch 10 of 10" in shown
-        assert "Traceback" not in shown
-        (run_directory,) = project.run_directories()
-        assert run_directory.read_record().state is RunState.COMPLETED
-
-    def test_a_stop_after_the_reader_has_gone_saves_a_checkpoint_and_is_on_record(
+    def test_stop_without_a_reader_saves_and_shows_the_summary_on_the_terminal(
         self, make_project: MakeProject
     ) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
-        with started(project, project.command(), stderr=subprocess.STDOUT, popen=subprocess.Popen) as process:
+        ours, theirs = pty.openpty()
+        with started(project, project.command(), stderr=theirs, popen=subprocess.Popen) as process:
+            os.close(theirs)
             assert process.stdout is not None
             while "waiting for a signal" not in process.stdout.readline():
                 pass
             process.stdout.close()
             process.send_signal(signal.SIGINT)
-            assert process.wait(DEADLINE_S) == 130
+            shown = b"".join(_read_until_closed(ours)).decode()
+            assert process.wait(DEADLINE_S) == 130, shown
+        os.close(ours)
+        assert "state:         stopped at batch 5 of 10 (SIGINT)" in shown
+        assert "Traceback" not in shown
         (run_directory,) = project.run_directories()
         assert run_directory.read_record().state is RunState.STOPPED
         assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
@@ -374,13 +293,6 @@ class TestScripts:
         assert "the command is 'no-such-program'; expected a program that can be run" in ended.stdout
         (run_directory,) = project.run_directories()
         assert run_directory.read_record().state is RunState.FAILED
-
-    def test_a_runs_directory_that_cannot_be_made_is_one_clear_error(self, make_project: MakeProject) -> None:
-        project = make_project(CORE_API_SCRIPT)
-        ended = project.run("--runs-dir", str(project.config))
-        assert ended.returncode == 1
-        assert "cannot be made (Not a directory); expected a directory that can be written to" in ended.stderr
-        assert "Traceback" not in ended.stderr
 
     def test_resume_goes_on_from_a_checkpoint_that_is_named_and_keeps_what_came_after(
         self, make_project: MakeProject
@@ -400,29 +312,24 @@ class TestScripts:
         assert len(list_checkpoints(run_directory.checkpoints_path)) == 3
 
     @pytest.mark.parametrize(
-        ("resume", "message"),
+        ("options", "message"),
         [
-            ("latest", "no run of 'my experiment' with the context directory"),
-            ("nowhere", "expected 'latest', a run directory, or the directory of a complete checkpoint"),
+            (["--resume", "latest"], "no run of 'my experiment' with the context directory"),
+            (["--resume", "nowhere"], "expected 'latest', a run directory, or the directory of a complete"),
+            (["--config", "searcher.name=none"], "searcher.name"),
+            (["--test"], "expected a trial class"),
+            (["--runs-dir", __file__], "cannot be made (Not a directory); expected a directory that can be"),
         ],
     )
-    def test_asked_to_resume_from_nothing_is_an_error(
-        self, make_project: MakeProject, resume: str, message: str
+    def test_wrong_run_is_refused_and_leaves_nothing(
+        self, make_project: MakeProject, options: list[str], message: str
     ) -> None:
         project = make_project(CORE_API_SCRIPT)
-        ended = project.run("--resume", resume)
+        ended = project.run(*options)
         assert ended.returncode == 1
         assert message in ended.stderr
+        assert "Traceback" not in ended.stderr
         assert project.run_directories() == []
-
-    def test_a_run_without_a_checkpoint_is_not_started_anew_by_resume(
-        self, make_project: MakeProject
-    ) -> None:
-        project = make_project("raise SystemExit(7)")
-        assert project.run().returncode == 7
-        ended = project.run("--resume", "latest")
-        assert ended.returncode == 1
-        assert re.search(r"no run of 'my experiment' .* has a complete checkpoint", ended.stderr)
 
     def test_the_same_command_begins_a_run_in_its_directory_and_goes_on_with_it(
         self, make_project: MakeProject, tmp_path: Path
@@ -443,15 +350,9 @@ class TestScripts:
         rows = read_json_lines(RunDirectory(own).metrics_path)
         assert [row["steps_completed"] for row in rows if row["group"] == "training"] == list(range(1, 11))
         assert project.run_directories() == [], "none beside it"
-
-    def test_run_in_removed_run_directory_begins_anew(
-        self, make_project: MakeProject, tmp_path: Path
-    ) -> None:
-        project = make_project(CORE_API_SCRIPT)
-        own = tmp_path / "r"
-        assert project.run("--run-dir", str(own)).returncode == 0
         shutil.rmtree(own)
-        ended = project.run("--run-dir", str(own))
+        (project.directory / "train.py").write_text("")
+        ended = warm_start.run_command(command, env=dict(project.env), capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert RunDirectory(own).read_record().num_attempts == 1
 
@@ -462,28 +363,18 @@ class TestScripts:
         assert project.run().returncode == 0
         (older,) = project.run_directories()
         train = project.directory / "train.py"
-        train.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+        ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+        train.write_text(f"import signal, time\n{ignores}\nprint('up', flush=True)\ntime.sleep(600)\n")
         code, output = run_and_signal(project, project.command(), "up", [signal.SIGINT])
         assert code == 130
         assert "stopping all ranks; ranks that have not ended after 600 s" in output
         assert "state:         stopped (SIGINT; no checkpoint)" in output
+        assert re.search(r"or with: +(\S*/)?det experiment activate \d+", output)
         train.write_text(CORE_API_SCRIPT)
         ended = project.run("--resume", "latest")
         assert ended.returncode == 0, ended.stderr
         assert f"has no complete checkpoint; going on with {older.path}" in ended.stderr
         assert older.read_record().num_attempts == 2
-
-    def test_a_wrong_config_starts_nothing_and_leaves_nothing(self, make_project: MakeProject) -> None:
-        project = make_project(CORE_API_SCRIPT)
-        ended = project.run("--config", "searcher.name=none")
-        assert ended.returncode == 1
-        assert "searcher.name" in ended.stderr
-        assert project.run_directories() == []
-
-    def test_a_script_cannot_be_tested(self, make_project: MakeProject) -> None:
-        ended = make_project(CORE_API_SCRIPT).run("--test")
-        assert ended.returncode == 1
-        assert "expected a trial class" in ended.stderr
 
     def test_on_a_terminal_there_is_a_progress_bar(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT)
@@ -492,13 +383,6 @@ class TestScripts:
         assert re.search(r"10/10 batches", output), output
         assert "time left" in output
         assert "state:         completed" in output
-
-    def test_on_a_terminal_without_progress_there_are_plain_lines(self, make_project: MakeProject) -> None:
-        project = make_project(CORE_API_SCRIPT)
-        code, output = on_terminal(project, project.command("--no-progress"))
-        assert code == 0, output
-        assert "batch 10/10  loss 0.1" in output
-        assert "time left" not in output
 
 
 def until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:

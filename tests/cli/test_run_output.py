@@ -10,7 +10,7 @@ import pytest
 from waiting import wait_for
 
 from dstrial.local.checkpoint_directory import list_checkpoints
-from dstrial.local.run_directory import RunDirectory
+from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.testing.master import MasterForTest
 
 DEADLINE_S = 240
@@ -139,11 +139,6 @@ class Locked(PyTorchCallback):
 class Unpicklable(Good):
     def build_callbacks(self):
         return {"my_counter": Locked()}
-
-
-class Killed(Good):
-    def mistake(self):
-        os.kill(os.getpid(), 9)
 """
 BROKEN = "import os\nimport no_such_package\n\n\nclass MyTrial:\n    pass\n"
 DS_CONFIG = """
@@ -245,6 +240,9 @@ def test_a_mistake_is_told_once_with_the_users_frames_alone(
     assert printed.count(HEAD) == 1, printed
     assert printed.count(last) == 1, printed
     assert ended.stderr.rstrip().endswith(last)
+    record = run_directory.read_record()
+    assert record.state is RunState.FAILED
+    assert re.fullmatch(rf"rank \d failed first .*: {re.escape(last)}", str(record.failure))
     frames = [line.strip() for line in printed.splitlines() if line.startswith('  File "')]
     assert [frame.rpartition(", in ")[2] for frame in frames] == places
     module = entrypoint.partition(":")[0]
@@ -270,14 +268,6 @@ def test_a_shortage_of_memory_says_what_was_held_and_what_to_change(
 
 
 @pytest.mark.ranks
-def test_a_rank_that_was_killed_says_how_much_it_held(project: Path, shared_master: MasterForTest) -> None:
-    ended, _ = run(project, shared_master, "model_def:Killed")
-    assert ended.returncode == 137
-    assert "rank 0 failed first (killed by SIGKILL" in ended.stderr
-    assert "The largest rank held " in ended.stderr
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize(("entrypoint", "slots"), [("FailsLate", 2), ("KilledLate", 1)])
 def test_failure_is_told_with_its_batch(
     entrypoint: str, slots: int, project: Path, shared_master: MasterForTest
@@ -285,6 +275,10 @@ def test_failure_is_told_with_its_batch(
     ended, _ = run(project, shared_master, f"model_def:{entrypoint}", slots, batches=40)
     # A rank that is killed at once may not have written the length of its run.
     assert re.search(r"^state: +failed at batch 5( of 40)? \(", ended.stdout, re.M), ended.stdout
+    if entrypoint == "KilledLate":
+        assert ended.returncode == 137
+        assert "rank 0 failed first (killed by SIGKILL" in ended.stderr
+        assert "The largest rank held " in ended.stderr
 
 
 @pytest.mark.ranks

@@ -1,4 +1,3 @@
-import itertools
 import re
 
 import pytest
@@ -9,8 +8,6 @@ from dstrial.config.batch import resolve_batch, solve_batch
 from dstrial.errors import ConfigError
 
 SIZES = st.integers(min_value=1, max_value=64)
-NOT_GIVEN = st.sampled_from([None, "auto"])
-LEGAL = [given for given in itertools.product([True, False], repeat=3) if given[0] or given[1]]
 
 
 def deepspeed_own(total, micro, steps, replicas):
@@ -29,35 +26,24 @@ def deepspeed_own(total, micro, steps, replicas):
     return (total, micro, steps) if holds else None
 
 
-@given(SIZES, SIZES, SIZES, st.sampled_from(LEGAL), NOT_GIVEN)
-def test_any_legal_subset_of_a_solution_is_solved_and_keeps_what_was_given(
-    micro, steps, replicas, is_given, absent
-):
-    sizes = (micro * steps * replicas, micro, steps)
-    solution = solve_batch(
-        *(size if there else absent for size, there in zip(sizes, is_given, strict=True)), replicas
-    )
-    solved = (
-        solution.train_batch_size,
-        solution.train_micro_batch_size_per_gpu,
-        solution.gradient_accumulation_steps,
-    )
-
-    assert solved[0] == solved[1] * solved[2] * replicas
-    assert all(got == size for got, size, there in zip(solved, sizes, is_given, strict=True) if there)
-    assert len(solution.solved) == is_given.count(False)
-
-
-@given(st.none() | SIZES, st.none() | SIZES, st.none() | SIZES, st.integers(min_value=1, max_value=8))
-def test_the_answer_is_deepspeeds_own_wherever_it_has_one(total, micro, steps, replicas):
+@given(
+    st.none() | SIZES,
+    st.none() | SIZES,
+    st.none() | SIZES,
+    st.integers(min_value=1, max_value=8),
+    st.booleans(),
+)
+def test_the_answer_is_deepspeeds_own_wherever_it_has_one(total, micro, steps, replicas, writes_auto):
     if total is None and micro is None:
         return
+    given_sizes = ["auto" if size is None and writes_auto else size for size in (total, micro, steps)]
     expected = deepspeed_own(total, micro, steps, replicas)
     if expected is None:
         with pytest.raises(ConfigError):
-            solve_batch(total, micro, steps, replicas)
+            solve_batch(*given_sizes, replicas)
     else:
-        solution = solve_batch(total, micro, steps, replicas)
+        solution = solve_batch(*given_sizes, replicas)
+        assert len(solution.solved) == (total, micro, steps).count(None)
         assert expected == (
             solution.train_batch_size,
             solution.train_micro_batch_size_per_gpu,

@@ -8,75 +8,52 @@ from dstrial.errors import ConfigError
 TWO_STAGES = {"dstrial": {"pipeline_stages": 2}}
 
 
-@pytest.mark.parametrize(
-    ("data", "asked", "otherwise", "replicas"),
-    [
-        ({}, None, 1, 8),
-        ({}, 4, 1, 2),
-        ({}, None, 2, 4),
-        (TWO_STAGES, None, 1, 4),
-        (TWO_STAGES, 2, 1, 4),
-        (TWO_STAGES, None, 8, 4),
-        ({"dstrial": {"pipeline_stages": 2, "model_parallel_size": 4}}, None, 1, 1),
-        ({"dstrial": {"background_saving": False}}, None, 1, 8),
-    ],
-)
-def test_replicas_are_ranks_over_what_the_config_the_call_or_the_checkpoint_says(
-    data, asked, otherwise, replicas
-):
-    assert replicas_of(data, 8, asked, otherwise=otherwise) == replicas
-
-
-def test_a_call_that_contradicts_the_config_is_refused():
-    with pytest.raises(ConfigError, match=r"is 4, but data\.dstrial says pipeline_stages 2; expected 2"):
-        replicas_of(TWO_STAGES, 8, 4)
-
-
-@pytest.mark.parametrize(("data", "asked"), [({"dstrial": {"pipeline_stages": 3}}, None), ({}, 3)])
-def test_ranks_that_cannot_be_divided_are_refused(data, asked):
-    with pytest.raises(ConfigError, match="3 ranks per replica on 8 ranks"):
-        replicas_of(data, 8, asked)
-
-
-def test_the_expected_size_of_a_call_leaves_out_the_ranks_of_a_sequence():
-    with pytest.raises(
-        ConfigError, match=r"is 4, but .* sequence_parallel_size 2; expected 1, pipeline stages"
-    ):
-        replicas_of({}, 8, 4, config={"sequence_parallel_size": 2})
-
-
 AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
+SEQUENCE = {"sequence_parallel_size": 2}
+BY_TWO = {"dstrial": {"model_parallel_size": 2}}
 
 
 @pytest.mark.parametrize(
-    ("data", "asked", "config", "replicas"),
+    ("data", "asked", "otherwise", "config", "replicas"),
     [
+        ({}, None, 1, None, 8),
+        ({}, 4, 1, None, 2),
+        ({}, None, 2, None, 4),
+        (TWO_STAGES, None, 1, None, 4),
+        (TWO_STAGES, 2, 1, None, 4),
+        (TWO_STAGES, None, 8, None, 4),
+        ({"dstrial": {"pipeline_stages": 2, "model_parallel_size": 4}}, None, 1, None, 1),
+        ({"dstrial": {"background_saving": False}}, None, 1, None, 8),
         # DeepSpeed counts each rank of AutoTP as a replica.
-        ({}, None, AUTOTP, 8),
-        ({"dstrial": {"model_parallel_size": 2}}, 2, AUTOTP, 8),
-        ({}, None, {"sequence_parallel_size": 2}, 4),
-        ({}, 1, {"sequence_parallel_size": 4}, 2),
-        ({"dstrial": {"model_parallel_size": 2}}, None, {"sequence_parallel_size": 2}, 2),
+        ({}, None, 1, AUTOTP, 8),
+        (BY_TWO, 2, 1, AUTOTP, 8),
+        ({}, None, 1, SEQUENCE, 4),
+        ({}, 1, 1, {"sequence_parallel_size": 4}, 2),
+        (BY_TWO, None, 1, SEQUENCE, 2),
     ],
 )
-def test_replicas_follow_the_sizes_in_the_deepspeed_config(data, asked, config, replicas):
-    assert replicas_of(data, 8, asked, config=config) == replicas
+def test_replicas_are_ranks_over_those_of_one_replica(data, asked, otherwise, config, replicas):
+    assert replicas_of(data, 8, asked, otherwise=otherwise, config=config) == replicas
 
 
 @pytest.mark.parametrize(
-    ("data", "asked", "said"),
+    ("data", "asked", "config", "said"),
     [
+        (TWO_STAGES, 4, None, r"is 4, but data\.dstrial says pipeline_stages 2; expected 2"),
+        ({"dstrial": {"pipeline_stages": 3}}, None, None, "3 ranks per replica on 8 ranks"),
+        ({}, 3, None, "3 ranks per replica on 8 ranks"),
+        # Without the ranks of a sequence, which a call does not name.
+        ({}, 4, SEQUENCE, r"is 4, but .* sequence_parallel_size 2; expected 1, pipeline stages"),
         (
             {"dstrial": {"model_parallel_size": 4}},
-            None,
-            r"model_parallel_size is 4; expected 2, the tensor_parallel",
+            *(None, AUTOTP, r"model_parallel_size is 4; expected 2, the tensor_parallel"),
         ),
-        ({}, 4, "is 4, but the DeepSpeed config says model_parallel_size 2; expected 2"),
+        ({}, 4, AUTOTP, "is 4, but the DeepSpeed config says model_parallel_size 2; expected 2"),
     ],
 )
-def test_a_size_that_contradicts_autotp_is_refused(data, asked, said):
+def test_sizes_that_contradict_each_other_are_refused(data, asked, config, said):
     with pytest.raises(ConfigError, match=said):
-        replicas_of(data, 8, asked, config=AUTOTP)
+        replicas_of(data, 8, asked, config=config)
 
 
 def test_the_ranks_are_the_product_of_what_they_are_divided_into():

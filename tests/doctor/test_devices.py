@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from dstrial.doctor import devices
-from dstrial.doctor.devices import Device, DeviceUser, Hardware
+from dstrial.doctor.devices import Device, Hardware
 
 GIB = 1 << 30
 FIRST = Device(0, "H200", "GPU-aaaa1111", 141 * GIB, 0)
@@ -21,28 +21,23 @@ def the_problem(findings):
     return found
 
 
-def test_a_device_in_use_says_by_whom_and_how_much_memory_they_hold():
-    user = DeviceUser(4711, "python", "ada", 20 * GIB)
-    used = dataclasses.replace(FIRST, used_bytes=20 * GIB, users=(user,))
-    (_, found) = devices.judge_device(used)
-    assert found.status == "note"
-    assert "process 4711 (python of ada, 20 GiB)" in found.what
-    assert "121 GiB free" in found.what
+@pytest.mark.parametrize(
+    ("used_gib", "users", "status", "said"),
+    [
+        (20, ("process 4711 (python of ada, 20 GiB)",), "note", "process 4711 (python of ada, 20 GiB)"),
+        (135, ("process 4711 (not visible from here)",), "problem", "process 4711 (not visible from here)"),
+        (50, (), "note", "cannot be seen from here"),
+    ],
+)
+def test_device_in_use_is_reported_with_its_processes(used_gib, users, status, said):
+    device = dataclasses.replace(FIRST, used_bytes=used_gib * GIB, users=users)
+    (_, found) = devices.judge_device(device)
+    assert found.status == status
+    assert said in found.what
+    assert f"{141 - used_gib} GiB free" in found.what
 
 
-def test_a_device_that_others_have_filled_is_a_problem():
-    user = DeviceUser(4711, "", "", None)
-    full = dataclasses.replace(FIRST, used_bytes=135 * GIB, users=(user,))
-    assert "process 4711 (not visible from here)" in the_problem(devices.judge_device(full)).what
-
-
-def test_memory_that_nobody_visible_holds_is_said():
-    (_, found) = devices.judge_device(dataclasses.replace(FIRST, used_bytes=50 * GIB))
-    assert found.status == "note"
-    assert "cannot be seen from here" in found.what
-
-
-def test_what_a_driver_itself_keeps_is_no_use():
+def test_memory_of_the_driver_itself_is_no_use():
     assert len(devices.judge_device(dataclasses.replace(FIRST, used_bytes=600 << 20))) == 1
 
 

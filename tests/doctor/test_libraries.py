@@ -3,86 +3,89 @@ import json
 import pytest
 
 from dstrial.doctor import libraries
-from dstrial.doctor.devices import Hardware
-from dstrial.doctor.libraries import Package, TorchBuild
+from dstrial.doctor.devices import Device, Hardware
+from dstrial.doctor.libraries import DeepSpeedBuild, Libraries, TorchBuild
 
-TORCH = {
-    "file": "/site/torch/__init__.py",
-    "version": "2.13.0",
-    "cuda": None,
-    "hip": None,
-    "has_nccl": False,
-    "architectures": [],
-    "is_available": False,
-    "num_devices": 0,
-    "warnings": [],
-    "has_gloo": True,
-}
+TORCH = {"version": "2.13.0", "cuda": None, "hip": None, "num_devices": 0, "warnings": []}
+BEGUN = {"begins": "torch"}, {"stage": "torch", "seconds": 2.0, "values": TORCH}, {"begins": "deepspeed"}
 TRACE = """Timeout (0:00:03)!
 Thread 0x00007f (most recent call first):
   File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed
   File "/site/torch/cuda/nccl.py", line 12 in <module>
 """
+H200 = Device(0, "H200", "GPU-a", 141 << 30, 0, capability=(9, 0))
+NVIDIA = Hardware(driver="550.54.15", driver_cuda=(12, 4), devices=(H200,))
+AMD = Hardware(num_amd=8)
+CPU = TorchBuild("2.13.0+cpu")
+CUDA = TorchBuild("2.11.0+cu130", cuda="13.0", num_devices=1)
 
 
 def lines(*records):
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def test_an_import_that_hangs_is_named_with_its_place():
-    output = lines(
-        {"begins": "torch"}, {"stage": "torch", "seconds": 2.0, "values": TORCH}, {"begins": "deepspeed"}
-    )
-    found = libraries.read_probe(output, TRACE, 1, 3.0)
-    (failure,) = found.failures
-    assert (failure.package, failure.place) == ("deepspeed", "/site/torch/cuda/nccl.py:12 in <module>")
-    assert found.torch == TorchBuild("2.13.0", "/site/torch/__init__.py", has_nccl=False)
+@pytest.mark.parametrize(
+    ("records", "errors", "return_code", "library", "said"),
+    [
+        (BEGUN, TRACE, 1, "deepspeed", "not imported within 3 s (it hangs at /site/torch/cuda/nccl.py:12 in"),
+        (BEGUN[:1], "", None, "torch", "not imported within 3 s"),
+        (BEGUN[:1], "libfoo: bad\n", -4, "torch", "by SIGILL, after saying 'libfoo: bad'"),
+        (BEGUN[:1], "", 3, "torch", "with status 3"),
+    ],
+)
+def test_import_that_hangs_or_ends_the_process_is_named(records, errors, return_code, library, said):
+    found = libraries.read_probe(lines(*records), errors, return_code, 3.0)
+    assert said in found.failures[library]
+    assert found.torch == (TorchBuild("2.13.0") if len(records) > 1 else None)
 
 
-def test_a_process_that_had_to_be_killed_is_a_hanging_import():
-    (failure,) = libraries.read_probe(lines({"begins": "torch"}), "", None, 3.0).failures
-    assert failure.reason == "not imported within 3 s"
-
-
-@pytest.mark.parametrize(("return_code", "said"), [(-4, "SIGILL"), (-11, "SIGSEGV"), (3, "status 3")])
-def test_an_import_that_ends_the_process_says_how(return_code, said):
-    (failure,) = libraries.read_probe(lines({"begins": "torch"}), "libfoo: bad\n", return_code, 3.0).failures
-    assert said in failure.reason
-    assert "libfoo: bad" in failure.reason
-
-
-def test_one_cause_is_told_once():
+def test_error_of_two_imports_is_reported_once():
     error = "ValueError: NPU_Accelerator requires torch_npu"
-    output = lines(
-        {"begins": "torch"},
-        {"stage": "torch", "seconds": 2.0, "values": TORCH},
-        {"begins": "deepspeed"},
-        {"stage": "deepspeed", "seconds": 0.1, "error": error},
-        {"begins": "dstrial"},
+    failing = [
+        *({"stage": "deepspeed", "seconds": 0.1, "error": error}, {"begins": "dstrial"}),
         {"stage": "dstrial", "seconds": 0.1, "error": error},
-    )
-    found = libraries.read_probe(output, "", 0, 3.0)
-    assert [failure.package for failure in found.failures] == ["deepspeed"]
-    (finding,) = [one for one in libraries.judge(found, {}, Hardware(), {}) if one.status == "problem"]
+    ]
+    found = libraries.read_probe(lines(*BEGUN, *failing), "", 0, 3.0)
+    (finding,) = [one for one in libraries.judge(found, Hardware(), {}) if one.status == "problem"]
+    assert finding.name == "import deepspeed"
     assert "DS_ACCELERATOR" in finding.todo
 
 
-def test_what_is_imported_and_what_is_installed_are_compared():
-    found = libraries.Libraries(
-        TorchBuild("2.9.0", "/home/ada/torch/__init__.py"),
-        determined=Package("0.26.0", "/home/ada/determined/__init__.py"),
-    )
-    findings = libraries.judge(found, {"torch": "2.13.0", "determined": "0.38.1"}, Hardware(), {})
-    problems = [one.name for one in findings if one.status == "problem"]
-    assert problems == ["torch copies", "determined copies"]
-    same = libraries.Libraries(TorchBuild("2.11.0+cu130"))
-    assert {one.status for one in libraries.judge(same, {"torch": "2.11.0"}, Hardware(), {})} == {"ok"}
+def test_deepspeed_on_the_cpu_beside_devices_is_a_problem():
+    found = Libraries(CUDA, DeepSpeedBuild("0.19.8", "cpu"), seconds={"torch": 20.0})
+    statuses = {one.name: one.status for one in libraries.judge(found, NVIDIA, {})}
+    assert (statuses["accelerator"], statuses["imports"]) == ("problem", "note")
+    chosen = libraries.judge(found, NVIDIA, {"DS_ACCELERATOR": "cpu"})
+    assert "accelerator" not in {one.name for one in chosen}
 
 
-def test_an_accelerator_build_without_nccl_cannot_train_on_several_devices():
-    for build, name in (
-        (TorchBuild("2.11.0", cuda="13.0", has_nccl=False), "NCCL"),
-        (TorchBuild("2.13.0", has_gloo=False), "gloo"),
-    ):
-        found = libraries.judge(libraries.Libraries(build), {}, Hardware(), {})
-        assert [one.name for one in found if one.status == "problem"] == [name]
+@pytest.mark.parametrize(
+    ("build", "hardware", "environ", "status", "said"),
+    [
+        (CUDA, NVIDIA, {}, "ok", "finds 1 device"),
+        (CPU, Hardware(), {}, "ok", "no device is visible"),
+        (CPU, NVIDIA, {"DS_ACCELERATOR": "cpu"}, "ok", "keeps training on the CPU"),
+        (CPU, NVIDIA, {}, "problem", "a build of torch for CUDA 12.4 or older"),
+        (CPU, AMD, {}, "problem", "a build of torch for ROCm"),
+        (CUDA, AMD, {}, "problem", "a build of torch for ROCm"),
+        (TorchBuild("2.11.0", hip="6.4", num_devices=8), AMD, {}, "ok", "finds 8 devices"),
+        (TorchBuild("2.11.0", cuda="13.0"), NVIDIA, {"CUDA_VISIBLE_DEVICES": ""}, "ok", "on the CPU"),
+        (
+            TorchBuild("2.11.0", cuda="13.0", warnings=("The NVIDIA driver on your system is too old",)),
+            *(NVIDIA, {}, "problem"),
+            "driver on your system is too old Install a newer driver, or a build of torch for CUDA 12.4 or older",
+        ),
+        (TorchBuild("2.11.0", cuda="13.0", num_devices=2), NVIDIA, {}, "note", "where the driver has 1"),
+    ],
+)
+def test_build_of_torch_is_compared_with_the_devices(build, hardware, environ, status, said):
+    (found,) = libraries.judge_build(build, hardware, environ)
+    assert (found.name, found.status) == ("build", status)
+    assert said in f"{found.what} {found.todo}"
+
+
+def test_device_without_kernels_is_a_problem():
+    warned = TorchBuild("2.11.0", cuda="13.0", num_devices=1, warnings=("H200 with CUDA capability sm_90",))
+    _, found = libraries.judge_build(warned, NVIDIA, {})
+    assert (found.name, found.status) == ("kernels", "problem")
+    assert "sm_90" in found.what

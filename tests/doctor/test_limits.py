@@ -1,34 +1,27 @@
 import dataclasses
+import os
+from pathlib import Path
 
 import pytest
 
 from dstrial.doctor import limits
-from dstrial.doctor.limits import Limits
+from dstrial.doctor.limits import Limits, check_directories, judge_directory
 
 GIB = 1 << 30
 MIB = 1 << 20
 AMPLE = Limits(
-    cores=16,
-    core_quota=None,
     memory_bytes=128 * GIB,
     available_bytes=100 * GIB,
     shm_bytes=64 * GIB,
     shm_free_bytes=64 * GIB,
     shm_is_writable=True,
     open_files=(65536, 1048576),
-    num_processes=None,
-    locked_bytes=None,
-    has_infiniband=False,
 )
 
 
-def judged(num_devices=0, environ=None, **changes):
-    found = limits.judge(dataclasses.replace(AMPLE, **changes), environ or {}, num_devices=num_devices)
+def judged(num_devices=0, **changes):
+    found = limits.judge_limits(dataclasses.replace(AMPLE, **changes), num_devices=num_devices)
     return {finding.name: finding for finding in found if finding.status != "ok"}
-
-
-def test_ample_limits_are_ok():
-    assert judged() == {}
 
 
 @pytest.mark.parametrize(
@@ -38,56 +31,58 @@ def test_ample_limits_are_ok():
         ({"shm_bytes": 0, "shm_free_bytes": 0}, "/dev/shm", "problem", "tmpfs"),
         ({"shm_is_writable": False}, "/dev/shm", "problem", "tmpfs"),
         ({"shm_free_bytes": 100 * MIB}, "/dev/shm", "problem", "ls -l /dev/shm"),
+        ({"shm_free_bytes": 800 * MIB, "num_devices": 8}, "/dev/shm", "problem", "make it larger"),
         ({"open_files": (64, 1048576)}, "open files", "problem", "ulimit -n 65536"),
         ({"open_files": (1024, 4096)}, "open files", "note", "ulimit -n 4096"),
         ({"open_files": (256, 256)}, "open files", "problem", "limits.conf"),
-        ({"num_processes": 100}, "processes", "problem", "nproc"),
-        ({"num_processes": 1024}, "processes", "note", "nproc"),
-        ({"locked_bytes": 8 * MIB, "has_infiniband": True}, "locked memory", "problem", "memlock"),
         ({"available_bytes": GIB // 2}, "memory", "problem", "container"),
         ({"available_bytes": 2 * GIB}, "memory", "note", "workers"),
-        ({"core_quota": 1.5}, "cores", "note", "--slots 1"),
     ],
 )
-def test_a_limit_that_is_too_small_says_so_and_what_to_do(changes, name, status, mends):
+def test_small_limit_is_reported_with_its_fix(changes, name, status, mends):
+    assert judged() == judged(shm_free_bytes=800 * MIB) == {}
     (found,) = judged(**changes).values()
     assert (found.name, found.status) == (name, status)
     assert mends in found.todo
 
 
-def test_shared_memory_must_do_for_every_device():
-    enough = {"shm_bytes": 900 * MIB, "shm_free_bytes": 800 * MIB}
-    assert judged(**enough) == {}
-    assert "/dev/shm" in judged(num_devices=8, **enough)
-
-
-def test_limits_that_do_not_bind_are_ok():
-    assert judged(locked_bytes=8 * MIB) == {}
-    assert judged(core_quota=1.5, environ={"OMP_NUM_THREADS": "1"}) == {}
-    assert judged(core_quota=16.0) == {}
-
-
 @pytest.mark.parametrize(
-    ("files", "groups", "expected"),
+    ("file_system", "free_bytes", "name", "status"),
     [
-        ({"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b\n", 1.5),
-        ({"a/cpu.max": "400000 100000", "a/b/cpu.max": "200000 100000"}, "0::/a/b\n", 2.0),
-        ({"a/cpu.max": "max 100000"}, "0::/a\n", None),
-        ({"cpu.max": "200000 100000"}, "0::/host/path/that/is/not/mounted/here\n", 2.0),
-        (
-            {"cpu/x/cpu.cfs_quota_us": "50000", "cpu/x/cpu.cfs_period_us": "100000"},
-            "4:cpu,cpuacct:/x\n3:memory:/y\n",
-            0.5,
-        ),
-        ({"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, "4:cpu:/x\n", None),
+        ("ext4", 200 * MIB, "state space", "problem"),
+        ("ext4", 5 * GIB, "state space", "note"),
+        ("nfs4", 500 * GIB, "state place", "note"),
     ],
 )
-def test_the_quota_of_control_groups_is_read_in_both_versions(tmp_path, files, groups, expected):
-    for name, content in files.items():
-        path = tmp_path / "mounted" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content + "\n")
-    own = tmp_path / "cgroup"
-    own.write_text(groups)
-    assert limits.core_quota(own, tmp_path / "mounted") == expected
-    assert limits.core_quota(tmp_path / "missing", tmp_path) is None
+def test_unfit_directory_is_reported(file_system, free_bytes, name, status):
+    first, found = judge_directory("state", Path("/data"), file_system, free_bytes)
+    assert (first.status, found.name, found.status) == ("ok", name, status)
+    assert found.todo
+    assert len(judge_directory("runs", Path("/data"), "nfs4", 500 * GIB)) == 1
+
+
+def test_directories_are_checked_without_creating_anything(tmp_path):
+    first, *_ = check_directories([("runs", tmp_path / "not" / "there")])
+    assert (first.name, first.status) == ("runs", "ok")
+    assert "tmpfs" in check_directories([("temporary", Path("/dev/shm"))])[0].what
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["file/runs", "x" * 300, "/proc/runs"])
+def test_unusable_directory_does_not_hide_the_others(tmp_path, name):
+    (tmp_path / "file").touch()
+    first, second, *_ = check_directories([("runs", tmp_path / name), ("temporary", Path("/dev/shm"))])
+    assert (first.status, second.status) == ("problem", "ok")
+    assert "cannot be used" in first.what
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="Requires: [root, to be somebody else for a while]")
+def test_directory_of_another_account_cannot_be_used(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    os.seteuid(65534)
+    try:
+        (first,) = check_directories([("runs", closed / "ours" / "runs")])
+    finally:
+        os.seteuid(0)
+    assert "Permission denied" in first.what

@@ -172,6 +172,8 @@ def _seed(master: Any) -> dict[str, Sequence[Any]]:
     version = {"checkpointUuid": checkpoint, "name": "first", "comment": "c", "labels": ["v"], "notes": "v"}
     send("POST", "models/net/versions", version)
     send("POST", "runs/1/metadata", {"runId": 1, "metadata": {"a": {"b": 1}}})
+    for method, label in (("PUT", "kept"), ("PUT", "removed"), ("DELETE", "removed")):
+        send(method, f"experiments/1/labels/{label}", None)
     body = {"config": _DETACHED, "unmanaged": True}
     outside = send("PUT", "experiments/by-external-id/theirs", body)["experiment"]["id"]
     request = {"experimentId": outside, "hparams": {"lr": 0.5}, "unmanaged": True}

@@ -30,7 +30,6 @@ RECORDERS = {
     "schema": "golden_master:schema",
     "search": "golden_dsat:search",
     "answers": "golden_master:answers",
-    "web": "golden_web:answers",
     "allocation": "golden_allocation:allocation",
     "runs": "golden_runs:runs",
     "submissions": "golden_dsat:submissions",

@@ -16,7 +16,6 @@ from record import RECORDERS, committed, differences, recorded
 _MARKS = {
     "allocation": [pytest.mark.process, pytest.mark.timeout(400)],
     "answers": [pytest.mark.process],
-    "web": [pytest.mark.process],
     "runs": [pytest.mark.ranks, pytest.mark.timeout(600)],
 }
 

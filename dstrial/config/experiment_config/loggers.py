@@ -148,12 +148,13 @@ def _entry(entry: Any, path: KeyPath, findings: Diagnostics) -> LoggerSpec | Non
         return None
     known, where, options = LOGGERS[name], (*path, name), {} if options is None else options
     if not isinstance(options, Mapping):
-        fix = f"Write {name}, or {{{name}: {{{next(iter(known.keys))}: …}}}}."
+        example = "".join(f", or {{{name}: {{{key}: …}}}}" for key in [*known.keys][:1])
+        fix = f"Write {name}{example}."
         findings.problem(where, render(options), "a mapping of options", fix)
         return None
     options = {str(key): value for key, value in options.items() if value is not None}
     for key in [key for key, value in options.items() if _is_secret(known, key, value)]:
-        fix = f"Take it out, and set {_SECRETS[name]} in the environment."
+        fix = f"Take it out, and set {_SECRETS.get(name, 'its variable')} in the environment."
         expected = "secrets from the environment only"
         findings.problem((*where, key), "a secret in the config", expected, fix)
         del options[key]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dstrial.config.diagnostics import Diagnostics
+from dstrial.config.experiment_config import loggers
 from dstrial.config.experiment_config.loggers import (
     LOGGERS,
     LoggerSpec,
@@ -16,16 +17,17 @@ from dstrial.config.experiment_config.loggers import (
     logger_specs,
     with_loggers,
 )
+from dstrial.config.keys import Section
 from dstrial.errors import ConfigError
 
 
-def config(loggers: Any, **more: Any) -> dict[str, Any]:
-    return {"data": {"dstrial": {"loggers": loggers, **more}}}
+def config(given: Any, **more: Any) -> dict[str, Any]:
+    return {"data": {"dstrial": {"loggers": given, **more}}}
 
 
-def problems(loggers: Any, installed: Any = lambda _: True) -> list[str]:
+def problems(given: Any, installed: Any = lambda _: True) -> list[str]:
     findings = Diagnostics({}, "exp.yaml")
-    check_loggers(config(loggers), findings, installs_itself=False, has_package=installed)
+    check_loggers(config(given), findings, installs_itself=False, has_package=installed)
     return list(map(str, findings.problems))
 
 
@@ -102,6 +104,13 @@ def test_a_secret_belongs_into_the_environment_and_is_not_repeated(options: Any,
     assert "secrets from the environment only" in problem
     assert fix in problem
     assert "hidden" not in problem
+
+
+def test_logger_without_options_or_secret_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "LOGGERS", {"plain": Section({}, fills_in=False)})
+    wrong, secret = problems([{"plain": 3}]), problems([{"plain": {"token": "x"}}])
+    assert [text.partition("options. ")[2] for text in wrong] == ["Write plain."]
+    assert "Take it out, and set its variable in the environment." in secret[0]
 
 
 def test_a_missing_package_is_a_problem_unless_the_trial_installs_it() -> None:

@@ -10,7 +10,6 @@ import yaml
 
 from dstrial.config.experiment_config.command import check_command
 from dstrial.config.experiment_config.submission import NO_IMAGE, MasterDefaults, Submission, check_submission
-from dstrial.config.merge import merge_template
 from dstrial.errors import ConfigError
 from dstrial.master.scheduler.log_policies import compile_policies
 
@@ -48,44 +47,23 @@ def test_slots_of_a_command_beside_those_of_a_trial_are_accepted_in_both_configs
     assert alone.num_slots == 1
 
 
-@pytest.mark.parametrize("is_command", [False, True])
-def test_gpu_means_cuda_and_the_images_left_out_are_completed(tmp_path: Path, is_command: bool) -> None:
-    environment = {"image": {"gpu": "theirs"}, "environment_variables": {"gpu": ["A=1"], "cpu": ["B=2"]}}
-    if is_command:
-        given = {"entrypoint": "true", "environment": environment}
-        config = check_command(given, "COMMAND", num_slots=1, environment_variables=("M=0",)).config
-    else:
-        config = submit(tmp_path, environment=environment).config
-
-    master = ["M=0"] if is_command else []
-    assert config["environment"]["image"] == {"cpu": NO_IMAGE, "cuda": "theirs", "rocm": NO_IMAGE}
-    assert config["environment"]["environment_variables"] == {
-        "cpu": [*master, "B=2"],
-        "cuda": [*master, "A=1"],
-        "rocm": master,
-    }
-
-
-def test_gpu_and_cuda_of_different_layers_are_the_same_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("null_gpu", [{}, {"gpu": None}])
+def test_gpu_means_cuda_in_a_command_and_in_a_template(null_gpu: dict[str, None]) -> None:
+    given = {"image": {"cuda": "above"}, "environment_variables": {"cuda": ["A=1"], **null_gpu}}
     template = {
-        "environment": {"image": {"gpu": "below", "cpu": "c"}, "environment_variables": {"gpu": ["A=0"]}}
+        "image": {"gpu": "below", "cpu": "c"},
+        "environment_variables": {"gpu": ["A=0"], "cpu": ["B=2"]},
     }
-    config = {"environment": {"image": {"cuda": "above"}, "environment_variables": {"cuda": ["A=1"]}}}
-    merged = merge_template(template, config)["environment"]
-    assert merged["image"] == {"cpu": "c", "cuda": "above"}
-    assert merged["environment_variables"]["cuda"] == ["A=0", "A=1"]
-
-
-def test_null_gpu_beside_cuda_keeps_variables_of_master() -> None:
-    variables = {"gpu": None, "cuda": ["A=1"]}
-    given = {"entrypoint": "true", "environment": {"environment_variables": variables}}
-    config = check_command(given, "COMMAND", num_slots=1, environment_variables=("M=0",)).config
-
-    assert config["environment"]["environment_variables"] == {
-        "cpu": ["M=0"],
-        "cuda": ["M=0", "A=1"],
-        "rocm": ["M=0"],
-    }
+    environment = check_command(
+        {"entrypoint": "true", "environment": given},
+        "COMMAND",
+        num_slots=1,
+        environment_variables=("M=0",),
+        template={"environment": template},
+    ).config["environment"]
+    assert environment["image"] == {"cpu": "c", "cuda": "above", "rocm": NO_IMAGE}
+    variables = {"cpu": ["M=0", "B=2"], "cuda": ["M=0", "A=1"], "rocm": ["M=0"]}
+    assert environment["environment_variables"] == variables
 
 
 def test_gpu_beside_cuda_and_unknown_devices_are_problems(tmp_path: Path) -> None:
@@ -99,15 +77,8 @@ def test_gpu_beside_cuda_and_unknown_devices_are_problems(tmp_path: Path) -> Non
     assert "environment.image.tpu is not a kind of device; expected cpu, cuda (or gpu) or rocm" in text
 
 
-def test_a_policy_that_is_only_named_is_switched_off(tmp_path: Path) -> None:
+def test_policy_that_is_only_named_switches_that_of_a_template_off(tmp_path: Path) -> None:
     policies = [{"name": "CUDA OOM"}, {"name": "mine", "pattern": "x"}]
-    found = submit(tmp_path, log_policies=policies).config["log_policies"]
-    assert {policy["name"]: policy["pattern"] for policy in found} == {
-        "CUDA OOM": None,
-        "ECC Error": ".*uncorrectable ECC error encountered.*",
-        "mine": "x",
-    }
-
     over_template = submit(tmp_path, {"log_policies": policies}, log_policies=[{"name": "mine"}])
     found = over_template.config["log_policies"]
     assert [policy["name"] for policy in found if policy["pattern"]] == ["ECC Error"]
@@ -130,19 +101,11 @@ def test_a_policy_that_changes_the_action_only_keeps_its_pattern(tmp_path: Path)
     assert found[0] == {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*", "action": "cancel_retries"}
 
 
-@pytest.mark.parametrize("size", [4, "1.5 gb", "1", "1219021 b", ".5T", "4GiB"])
-def test_memory_size_is_accepted(tmp_path: Path, size: Any) -> None:
-    assert submit(tmp_path, resources={"shm_size": size}).config["resources"]["shm_size"] == size
-
-
-@pytest.mark.parametrize("size", ["giga", "1.gb", "1 gi", "1 i", "", "-1", "1 gb "])
-def test_shm_size_not_a_memory_size_is_refused(tmp_path: Path, size: str) -> None:
+def test_memory_size_is_checked_in_both_configs(tmp_path: Path) -> None:
+    for size in (4, "1.5 gb", "1", "1219021 b", ".5T", "4GiB"):
+        assert submit(tmp_path, resources={"shm_size": size}).config["resources"]["shm_size"] == size
+    for size in ("giga", "1.gb", "1 gi", "1 i", "", "-1", "1 gb "):
+        with pytest.raises(ConfigError, match=r"resources\.shm_size is .*; expected a memory size"):
+            submit(tmp_path, resources={"shm_size": size})
     with pytest.raises(ConfigError, match=r"resources\.shm_size is .*; expected a memory size"):
-        submit(tmp_path, resources={"shm_size": size})
-    with pytest.raises(ConfigError, match=r"resources\.shm_size is .*; expected a memory size"):
-        check_command({"entrypoint": "true", "resources": {"shm_size": size}}, "COMMAND", num_slots=1)
-
-
-def test_preemption_timeout_is_null_unless_given(tmp_path: Path) -> None:
-    assert submit(tmp_path).config["preemption_timeout"] is None
-    assert submit(tmp_path, preemption_timeout=7).config["preemption_timeout"] == 7
+        check_command({"entrypoint": "true", "resources": {"shm_size": "giga"}}, "COMMAND", num_slots=1)
