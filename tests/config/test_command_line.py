@@ -62,12 +62,3 @@ def test_all_of_a_flag_are_removed() -> None:
     assert line("--a 1 --warmup_ratio 0.1 --b --warmup-ratio=0.2").without("warmup_ratio") == line(
         "--a 1 --b"
     )
-
-
-def test_an_abbreviation_is_recognised_by_two_parts_of_a_name() -> None:
-    given = line("--learning_r 1 --gradient-acc=2 --weight 3 --learning_rate 4")
-
-    assert given.abbreviations(["learning_rate", "gradient_accumulation_steps", "weight_decay"]) == [
-        ("--learning_r", "learning_rate"),
-        ("--gradient-acc", "gradient_accumulation_steps"),
-    ]
