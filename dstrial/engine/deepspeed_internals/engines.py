@@ -372,9 +372,6 @@ CHECKPOINT_MODULE = "deepspeed.runtime.activation_checkpointing.checkpointing"
 The recomputation is in ``CheckpointFunction.backward`` and ``checkpoint_unpack`` (lines 667 and 877).
 """
 
-GRADIENT_MODULES = ("deepspeed.runtime.zero.linear",)
-"""Modules whose functions in a backward pass compute gradients only, without recomputation."""
-
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
     """Return the dtype of an engine's matrix products.
