@@ -296,12 +296,6 @@ def test_replicas_that_read_the_same_are_named(tmp_path):
     assert "ranks 0 and 1 read the same records, but belong to replicas of their own" in done.output
 
 
-def test_loaders_without_length_that_differ_are_named(tmp_path):
-    done = run(tmp_path, "ShorterOnRank1", 9, 2)
-    assert done.returncode == 0, done.output
-    assert "micro batches of the first pass are rank 0: more, rank 1: 10" in done.output
-
-
 def test_stages_of_a_pipeline_read_the_same(tmp_path):
     done = run(tmp_path / "good", "Pipeline", 3, 2)
     assert done.returncode == 0, done.output
