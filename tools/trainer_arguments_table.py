@@ -304,7 +304,7 @@ def row_of(case: Case, directory: Path, world_size: int) -> dict[str, Any]:
     is_untouched = arguments == list(case.arguments) and (directory / "ds_config.json").read_bytes() == before
     return {
         **row,
-        "outcomes": [[one.argument, one.key, one.is_contradiction, one.text] for one in found.decisions],
+        "outcomes": [[one.argument, one.is_contradiction, one.text] for one in found.decisions],
         "returned": " ".join(word for word in returned[: returned.index("--deepspeed")]),
         "effective": json.dumps(found.config),
         "verdict": str(verdict),
@@ -335,8 +335,8 @@ def rows(directory: Path, world_size: int) -> list[dict[str, Any]]:
 
 def _outcome(row: Mapping[str, Any]) -> str:
     texts = []
-    for flag, key, _, text in row["outcomes"]:
-        is_its_own = row["flag"] == flag or (row["key"] and key == row["key"])
+    for flag, _, text in row["outcomes"]:
+        is_its_own = row["flag"] == flag or (row["key"] and row["key"] in text)
         if (is_its_own or row["pair"] == "several") and (row["flag"] == "" or flag != "--deepspeed"):
             texts.append(text)
     return "<br>".join(texts) or ("nothing is changed" if row["verdict"] == "accepts" else row["verdict"])

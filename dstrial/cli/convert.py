@@ -35,7 +35,6 @@ _DESTINATIONS = {
     "yaml": YAML_NAME,
     "variable": f"{YAML_NAME}, variable",
     "left": "- (yours to do)",
-    "unknown": "?",
     "nowhere": "-",
 }
 """Status of a key -> text in the column "went to" of the table, in display order."""
@@ -157,9 +156,6 @@ def _print_keys(conversion: Conversion) -> None:
     sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
     for one in (one for one in keys if one.status == "left"):
         sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
-    unknown = [one.key for one in keys if one.status == "unknown"]
-    if unknown:
-        sys.stdout.write(f"warning: unknown to accelerate 1.15, and not taken over: {', '.join(unknown)}\n")
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:

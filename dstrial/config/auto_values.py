@@ -32,15 +32,13 @@ class NumberPair:
     argument: str
     keys: tuple[str, ...]  # dotted; if two keys differ and neither is overwritten, the first one counts
     also_removed: tuple[str, ...] = ()  # equivalent arguments; if the key's value wins, they are removed too
-    minimum: float | None = None  # lowest value that DeepSpeed accepts
-    is_whole: bool = False
 
 
 BETAS = ("adam_beta1", "adam_beta2")
 BETAS_KEY = "optimizer.params.betas"
-LENGTH = NumberPair("max_steps", ("scheduler.params.total_num_steps",), is_whole=True)
+LENGTH = NumberPair("max_steps", ("scheduler.params.total_num_steps",))
 PAIRS = (
-    NumberPair("max_grad_norm", ("gradient_clipping",), minimum=0),
+    NumberPair("max_grad_norm", ("gradient_clipping",)),
     # DeepSpeed's WarmupLR and its like set the optimizer's learning rate from the first step on.
     NumberPair("learning_rate", ("scheduler.params.warmup_max_lr", "optimizer.params.lr")),
     NumberPair("adam_epsilon", ("optimizer.params.eps",)),
@@ -49,8 +47,6 @@ PAIRS = (
         "warmup_steps",
         ("scheduler.params.warmup_num_steps",),
         also_removed=("warmup_ratio",),
-        minimum=1,
-        is_whole=True,
     ),
 )
 _BY_TRAINER_ARGUMENT: Mapping[str, tuple[str, ...]] = {

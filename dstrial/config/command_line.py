@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _TRUE = ("yes", "true", "t", "y", "1")
@@ -70,21 +70,6 @@ class CommandLine:
             num_words = 1 if flag.is_joined or flag.value is None else 2
             del words[flag.word_idx : flag.word_idx + num_words]
         return CommandLine(tuple(words))
-
-    def abbreviations(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """Return (word, full name) of each word that abbreviates one of ``names``.
-
-        Only words with an underscore or inner dash count.
-        """
-        # A shorter prefix is more likely a flag of the script itself.
-        known = list(names)
-        found = []
-        for word in self.words[: self._end]:
-            written = _name(word)
-            if written is None or written in known or "_" not in written:
-                continue
-            found += [(word.partition("=")[0], name) for name in known if name.startswith(written)][:1]
-        return found
 
     @property
     def _end(self) -> int:

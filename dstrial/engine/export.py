@@ -1,8 +1,8 @@
 """Export a saved engine's weights as one model, without ranks or an accelerator.
 
 Exported names and shapes are those of the module's ``state_dict``. Values are the optimizer's master weights, converted to the
-requested dtype. Files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that memory does not
-grow with the model.
+requested dtype. safetensors files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that memory
+does not grow with the model.
 
 A safetensors file has the header's length (8 bytes, little endian), the header (JSON: name -> type, shape, begin and end
 offset), and the bytes of all tensors, in C order and little endian.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import mmap
 import os
 import pathlib
 import re
@@ -23,7 +22,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 
 from dstrial.checkpoint.summary import own_places, tied_names
@@ -321,23 +319,26 @@ def write_safetensors(
 def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
     """Write a ``state_dict`` for ``torch.load``, in which tied weights share storage.
 
-    torch can save only tensors in memory. The bytes are therefore first written to a temporary file beside ``path``, which is
-    mapped into memory and removed at the end. The temporary file is as large as the result.
+    ``torch.save`` needs all tensors in memory at once.
     """
-    beside = path.with_name(f"{path.name}.mapped")
-    ordered = in_file_order(weights.specs)
-    try:
-        with beside.open("xb+") as file:
-            _write_tensors(file, weights, ordered, on_bytes)
-            tensors = _mapped(file.fileno(), ordered)
-            state = {spec.name: tensors[spec.name] for spec in weights.specs}
-            state |= {alias: tensors[name] for alias, name in weights.aliases.items()}
-            with path.open("xb") as result:
-                torch.save(state, result)
-                result.flush()
-                os.fsync(result.fileno())
-    finally:
-        beside.unlink(missing_ok=True)
+    state: dict[str, torch.Tensor] = {}
+    for spec in weights.specs:
+        whole = bytearray()
+        for piece in weights.pieces(spec):
+            whole += piece
+            if on_bytes is not None:
+                on_bytes(len(piece))
+        flat = (
+            torch.frombuffer(whole, dtype=DTYPES[spec.dtype])
+            if whole
+            else torch.empty(0, dtype=DTYPES[spec.dtype])
+        )
+        state[spec.name] = flat.reshape(spec.shape)
+    state |= {alias: state[name] for alias, name in weights.aliases.items()}
+    with path.open("xb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_hugging_face(
@@ -398,26 +399,6 @@ def _spec(name: str, shape: Sequence[int], own: torch.dtype, asked: torch.dtype 
             f"{name!r} has elements of type {dtype}; expected one that can be exported. Name a type with --dtype."
         )
     return TensorSpec(name, _CODES[dtype], tuple(shape))
-
-
-def _mapped(descriptor: int, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Map a file of consecutive tensors to memory; return name -> tensor.
-
-    Each tensor has a separate storage.
-    """
-    total = sum(spec.num_bytes for spec in specs)
-    # torch requires writable memory, although nothing is written.
-    mapped: Any = mmap.mmap(descriptor, total, access=mmap.ACCESS_COPY) if total else b""
-    tensors, begin = {}, 0
-    for spec in specs:
-        dtype = DTYPES[spec.dtype]
-        if math.prod(spec.shape):
-            flat = torch.from_numpy(np.frombuffer(mapped, np.uint8, spec.num_bytes, begin))
-            tensors[spec.name] = flat.view(dtype).reshape(spec.shape)
-        else:
-            tensors[spec.name] = torch.empty(spec.shape, dtype=dtype)
-        begin += spec.num_bytes
-    return tensors
 
 
 _CONFIG_NAME = "config.json"

@@ -7,7 +7,6 @@ import pathlib
 _MEMINFO = pathlib.Path("/proc/meminfo")
 _OWN_CGROUPS = pathlib.Path("/proc/self/cgroup")
 _CGROUP_ROOT = pathlib.Path("/sys/fs/cgroup")
-_UNLIMITED_BYTES = 1 << 60
 
 
 def available_bytes(
@@ -20,7 +19,7 @@ def available_bytes(
     This is the minimum of the kernel's estimate for the machine and of what each control group (cgroup) of this process has left.
     A group's inactive page cache counts as free. None means unknown.
 
-    Source: ``man 5 proc`` (MemAvailable); the kernel's documentation of cgroup v2 and of the memory controller of v1.
+    Source: ``man 5 proc`` (MemAvailable); the kernel's documentation of cgroup v2.
     """
     found = [_of_machine(meminfo), *(_left_in(group) for group in _groups(own_cgroups, cgroup_root))]
     known = [value for value in found if value is not None]
@@ -35,28 +34,18 @@ def _of_machine(meminfo: pathlib.Path) -> int | None:
 
 
 def _groups(own_cgroups: pathlib.Path, root: pathlib.Path) -> list[pathlib.Path]:
-    """Return the directories of this process's memory control groups, with ancestors."""
-    groups = []
-    for line in _lines(own_cgroups):
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount = root / "memory" if controllers else root
-        own = mount / path.strip().lstrip("/")
-        groups += [own, *(parent for parent in own.parents if parent.is_relative_to(mount))]
-    return groups
+    """Return the directories of this process's control groups (version 2), with ancestors."""
+    paths = [line.split(":", 2)[2].strip() for line in _lines(own_cgroups) if line.startswith("0::")]
+    owns = [root / path.lstrip("/") for path in paths]
+    return [group for own in owns for group in (own, *own.parents) if group.is_relative_to(root)]
 
 
 def _left_in(group: pathlib.Path) -> int | None:
-    for limit_name, used_name, cache_key in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        limit, used = _number(group / limit_name), _number(group / used_name)
-        if limit is not None and used is not None and limit < _UNLIMITED_BYTES:
-            counts = dict(line.split() for line in _lines(group / "memory.stat"))
-            return limit - used + int(counts.get(cache_key, 0))
-    return None
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if limit is None or used is None:
+        return None
+    counts = dict(line.split() for line in _lines(group / "memory.stat"))
+    return limit - used + int(counts.get("inactive_file", 0))
 
 
 def _number(path: pathlib.Path) -> int | None:

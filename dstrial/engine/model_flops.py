@@ -1,21 +1,20 @@
 """Count the FLOPs of a call by operation; recomputed FLOPs are counted separately.
 
 Counting does not change training results. The count is marked as unknown if an operation has no formula, or if a compiler or
-fused kernel hides operations from torch's dispatcher.
+fused kernel hides operations from torch's dispatcher. What a custom ``autograd.Function`` computes again in its own backward
+pass counts as the model's FLOPs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import sys
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import _engine_run_backward
 from torch.utils.flop_counter import FlopCounterMode
 
 from dstrial.engine.deepspeed_internals import engines as engines_of_deepspeed
@@ -44,7 +43,7 @@ class FlopCount:
 
     Attributes:
         total: FLOPs of matrix products, convolutions and attention; a multiply-add counts as two.
-        recomputed: the part of ``total`` that backward passes recomputed (activation checkpointing).
+        recomputed: the part of ``total`` that activation checkpointing recomputed in backward passes.
         unknown: why the numbers are invalid; None if the numbers are valid.
     """
 
@@ -71,11 +70,7 @@ class FlopCounter(FlopCounterMode):
         # Torch's module tracker hooks module inputs, which breaks `torch.autograd.grad` of a leaf.
         self.mod_tracker = contextlib.nullcontext()  # type: ignore[assignment]  # entered and exited, but not used
         self.total = 0.0
-        self._checkpointed = 0.0
-        # By backward pass: whether the pass records gradients; FLOPs of foreign functions that recorded gradients in the pass.
-        self._records: dict[int, bool] = {}
-        self._by_code: dict[int, float] = {}
-        self._code: dict[int, str] = {}
+        self.recomputed = 0.0
         self._unknown: dict[str, None] = {}
         self._is_paused = False
         self.on_result: Callable[[Any, Any], None] | None = None
@@ -97,13 +92,7 @@ class FlopCounter(FlopCounterMode):
             self.on_result(out, (args, kwargs))
         if self._is_paused:
             return out
-        backward_pass = torch._C._current_graph_task_id()
         formula = self.flop_registry.get(func_packet)
-        asker, code = Origin.GRADIENT, ""
-        if backward_pass != -1 and (formula is not None or backward_pass not in self._records):
-            asker, code = origin()
-            if asker is Origin.GRADIENT:
-                self._records.setdefault(backward_pass, torch.is_grad_enabled())
         if formula is None:
             namespace = str(getattr(func_packet, "_qualified_op_name", "kernel::")).partition("::")[0]
             if namespace not in _KNOWN_NAMESPACES:
@@ -115,37 +104,13 @@ class FlopCounter(FlopCounterMode):
             self._unknown[f"{func_packet} cannot be counted ({type(error).__name__})"] = None
             return out
         self.total += flops
-        if asker is Origin.CHECKPOINT:
-            self._checkpointed += flops
-        elif asker is Origin.CODE and torch.is_grad_enabled():
-            self._by_code[backward_pass] = self._by_code.get(backward_pass, 0.0) + flops
-            self._code[backward_pass] = code
+        if torch._C._current_graph_task_id() != -1 and is_recomputed():
+            self.recomputed += flops
         return out
 
     @property
-    def recomputed(self) -> float:
-        """FLOPs that backward passes recomputed so far.
-
-        These are operations of checkpointed functions in a backward pass. If the pass itself records no gradients, operations
-        of other functions that record gradients count too.
-        """
-        own = sum(flops for task, flops in self._by_code.items() if not self._records.get(task, False))
-        return self._checkpointed + own
-
-    @property
     def count(self) -> FlopCount:
-        """The FLOPs counted so far.
-
-        They are unknown if a backward pass records gradients (``create_graph=True``) and a foreign function computes in the pass,
-        because the function's gradient and recomputation cannot be distinguished.
-        """
-        told = [
-            f"{code}, called in a backward pass with create_graph=True, may compute gradients or recompute"
-            for task, code in self._code.items()
-            if self._records.get(task, True)
-        ]
-        unknown = "; ".join(dict.fromkeys([*self._unknown, *told])) or None
-        return FlopCount(self.total, self.recomputed, unknown)
+        return FlopCount(self.total, self.recomputed, "; ".join(self._unknown) or None)
 
 
 def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
@@ -175,18 +140,6 @@ def why_uncountable(engines: Iterable[Any]) -> str | None:
     return None
 
 
-class Origin(enum.Enum):
-    """The kind of code that requests an operation within a backward pass.
-
-    The kind is determined from the functions on the stack, because a backward pass may record gradients too
-    (``create_graph=True``), like a forward pass. Nothing is patched or hooked.
-    """
-
-    GRADIENT = "torch's own formula of a gradient"
-    CHECKPOINT = "a recomputed checkpointed function"
-    CODE = "a foreign function, for a gradient or recomputation"
-
-
 _CHECKPOINTS = frozenset(
     {
         ("torch.utils.checkpoint", "unpack_hook"),
@@ -200,32 +153,18 @@ _CHECKPOINTS = frozenset(
 ``backward`` of reentrant checkpoints then also computes gradients (``torch/utils/checkpoint.py:278``), which do not count.
 """
 
-_TRANSPARENT = ("torch.", *engines_of_deepspeed.GRADIENT_MODULES, __name__)
-"""Prefixes of modules that are ignored on the stack, because they only forward requests or compute gradients."""
 
-_DISPATCHERS = ("__torch_dispatch__", "__torch_function__")
-"""Methods of torch modes and tensor subclasses that only forward operations."""
+def is_recomputed() -> bool:
+    """Return whether the current operation, in a backward pass, recomputes an activation.
 
-_NEW_PASS: CodeType = _engine_run_backward.__code__
-
-
-def origin() -> tuple[Origin, str]:
-    """Return (kind of code that requests the current operation, function's name).
-
-    Call it within a backward pass. The name is empty unless the kind is ``Origin.CODE``. Takes some microseconds: all
-    functions on this thread's stack are inspected, because a differentiated function may be part of a recomputed one.
+    Takes some microseconds: all functions on this thread's stack are inspected, because a backward pass may be part of a
+    recomputed function.
     """
     frame: FrameType | None = sys._getframe(1)
     called = ""  # module of the function that this frame called
-    code: str | None = None
-    is_in_pass = True
     while frame is not None:
         module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         if (module, name) in _CHECKPOINTS and not (name == "backward" and called == torch.autograd.__name__):
-            return Origin.CHECKPOINT, ""
-        if frame.f_code is _NEW_PASS:
-            is_in_pass = False
-        elif is_in_pass and code is None and not (module.startswith(_TRANSPARENT) or name in _DISPATCHERS):
-            code = f"{module}.{name}"
+            return True
         called, frame = module, frame.f_back
-    return (Origin.GRADIENT, "") if code is None else (Origin.CODE, code)
+    return False

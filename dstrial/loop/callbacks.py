@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from determined import pytorch, util
@@ -22,10 +22,12 @@ class Callbacks:
             name: bool(inspect.signature(callback.on_training_epoch_start).parameters)
             for name, callback in self._callbacks.items()
         }
-        for callback in self._callbacks.values():
-            if util.is_overridden(callback.on_checkpoint_end, pytorch.PyTorchCallback):
-                _warn_of_old_name(callback.on_checkpoint_end)
-                break
+        if self.overrides("on_checkpoint_end"):
+            warnings.warn(
+                "the on_checkpoint_end callback is deprecated; use on_checkpoint_write_end",
+                FutureWarning,
+                stacklevel=2,
+            )
 
     @property
     def is_empty(self) -> bool:
@@ -59,17 +61,3 @@ class Callbacks:
                 callback.load_state_dict(state[name])
             elif util.is_overridden(callback.load_state_dict, pytorch.PyTorchCallback):
                 logger.warning("the checkpoint holds no state for the callback %r, which starts anew", name)
-
-
-def _warn_of_old_name(method: Callable[..., None]) -> None:
-    # The warning points at the user's method, which has to be renamed.
-    function: Any = inspect.unwrap(method)
-    if not hasattr(function, "__code__"):
-        function = _warn_of_old_name
-    warnings.warn_explicit(
-        "the on_checkpoint_end callback is deprecated; use on_checkpoint_write_end",
-        FutureWarning,
-        function.__code__.co_filename,
-        function.__code__.co_firstlineno,
-        registry=function.__globals__.setdefault("__warningregistry__", {}),
-    )

@@ -167,7 +167,6 @@ class TrainingLoop:
                 if self._iterator is not None:
                     self._iterator.watch = self._instruments.on_batch_loaded
             self._reports.open(stack, stream.count_records, self._batches_total)
-            self._reports.passes = stream.passes
             self._runtime.bind_training_iterator(self._iterator)
             self._runtime.set_training(True)
             callbacks.call("on_training_start")

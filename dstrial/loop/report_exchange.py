@@ -21,7 +21,6 @@ from dstrial.loop import sync_point
 from dstrial.loop.boundaries import Progress, asks_for_checkpoint
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_saver import CheckpointSaver
-from dstrial.loop.data.passes import LoaderPasses
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks, ReportWriter
 from dstrial.loop.metrics import AsyncTotals, MetricTotals, MetricWindow, combine, copied
 from dstrial.loop.non_finite import NonFiniteGuard
@@ -74,7 +73,6 @@ class ReportExchange:
         writer: the thread that writes reports.
         guard: checks the losses and steps of each report; None for no checks.
         batches_total: length of the run in batches; None if unknown.
-        passes: this rank's passes over a training loader of the user's own, whose lengths are compared; otherwise None.
     """
 
     def __init__(
@@ -104,8 +102,6 @@ class ReportExchange:
         self.writer = ReportWriter(deadline_s=timeout_from_environ())
         self.guard: NonFiniteGuard | None = None
         self.batches_total: int | None = None
-        self.passes: LoaderPasses | None = None
-        self._has_compared_passes = False
         self._count_records: Callable[[int, int], int] = lambda _start, _end: 0
         self._window_seconds = 0.0
         self._window_start = 0
@@ -242,15 +238,14 @@ class ReportExchange:
             self._send(exchange)
         self._pending = None
         result = self._sync_points.end()
-        failures = [failure for _, _, _, failure, _, _ in result.payloads]
+        failures = [failure for _, _, _, failure, _ in result.payloads]
         if not any(failures):
-            self._saver.settle([status for _, _, status, _, _, _ in result.payloads])
-        totals = [packed and MetricTotals.unpack(packed) for packed, _, _, _, _, _ in result.payloads]
-        self._compare_passes([lengths for _, _, _, _, _, lengths in result.payloads])
+            self._saver.settle([status for _, _, status, _, _ in result.payloads])
+        totals = [packed and MetricTotals.unpack(packed) for packed, _, _, _, _ in result.payloads]
         averages = combine(totals, self._window.where) if exchange.reports else {}
         if exchange.reports:
             self._report(dict(averages), exchange)
-            self._report_telemetry([sample for _, _, _, _, sample, _ in result.payloads], exchange)
+            self._report_telemetry([sample for _, _, _, _, sample in result.payloads], exchange)
         self._raise_unwritten(failures)
         if exchange.reports and self.guard is not None:
             self._judge(self.guard, totals, averages, result.payloads[0][1], exchange)
@@ -263,33 +258,9 @@ class ReportExchange:
         totals = None if exchange.totals is None else exchange.totals.wait().pack()
         sample = None if exchange.sample is None else exchange.sample.wait().pack()
         counts = exchange.counts if self._is_chief else []
-        lengths = None if self.passes is None else (self.passes.first_pass_length,)
-        payload = (totals, counts, self._saver.status(), self.writer.failure, sample, lengths)
+        payload = (totals, counts, self._saver.status(), self.writer.failure, sample)
         self._sync_points.begin(exchange.batches, payload)
         exchange.is_sent = True
-
-    def _compare_passes(self, found: Sequence[tuple[int | None] | None]) -> None:
-        """Warn once if training loaders without ``__len__`` differ in length over ranks.
-
-        ``found`` has for each rank (micro batches of its first pass,), with None before the end of the pass; None without such a
-        loader.
-        """
-        lengths = {rank: of_rank[0] for rank, of_rank in enumerate(found) if of_rank is not None}
-        ended = {rank: length for rank, length in lengths.items() if length is not None}
-        if self._has_compared_passes or not ended:
-            return
-        self._has_compared_passes = True
-        # All ranks have drawn equally often, so a rank whose pass has not ended has more micro batches.
-        if len(set(lengths.values())) > 1 and self._is_chief:
-            listed = ", ".join(
-                f"rank {rank}: {'more' if length is None else length}" for rank, length in lengths.items()
-            )
-            logger.warning(
-                "the training loaders, which have no length, differ in it: micro batches of the first pass are %s; expected the "
-                "same on all ranks. Each rank begins its next pass by itself, so records of short loaders are trained more "
-                "often. Shard evenly, or drop what is left over",
-                listed,
-            )
 
     def _judge(
         self,

@@ -58,12 +58,3 @@ def test_flag_is_changed_in_its_spelling_or_removed(
 )
 def test_boolean_flag_may_stand_without_a_value(words: str, expected: bool | None) -> None:
     assert line(words).truth("bf16") is expected
-
-
-def test_abbreviation_is_recognised_by_two_parts_of_a_name() -> None:
-    given = line("--learning_r 1 --gradient-acc=2 --weight 3 --learning_rate 4")
-
-    assert given.abbreviations(["learning_rate", "gradient_accumulation_steps", "weight_decay"]) == [
-        ("--learning_r", "learning_rate"),
-        ("--gradient-acc", "gradient_accumulation_steps"),
-    ]

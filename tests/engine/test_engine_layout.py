@@ -29,29 +29,13 @@ PROGRAM = ("layout_program", {})
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
-def test_every_parameter_can_be_put_together_from_the_table(program: RunningProgram, case: str) -> None:
-    for described in of_all_ranks(program.result(case)["described"]):
-        assert all(described["same"].values()), described["same"]
-        assert len(described["same"]) >= (0 if case == "zero 0" else 4)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_a_layout_is_the_same_on_all_ranks_and_survives_the_manifest(
-    program: RunningProgram, case: str
-) -> None:
-    ranks = of_all_ranks(program.result(case)["described"])
-    for described in ranks:
-        assert described["layout"] == ranks[0]["layout"]
-        assert described["survives_json"]
-        assert described["differences"] == []
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
-def test_the_files_of_an_engine_are_those_it_writes_and_reads(program: RunningProgram, case: str) -> None:
+def test_layout_and_files_are_those_of_the_engine(program: RunningProgram, case: str) -> None:
     result = program.result(case)
     described, loaded = of_all_ranks(result["described"]), of_all_ranks(result["loaded"])
+    for rank in described:
+        assert rank["layout"] == described[0]["layout"]
+        assert rank["survives_json"]
+        assert rank["differences"] == []
     on_disk = set(described[0]["on_disk"]) | set(described[-1]["on_disk"])
     assert {file for rank in described for file in rank["written"]} == on_disk - SCRIPTS
     assert set(described[0]["readers"]) == on_disk - SCRIPTS
@@ -61,7 +45,7 @@ def test_the_files_of_an_engine_are_those_it_writes_and_reads(program: RunningPr
 
 
 @pytest.mark.ranks
-def test_the_table_knows_groups_ties_and_frozen_parameters(program: RunningProgram) -> None:
+def test_layout_names_groups_ties_and_frozen_parameters(program: RunningProgram) -> None:
     layout = Layout.from_json(of_all_ranks(program.result("zero 2, round robin")["described"])[0]["layout"])
     places = {place.name: place for place in layout.parameters}
     assert (places["first.weight"].group_idx, places["first.bias"].group_idx) == (0, 1)
@@ -70,10 +54,6 @@ def test_the_table_knows_groups_ties_and_frozen_parameters(program: RunningProgr
     assert places["first.weight"].shape == (7, 5)
     assert (layout.zero_stage, layout.data_parallel_size, layout.optimizer) == (2, 2, "AdamW")
     assert (layout.engine_kind, layout.wrapper) == ("data_parallel", "DeepSpeedZeroOptimizer")
-
-
-@pytest.mark.ranks
-def test_a_layer_tied_across_stages_is_marked_on_the_later_one(program: RunningProgram) -> None:
     layout = Layout.from_json(of_all_ranks(program.result("pipeline, tied")["described"])[0]["layout"])
     tied = [place for place in layout.parameters if place.name == "tied_modules.shared.weight"]
     assert [(place.stage, place.tied_to) for place in tied] == [(0, None), (1, "tied_modules.shared.weight")]
@@ -81,19 +61,11 @@ def test_a_layer_tied_across_stages_is_marked_on_the_later_one(program: RunningP
 
 
 @pytest.mark.ranks
-def test_a_missing_engine_file_is_named_with_the_rank_that_reads_it(
-    program: RunningProgram,
-) -> None:
+def test_missing_and_unwritable_files_are_named_with_the_rank(program: RunningProgram) -> None:
     results = program.result("damaged")
     assert results[1]["error"] == "CheckpointError"
     assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in results[1]["message"]
     assert "rank 1" in results[1]["message"]
-
-
-@pytest.mark.ranks
-def test_a_checkpoint_that_cannot_be_written_says_by_whom_and_why(
-    program: RunningProgram,
-) -> None:
     named = [result for result in program.result("blocked") if result["error"] == "CheckpointError"]
     assert named
     assert "could not be written by rank 0" in named[0]["message"]
@@ -135,7 +107,7 @@ def test_what_keeps_a_checkpoint_from_loading_is_said_in_words(change: dict[str,
     assert difference.startswith(words)
 
 
-def test_a_changed_parameter_is_named() -> None:
+def test_a_changed_parameter_is_named_and_another_batch_is_no_difference() -> None:
     place = dataclasses.replace(a_layout().parameters[0], shape=(4, 4))
     more = dataclasses.replace(place, name="bias", shape=(4,))
     now = dataclasses.replace(a_layout(), parameters=(place, more))
@@ -143,8 +115,5 @@ def test_a_changed_parameter_is_named() -> None:
         "parameter weight: shape was (3, 4), is (4, 4)",
         "parameter bias is new",
     ]
-
-
-def test_batch_sizes_and_versions_do_not_keep_a_checkpoint_from_loading() -> None:
     now = dataclasses.replace(a_layout(), train_batch_size=32, micro_batches_per_batch=4, versions={})
     assert compatible(a_layout(), now) == []

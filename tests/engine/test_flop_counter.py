@@ -119,43 +119,6 @@ def test_the_newer_kind_of_checkpoints_stops_once_all_is_there_that_backward_nee
     assert counter.count.recomputed == 2 * ONE_LAYER
 
 
-class Rematerialized(torch.autograd.Function):
-    """A layer that computes its own output again, as kernels of libraries do."""
-
-    @staticmethod
-    def forward(ctx: Any, records: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(records, weight)
-        return (records @ weight).tanh()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        inputs = [one.detach().requires_grad_() for one in ctx.saved_tensors]
-        with torch.enable_grad():
-            again = (inputs[0] @ inputs[1]).tanh()
-        return torch.autograd.grad(again, inputs, *gradients)
-
-
-def rematerialized(model: Any, records: torch.Tensor) -> torch.Tensor:
-    for weight in model.parameters():
-        records = Rematerialized.apply(records, weight)
-    return records
-
-
-def test_recomputation_of_a_functions_own_is_told_apart() -> None:
-    count = counted(TRAININGS["gradients"], rematerialized)
-
-    assert (count.total, count.recomputed) == ((3 + 6 + 3) * ONE_LAYER, 3 * ONE_LAYER)
-    assert count.unknown is None
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_recomputation_of_a_functions_own_in_a_recorded_pass_makes_the_count_unknown() -> None:
-    count = counted(TRAININGS["gradients with their graph"], rematerialized)
-
-    assert count.unknown is not None
-    assert "test_flop_counter.backward, called in a backward pass with create_graph=True" in count.unknown
-
-
 def test_gradients_that_are_differentiated_again_are_the_models() -> None:
     model = layers()
     with FlopCounter() as counter:

@@ -30,16 +30,6 @@ def test_the_tightest_group_counts_with_its_page_cache_as_free(tmp_path: pathlib
     assert available_bytes(*system(tmp_path, "0::/job/step\n")) == 2 * GIB
 
 
-def test_groups_of_the_first_version_are_understood(tmp_path: pathlib.Path) -> None:
-    group = tmp_path / "fs" / "memory" / "job"
-    write(group / "memory.limit_in_bytes", f"{4 * GIB}\n")
-    write(group / "memory.usage_in_bytes", f"{GIB}\n")
-    write(group / "memory.stat", "total_inactive_file 0\n")
-    write(tmp_path / "fs" / "memory" / "memory.limit_in_bytes", "9223372036854771712\n")
-    write(tmp_path / "fs" / "memory" / "memory.usage_in_bytes", f"{9 * GIB}\n")
-    assert available_bytes(*system(tmp_path, "4:cpu:/x\n7:memory:/job\n")) == 3 * GIB
-
-
 def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: pathlib.Path) -> None:
     write(tmp_path / "fs" / "job" / "memory.max", "10\n")
     write(tmp_path / "fs" / "job" / "memory.current", "11\n")

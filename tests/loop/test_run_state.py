@@ -1,9 +1,12 @@
-"""A user's reducers are kept aside and checkpointed whatever they hold."""
+"""A user's reducers are kept aside and checkpointed whatever they hold; old callbacks are warned of."""
 
 import threading
 
+import pytest
 import torch
+from determined import pytorch
 
+from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.run_state import Snapshot, reducer_state, restore_reducer
 
 
@@ -37,3 +40,13 @@ def test_a_checkpoint_holds_state_and_leaves_models_functions_and_locks_to_the_t
     fresh.values = []
     restore_reducer(fresh, state)
     assert fresh.values == [1]
+
+
+def test_old_callback_is_warned_of_once():
+    class Old(pytorch.PyTorchCallback):
+        def on_checkpoint_end(self, checkpoint_dir):
+            del checkpoint_dir
+
+    with pytest.warns(FutureWarning, match="use on_checkpoint_write_end") as caught:
+        Callbacks({"new": pytorch.PyTorchCallback(), "old": Old(), "older": Old()})
+    assert len(caught) == 1

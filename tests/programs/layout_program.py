@@ -14,12 +14,10 @@ import deepspeed
 import small_models
 import torch
 from deepspeed import comm
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.adapters.factory import adapt
-from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import engine_files
 from dstrial.engine.state import load_engine, save_engine
 from dstrial.resume.plan import compatible
@@ -64,49 +62,10 @@ def build(options: dict[str, Any]) -> Any:
     return adapt(engine)
 
 
-def master_partitions(engine: Any, buffer_idx: int) -> torch.Tensor:
-    optimizer = engine.optimizer
-    if isinstance(optimizer, BF16_Optimizer):
-        return optimizer.fp32_groups_flat_partition[buffer_idx]
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return optimizer.fp32_partitioned_groups_flat[buffer_idx]
-    return optimizer.single_partition_of_fp32_groups[buffer_idx]
-
-
-def rebuilt(engine: Any, layout: Layout) -> dict[str, bool]:
-    """Put every parameter of this rank's part together from the partitions, by the table alone, and compare."""
-    part = engines.checkpoint_part(engine)
-    group = engine.seq_data_parallel_group
-    partitions: dict[int, list[torch.Tensor]] = {}
-    for buffer in (buffer for buffer in layout.buffers if buffer.model_part == part):
-        mine = master_partitions(engine, buffer.index).detach().float().contiguous()
-        assert mine.numel() == buffer.partition_numel, (mine.numel(), buffer)
-        pieces = [torch.empty_like(mine) for _ in range(buffer.num_partitions)]
-        comm.all_gather(pieces, mine, group=group)
-        partitions[buffer.index] = pieces
-    same = {}
-    for place in (place for place in layout.parameters if place.model_part == part):
-        if place.buffer_idx is None:
-            continue
-        param = engine.module.get_parameter(place.name)
-        pieces, numel = partitions[place.buffer_idx], torch.Size(place.shape).numel()
-        if place.is_cut:
-            size = place.partition_numel
-            flat = torch.cat([piece[place.offset : place.offset + size] for piece in pieces])[:numel]
-            with deepspeed.zero.GatheredParameters([param]):
-                actual = param.detach().clone()
-        else:
-            flat = torch.cat(pieces)[place.offset : place.offset + numel]
-            actual = param.detach()
-        same[place.name] = torch.equal(flat.to(actual.dtype).view(place.shape), actual)
-    return same
-
-
 def describe(options: dict[str, Any], path: pathlib.Path, rank: int) -> dict[str, Any]:
     adapter = build(options)
     engine = adapter.engine
     layout = adapter.layout(allgather)
-    same = rebuilt(engine, layout)
     save_engine(engine, path, "model0")
     readers: dict[str, list[int]] = {}
     for reader, read in enumerate(allgather(engine_files(engine, "model0").read)):
@@ -116,7 +75,6 @@ def describe(options: dict[str, Any], path: pathlib.Path, rank: int) -> dict[str
         "layout": layout.to_json(),
         "survives_json": Layout.from_json(layout.to_json()) == layout,
         "differences": compatible(layout, layout),
-        "same": same,
         "readers": dict(sorted(readers.items())),
         "written": engine_files(engine, "model0").written,
         "on_disk": sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()),

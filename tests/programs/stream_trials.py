@@ -35,12 +35,6 @@ class SameRecordsOnAllRanks(OwnLoader):
         return 0, 1
 
 
-class ShorterOnRank1(OwnLoader):
-    def build_training_data_loader(self):
-        count = 64 - 24 * self.context.distributed.get_rank()
-        return data.DataLoader(Shared(count), batch_size=self.micro())
-
-
 class Pipeline(PipelineTrial, OwnLoader):
     """Reads ragged batches with ``ragged``; otherwise both stages read the same, or not with ``by_rank``."""
 

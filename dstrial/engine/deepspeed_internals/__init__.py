@@ -11,7 +11,8 @@ Not covered are config keys (tables in ``dstrial.config``) and checkpoint files 
 messages are in ``engines.REMEDIES``.
 
 To support another release: generate its table of config keys (``tools/generate_deepspeed_rules.py``), update these modules, and
-run ``tests/engine/test_deepspeed_internals.py``, which checks each name in the installed release. Line numbers are of 0.19.8.
+run ``tests/engine``: ``test_deepspeed_internals.py`` checks modules and functions, the other tests use the attributes of real
+engines. Line numbers are of 0.19.8.
 """
 
 PUBLIC_MODULES = ("deepspeed", "deepspeed.accelerator", "deepspeed.comm", "deepspeed.pipe")

@@ -50,58 +50,64 @@ DOCUMENTED = frozenset(
 )
 """Documented attributes of DeepSpeed engines and torch modules."""
 
-ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
-    "bfloat16_enabled": Callable,  # type: ignore[dict-item]  # isinstance takes it
-    "checkpoint_engine": CheckpointEngine,
-    "client_lr_scheduler": object,
-    "client_optimizer": object,
-    "config": Mapping,
-    "curriculum_learning_enabled": Callable,  # type: ignore[dict-item]
-    "data_parallel_group": object,
-    "device": object,
-    "fp16_enabled": Callable,  # type: ignore[dict-item]
-    "global_samples": int,
-    "global_steps": int,
-    "has_moe_layers": bool,
-    "inside_no_sync_ctxt": bool,
-    "load_universal_checkpoint": Callable,  # type: ignore[dict-item]
-    "lr_scheduler": object,
-    "micro_steps": int,
-    "mp_world_size": int,
-    "random_ltd_enabled": Callable,  # type: ignore[dict-item]
-    "save_non_zero_checkpoint": bool,
-    "save_zero_checkpoint": bool,
-    "seq_dp_world_size": int,
-    "sequence_parallel_size": int,
-    "skipped_steps": int,
-    "training_dataloader": object,
-    "zero_offload_optimizer": Callable,  # type: ignore[dict-item]
-    "zero_offload_param": Callable,  # type: ignore[dict-item]
-    "zero_optimization": Callable,  # type: ignore[dict-item]
-    "zero_optimization_partition_weights": Callable,  # type: ignore[dict-item]
-    "zero_optimization_stage": Callable,  # type: ignore[dict-item]
-}
-"""Undocumented attribute of engines that dstrial reads directly -> its type (``runtime/engine.py:530`` and following)."""
+ATTRIBUTES = frozenset(
+    {
+        "bfloat16_enabled",
+        "checkpoint_engine",
+        "client_lr_scheduler",
+        "client_optimizer",
+        "config",
+        "curriculum_learning_enabled",
+        "data_parallel_group",
+        "device",
+        "fp16_enabled",
+        "global_samples",
+        "global_steps",
+        "has_moe_layers",
+        "inside_no_sync_ctxt",
+        "load_universal_checkpoint",
+        "lr_scheduler",
+        "micro_steps",
+        "mp_world_size",
+        "random_ltd_enabled",
+        "save_non_zero_checkpoint",
+        "save_zero_checkpoint",
+        "seq_dp_world_size",
+        "sequence_parallel_size",
+        "skipped_steps",
+        "training_dataloader",
+        "zero_offload_optimizer",
+        "zero_offload_param",
+        "zero_optimization",
+        "zero_optimization_partition_weights",
+        "zero_optimization_stage",
+    }
+)
+"""Undocumented attributes of engines that dstrial reads directly (``runtime/engine.py:530`` and following)."""
 
-PIPELINE_ATTRIBUTES: Mapping[str, type] = {
-    "data_iterator": object,
-    "grid": object,
-    "is_data_parallel": bool,
-    "micro_batch_size": int,
-    "micro_batches": int,
-    "mpu": object,
-    "num_stages": int,
-    "stage_id": int,
-}
-"""Undocumented attribute of pipeline engines -> its type (``runtime/pipe/engine.py:92`` and following)."""
+PIPELINE_ATTRIBUTES = frozenset(
+    {
+        "data_iterator",
+        "grid",
+        "is_data_parallel",
+        "micro_batch_size",
+        "micro_batches",
+        "mpu",
+        "num_stages",
+        "stage_id",
+    }
+)
+"""Undocumented attributes of pipeline engines (``runtime/pipe/engine.py:92`` and following)."""
 
-PIPELINE_MODULE_ATTRIBUTES: Mapping[str, type] = {
-    "dynamic_shape": bool,
-    "micro_offset": int,
-    "seed_layers": bool,
-    "tied_modules": object,
-}
-"""Undocumented attribute of a pipeline engine's ``module``, a ``PipelineModule`` -> its type (``runtime/pipe/module.py``)."""
+PIPELINE_MODULE_ATTRIBUTES = frozenset(
+    {
+        "dynamic_shape",
+        "micro_offset",
+        "seed_layers",
+        "tied_modules",
+    }
+)
+"""Undocumented attributes of a pipeline engine's ``module``, a ``PipelineModule`` (``runtime/pipe/module.py``)."""
 
 GRID_METHODS = frozenset(
     {
@@ -365,9 +371,6 @@ CHECKPOINT_MODULE = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 The recomputation is in ``CheckpointFunction.backward`` and ``checkpoint_unpack`` (lines 667 and 877).
 """
-
-GRADIENT_MODULES = ("deepspeed.runtime.zero.linear",)
-"""Modules whose functions in a backward pass compute gradients only, without recomputation."""
 
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:

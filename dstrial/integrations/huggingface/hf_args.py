@@ -62,8 +62,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
         batch-size flags are set, so that a Trainer without DeepSpeed keeps its batch size.
 
     Raises:
-        ConfigError: an unreadable DeepSpeed config, batch sizes without a solution, values that are no numbers, abbreviated
-            flags; lists all of them.
+        ConfigError: an unreadable DeepSpeed config, or batch sizes without a solution.
 
     Ranks: all, with equal results; no communication.
     Source: determined.pytorch.dsat.get_hf_args_with_overwrites (0.38.1).
@@ -90,7 +89,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
     path = write_effective_config(found.config, effective_directory(os.environ))
     if identity.is_chief:
         _log(found, path)
-    return found.pointing_to(str(path))
+    return list(found.arguments.with_value(CONFIG_FLAG, str(path)).words)
 
 
 def keep_batch_sizes(

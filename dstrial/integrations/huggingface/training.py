@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import TrainOutput
 
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
@@ -25,9 +23,6 @@ from dstrial.integrations.huggingface.resume import OpenedCheckpoint
 if TYPE_CHECKING:
     from transformers import Trainer
 
-logger = logging.getLogger("dstrial.integrations.huggingface")
-
-_LARGE_BYTES = 2**30  # below it a whole model on each rank is no matter
 _WEIGHTS_NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -59,7 +54,6 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
     if callback not in trainer.callback_handler.callbacks:
         trainer.add_callback(callback)
     callback.trainer = trainer
-    _warn_of_whole_model(trainer)
     opened = callback.startup.opened
     kwargs["resume_from_checkpoint"] = callback.checkpoint_path
     with contextlib.ExitStack() as stack:
@@ -75,19 +69,6 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
             callback.end(left.step, int(trainer.state.max_steps))
             trainer.is_in_train = False
             return TrainOutput(left.step, 0.0, {})
-
-
-def _warn_of_whole_model(trainer: Trainer) -> None:
-    """Warn if every rank has created all of a large model that ZeRO 3 will partition."""
-    num_bytes = sum(one.numel() * one.element_size() for one in trainer.model.parameters())
-    if (
-        is_deepspeed_zero3_enabled() and num_bytes >= _LARGE_BYTES and trainer.is_world_process_zero()
-    ):  # what was made in zero.Init has no elements
-        logger.warning(
-            "every rank has made the whole model, %.1f GiB, before ZeRO 3 partitions it. To make only a rank's part, make the "
-            "TrainingArguments before the model, and the model with from_pretrained() or from_config()",
-            num_bytes / 2**30,
-        )
 
 
 @contextlib.contextmanager

@@ -56,7 +56,6 @@ class LoaderPasses(Iterator[Any]):
     Attributes:
         pass_idx: index of the current pass over the loader.
         in_pass: number of micro batches drawn in the current pass.
-        first_pass_length: micro batches of the first pass of a loader without a length; None before its end.
         first_digest: checksum of the first micro batch that was drawn; None if there is none.
     """
 
@@ -79,7 +78,6 @@ class LoaderPasses(Iterator[Any]):
         self._reads_to_end = self._stateful is not None or not is_plain_map_style
         self.pass_idx = 0
         self.in_pass = 0
-        self.first_pass_length: int | None = None
         self.first_digest: int | None = None
         self._has_drawn = False
 
@@ -101,8 +99,6 @@ class LoaderPasses(Iterator[Any]):
                         f"{self._name} has a length of {self._per_pass + self._rest} micro batches and ended after "
                         f"{self.in_pass}; expected its length. Correct __len__: it counts what one rank reads."
                     )
-                if self.first_pass_length is None:
-                    self.first_pass_length = self.in_pass
             elif self._reads_to_end:
                 self._read_to_end()
             self.pass_idx += 1

@@ -153,27 +153,3 @@ def test_trainer_lora_checkpoint_exports_an_adapter(
     capsys.readouterr()
     assert dstrial(["checkpoint", "export", str(checkpoint), str(tmp_path / "m"), "--merged"]) == 1
     assert "holds only what is trained" in capsys.readouterr().err
-
-
-def test_whole_model_under_zero_3_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    import transformers
-    from transformers.integrations import HfDeepSpeedConfig
-
-    from dstrial.integrations.huggingface import training
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    import trainer_program
-
-    made = trainer_program.model()
-    trainer = transformers.Trainer(
-        model=made, args=transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
-    )
-    monkeypatch.setattr(training, "_LARGE_BYTES", 1000)
-    training._warn_of_whole_model(trainer)
-    assert not caplog.records
-    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})  # in force as long as it lives
-    training._warn_of_whole_model(trainer)
-    assert config.is_zero3()
-    assert "make the TrainingArguments before the model" in caplog.text
