@@ -235,7 +235,7 @@ def test_an_experiment_stands_for_its_best_trial_and_is_named_without_one(seeded
         "experiment 999999 is not found",
         f"experiment {without} has no best trial yet",
     ]
-    assert "records_per_epoch: 6400" in found["experiments"][0]["config"]
+    assert found["experiments"][0]["recordsPerEpoch"] == 6400
     many = "&".join(f"trials={idx}" for idx in range(101))
     assert seeded.master.get(f"/page/compare?{many}").status == 400
 

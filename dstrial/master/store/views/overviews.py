@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from dstrial.master.clock import format_us
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Conditions, Parameters, fetch_all, fetch_one, fetch_value
+from dstrial.master.store.database import Conditions, Parameters, fetch_all, fetch_value
 from dstrial.master.store.views.listings import EXPERIMENT_ADVANCE, TRIAL_ADVANCE
 
 Json: TypeAlias = dict[str, Any]
@@ -156,25 +156,6 @@ def runs(connection: sqlite3.Connection, trial_id: int) -> list[Allocation]:
     return fetch_all(
         Allocation, connection, "SELECT * FROM allocations WHERE trial_id = ? ORDER BY run_id", (trial_id,)
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StoredFiles:
-    """Location and file list of a checkpoint, as stored in its row."""
-
-    uuid: str
-    state: str
-    resources: str  # JSON, path -> bytes
-    manifest_sha256: str | None
-    config: str  # of the experiment, JSON, with ``checkpoint_storage``
-
-
-def stored_files(connection: sqlite3.Connection, uuid: str) -> StoredFiles | None:
-    sql = (
-        "SELECT c.uuid, c.state, c.resources, c.manifest_sha256, e.config "
-        "FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.uuid = ?"
-    )
-    return fetch_one(StoredFiles, connection, sql, (uuid,))
 
 
 # Searches of dsat are found by the labels of their experiments.
