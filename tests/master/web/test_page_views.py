@@ -93,7 +93,6 @@ def views(shown: Shown) -> dict[str, str]:
         **{f"trial-{tab}": f"{trial}/{tab}" for tab in tabs_of("trial.js")},
         "compare": f"/det/compare?experiments={shown.search},{shown.other}",
         "model": "/det/models/digits",
-        "webhooks": "/det/webhooks",
         "search": f"/det/searches/{shown.dsat}",
         "task-log": f"/det/tasks/{shown.task}/logs",
         "nothing found": "/det/experiments?filter=nothing-is-so",

@@ -55,7 +55,7 @@ SELECT c.uuid AS id, c.trial_id AS trial, c.steps AS batch,
 FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.experiment_id = ?
 ORDER BY c.report_us DESC, c.uuid LIMIT ?
 """
-MAX_METRICS = 2000  # metric names per response
+MAX_METRICS = 10_000  # metric names per response, as many as a trial may have
 MAX_CHECKPOINTS = 5000  # per experiment, newest first
 
 
@@ -130,19 +130,16 @@ def metric_names(
     connection: sqlite3.Connection,
     experiment_id: int | None = None,
     trial_ids: Sequence[int] = (),
-    text: str = "",
 ) -> list[tuple[str, str]]:
     """Return (group, name) of numeric metrics, at most ``MAX_METRICS`` + 1.
 
-    The metrics are those of an experiment's trials or, without ``experiment_id``, of ``trial_ids``. ``text`` filters by a
-    substring of ``group.name``, case-insensitive.
+    The metrics are those of an experiment's trials or, without ``experiment_id``, of ``trial_ids``.
     """
     where = Conditions()
     if experiment_id is not None:
         where.need("t.experiment_id = ?", experiment_id)
     else:
         where.need("t.id IN (SELECT value FROM json_each(?))", json.dumps(list(trial_ids)))
-    where.need_part("s.group_name || '.' || s.name", text)
     where.need("json_extract(s.summary, '$.type') = 'number'")
     rows = connection.execute(
         "SELECT DISTINCT s.group_name, s.name FROM trials t CROSS JOIN metric_summaries s ON s.trial_id = t.id "  # noqa: S608 - constants

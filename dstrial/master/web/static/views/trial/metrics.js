@@ -1,69 +1,38 @@
 // Every metric of a trial, by group, with a chart for each.
 
-import { html, useEffect, useMemo, useState } from "htm/preact/standalone";
-import { get } from "../../api.js";
+import { html, useMemo, useState } from "htm/preact/standalone";
 import { recordsOf, useLook, useMetricNames } from "../../curves.js";
-import { Problem } from "../../parts/basics.js";
 import { useParam } from "../../router.js";
 import { marksOf } from "./marks.js";
 import { TrialChart, WhenSeen } from "./series.js";
 
 const AT_ONCE = 24;
 const CHART_PX = 220;
-const TYPING_MS = 250;
-
-/** Names that have a text; the master looks where it has told only some. @param {number} id @param {any} metrics @param {string} text */
-function useFound(id, metrics, text) {
-  const [asked, setAsked] = useState(/** @type {{ text: string, metrics: any } | null} */ (null));
-  const [error, setError] = useState(/** @type {Error | null} */ (null));
-  const isAsked = Boolean(metrics.more && text);
-  useEffect(() => {
-    if (!isAsked) return undefined;
-    const abort = new AbortController();
-    const timer = setTimeout(() => {
-      get("/page/metrics", { trials: [id], text }, abort.signal).then(
-        (found) => {
-          setAsked({ text, metrics: found });
-          setError(null);
-        },
-        (problem) => abort.signal.aborted || setError(problem),
-      );
-    }, TYPING_MS);
-    return () => {
-      abort.abort();
-      clearTimeout(timer);
-    };
-  }, [id, isAsked, text]);
-  const told = isAsked ? (asked?.text === text ? asked.metrics : null) : metrics;
-  return { told, error };
-}
 
 /** @param {{ trial: any, runs: any[], metrics: any }} props */
 export function Metrics({ trial, runs, metrics }) {
   const [text, setText] = useParam("find");
   const [limit, setLimit] = useState(AT_ONCE);
-  const { told, error } = useFound(trial.id, metrics, text);
-  const names = useMetricNames(told ?? { groups: {} });
+  const names = useMetricNames(metrics);
   const records = useMemo(() => recordsOf({ records_per_epoch: trial.recordsPerEpoch }, trial.hparams), [trial.recordsPerEpoch, trial.hparams?.global_batch_size]);
   const { look, tools } = useLook(records);
   const marks = useMemo(() => marksOf(runs, look.axis, records, trial.start), [JSON.stringify(runs.map((run) => [run.fromBatch, run.slots, run.exitCode])), look.axis, records, trial.start]);
   const found = useMemo(() => (text ? names.filter((name) => name.toLowerCase().includes(text.toLowerCase())) : names), [names, text]);
   const shown = found.slice(0, limit);
   const groups = [...new Set(shown.map((name) => name.slice(0, name.indexOf("."))))];
-  const total = `${found.length.toLocaleString()}${told?.more ? " or more" : ""} ${found.length === 1 ? "metric" : "metrics"}`;
+  const total = `${found.length.toLocaleString()}${metrics.more ? " or more" : ""} ${found.length === 1 ? "metric" : "metrics"}`;
   return html`
     <div class="filters">
       <input type="search" aria-label="Find metrics" placeholder="Find metrics by name" value=${text} onInput=${(/** @type {any} */ event) => { setLimit(AT_ONCE); setText(event.target.value); }} />
       ${tools}
-      <span class="muted" role="status">${told ? total : "Searching …"}</span>
+      <span class="muted" role="status">${total}</span>
     </div>
-    <${Problem} error=${error} />
     ${marks.length > 0 && html`<p class="muted">Dashed lines are where the trial was started again: ${marks.map((mark) => mark.text).slice(-6).join("; ")}.</p>`}
     ${groups.map((group) => html`<h2>${group}</h2><div class="charts">
       ${shown.filter((name) => name.startsWith(`${group}.`)).map((name) => html`<div key=${name}><${WhenSeen} height=${CHART_PX}>
         <${TrialChart} trial=${trial} metric=${name} title=${name.slice(group.length + 1)} look=${look} records=${records} marks=${marks} height=${CHART_PX} /><//></div>`)}
     </div>`)}
-    ${told && !found.length && html`<p class="muted">${text ? "No metric has this name." : "Nothing has been reported yet; charts appear here as the trial reports."}</p>`}
+    ${!found.length && html`<p class="muted">${text ? "No metric has this name." : "Nothing has been reported yet; charts appear here as the trial reports."}</p>`}
     ${found.length > limit && html`<p><button onClick=${() => setLimit(limit + AT_ONCE)}>Show ${Math.min(AT_ONCE, found.length - limit)} more of ${(found.length - limit).toLocaleString()}</button></p>`}
-    ${told?.more && html`<p class="muted">There are more metrics than are listed; look for them by name.</p>`}`;
+    ${metrics.more && html`<p class="muted">There are more metrics than are listed.</p>`}`;
 }
