@@ -144,7 +144,7 @@ SETTINGS = Section(
             trial_log_bytes=_integer(
                 default=DEFAULT_TRIAL_LOG_BYTES,
                 minimum=2**16,
-                about="largest log of a trial or task; of a larger log the first half and the newest lines are kept",
+                about="largest log of a trial or task; of a larger log the newest lines are kept",
             ),
         ),
         "masked_names": _list(
