@@ -12,11 +12,10 @@ from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import instruments
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.overviews import Json, finite
-from dstrial.master.web.views import curve_json, metrics_json, read_trials, require_trial
+from dstrial.master.web.views import MAX_POINTS, curve_json, metrics_json, read_trials, require_trial
 
 MAX_COMPARED = 100  # compared trials per response
 MAX_RANKS = 64  # curves (one per rank) per response
-_RANK_POINTS = 500
 
 
 def _newest(connection: Connection, trial_id: int) -> Json:
@@ -62,7 +61,7 @@ def _curves(
             if rank < len(row) and row[rank] is not None  # the number of ranks may differ between runs
         ]
         ys = [float(value) for _, value in own if value is not None]
-        curve = curve_json([steps[at] for at, _ in own], [times[at] for at, _ in own], ys, _RANK_POINTS)
+        curve = curve_json([steps[at] for at, _ in own], [times[at] for at, _ in own], ys, MAX_POINTS)
         curves.append({"rank": rank, **curve})
     return {"curves": curves, "ranks": num_ranks}
 
