@@ -302,16 +302,3 @@ def test_an_open_log_goes_on_after_a_restart_of_the_master(open_browser: Open, t
         assert browser.page.evaluate("window.isSame")
         browser.forgive("ERR_")
         browser.page.close()
-
-
-def test_log_view_with_revoked_token_shows_no_new_lines(open_browser: Open, tmp_path: Path) -> None:
-    with serving(tmp_path / "state", has_passwords=False) as master:
-        log = new_log(master, (0, None, "before"))
-        browser = open_browser(master=master)
-        browser.open(f"/det/trials/{log.trial}/logs", ".line")
-        master.change("DELETE FROM tokens")
-        log.add((0, None, "secret by now"))
-        browser.until("document.body.innerText.includes('Your login has expired')")
-        assert "secret by now" not in browser.text("body")
-        browser.forgive("401")
-        browser.page.close()

@@ -149,21 +149,6 @@ def test_what_cannot_be_answered_is_told(seeded: Seeded, query: str, status: int
     assert words in answer.error
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/page/logs?trial=1",
-        "/page/logs/file?trial=1",
-        "/page/compare?trials=1",
-        "/page/trials/1/instruments",
-        "/page/trials/1/instruments/series?name=x",
-    ],
-)
-def test_only_users_are_answered(seeded: Seeded, path: str) -> None:
-    assert seeded.master.get(path, token=None).status == 401
-    assert seeded.master.get(path, token="trial-1").status == 403
-
-
 def test_of_many_ranks_those_that_stand_out_have_curves(seeded: Seeded) -> None:
     master = seeded.master
     master.write(lambda tx: add_instruments(tx, seeded.other, 100, num_reports=3))
