@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import resource
-from pathlib import Path
 
 from dstrial.errors import MasterError
 
@@ -13,8 +12,6 @@ _RESERVED_FILES = 128  # for files other than connections: database, logs, super
 _FILES_PER_CONNECTION = 2  # a proxied connection has a second connection, to the task's service
 _MIN_CONNECTIONS = 16
 _MIN_FILES = _RESERVED_FILES + _MIN_CONNECTIONS * _FILES_PER_CONNECTION
-
-_SPARE_FILES = 8  # descriptors that must be free: a response needs a connection and one or two files
 
 _soft_before: int | None = None
 
@@ -45,26 +42,8 @@ def restore_limit(pid: int) -> None:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))
 
 
-def shortage() -> str:
-    """Return a message if fewer than 8 file descriptors are free; empty otherwise."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except OSError:
-        num_open = soft
-    if soft == resource.RLIM_INFINITY or num_open + _SPARE_FILES <= soft:
-        return ""
-    return (
-        f"the master has {num_open} files open, and its limit is {soft} (ulimit -n); expected at least {_SPARE_FILES} more. "
-        "End clients that hold connections, or start it again with a higher limit."
-    )
-
-
 def is_shortage(error: BaseException) -> bool:
     """Return whether an error or its cause is a lack of file descriptors."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return True
-    # SQLite uses this message for other failures, too.
-    if "unable to open database file" in str(error) and shortage():
         return True
     return error.__cause__ is not None and is_shortage(error.__cause__)

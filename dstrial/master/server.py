@@ -158,10 +158,7 @@ def serve(
         state.restrict_to_owner()
         listener = stack.enter_context(_listen(DEFAULT_PORT if options.port is None else options.port))
         port = int(listener.getsockname()[1])
-        last = state.read_record()
-        owner_listener, socket_path = stack.enter_context(
-            owner_socket.listening(state, "" if last is None else last.socket)
-        )
+        owner_listener, socket_path = stack.enter_context(owner_socket.listening(state))
         _configure_log(state, settings.log_level, shows_log=shows_log)
         num_connections = raise_limit()
         hosts = hosts_of(options, settings)

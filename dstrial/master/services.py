@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dstrial.file_writes import replace_file
-from dstrial.master import file_limit
 from dstrial.master.backends import local
 from dstrial.master.backends.backend import Backend
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
@@ -233,10 +232,7 @@ class Services:
             f"the scheduler has failed and tries again: {self.scheduler_problem}. No trial starts or ends: see `dstrial logs`."
         )
         return (
-            self.database.describe_trouble()
-            or file_limit.shortage()
-            or problem
-            or (scheduler if late_s > _SCHEDULER_LATE_S else "")
+            self.database.describe_trouble() or problem or (scheduler if late_s > _SCHEDULER_LATE_S else "")
         )
 
     async def write(self, function: Callable[[Transaction], T]) -> T:

@@ -15,7 +15,7 @@ from dstrial.config.experiment_config.submission import MasterDefaults
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.secrets import MASK, SecretNames, masked, masked_shell
 from dstrial.errors import ConfigError
-from dstrial.master.daemon import BACKENDS
+from dstrial.master.daemon import BACKENDS, ENGINES
 from dstrial.slurm.script import sbatch_args
 
 DEFAULT_PORT = 8080
@@ -144,7 +144,7 @@ SETTINGS = Section(
             trial_log_bytes=_integer(
                 default=DEFAULT_TRIAL_LOG_BYTES,
                 minimum=2**16,
-                about="largest log of a trial or task; of a larger log the first half and the newest lines are kept",
+                about="largest log of a trial or task; of a larger log the newest lines are kept",
             ),
         ),
         "masked_names": _list(
@@ -175,6 +175,7 @@ _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
 class MasterSettings:
     """Validated settings of a master, with the settings file's defaults applied."""
 
+    given: Mapping[str, Any]  # the settings file, with defaults
     port: int | None
     launch_error: bool  # reject experiments that need more slots than exist
     log_level: str
@@ -227,6 +228,7 @@ class MasterSettings:
         findings.raise_if_any()
         level = str(raw["log"]["level"]).lower()
         return cls(
+            given=raw,
             port=raw["port"],
             launch_error=raw["launch_error"],
             log_level={"warn": "warning", "trace": "debug"}.get(level, level),
@@ -269,8 +271,12 @@ class MasterSettings:
     def as_config(self) -> dict[str, Any]:
         """Return the settings as Determined's master config, with secrets masked."""
         config = {
+            **{
+                key: value
+                for key, value in self.given.items()
+                if value is not None and key not in ("backend", *ENGINES)
+            },
             "port": self.port or DEFAULT_PORT,
-            "launch_error": self.launch_error,
             "log": {"level": self.log_level, "color": self.log_color},
             "checkpoint_storage": dict(self.checkpoint_storage),
             "resource_manager": {
@@ -283,28 +289,8 @@ class MasterSettings:
                 "environment_variables": list(self.environment_variables),
                 "startup_hook": masked_shell(self.startup_hook, self.secret_names),
             },
-            "retention_policy": {"log_retention_days": self.log_retention_days},
-            "tensorboard_timeout": self.tensorboard_timeout,
-            "tensorboard_memory_mib": self.tensorboard_memory_mib,
-            "detached_timeout_s": self.detached_timeout_s,
-            "warm": self.warm,
-            "warm_accelerators": self.warm_accelerators,
-            "warm_idle_timeout": self.warm_idle_timeout,
-            "limits": {
-                "config_text_bytes": self.limits.text_bytes,
-                "config_values": self.limits.num_values,
-                "trial_log_bytes": self.trial_log_bytes,
-            },
-            "masked_names": list(self.secret_names.patterns),
-            "security": {
-                "token": {
-                    "default_lifespan_days": self.token_default_days,
-                    "max_lifespan_days": self.token_max_days,
-                }
-            },
             # Mask the key even if it was generated: `dstrial webhook key` prints it for the owner.
             "webhooks": {"signing_key": MASK, "base_url": self.base_url},
-            "feature_switches": list(self.feature_switches),
             **({} if self.hostfile is None else {"hostfile": self.hostfile}),
             **({} if self.hosts_python is None else {"hosts_python": self.hosts_python}),
             **({"slurm": dict(self.slurm)} if self.backend == "slurm" else {}),

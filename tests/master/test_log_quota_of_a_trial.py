@@ -29,7 +29,7 @@ raise RuntimeError("went wrong at last")
 """
 
 
-def test_the_beginning_the_end_and_the_reason_are_there_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_the_end_and_the_reason_are_there_and_the_rest_is_counted(tmp_path: Path) -> None:
     settings = tmp_path / "master.yaml"
     settings.write_text("limits: {trial_log_bytes: 1048576}\n")
     with master_for_test(tmp_path, num_slots=2, options=("--config-file", str(settings))) as master:
@@ -41,7 +41,6 @@ def test_the_beginning_the_end_and_the_reason_are_there_and_the_rest_is_counted(
         size = master.state.database_path.stat().st_size
 
     printed = [int(line.rpartition(" ")[2]) for line in shown.splitlines() if "|| line " in line]
-    assert printed[0] == 0
     assert printed[-1] == 59_999
     assert printed == sorted(set(printed))
     num_left_out = 60_000 - len(printed)
@@ -52,8 +51,7 @@ def test_the_beginning_the_end_and_the_reason_are_there_and_the_rest_is_counted(
     (at_the_end,) = [line for line in shown.splitlines() if "left out of this log" in line]
     # Lines of the traceback count as well.
     assert abs(int(at_the_end.split("WARNING: ")[1].split()[0].replace(",", "")) - num_left_out) < 10
-    assert "left out so far" in shown
-    assert "left out here: the log is larger than limits.trial_log_bytes" in shown
+    assert "the log is larger than limits.trial_log_bytes" in shown
     assert size < 8 * 2**20
     assert "hello" not in shown
 
@@ -77,7 +75,6 @@ def test_what_is_printed_while_the_master_is_away_takes_a_bounded_part_of_the_di
     assert taken < 2 * 2**20
     lines = shown.splitlines()
     printed = [line for line in lines if "line " in line and line.rpartition(" ")[2].isdecimal()]
-    assert any("begun" in line for line in lines)
     assert any("ended" in line for line in lines)
     assert any("while the master was down" in line for line in lines)
     (at_the_end,) = [line for line in lines if "left out of this log" in line]

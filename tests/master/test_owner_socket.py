@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 from pathlib import Path
 
 import pytest
@@ -49,31 +48,14 @@ def test_the_socket_of_a_killed_master_is_replaced_and_that_of_an_ended_one_is_g
     assert not path.exists()
 
 
-def test_where_the_state_directory_takes_no_socket_it_lies_in_a_private_one_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "state" / "master.sock" / "taken").mkdir(parents=True)
-    (tmp_path / "runtime").mkdir()
-    env = {"XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
-    with master_for_test(tmp_path, num_slots=1, env=env) as master:
-        first = Path(master.record.socket)
-        assert first.parent.parent == tmp_path / "runtime"
-        assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
-        assert stat.S_IMODE(first.stat().st_mode) == 0o600
-        assert_owner_gets_in(master)
-        master.kill()
-        master.up()
-        assert_owner_gets_in(master)
-        assert len(list((tmp_path / "runtime").iterdir())) == 1, "the killed master's place was left"
-    assert not list((tmp_path / "runtime").iterdir())
-
-
-def test_only_sockets_are_removed_by_what_a_record_says(tmp_path: Path) -> None:
-    state = StateDirectory(tmp_path / "state")
+def test_where_the_state_directory_takes_no_socket_up_is_one_clear_error(tmp_path: Path) -> None:
+    state = StateDirectory(tmp_path)
     state.make()
-    for name in ("notes.txt", "master.sock"):
-        (tmp_path / name).write_text("mine")
-        with owner_socket.listening(state, str(tmp_path / name)) as (_, path):
-            assert path == state.path / "master.sock"
-        assert (tmp_path / name).read_text() == "mine"
+    (tmp_path / "master.sock" / "taken").mkdir(parents=True)
+    with pytest.raises(
+        MasterError, match=r"a socket cannot be made in .*; expected a file system with sockets"
+    ):
+        owner_socket.listening(state).__enter__()
 
 
 def test_a_user_that_does_not_exist_is_one_clear_error(shared_master: MasterForTest) -> None:

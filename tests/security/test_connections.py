@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import subprocess
 import sys
@@ -61,26 +60,6 @@ def test_bytes_without_end_are_not_taken_and_cost_no_memory(shared_master: Maste
         f"{num_sent / MIB:.0f} MiB were taken, and the master grew by {grown_mib:.0f} MiB"
     )
     assert grown_mib < 32, f"the master grew by {grown_mib:.0f} MiB"
-
-
-@pytest.mark.parametrize(
-    ("sent", "statuses"),
-    [
-        (b"GET /info HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000000 + b"\r\n\r\n", {0, 400}),
-        (b"GET /info HTTP/1.1\r\nHost: localhost\r\n" + b"x: y\r\n" * 200000 + b"\r\n", {0, 400}),
-        (b"GET /" + b"x" * 1000000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", {0, 400}),
-        (
-            b"GET /info HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"x" * 60000 + b"\r\n\r\n",
-            {200},
-        ),
-    ],
-    ids=["a long header", "many headers", "a long path", "60,000 bytes"],
-)
-def test_long_heads_are_refused(shared_master: MasterForTest, sent: bytes, statuses: set[int]) -> None:
-    with connect(shared_master.record.port) as connection:
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(sent)
-        assert status_of(read_all(connection)) in statuses
 
 
 def test_requests_that_nobody_reads_the_answers_of_do_not_pile_up(shared_master: MasterForTest) -> None:
@@ -160,18 +139,6 @@ def few_files(directory: Path, num_files: int) -> Iterator[tuple[MasterRecord, d
         yield record, env
     finally:
         subprocess.run([*command, "down", "--now"], env=env, check=True, capture_output=True, timeout=120)
-
-
-def test_idle_connections_do_not_use_the_masters_files_up(tmp_path: Path) -> None:
-    with few_files(tmp_path, 400) as (record, _env), many_connections(record.port, 600):
-        # The port may answer while the kernel still queues; the master itself has to.
-        connection = http.client.HTTPConnection("127.0.0.1", record.port, timeout=10)
-        try:
-            connection.request("GET", "/info", headers={"Host": "localhost"})
-            assert connection.getresponse().status == 200
-        finally:
-            connection.close()
-        assert num_open_connections(record.pid, record.port) < 300
 
 
 def test_the_oldest_idle_connection_goes_first_and_one_in_use_stays(tmp_path: Path) -> None:

@@ -59,17 +59,6 @@ def test_up_and_login_print_a_link_that_opens_a_session_once(shared_master: Mast
         assert "Set-Cookie" not in again.headers
 
 
-def test_the_page_takes_the_code_out_of_its_address_before_it_sends_it(shared_master: MasterForTest) -> None:
-    url = urlsplit(shared_master.address)
-    connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=30)
-    connection.request("GET", "/login", headers={"Host": url.netloc})
-    text = connection.getresponse().read().decode()
-    connection.close()
-
-    script = text[text.index("location.hash") :]
-    assert script.index("replaceState") < script.index("/api/v1/auth/link")
-
-
 @pytest.mark.parametrize("origin", ["", "http://localhost:1", "http://evil.example", "null"])
 def test_another_page_cannot_spend_a_code_for_its_visitor(shared_master: MasterForTest, origin: str) -> None:
     code = code_of(shared_master)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from door import connect, read_all, request, status_of
+from door import connect, read_all, status_of
 
 from dstrial.testing.master import MasterForTest
 
@@ -53,22 +51,6 @@ def test_a_trailer_is_not_a_header(shared_master: MasterForTest) -> None:
         with connect(shared_master.record.port) as connection:
             connection.sendall(sent.encode())
             assert status_of(read_all(connection)) == (400 if is_host else 401), trailer
-
-
-def test_a_request_that_comes_a_byte_at_a_time_is_answered_as_one_that_comes_at_once(
-    shared_master: MasterForTest,
-) -> None:
-    body = json.dumps({"username": "determined", "password": shared_master.password()}).encode()
-    chunks = b"".join(b"%x\r\n%c\r\n" % (1, byte) for byte in body) + b"0\r\n\r\n"
-    sent = request(
-        "POST", "/api/v1/auth/login", "Transfer-Encoding: chunked", "Connection: close", body=chunks
-    )
-    with connect(shared_master.record.port) as connection:
-        for byte in sent:
-            connection.sendall(bytes([byte]))
-        answer = read_all(connection)
-    assert status_of(answer) == 200
-    assert b'"token"' in answer
 
 
 @pytest.mark.parametrize("method", ["PRI", "CONNECT", "get", "G\0T"])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from det_here import DetHere
-from door import connect, memory_mib, num_open_connections, read_all, send_until_refused
+from door import connect, memory_mib, num_open_connections, read_all
 from waiting import wait_for
 
 from dstrial.master.login import USERNAME, new_token
@@ -145,25 +145,6 @@ def tunnels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tunnels]:
         assert "Traceback" not in log, log[-6000:]
 
 
-FORBIDDEN = {
-    "not masked": (b"\x81\x05Hello", 1002),
-    "reserved bits": (frame(FINAL | 0x40 | BINARY, b"x"), 1002),
-    "a ping of 126 bytes": (frame(FINAL | PING, bytes(126)), 1002),
-    "text that is no UTF-8": (frame(FINAL | TEXT, b"\xff\xfe"), 1007),
-}
-
-
-@pytest.mark.parametrize("name", FORBIDDEN)
-def test_what_no_client_may_send_ends_the_websocket_with_the_standards_code(
-    tunnels: Tunnels, name: str
-) -> None:
-    data, code = FORBIDDEN[name]
-    with tunnels.open(tunnels.echo) as connection:
-        connection.sendall(data)
-
-        assert read_all(connection) == closing(code)
-
-
 def test_a_message_in_pieces_with_a_ping_inside_arrives_whole_however_it_is_cut(tunnels: Tunnels) -> None:
     data = (
         frame(BINARY, b"ab")
@@ -214,25 +195,6 @@ def test_a_close_is_answered_once_and_nothing_behind_it_counts(tunnels: Tunnels,
         assert read_all(connection) == closing(1000)
 
 
-def test_both_sides_may_go_at_any_moment(tunnels: Tunnels) -> None:
-    for idx in range(60):
-        connection = tunnels.open((tunnels.echo, tunnels.flood)[idx % 2])
-        kind = idx // 2 % 3
-        with contextlib.suppress(ConnectionError):
-            if kind == 0:  # a reset, with data under way in both directions
-                connection.sendall(frame(FINAL | BINARY, bytes(100_000)))
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            elif kind == 1:
-                connection.sendall(frame(FINAL | BINARY, bytes(50_000)) + frame(FINAL | CLOSE))
-            else:
-                connection.sendall(frame(FINAL | BINARY, b"x", size=1000))
-                connection.shutdown(socket.SHUT_WR)
-        connection.close()
-    with tunnels.open(tunnels.echo) as connection:
-        connection.sendall(frame(FINAL | BINARY, b"still here"))
-        assert read_frames(connection, 10) == ([BINARY], b"still here")
-
-
 def test_a_client_that_does_not_read_holds_the_service_up_and_fills_no_memory(tunnels: Tunnels) -> None:
     with tunnels.open(tunnels.flood):
         before = memory_mib(tunnels.master.record.pid)
@@ -272,28 +234,6 @@ def plateau(value: Callable[[], int]) -> int:
             return last
         time.sleep(0.05)
     raise AssertionError(f"still changes after {DEADLINE_S:g} s: {last}")
-
-
-def test_a_client_that_only_pings_is_held_up_and_answered_later(tunnels: Tunnels) -> None:
-    pings = frame(FINAL | PING, bytes(125)) * 1000
-    with tunnels.open(tunnels.echo) as connection:
-        before = memory_mib(tunnels.master.record.pid)
-        sent = send_until_refused(connection, b"", pings, 500 * len(pings))
-        assert sent < 500 * len(pings)
-        assert memory_mib(tunnels.master.record.pid, "VmHWM") - before < 24
-        received = 0
-        while received < sent // len(frame(FINAL | PING, bytes(125))) * 127:
-            chunk = connection.recv(1 << 20)
-            assert chunk
-            received += len(chunk)
-
-
-def test_a_frame_of_a_terabyte_passes_without_filling_memory(tunnels: Tunnels) -> None:
-    with tunnels.open(tunnels.deaf) as connection:
-        before = memory_mib(tunnels.master.record.pid)
-        head = frame(FINAL | BINARY, size=2**40)
-        assert send_until_refused(connection, head, bytes(MIB), 64 * MIB) < 64 * MIB
-        assert memory_mib(tunnels.master.record.pid) - before < 32
 
 
 def test_the_end_of_a_task_leaves_no_connection_of_its_tunnels_open(tunnels: Tunnels) -> None:

@@ -147,7 +147,9 @@ def status_and_text(error: BaseException) -> Problem:
     bugs: 500, with the cause in the master's log only.
     """
     if file_limit.is_shortage(error):
-        return problem(503, file_limit.shortage() or str(error))
+        return problem(
+            503, f"the master cannot open more files ({error}); expected a higher ulimit -n. Try again."
+        )
     if isinstance(error, RequestError):
         return problem(error.status, str(error))
     if isinstance(error, StoreError):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import DatabaseDamagedError, MasterError
-from dstrial.master import file_limit, hints
+from dstrial.master import hints
 from dstrial.master.store.sqlite_file import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
 
 __all__ = ["SCHEMA_VERSION", "Database", "Transaction"]
@@ -334,12 +334,7 @@ class Database:
             self._idle.clear()
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return a ``MasterError`` for damage or a lack of open files, else the error.
-
-        Damage is recorded for ``describe_damage``.
-        """
-        if file_limit.is_shortage(error):
-            return MasterError(file_limit.shortage() or str(error))
+        """Return ``DatabaseDamagedError`` and record it for damage, else the error."""
         if not is_damage(error):
             return error
         self._note_damage(str(error))

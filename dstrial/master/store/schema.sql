@@ -282,15 +282,11 @@ CREATE INDEX logs_by_task ON logs (task_id, id) WHERE trial_id IS NULL;
 
 -- Size of each log, and the lines that were left out because of the quota (trial_log_bytes).
 CREATE TABLE log_sizes (
-    id             INTEGER PRIMARY KEY,
-    task_id        TEXT    NOT NULL,              -- a trial's first task with output
-    trial_id       INTEGER,                       -- NULL: a task without a trial
-    num_bytes      INTEGER NOT NULL,              -- size of the kept lines of its processes, with their rows
-    is_head_full   INTEGER NOT NULL DEFAULT 0,    -- whether the head, half of the quota, is full
-    tail_id        INTEGER NOT NULL,              -- logs.id after which the tail, the newest lines, starts
-    marker_id      INTEGER,                       -- logs.id of the line that says how many were left out; NULL: none
-    num_left_out   INTEGER NOT NULL DEFAULT 0,    -- number of lines
-    bytes_left_out INTEGER NOT NULL DEFAULT 0
+    id           INTEGER PRIMARY KEY,
+    task_id      TEXT    NOT NULL,                -- a trial's first task with output
+    trial_id     INTEGER,                         -- NULL: a task without a trial
+    num_bytes    INTEGER NOT NULL,                -- size of the kept lines of its processes, with their rows
+    num_left_out INTEGER NOT NULL DEFAULT 0       -- number of lines
 );
 CREATE UNIQUE INDEX log_sizes_by_trial ON log_sizes (trial_id) WHERE trial_id IS NOT NULL;
 CREATE UNIQUE INDEX log_sizes_by_task ON log_sizes (task_id) WHERE trial_id IS NULL;

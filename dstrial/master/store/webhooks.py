@@ -22,8 +22,6 @@ STATES = ("ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR")  # experiment st
 
 MAX_PENDING = 1000  # pending events per webhook; further ones are dropped and counted
 
-RESULTS_TOPIC = "webhook_results"  # published after every delivery attempt
-
 KEPT_FAILED = 20  # undeliverable events kept per webhook
 
 _MAX_WEBHOOKS = 100
@@ -271,7 +269,6 @@ def note_result(
             "ORDER BY given_up_us DESC, id DESC LIMIT ?)",
             (webhook_id, webhook_id, KEPT_FAILED),
         )
-    tx.publish(RESULTS_TOPIC)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

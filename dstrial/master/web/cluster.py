@@ -1,4 +1,4 @@
-"""JSON for the page's cluster views: nodes, slots, queue, usage, webhooks, tasks."""
+"""JSON for the page's cluster views: nodes, slots, queue, usage, tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 from dstrial.master.api.commands import task_state
 from dstrial.master.api.jobs import Entry, engine_jobs, entries
-from dstrial.master.api.webhooks import masked_url, seen_workspaces
 from dstrial.master.backends.backend import Node
 from dstrial.master.backends.status import shown_engine, shown_servers
 from dstrial.master.clock import format_us, now_us
@@ -17,7 +16,6 @@ from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import time_or_none
 from dstrial.master.services import Services
 from dstrial.master.store import allocations, commands, jobs, tasks
-from dstrial.master.store import webhooks as webhook_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.nodes import agent_key, index_of
 
@@ -215,32 +213,6 @@ async def get_usage(request: ApiRequest) -> Json:
     }
 
 
-def webhook_json(webhook: webhook_rows.Webhook) -> Json:
-    return {
-        "id": webhook.id,
-        "name": webhook.name,
-        "triggers": [
-            " ".join(filter(None, (one.type.replace("_", " ").lower(), one.condition)))
-            for one in webhook.triggers
-        ],
-        "mode": webhook.mode.lower(),
-        "url": masked_url(webhook.url),
-        **{key: webhook.delivery[key] for key in ("delivered", "failed", "dropped", "waiting")},
-        "last": time_or_none(webhook.delivery["lastTime"]),
-        "result": webhook.delivery["lastResult"] or "",
-    }
-
-
-async def get_webhooks(request: ApiRequest) -> Json:
-    user = request.user
-
-    def read(connection: Connection) -> list[Json]:
-        found = webhook_rows.list_webhooks(connection, seen_workspaces(connection, user))
-        return [webhook_json(one) for one in found]
-
-    return {"webhooks": await request.services.read(read)}
-
-
 def _task_state(row: commands.CommandInfo) -> str:
     if row.state in commands.ENDED or row.state == "PAUSED":
         return row.state
@@ -290,5 +262,4 @@ routes = [
     route("GET", "//page/tasks", get_tasks, access=USER),
     route("GET", "//page/cluster", get_cluster, access=USER),
     route("GET", "//page/cluster/usage", get_usage, access=USER),
-    route("GET", "//page/webhooks", get_webhooks, access=USER),
 ]

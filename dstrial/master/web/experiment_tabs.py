@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
-from dstrial.config.documents import Document, read_yaml_text
+from dstrial.config.documents import Document, read_yaml_text, yaml_text
 from dstrial.config.experiment_config.origins import (
     LABEL,
     checked_again,
@@ -16,12 +16,10 @@ from dstrial.config.experiment_config.origins import (
     explained_rows,
 )
 from dstrial.config.secrets import masked, masked_json, masked_yaml
-from dstrial.errors import ConfigError, DstrialError, RequestError
+from dstrial.errors import ConfigError, DstrialError
 from dstrial.master.backends.model_definition import list_files, read_start, unpack
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data
-from dstrial.master.lifecycle.checkpoint_gc import remaining
-from dstrial.master.lifecycle.storages import root_of
 from dstrial.master.services import Services
 from dstrial.master.store import experiments, trials
 from dstrial.master.store.database import Connection
@@ -32,6 +30,8 @@ from dstrial.master.web import rungs
 MAX_TEXT_BYTES = 2**20  # per file
 _MAX_FILES = 20_000  # per listing
 _MAX_VALUES = 5000  # config values per response
+_MAX_LINES = 5000  # of a difference, and of each text that is compared
+_MAX_CHANGED = 200  # files per difference
 _LAYOUT_FIELDS = (
     "engine_kind",
     "world_size",
@@ -90,52 +90,6 @@ async def get_checkpoints(request: ApiRequest) -> Json:
     limit = overviews.MAX_CHECKPOINTS
     shown = [{**row, "layouts": _layouts(row.pop("engines"))} for row in found[:limit]]
     return {"checkpoints": shown, "more": len(found) > limit}
-
-
-def _verify(services: Services, uuid: str) -> Json:
-    with services.database.read() as connection:
-        row = overviews.stored_files(connection, uuid)
-    if row is None:
-        raise RequestError(
-            404, f"checkpoint {uuid[:80]!r} is not found; expected one of an experiment's list."
-        )
-    storage = json.loads(row.config)["checkpoint_storage"]
-    root = root_of(storage)
-    if root is None:
-        return {
-            "isWhole": None,
-            "text": "Its storage is no directory of this machine; `dstrial checkpoint verify` reads it.",
-        }
-    trouble = services.storages.trouble(storage)
-    if trouble is not None:
-        return {"isWhole": None, "text": trouble}
-    directory = root / row.uuid
-    found = remaining(directory) if directory.is_dir() else {}
-    stored = json.loads(row.resources)
-    wrong = [name for name, size in stored.items() if not name.endswith("/") and found.get(name) != int(size)]
-    if row.state in ("COMPLETED", "PARTIALLY_DELETED") and wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        return {"isWhole": False, "text": f"Missing, or of another size: {', '.join(wrong[:3])}{more}."}
-    if row.state != "COMPLETED":
-        return {"isWhole": None, "text": f"It is {row.state.lower()}, as registered."}
-    has_manifest = row.manifest_sha256 is not None and MANIFEST_NAME in stored
-    if has_manifest and hash_file(directory / MANIFEST_NAME).sha256 != row.manifest_sha256:
-        return {"isWhole": False, "text": "Its manifest is another one than its trial has reported."}
-    manifest = (
-        "its manifest is the one that its trial has reported"
-        if has_manifest
-        else "it has no registered manifest"
-    )
-    return {"isWhole": True, "text": f"All files are there with their sizes, and {manifest}."}
-
-
-async def get_verification(request: ApiRequest) -> Json:
-    """Return whether a checkpoint's files have the registered sizes and manifest.
-
-    ``isWhole`` is null if this cannot be checked. ``text`` is the result for users.
-    """
-    services, uuid = request.services, request.path_params["uuid"]
-    return await services.run(lambda: _verify(services, uuid))
 
 
 def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> Json:
@@ -207,9 +161,7 @@ def listed_files(tgz: bytes) -> Json:
     """
     files = list_files(tgz)
     return {
-        "files": [
-            {"path": file.path, "bytes": file.size, "digest": file.digest} for file in files[:_MAX_FILES]
-        ],
+        "files": [{"path": file.path, "bytes": file.size} for file in files[:_MAX_FILES]],
         "more": len(files) > _MAX_FILES,
     }
 
@@ -223,6 +175,63 @@ def shown_file(tgz: bytes, path: str) -> Json:
     is_binary = b"\0" in content
     text = "" if is_binary else content.decode("utf-8", "replace")
     return {"path": path, "bytes": size, "text": text, "isBinary": is_binary, "isCut": size > len(content)}
+
+
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Return the lines of a unified diff of two sets of texts: name -> text."""
+    found: list[str] = []
+    for name in sorted(before.keys() | after.keys()):
+        old, new = (texts.get(name, "").splitlines()[:_MAX_LINES] for texts in (before, after))
+        labels = [
+            f"{side}/{name}" if name in texts else "/dev/null"
+            for side, texts in (("a", before), ("b", after))
+        ]
+        found += difflib.unified_diff(old, new, *labels, lineterm="")
+    return found
+
+
+def _config_texts(services: Services, row: experiments.Experiment, kind: str) -> dict[str, str]:
+    names = services.secret_names
+    if kind == "submitted":
+        return {"config": masked_yaml(row.original_config, names)}
+    return {"config": yaml_text(json.loads(masked_json(row.config, names)))}
+
+
+def _changed_code(before: bytes, after: bytes) -> tuple[dict[str, str], dict[str, str]]:
+    """Return path -> text of the files that differ between two model definitions."""
+    digests = [{file.path: file.digest for file in list_files(tgz)} for tgz in (before, after)]
+    changed = {path for path, _ in digests[0].items() ^ digests[1].items()}
+    old, new = (
+        {path: _file_text(tgz, path) for path in sorted(changed & known.keys())[:_MAX_CHANGED]}
+        for tgz, known in zip((before, after), digests, strict=True)
+    )
+    return old, new
+
+
+def _file_text(tgz: bytes, path: str) -> str:
+    found = shown_file(tgz, path)
+    return f"(binary, {found['bytes']} bytes)" if found["isBinary"] else str(found["text"])
+
+
+async def get_difference(request: ApiRequest) -> Json:
+    """Return a unified diff from experiment ``other`` to the one in the path.
+
+    ``kind`` is "effective" or "submitted" for the configs, "code" for the model definitions.
+    """
+    services, kind = request.services, request.query("kind")
+    if kind not in ("effective", "submitted", "code"):
+        raise request.wrong_query("kind", "effective, submitted or code")
+    ids = [request.query_int("other") or 0, request.path_params["experiment_id"]]
+    rows = [await services.read(experiments.require, one) for one in ids]
+    tgzs = [await services.read(experiments.model_definition, one) for one in ids] if kind == "code" else []
+
+    def compare() -> list[str]:
+        if tgzs:
+            return differences(*_changed_code(*tgzs))
+        return differences(*(_config_texts(services, row, kind) for row in rows))
+
+    lines = await services.check(compare)
+    return {"lines": as_data(lines[:_MAX_LINES]), "more": len(lines) > _MAX_LINES}
 
 
 async def get_files(request: ApiRequest) -> Json:
@@ -241,8 +250,8 @@ _ONE = "//page/experiments/{experiment_id:int}"
 routes = [
     route("GET", f"{_ONE}/rungs", get_rungs, access=USER),
     route("GET", f"{_ONE}/checkpoints", get_checkpoints, access=USER),
-    route("GET", "//page/checkpoints/{uuid}/look", get_verification, access=USER),
     route("GET", f"{_ONE}/config", get_config, access=USER),
+    route("GET", f"{_ONE}/difference", get_difference, access=USER),
     route("GET", f"{_ONE}/files", get_files, access=USER),
     route("GET", f"{_ONE}/file", get_file, access=USER),
 ]

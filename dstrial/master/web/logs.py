@@ -1,7 +1,8 @@
-"""Log routes of the web page: a page of lines, one full line, or the whole log."""
+"""Log routes of the web page: a page of lines, or the whole log."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from starlette.responses import StreamingResponse
 
 from dstrial.errors import RequestError
-from dstrial.master.clock import now_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.store import tasks
 from dstrial.master.store.database import Connection
@@ -21,7 +21,6 @@ from dstrial.visible_text import visible_line
 
 _LINES = 200
 _CHUNK = 1000
-_PART_BYTES = 2**20
 _MAX_TEXT = 1000
 
 
@@ -100,60 +99,9 @@ async def get_page(request: ApiRequest) -> dict[str, Any]:
     }
 
 
-def _extent(connection: Connection, log: LogKey, is_counted: bool) -> dict[str, Any]:
-    found = log_pages.extent(connection, log, is_counted=is_counted)
-    return {
-        "first": found.first,
-        "last": found.last,
-        "lines": found.num_lines,
-        "ranks": log_pages.some_ranks(connection, log),
-        "trial": log.trial_id,
-        "isOver": tasks.is_over(connection, log.trial_id, log.task_id, now_us()),
-    }
-
-
-async def get_extent(request: ApiRequest) -> dict[str, Any]:
-    """Return a log's first and last line id and ranks, and whether its task has ended.
-
-    ``lines`` is the number of lines; it is null without ``count=true``.
-    """
-    log = await _asked_log(request)
-    return await request.services.read(_extent, log, bool(request.query_flag("count")))
-
-
-def _file(content: AsyncIterator[bytes], name: str) -> StreamingResponse:
-    return StreamingResponse(
-        content,
-        media_type="text/plain; charset=utf-8",
-        headers={
-            "Content-Disposition": f'attachment; filename="{name}"',
-            "X-Content-Type-Options": "nosniff",
-            "Cache-Control": "no-store",
-        },
-    )
-
-
 def _name(log: LogKey) -> str:
     of = f"trial-{log.trial_id}" if log.trial_id is not None else f"task-{log.task_id}"
     return re.sub(r"[^\w.-]", "_", of, flags=re.ASCII)
-
-
-async def get_line(request: ApiRequest) -> StreamingResponse:
-    """Return the log line whose ``id`` is in the query as a text file, untruncated."""
-    log = await _asked_log(request)
-    line_id = _asked_id(request, "id")
-    if line_id is None:
-        raise request.wrong_query("id", "the id of a line")
-
-    line = await request.services.read(log_pages.whole_line, log, line_id)
-    if line is None:
-        raise RequestError(404, f"line {line_id} is not found in this log; expected one that is kept.")
-
-    async def content() -> AsyncIterator[bytes]:
-        for start in range(0, len(line), _PART_BYTES):
-            yield line[start : start + _PART_BYTES]
-
-    return _file(content(), f"{_name(log)}-line-{line_id}.txt")
 
 
 async def get_file(request: ApiRequest) -> StreamingResponse:
@@ -161,23 +109,30 @@ async def get_file(request: ApiRequest) -> StreamingResponse:
     log = await _asked_log(request)
     services = request.services
     # Stop at the current last line, even if the log is still growing.
-    last = (await services.read(log_pages.extent, log, is_counted=False)).last
+    last = (await services.read(log_pages.page, log, PageFilter(limit=1))).last
+    wanted = logs.LogFilter(trial_id=log.trial_id, task_id=log.task_id, limit=_CHUNK)
 
     async def content() -> AsyncIterator[bytes]:
         after = 0
-        while last is not None and after < last:
-            rows = await services.read(log_pages.printed, log, after, last, _CHUNK)
+        while after < last:
+            rows = await services.read(logs.query, dataclasses.replace(wanted, after_id=after))
             if not rows:
                 return
             after = rows[-1].id
-            yield "".join(logs.format_message(row) for row in rows).encode()
+            yield "".join(logs.format_message(row) for row in rows if row.id <= last).encode()
 
-    return _file(content(), f"{_name(log)}.log")
+    return StreamingResponse(
+        content(),
+        media_type="text/plain; charset=utf-8",
+        headers={
+            "Content-Disposition": f'attachment; filename="{_name(log)}.log"',
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+        },
+    )
 
 
 routes = [
     route("GET", "//page/logs", get_page, access=USER),
-    route("GET", "//page/logs/extent", get_extent, access=USER),
-    route("GET", "//page/logs/line", get_line, access=USER),
     route("GET", "//page/logs/file", get_file, access=USER),
 ]

@@ -33,7 +33,7 @@ _GAP_S = 0.5  # minimum time between two events of a stream; changes in between 
 _PING_S = 15.0
 _MAX_TOPICS = 500
 _TOPIC_PREFIXES = ("experiment:", "trial:", "metrics:", "logs:", "command:", "job:")
-_TOPICS = ("scheduler", "webhooks", "webhook_events", "webhook_results", "models")
+_TOPICS = ("scheduler", "models")
 
 
 @functools.cache

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 
-from dstrial.config.documents import yaml_text
-from dstrial.config.secrets import masked_json, masked_yaml
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.http.serializers import as_data
 from dstrial.master.services import Services
-from dstrial.master.store import experiments
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import instruments
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.overviews import Json, finite
-from dstrial.master.web.views import curve_json, metrics_json, read_trials, require_trial
+from dstrial.master.web.views import MAX_POINTS, curve_json, metrics_json, read_trials, require_trial
 
 MAX_COMPARED = 100  # compared trials per response
 MAX_RANKS = 64  # curves (one per rank) per response
-_RANK_POINTS = 500
 
 
 def _newest(connection: Connection, trial_id: int) -> Json:
@@ -67,7 +61,7 @@ def _curves(
             if rank < len(row) and row[rank] is not None  # the number of ranks may differ between runs
         ]
         ys = [float(value) for _, value in own if value is not None]
-        curve = curve_json([steps[at] for at, _ in own], [times[at] for at, _ in own], ys, _RANK_POINTS)
+        curve = curve_json([steps[at] for at, _ in own], [times[at] for at, _ in own], ys, MAX_POINTS)
         curves.append({"rank": rank, **curve})
     return {"curves": curves, "ranks": num_ranks}
 
@@ -83,15 +77,11 @@ async def get_rank_curves(request: ApiRequest) -> Json:
     return await request.services.read(_rank_curves, request.path_params["trial_id"], name)
 
 
-def _compared_experiment(services: Services, connection: Connection, experiment_id: int) -> Json:
-    row = experiments.require(connection, experiment_id)
+def _compared_experiment(connection: Connection, experiment_id: int) -> Json:
     (line,) = overviews.experiments(connection, [experiment_id])
-    config = json.loads(masked_json(row.config, services.secret_names))
     return {
         **{name: line[name] for name in ("id", "name", "metric", "smallerIsBetter", "bestTrial")},
         "recordsPerEpoch": overviews.records_per_epoch(connection, experiment_id),
-        "config": as_data(yaml_text(config)),
-        "originalConfig": as_data(masked_yaml(row.original_config, services.secret_names)),
     }
 
 
@@ -110,8 +100,7 @@ def _compared(
     return {
         "trials": shown,
         "experiments": [
-            _compared_experiment(services, connection, one)
-            for one in dict.fromkeys(row["experiment"] for row in shown)
+            _compared_experiment(connection, one) for one in dict.fromkeys(row["experiment"] for row in shown)
         ],
         "metrics": metrics_json(overviews.metric_names(connection, trial_ids=[row["id"] for row in shown])),
         "missing": missing,

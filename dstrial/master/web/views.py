@@ -208,16 +208,6 @@ async def get_series(request: ApiRequest) -> Json:
     return {"series": await request.services.read(_series, trials, group, name, max(points, 2), after)}
 
 
-async def get_names(request: ApiRequest) -> Json:
-    """Return the metric names of ``trials``; ``text`` is a substring to search for."""
-    found = await request.services.read(
-        lambda connection: overviews.metric_names(
-            connection, trial_ids=request.query_ints("trials"), text=(request.query("text") or "")[:200]
-        )
-    )
-    return metrics_json(found)
-
-
 routes = [
     route("GET", "//page/session", get_session, access=USER),
     route("GET", "//page/experiments", get_experiments, access=USER),
@@ -226,5 +216,4 @@ routes = [
     route("GET", "//page/sparklines", get_sparklines, access=USER),
     route("GET", "//page/trials/{trial_id:int}", get_trial, access=USER),
     route("GET", "//page/series", get_series, access=USER),
-    route("GET", "//page/metrics", get_names, access=USER),
 ]

@@ -9,8 +9,6 @@ from determined.common import api
 from determined.common.api import bindings
 from serving import Master
 
-from dstrial.master.store.reports import metric_summaries
-
 pytestmark = pytest.mark.process
 
 
@@ -30,17 +28,6 @@ def report(session: api.Session, steps: int, values: dict[str, Any], group: str 
         ),
     )
     bindings.post_ReportTrialMetrics(session, body=body, metrics_trialId=1)
-
-
-def test_metric_names_beyond_the_limit_are_dropped(session: api.Session, fresh_master: Master) -> None:
-    report(session, 1, {f"name{number:05}": 1.0 for number in range(metric_summaries.MAX_NAMES + 50)})
-
-    user = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
-    (trial,) = bindings.get_GetExperimentTrials(user, experimentId=1).trials
-    assert trial.summaryMetrics is not None
-    assert len(trial.summaryMetrics["avg_metrics"]) == metric_summaries.MAX_NAMES
-    (line,) = [line for line in bindings.get_TrialLogs(user, trialId=1) if "metric names" in line.message]
-    assert "the trial has 10,000 metric names" in line.message
 
 
 def test_reports_are_streamed_whole_and_in_order(session: api.Session, fresh_master: Master) -> None:

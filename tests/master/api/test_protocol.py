@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -129,25 +128,6 @@ def test_allocations_are_told_with_their_workspace_of_then_and_without_an_experi
     fresh_master.services.database.write(forget)
     (past,) = fresh_master.rows("SELECT workspace_name FROM past_usage")
     assert past["workspace_name"] == "Uncategorized"
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "body"),
-    [
-        ("POST", "workspaces/1/archive", {}),
-        ("DELETE", "workspaces/1", None),
-        ("POST", "projects/1/archive", {}),
-        ("DELETE", "projects/1", None),
-        ("PATCH", "users/1", {"agentUserGroup": {"agentUid": 1}}),
-        ("POST", "users", {}),
-        ("PATCH", "master/config", {}),
-        ("DELETE", "experiments/1", None),
-    ],
-)
-def test_who_may_not_is_told_so_before_anything_else(
-    fresh_master: Master, method: str, path: str, body: Any
-) -> None:
-    assert fresh_master.send(method, f"/api/v1/{path}", body, token="other").status == 403
 
 
 def test_the_config_of_a_task_is_what_was_submitted(det: DetHere, tmp_path: Path) -> None:

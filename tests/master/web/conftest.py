@@ -99,7 +99,7 @@ def browser(kept_window: Browser) -> Iterator[Browser]:
     """A window that tests of a file share which look at views: the page is loaded in it once, as ``show`` does."""
     yield kept_window
     try:
-        kept_window.show("/det/webhooks")  # Nothing of a view is kept for the next test.
+        kept_window.show("/det/models")  # Nothing of a view is kept for the next test.
     except BaseException:
         kept_window.page.goto("about:blank")
         raise

@@ -17,11 +17,9 @@ from typing import Any
 from rows import add, value
 
 from dstrial.master.clock import now_us
-from dstrial.master.store import models, webhooks
+from dstrial.master.store import models
 from dstrial.master.store.database import Transaction
-from dstrial.master.store.webhooks import Trigger, Webhook
 
-SECRET_URL = "https://user:pass@hooks.example/services/T0/secret?token=secret"
 NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
 SPACE = {
     "global_batch_size": 64,
@@ -368,12 +366,6 @@ def add_model(tx: Transaction, name: str, *checkpoints: str, labels: tuple[str, 
     return number
 
 
-def add_webhook(tx: Transaction, name: str, url: str = SECRET_URL) -> int:
-    """Add a webhook that is told of ends."""
-    triggers = tuple(Trigger("EXPERIMENT_STATE_CHANGE", state) for state in ("COMPLETED", "ERROR"))
-    return webhooks.create(tx, Webhook(name, url, "DEFAULT", "WORKSPACE", None, triggers))
-
-
 def search_row(number: int, scale: float, **columns: Any) -> dict[str, Any]:
     """Return a measured row of a search's report."""
     measured = {"value": scale, "throughput": scale, "step_s": 0.2 * number, "state": "measured"}
@@ -452,7 +444,6 @@ def fill_every_view(tx: Transaction) -> Shown:
     add_task(tx, kind="TENSORBOARD", name=f"TensorBoard of {search}", slots=(), experiments=(search,))
     add_task(tx, name="nvidia-smi dmon", slots=(2,), num_slots=1)
     task = add_task(tx, name="evaluate, 8 slots", num_slots=8)
-    add_webhook(tx, "ends of experiments")
     for experiment, rate in ((search, 1), (other, 2)):
         train = f"import torch\n\nRATE = {rate}\n{TRAIN}"
         files = {

@@ -1,12 +1,12 @@
-"""The cluster, its queue and webhooks: what the endpoints tell, and the views in a real browser."""
+"""The cluster and its queue: what the endpoints tell, and the views in a real browser."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from browsing import Browser
-from seeded import add_experiment, add_past_use, add_task, add_webhook
+from seeded import add_experiment, add_past_use, add_task
 from serving import Master
 
 from dstrial.master.store.nodes import agent_key
@@ -129,54 +129,3 @@ def test_the_queue_is_put_in_another_order_and_follows_what_others_do(
 
 def job_of(master: Master, name: str) -> str:
     return str(master.rows("SELECT job_id FROM commands WHERE description = ?", name)[0]["job_id"])
-
-
-def test_webhooks_are_shown_without_what_of_their_address_may_be_secret(
-    open_browser: Callable[..., Browser], seeded_master: Master
-) -> None:
-    number = seeded_master.write(lambda tx: add_webhook(tx, HTML))
-    answer = seeded_master.get("/page/webhooks")
-    (shown,) = [one for one in answer.json["webhooks"] if one["id"] == number]
-    assert shown["url"] == "https://hooks.example/********"
-    assert shown["triggers"] == ["experiment state change COMPLETED", "experiment state change ERROR"]
-    for part in (b"secret", b"services", b"pass", b"T0"):
-        assert part not in answer.content
-    assert seeded_master.get("/page/webhooks", token=None).status == 401
-
-    browser = open_browser(token="admin")
-    browser.open("/det/webhooks", "tbody tr[data-idx]")
-    assert HTML in browser.text("tbody")
-    assert "https://hooks.example/********" in browser.text("tbody")
-    content = browser.page.content()
-    assert all(word not in content for word in ("secret?", "services/T0", "user:pass"))
-    seeded_master.change("UPDATE webhooks SET num_failed = 3, last_result = 'status 500', last_us = 1")
-    seeded_master.services.pubsub.publish(("webhook_results",))
-    browser.until("document.querySelector('tbody').textContent.includes('status 500')")
-    browser.page.click(f'button[aria-label="Delete {HTML}"]')
-    browser.page.wait_for_selector("dialog[open]")
-    browser.page.keyboard.press("Escape")
-    browser.page.wait_for_selector("dialog", state="detached")
-    assert seeded_master.rows("SELECT id FROM webhooks") == [{"id": number}]
-    browser.page.click(f'button[aria-label="Delete {HTML}"]')
-    browser.page.click("dialog button.danger")
-    browser.page.wait_for_selector("td.empty")
-    assert seeded_master.rows("SELECT id FROM webhooks") == []
-
-
-def test_a_webhook_of_a_workspace_is_shown_to_who_may_see_it(seeded_master: Master) -> None:
-    def fill(tx):
-        other = tx.execute("SELECT id FROM users WHERE username = 'other'").fetchone()["id"]
-        tx.execute("INSERT INTO workspaces (name, owner_id, created_us) VALUES ('theirs', ?, 1)", (other,))
-        number = add_webhook(tx, "of theirs")
-        tx.execute("UPDATE webhooks SET workspace_id = (SELECT id FROM workspaces WHERE name = 'theirs')")
-        return number
-
-    number = seeded_master.write(fill)
-    try:
-        names = {
-            token: [one["name"] for one in seeded_master.get("/page/webhooks", token=token).json["webhooks"]]
-            for token in ("admin", "other", "determined")
-        }
-    finally:
-        seeded_master.change("DELETE FROM webhooks WHERE id = ?", number)
-    assert names == {"admin": ["of theirs"], "other": ["of theirs"], "determined": []}

@@ -73,22 +73,3 @@ def test_an_expired_login_is_said_and_leads_back_to_the_same_address(
     assert window.page.url == f"{window.address}/det/clusters?hours=1"
     assert window.page.locator(".banner").count() == 0
     window.problems[:] = [one for one in window.problems if "401" not in one]
-
-
-def test_commands_of_a_real_master_are_shown_and_killed(
-    window: Browser, shared_master: MasterForTest
-) -> None:
-    client = shared_master.client()
-    body = {"config": {"entrypoint": ["sleep", "600"], "description": "sleeps", "resources": {"slots": 1}}}
-    task = client.post("/api/v1/commands", body)["command"]["id"]
-    window.page.goto(link(shared_master))
-    window.page.wait_for_selector("main h1")
-    window.open("/det/tasks", f"tbody a[href='/det/tasks/{task}/logs']")
-    window.until("document.querySelector('tbody').textContent.includes('running')")
-    window.open("/det/clusters", "main table")
-    window.page.wait_for_selector(f"[aria-label=Slots] a[href='/det/tasks/{task}/logs']")
-    window.open("/det/tasks", "button[aria-label='Kill sleeps']")
-    window.page.click("button[aria-label='Kill sleeps']")
-    window.page.click("dialog button.danger")
-    window.page.wait_for_selector("button[aria-label='Kill sleeps']", state="detached")
-    assert client.get(f"/api/v1/commands/{task}")["command"]["state"] == "STATE_TERMINATED"

@@ -98,12 +98,6 @@ def test_what_cannot_be_answered_is_said(seeded_master: Master, search: int) -> 
         assert words in answer.error
 
 
-def test_the_page_s_own_answers_are_for_users_only(seeded_master: Master, search: int) -> None:
-    for path in ("/page/experiments", "/page/session", "/page/events", f"/page/experiments/{search}/trials"):
-        assert seeded_master.get(path, token=None).status == 401
-        assert seeded_master.get(path, token="trial-1").status == 403
-
-
 def test_files_of_the_page_are_asked_for_again_only_if_they_have_changed(seeded_master: Master) -> None:
     first = seeded_master.get("/page/assets/views/experiment/overview.js", token=None)
     assert first.status == 200

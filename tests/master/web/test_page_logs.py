@@ -101,18 +101,6 @@ def test_a_search_goes_on_where_a_request_has_ended(seeded: Seeded, monkeypatch:
     assert page["searchedTo"] is None
 
 
-def test_how_long_a_log_is(seeded: Seeded) -> None:
-    found = seeded.master.get(f"/page/logs/extent?trial={seeded.trial}&count=true").json
-    rows = seeded.master.rows(
-        "SELECT MIN(id) AS low, MAX(id) AS high FROM logs WHERE trial_id = ?", seeded.trial
-    )
-    assert (found["first"], found["last"]) == (rows[0]["low"], rows[0]["high"])
-    assert (found["lines"], found["ranks"], found["trial"]) == (1000, [-1, 1, 2], seeded.trial)
-    empty = seeded.master.get("/page/logs/extent?trial=1&count=true").json
-    assert (empty["first"], empty["lines"], empty["isOver"]) == (None, 0, False)
-    assert seeded.master.get("/page/logs/extent?trial=1").json["lines"] is None
-
-
 def test_a_task_has_its_own_log_or_that_of_its_trial(seeded: Seeded) -> None:
     own = seeded.master.get(f"/page/logs?task={seeded.task}").json
     assert [line["text"] for line in own["lines"]] == ["of a command"]
@@ -136,17 +124,10 @@ def test_a_line_is_whole_or_cut_with_its_length(seeded: Seeded, text: str) -> No
     else:
         assert line["text"] == shown
         assert "bytes" not in line
-    whole = seeded.master.get(f"/page/logs/line?task={task}&id={line['id']}")
-    assert whole.content.decode() == text + "\n"
+    whole = seeded.master.get(f"/page/logs/file?task={task}")
+    assert whole.content.decode().endswith(f"|| {shown}\n".replace(r"\x00", "\0"))
     assert whole.headers["content-disposition"].startswith("attachment")
     assert whole.headers["content-type"].startswith("text/plain")
-
-
-def test_a_line_of_another_log_is_not_found(seeded: Seeded) -> None:
-    (row,) = seeded.master.rows("SELECT MAX(id) AS id FROM logs WHERE trial_id = ?", seeded.other)
-    answer = seeded.master.get(f"/page/logs/line?trial={seeded.trial}&id={row['id']}")
-    assert answer.status == 404
-    assert "is not found in this log" in answer.error
 
 
 @pytest.mark.parametrize(
@@ -166,23 +147,6 @@ def test_what_cannot_be_answered_is_told(seeded: Seeded, query: str, status: int
     answer = seeded.master.get(f"/page/logs?{query}")
     assert answer.status == status
     assert words in answer.error
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/page/logs?trial=1",
-        "/page/logs/extent?trial=1",
-        "/page/logs/file?trial=1",
-        "/page/logs/line?trial=1&id=1",
-        "/page/compare?trials=1",
-        "/page/trials/1/instruments",
-        "/page/trials/1/instruments/series?name=x",
-    ],
-)
-def test_only_users_are_answered(seeded: Seeded, path: str) -> None:
-    assert seeded.master.get(path, token=None).status == 401
-    assert seeded.master.get(path, token="trial-1").status == 403
 
 
 def test_of_many_ranks_those_that_stand_out_have_curves(seeded: Seeded) -> None:
@@ -235,7 +199,7 @@ def test_an_experiment_stands_for_its_best_trial_and_is_named_without_one(seeded
         "experiment 999999 is not found",
         f"experiment {without} has no best trial yet",
     ]
-    assert "records_per_epoch: 6400" in found["experiments"][0]["config"]
+    assert found["experiments"][0]["recordsPerEpoch"] == 6400
     many = "&".join(f"trials={idx}" for idx in range(101))
     assert seeded.master.get(f"/page/compare?{many}").status == 400
 

@@ -1,4 +1,4 @@
-"""Modules of the page that compute and draw nothing, run by node: differences of texts, importance, axes, CSV."""
+"""Modules of the page that compute and draw nothing, run by node: importance, axes, CSV."""
 
 from __future__ import annotations
 
@@ -39,67 +39,6 @@ def run(module: str, script: str, given: Any) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def common_length(a: list[str], b: list[str]) -> int:
-    """Return the length of a longest common subsequence, by the textbook."""
-    row = [0] * (len(b) + 1)
-    for one in a:
-        before = 0
-        for idx, other in enumerate(b, 1):
-            before, row[idx] = row[idx], before + 1 if one == other else max(row[idx], row[idx - 1])
-    return row[-1]
-
-
-def test_a_difference_gives_both_texts_back_and_is_the_shortest() -> None:
-    chance = random.Random(0)
-    pairs = [
-        ["\n".join(chance.choice("abcd") for _ in range(chance.randint(0, 40))) for _ in range(2)]
-        for _ in range(80)
-    ]
-    pairs += [["", "a\n"], ["a\n", ""], ["", ""], ["a\nb\n", "a\nb\n"]]
-    for (before, after), lines in zip(
-        pairs,
-        run("parts/diff.js", "answer = given.map(([a, b]) => own.diffLines(a, b));", pairs),
-        strict=True,
-    ):
-        a, b = ([] if not text else text.removesuffix("\n").split("\n") for text in (before, after))
-        assert [line["text"] for line in lines if line["kind"] != "added"] == a
-        assert [line["text"] for line in lines if line["kind"] != "removed"] == b
-        assert [line["before"] for line in lines if line["before"]] == list(range(1, len(a) + 1))
-        assert [line["after"] for line in lines if line["after"]] == list(range(1, len(b) + 1))
-        assert sum(line["kind"] == "same" for line in lines) == common_length(a, b)
-
-
-def test_texts_that_have_little_in_common_are_told_apart_all_the_same() -> None:
-    before, after = ("\n".join(f"{word} {idx}" for idx in range(9000)) for word in ("a", "b"))
-    counts = run(
-        "parts/diff.js",
-        "answer = {}; for (const line of own.diffLines(...given)) answer[line.kind] = (answer[line.kind] ?? 0) + 1;",
-        [f"head\n{before}\nend", f"head\n{after}\nend"],
-    )
-    assert counts == {"same": 2, "removed": 9000, "added": 9000}
-
-
-def test_changes_far_apart_in_long_texts_are_found() -> None:
-    lines = [f"line {idx}" for idx in range(4000)]
-    changed = ["new" if idx in (5, 3990) else line for idx, line in enumerate(lines)]
-    counts = run(
-        "parts/diff.js",
-        "answer = {}; for (const line of own.diffLines(...given)) answer[line.kind] = (answer[line.kind] ?? 0) + 1;",
-        ["\n".join(lines), "\n".join(changed)],
-    )
-    assert counts == {"same": 3998, "removed": 2, "added": 2}
-
-
-def test_what_is_alike_and_far_away_is_folded() -> None:
-    text = "\n".join(map(str, range(40)))
-    hunks = run(
-        "parts/diff.js",
-        "answer = own.hunksOf(own.diffLines(...given));",
-        [text, text.replace("\n20\n", "\nnew\n")],
-    )
-    assert [(hunk["isFolded"], len(hunk["lines"])) for hunk in hunks] == [(True, 17), (False, 8), (True, 16)]
 
 
 def points(count: int) -> list[dict[str, Any]]:

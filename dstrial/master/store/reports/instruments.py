@@ -7,14 +7,13 @@ import json
 import sqlite3
 from typing import Any
 
+from dstrial.master.store.database import fetch_column
 from dstrial.master.store.reports.metric_summaries import as_number
 
 # dstrial.telemetry.samples writes these names. They are repeated here, as the master must not import training code.
 GROUP = "telemetry"
 _RANKS = "ranks"
-MAX_REPORTS = 2000  # per curve
-MIN_REPORTS = 500  # limit per curve of very many ranks
-MAX_NUMBERS = 256_000  # limit of values (reports times ranks) per curve of more than MIN_REPORTS reports
+MAX_REPORTS = 500  # per curve
 _WHERE = "trial_id = ? AND group_name = ? AND steps >= 0 AND archived = 0"
 
 
@@ -52,8 +51,8 @@ def by_rank(
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
     """Return three lists of a telemetry metric: batches, times (us), lists of values.
 
-    A list of values has one value per rank, None if missing. If there are more than ``MAX_REPORTS`` reports (fewer for many
-    ranks), return an evenly spaced subset with the first and last.
+    A list of values has one value per rank, None if missing. If there are more than ``MAX_REPORTS`` reports, return an
+    evenly spaced subset with the first and the last.
     """
     steps: list[int] = []
     times: list[int] = []
@@ -61,7 +60,7 @@ def by_rank(
     rows = connection.execute(
         "SELECT m.steps, m.end_us, j.value AS value FROM metrics m CROSS JOIN json_each(m.metrics, ?) j ON j.key = ? "
         "WHERE m.id IN (SELECT value FROM json_each(?)) AND m.archived = 0 ORDER BY m.steps, m.id",
-        (f"$.{_RANKS}", name, json.dumps(_chosen(connection, trial_id, name))),
+        (f"$.{_RANKS}", name, json.dumps(_chosen(connection, trial_id))),
     )
     for row in rows:
         given = json.loads(row["value"]) if isinstance(row["value"], str) else None
@@ -72,27 +71,15 @@ def by_rank(
     return steps, times, values
 
 
-def _chosen(connection: sqlite3.Connection, trial_id: int, name: str) -> list[int]:
-    """Return the ids of the reports that ``by_rank`` reads, at most ``MAX_REPORTS``."""
-    ends = [
-        connection.execute(
-            "SELECT id, (SELECT MAX(CASE j.type WHEN 'array' THEN json_array_length(j.value) END) "  # noqa: S608 - constants
-            f"FROM json_each(metrics, ?) j WHERE j.key = ?) AS num_ranks FROM metrics WHERE {_WHERE} "
-            f"ORDER BY steps {order}, run_id {order} LIMIT 1",
-            (f"$.{_RANKS}", name, trial_id, GROUP),
-        ).fetchone()
-        for order in ("ASC", "DESC")
-    ]
-    if ends[0] is None:
-        return []
-    num_ranks = max(1, *(row["num_ranks"] or 0 for row in ends))
-    most = min(MAX_REPORTS, max(MIN_REPORTS, MAX_NUMBERS // num_ranks))
-    (num_reports,) = connection.execute(
-        "SELECT COUNT(*) FROM metrics WHERE trial_id = ? AND group_name = ? AND steps >= 0", (trial_id, GROUP)
-    ).fetchone()
-    rows = connection.execute(
-        "SELECT id FROM (SELECT id, ROW_NUMBER() OVER (ORDER BY steps, run_id) - 1 AS place FROM metrics "
-        "WHERE trial_id = ? AND group_name = ? AND steps >= 0) WHERE place % ? = 0",
-        (trial_id, GROUP, -(-num_reports // most)),
+def _chosen(connection: sqlite3.Connection, trial_id: int) -> list[int]:
+    """Return the ids of the reports that ``by_rank`` reads, at most ``MAX_REPORTS`` + 1."""
+    newest_id = f"SELECT id FROM metrics WHERE {_WHERE} ORDER BY steps DESC, run_id DESC LIMIT 1"  # noqa: S608 - constants
+    # Without a condition on ``archived``, the index alone answers; ``by_rank`` leaves archived reports out.
+    spaced = (
+        "SELECT id FROM (SELECT id, ROW_NUMBER() OVER (ORDER BY steps, run_id) - 1 AS place, COUNT(*) OVER () AS number "
+        "FROM metrics WHERE trial_id = ? AND group_name = ? AND steps >= 0) WHERE place % ((number - 1) / ? + 1) = 0"
     )
-    return [*(row["id"] for row in ends), *(row["id"] for row in rows)]
+    return [
+        *fetch_column(int, connection, newest_id, (trial_id, GROUP)),
+        *fetch_column(int, connection, spaced, (trial_id, GROUP, MAX_REPORTS)),
+    ]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 
-from dstrial.master.store.database import Conditions, fetch_all, fetch_column, fetch_value
-from dstrial.master.store.reports.logs import LEVELS, LogKey, StoredLine, need_levels_and_ranks
+from dstrial.master.store.database import Conditions, fetch_value
+from dstrial.master.store.reports.logs import LEVELS, LogKey, need_levels_and_ranks
 
 MAX_LINES = 1000  # per page
-MAX_BYTES = 2000  # per line in a page; ``whole_line`` returns the rest
+MAX_BYTES = 2000  # per line in a page
 MAX_SEARCHED = 200_000  # lines scanned per request; see LogPage.searched_to
-_SAMPLE = 5000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,15 +50,6 @@ class LogPage:
     lines: list[ShownLine]  # oldest first
     searched_to: int | None  # line id at which a limit stopped the scan; None if complete
     last: int  # id of the log's newest line; 0 if empty
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LogExtent:
-    """First and last line id of a log, and its number of lines."""
-
-    first: int | None  # line id; None if empty
-    last: int | None
-    num_lines: int | None  # None if not counted
 
 
 def page(connection: sqlite3.Connection, log: LogKey, wanted: PageFilter) -> LogPage:
@@ -106,44 +96,4 @@ def _shown(row: sqlite3.Row) -> ShownLine:
     text = start[:MAX_BYTES].decode("utf-8", "ignore")
     return ShownLine(
         row["id"], row["time_us"], row["level"], row["rank"], row["source"], row["stdtype"], text, num_bytes
-    )
-
-
-def extent(connection: sqlite3.Connection, log: LogKey, *, is_counted: bool) -> LogExtent:
-    """Return a log's first and last line id and, if ``is_counted`` (slow), line count."""
-    where = f"FROM logs WHERE {log.condition}"
-    first, last, num_lines = (
-        fetch_value(int, connection, f"SELECT {one} {where}", (log.value,))
-        for one in ("MIN(id)", "MAX(id)", "COUNT(*)" if is_counted else "NULL")
-    )
-    return LogExtent(first, last, num_lines)
-
-
-def some_ranks(connection: sqlite3.Connection, log: LogKey) -> list[int]:
-    """Return the ranks in a log's first and last 5000 lines; -1: lines without a rank."""
-    part = f"SELECT rank FROM logs WHERE {log.condition} ORDER BY id {{}} LIMIT {_SAMPLE}"  # noqa: S608 - constants
-    sql = (
-        f"SELECT DISTINCT COALESCE(rank, -1) AS rank FROM (SELECT * FROM ({part.format('ASC')}) "  # noqa: S608 - constants
-        f"UNION ALL SELECT * FROM ({part.format('DESC')})) ORDER BY 1"
-    )
-    return fetch_column(int, connection, sql, (log.value, log.value))
-
-
-def whole_line(connection: sqlite3.Connection, log: LogKey, line_id: int) -> bytes | None:
-    """Return an untruncated line as UTF-8; None if the log has no such line."""
-    # Read the line in one query, as reading a long text in parts would take quadratic time.
-    sql = f"SELECT CAST(log AS BLOB) AS log FROM logs WHERE {log.condition} AND id = ?"  # noqa: S608 - constants
-    return fetch_value(bytes, connection, sql, (log.value, line_id))
-
-
-def printed(
-    connection: sqlite3.Connection, log: LogKey, after: int, up_to: int, limit: int
-) -> list[StoredLine]:
-    """Return at most ``limit`` untruncated lines with ids in (``after``, ``up_to``]."""
-    return fetch_all(
-        StoredLine,
-        connection,
-        "SELECT logs.*, (SELECT resources_id FROM allocations a WHERE a.id = logs.allocation_id) AS container_id FROM logs "  # noqa: S608 - constants
-        f"WHERE {log.condition} AND id > ? AND id <= ? ORDER BY id LIMIT ?",
-        (log.value, after, up_to, limit),
     )

@@ -1,9 +1,8 @@
-"""Enforces the size quota of a log by deleting lines from its middle."""
+"""Enforces the size quota of a log by deleting its oldest lines."""
 
 from __future__ import annotations
 
 import dataclasses
-import sqlite3
 from collections.abc import Sequence
 
 from dstrial.master.store.database import Transaction, fetch_one
@@ -12,7 +11,6 @@ from dstrial.master.store.reports.logs import LogKey, LogLine, add_master_line, 
 # Overhead of a row besides its text (ids, time, index); measured: 140 to 170 bytes.
 _ROW_BYTES = 160
 _MAX_DELETED = 50_000
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,11 +21,7 @@ class LogSize:
     task_id: str
     trial_id: int | None
     num_bytes: int
-    is_head_full: bool
-    tail_id: int
-    marker_id: int | None
     num_left_out: int
-    bytes_left_out: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,30 +35,24 @@ class LogOwner(LogKey):
 def add_lines(
     tx: Transaction, owner: LogOwner, lines: Sequence[LogLine], quota_bytes: int, *, num_lost: int = 0
 ) -> None:
-    """Store log lines; if the log exceeds ``quota_bytes``, delete lines of its middle.
+    """Store log lines; if the log exceeds ``quota_bytes``, delete its oldest lines.
 
     ``num_lost`` is the number of preceding lines that were lost before the master could read them.
     """
     size = _size_of(tx, owner)
+    num_left_out = size.num_left_out + num_lost
     if num_lost:
-        size = dataclasses.replace(size, num_left_out=size.num_left_out + num_lost)
         why = "they were printed while the master was down, or faster than it reads"
         _log_line(tx, owner, f"{_lines(num_lost)} left out here: {why}")
-    num_head = 0 if size.is_head_full else _num_fitting(lines, quota_bytes // 2 - size.num_bytes)
-    if num_head:
-        add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, lines[:num_head])
-        # Only lines with greater ids may be deleted.
-        size = dataclasses.replace(size, tail_id=_last_id(tx))
-    rest = lines[num_head:]
-    add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, rest)
-    size = dataclasses.replace(
-        size,
-        num_bytes=size.num_bytes + sum(map(_bytes_of, lines)),
-        is_head_full=size.is_head_full or bool(rest),
-    )
-    if size.num_bytes > quota_bytes:
-        size = _shrink(tx, owner, size, quota_bytes)
-    tx.update("log_sizes", size.id, dataclasses.asdict(size))
+    add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, lines)
+    num_bytes = size.num_bytes + sum(len(line.text.encode()) + _ROW_BYTES for line in lines)
+    if num_bytes > quota_bytes:
+        num_deleted, freed_bytes = _delete_oldest(tx, owner, num_bytes - quota_bytes)
+        if num_left_out == num_lost:
+            text = f"the log is larger than limits.trial_log_bytes of the master's settings, {quota_bytes:,} bytes"
+            _log_line(tx, owner, f"{text}: its oldest lines are left out")
+        num_left_out, num_bytes = num_left_out + num_deleted, num_bytes - freed_bytes
+    tx.update("log_sizes", size.id, {"num_bytes": num_bytes, "num_left_out": num_left_out})
 
 
 def tell_at_end(tx: Transaction, owner: LogOwner) -> None:
@@ -81,68 +69,30 @@ def _find_size(tx: Transaction, owner: LogOwner) -> LogSize | None:
 
 def _size_of(tx: Transaction, owner: LogOwner) -> LogSize:
     if _find_size(tx, owner) is None:
-        new = {"num_bytes": 0, "is_head_full": False, "tail_id": 0}
-        tx.insert("log_sizes", {"task_id": owner.task_id, "trial_id": owner.trial_id, **new})
+        tx.insert("log_sizes", {"task_id": owner.task_id, "trial_id": owner.trial_id, "num_bytes": 0})
     found = _find_size(tx, owner)
     assert found is not None
     return found
 
 
-def _lines_behind(tx: Transaction, owner: LogOwner, log_id: int) -> sqlite3.Cursor:
-    return tx.execute(
-        "SELECT id, LENGTH(CAST(log AS BLOB)) + ? AS bytes FROM logs "  # noqa: S608 - one of two
-        f"WHERE {owner.condition} AND id > ? AND source = 'task' ORDER BY id",
-        (_ROW_BYTES, owner.value, log_id),
-    )
-
-
-def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -> LogSize:
-    """Delete the oldest lines after the log's kept beginning; return the new size.
+def _delete_oldest(tx: Transaction, owner: LogOwner, excess_bytes: int) -> tuple[int, int]:
+    """Delete the oldest lines of a log's processes; return (number, freed bytes).
 
     Deletes at most ``_MAX_DELETED`` lines, to keep the writer thread responsive. A call of ``add_lines`` adds fewer lines.
     """
-    excess = size.num_bytes - quota_bytes
-    num_bytes = num_lines = 0
-    first_id = last_id = size.tail_id
-    rows = _lines_behind(tx, owner, size.tail_id)
+    of_log = f"{owner.condition} AND source = 'task'"
+    rows = tx.execute(
+        f"SELECT id, LENGTH(CAST(log AS BLOB)) + ? AS bytes FROM logs WHERE {of_log} ORDER BY id LIMIT ?",  # noqa: S608 - one of two
+        (_ROW_BYTES, owner.value, _MAX_DELETED),
+    )
+    number = freed_bytes = last_id = 0
     for row in rows:
-        if num_bytes >= excess or num_lines == _MAX_DELETED:
+        number, freed_bytes, last_id = number + 1, freed_bytes + int(row["bytes"]), int(row["id"])
+        if freed_bytes >= excess_bytes:
             break
-        first_id = first_id if num_lines else int(row["id"])
-        last_id = int(row["id"])
-        num_bytes += int(row["bytes"])
-        num_lines += 1
     rows.close()
-    if not num_lines:
-        return size
-    # The first deleted line becomes the marker that says how many lines are missing there.
-    marker_id = size.marker_id if size.marker_id is not None else first_id
-    tx.execute(
-        f"DELETE FROM logs WHERE {owner.condition} AND id > ? AND id <= ? AND source = 'task' AND id != ?",  # noqa: S608 - one of two
-        (owner.value, size.tail_id, last_id, marker_id),
-    )
-    before, after = size.bytes_left_out, size.bytes_left_out + num_bytes
-    size = dataclasses.replace(
-        size,
-        num_bytes=size.num_bytes - num_bytes,
-        tail_id=last_id,
-        marker_id=marker_id,
-        num_left_out=size.num_left_out + num_lines,
-        bytes_left_out=after,
-    )
-    quota = f"limits.trial_log_bytes of the master's settings, {_in_units(quota_bytes)}"
-    text = f"{_lines(size.num_left_out)} left out here: the log is larger than {quota}\n"
-    marker = {"source": "master", "level": "WARNING", "rank": None, "stdtype": None, "log": text}
-    tx.update("logs", marker_id, marker)
-    # Clients that follow the log are already past the marker, so append a line as well.
-    if not before or before // quota_bytes != after // quota_bytes:
-        _log_line(
-            tx,
-            owner,
-            f"the log is larger than {quota}: its beginning and its newest lines are kept, and "
-            f"{_lines(size.num_left_out)} left out so far",
-        )
-    return size
+    tx.execute(f"DELETE FROM logs WHERE {of_log} AND id <= ?", (owner.value, last_id))  # noqa: S608 - one of two
+    return number, freed_bytes
 
 
 def _log_line(tx: Transaction, owner: LogOwner, text: str) -> None:
@@ -151,29 +101,5 @@ def _log_line(tx: Transaction, owner: LogOwner, text: str) -> None:
     )
 
 
-def _num_fitting(lines: Sequence[LogLine], room: int) -> int:
-    for number, line in enumerate(lines):
-        room -= _bytes_of(line)
-        if room < 0:
-            return number
-    return len(lines)
-
-
-def _bytes_of(line: LogLine) -> int:
-    text = line.text
-    return (len(text) if text.isascii() else len(text.encode())) + _ROW_BYTES
-
-
-def _last_id(tx: Transaction) -> int:
-    return int(tx.execute("SELECT last_insert_rowid()").fetchone()[0])
-
-
 def _lines(count: int) -> str:
     return f"{count:,} line{'s are' if count != 1 else ' is'}"
-
-
-def _in_units(num_bytes: int) -> str:
-    for size, unit in _UNITS:
-        if num_bytes >= size:
-            return f"{num_bytes / size:.4g} {unit}"
-    return f"{num_bytes} bytes"

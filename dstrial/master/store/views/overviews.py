@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from dstrial.master.clock import format_us
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Conditions, Parameters, fetch_all, fetch_one, fetch_value
+from dstrial.master.store.database import Conditions, Parameters, fetch_all, fetch_value
 from dstrial.master.store.views.listings import EXPERIMENT_ADVANCE, TRIAL_ADVANCE
 
 Json: TypeAlias = dict[str, Any]
@@ -55,7 +55,7 @@ SELECT c.uuid AS id, c.trial_id AS trial, c.steps AS batch,
 FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.experiment_id = ?
 ORDER BY c.report_us DESC, c.uuid LIMIT ?
 """
-MAX_METRICS = 2000  # metric names per response
+MAX_METRICS = 10_000  # metric names per response, as many as a trial may have
 MAX_CHECKPOINTS = 5000  # per experiment, newest first
 
 
@@ -130,19 +130,16 @@ def metric_names(
     connection: sqlite3.Connection,
     experiment_id: int | None = None,
     trial_ids: Sequence[int] = (),
-    text: str = "",
 ) -> list[tuple[str, str]]:
     """Return (group, name) of numeric metrics, at most ``MAX_METRICS`` + 1.
 
-    The metrics are those of an experiment's trials or, without ``experiment_id``, of ``trial_ids``. ``text`` filters by a
-    substring of ``group.name``, case-insensitive.
+    The metrics are those of an experiment's trials or, without ``experiment_id``, of ``trial_ids``.
     """
     where = Conditions()
     if experiment_id is not None:
         where.need("t.experiment_id = ?", experiment_id)
     else:
         where.need("t.id IN (SELECT value FROM json_each(?))", json.dumps(list(trial_ids)))
-    where.need_part("s.group_name || '.' || s.name", text)
     where.need("json_extract(s.summary, '$.type') = 'number'")
     rows = connection.execute(
         "SELECT DISTINCT s.group_name, s.name FROM trials t CROSS JOIN metric_summaries s ON s.trial_id = t.id "  # noqa: S608 - constants
@@ -156,25 +153,6 @@ def runs(connection: sqlite3.Connection, trial_id: int) -> list[Allocation]:
     return fetch_all(
         Allocation, connection, "SELECT * FROM allocations WHERE trial_id = ? ORDER BY run_id", (trial_id,)
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StoredFiles:
-    """Location and file list of a checkpoint, as stored in its row."""
-
-    uuid: str
-    state: str
-    resources: str  # JSON, path -> bytes
-    manifest_sha256: str | None
-    config: str  # of the experiment, JSON, with ``checkpoint_storage``
-
-
-def stored_files(connection: sqlite3.Connection, uuid: str) -> StoredFiles | None:
-    sql = (
-        "SELECT c.uuid, c.state, c.resources, c.manifest_sha256, e.config "
-        "FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.uuid = ?"
-    )
-    return fetch_one(StoredFiles, connection, sql, (uuid,))
 
 
 # Searches of dsat are found by the labels of their experiments.

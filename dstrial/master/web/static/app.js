@@ -37,7 +37,7 @@ const VIEWS = [
   { title: "Models", href: "/det/models", fits: (words) => words[0] === "models" && words.length <= 2, show: Models },
   { title: "Tuning", href: "/det/searches", fits: (words) => words[0] === "searches" && words.length <= 2, show: Searches },
   { title: "Tasks", href: "/det/tasks", fits: (words) => words[0] === "tasks" && words.length === 1, show: Tasks },
-  { title: "Cluster", href: "/det/clusters", fits: (words) => ["clusters", "cluster", "webhooks"].includes(words[0]), show: Cluster },
+  { title: "Cluster", href: "/det/clusters", fits: (words) => ["clusters", "cluster"].includes(words[0]), show: Cluster },
 ];
 
 /** @type {View} */

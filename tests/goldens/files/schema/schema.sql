@@ -1,4 +1,4 @@
--- schema version 13
+-- schema version 14
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -150,15 +150,11 @@ CREATE TABLE experiments (
     template           TEXT                       -- JSON, the template's config at the submission; NULL for none
 );
 CREATE TABLE log_sizes (
-    id             INTEGER PRIMARY KEY,
-    task_id        TEXT    NOT NULL,              -- a trial's first task with output
-    trial_id       INTEGER,                       -- NULL: a task without a trial
-    num_bytes      INTEGER NOT NULL,              -- size of the kept lines of its processes, with their rows
-    is_head_full   INTEGER NOT NULL DEFAULT 0,    -- whether the head, half of the quota, is full
-    tail_id        INTEGER NOT NULL,              -- logs.id after which the tail, the newest lines, starts
-    marker_id      INTEGER,                       -- logs.id of the line that says how many were left out; NULL: none
-    num_left_out   INTEGER NOT NULL DEFAULT 0,    -- number of lines
-    bytes_left_out INTEGER NOT NULL DEFAULT 0
+    id           INTEGER PRIMARY KEY,
+    task_id      TEXT    NOT NULL,                -- a trial's first task with output
+    trial_id     INTEGER,                         -- NULL: a task without a trial
+    num_bytes    INTEGER NOT NULL,                -- size of the kept lines of its processes, with their rows
+    num_left_out INTEGER NOT NULL DEFAULT 0       -- number of lines
 );
 CREATE TABLE logs (
     id            INTEGER PRIMARY KEY,

@@ -49,7 +49,7 @@ def history(database: Database) -> tuple[list[int], list[list[float | None]]]:
     return steps, values
 
 
-@pytest.mark.parametrize("num_reports", [0, 1, 2, 700, instruments.MAX_REPORTS])
+@pytest.mark.parametrize("num_reports", [0, 1, 2, instruments.MAX_REPORTS])
 def test_of_few_reports_all_are_told_but_those_of_the_past(database: Database, num_reports: int) -> None:
     rows = [(1, step, int(step % 5 == 3), report(step, 3)) for step in range(num_reports)]
     random.Random(num_reports).shuffle(rows)
@@ -58,7 +58,7 @@ def test_of_few_reports_all_are_told_but_those_of_the_past(database: Database, n
     assert history(database) == (there, [[step, step + 1 / 1024, step + 2 / 1024] for step in there])
 
 
-def test_of_many_reports_some_are_read_at_even_distances_and_both_ends(database: Database) -> None:
+def test_of_many_reports_some_are_read_at_even_distances_and_the_last(database: Database) -> None:
     num_reports = 3 * instruments.MAX_REPORTS + 2
     # No other one is looked into: it could not be read.
     rows = [(1, step, 0, report(step, 2) if step % 4 == 0 else "broken") for step in range(num_reports)]
@@ -68,12 +68,6 @@ def test_of_many_reports_some_are_read_at_even_distances_and_both_ends(database:
     assert steps == [*range(0, num_reports, 4), num_reports - 1]
     assert values == [[step, step + 1 / 1024] for step in steps]
     assert len(steps) <= instruments.MAX_REPORTS
-
-
-def test_of_many_ranks_fewer_reports_are_read(database: Database) -> None:
-    num_ranks = instruments.MAX_NUMBERS // 640
-    store(database, [(1, step, 0, report(step, num_ranks)) for step in range(1281)])
-    assert history(database)[0] == list(range(0, 1281, 3)) + [1280] * (1280 % 3 > 0)
 
 
 def test_the_ends_are_those_that_count_where_a_run_began_again(database: Database) -> None:

@@ -1,4 +1,4 @@
-"""A log that is larger than it may be keeps its beginning and its newest lines, and says what is left out."""
+"""A log that is larger than it may be keeps its newest lines, and says what is left out."""
 
 from __future__ import annotations
 
@@ -71,47 +71,21 @@ def test_a_log_within_its_quota_is_kept_whole(log: Log) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 7, 100, 3000])
 @pytest.mark.parametrize("owner", [TRIAL, COMMAND])
-def test_of_a_larger_log_the_beginning_and_the_newest_lines_are_kept(
+def test_of_a_larger_log_the_newest_lines_are_kept_and_the_rest_is_counted(
     log: Log, owner: LogOwner, at_once: int
 ) -> None:
     while log.num_printed < 3000:
         log.print(min(at_once, 3000 - log.num_printed), owner)
+    log.database.write(lambda tx: log_quota.tell_at_end(tx, owner))
 
     kept = log.printed(owner)
-    num_head = next(number for number, line in enumerate(kept) if number != line)
-    assert kept == [*range(num_head), *range(3000 - (len(kept) - num_head), 3000)]
-    assert 170 < num_head < 205, "half of 64 KiB, 160 to 190 bytes each"
-    assert 170 < len(kept) - num_head < 205
+    assert kept == [*range(3000 - len(kept), 3000)]
+    assert 340 < len(kept) < 410, "64 KiB, 160 to 190 bytes each"
     assert size_of(log) < QUOTA
-
-
-def test_the_log_says_at_the_place_how_many_lines_are_left_out(log: Log) -> None:
-    while log.num_printed < 3000:
-        log.print(10)
-
-    rows = log.rows()
-    kept = log.printed()
-    marker = next(index for index, row in enumerate(rows) if "left out here" in row.log)
-    assert rows[marker].log == (
-        f"{3000 - len(kept):,} lines are left out here: the log is larger than limits.trial_log_bytes of the master's "
-        "settings, 64 KiB\n"
-    )
-    assert (rows[marker].source, rows[marker].level) == ("master", "WARNING")
-    assert rows[marker - 1].log == f"line {marker - 1}\n"
-
-
-def test_who_follows_is_told_while_it_grows_and_once_at_the_end(log: Log) -> None:
-    while log.num_printed < 2000:
-        log.print(10)
-    so_far = [text for text in log.said() if text.endswith("left out so far")]
-    log.database.write(lambda tx: log_quota.tell_at_end(tx, TRIAL))
-
-    # 2000 lines of about 170 bytes are five quotas, the first of which is kept.
-    assert 4 <= len(so_far) <= 5
-    assert so_far[0].startswith(
-        "the log is larger than limits.trial_log_bytes of the master's settings, 64 KiB: "
-    )
-    assert log.said()[-1] == f"{2000 - len(log.printed()):,} lines are left out of this log"
+    assert log.said(owner) == [
+        "the log is larger than limits.trial_log_bytes of the master's settings, 65,536 bytes: its oldest lines are left out",
+        f"{3000 - len(kept):,} lines are left out of this log",
+    ]
 
 
 def test_a_log_that_is_whole_ends_without_a_word(log: Log) -> None:
@@ -143,14 +117,13 @@ def test_empty_lines_fill_a_quota_by_the_room_that_their_rows_take(log: Log) -> 
     assert len([row for row in log.rows() if row.source == "task"]) == QUOTA // 161
 
 
-def test_a_line_larger_than_the_quota_leaves_the_others_alone(log: Log) -> None:
+def test_a_line_larger_than_the_quota_is_left_out_with_those_before_it(log: Log) -> None:
     log.print(10)
     huge = LogLine(1, "stdout", None, None, "x" * 2 * QUOTA + "\n")
     log.database.write(lambda tx: log_quota.add_lines(tx, TRIAL, [huge], QUOTA))
     log.print(10)
 
-    assert log.printed() == list(range(20))
-    assert log.said()[0].startswith("1 line is left out here")
+    assert log.printed() == list(range(10, 20))
 
 
 def test_the_room_of_what_is_left_out_is_used_again(log: Log) -> None:

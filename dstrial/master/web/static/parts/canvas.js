@@ -31,7 +31,6 @@ export function rampColour(share) {
  * @param {number} [props.minWidth] pixels; a narrower place scrolls sideways
  * @param {(x: number, y: number, spot: Spot) => void} [props.onMove] NaN when the pointer leaves
  * @param {(x: number, y: number, spot: Spot) => void} [props.onDown]
- * @param {(x: number, y: number, spot: Spot) => void} [props.onUp]
  * @param {unknown} [props.children] above the drawing: its tip
  */
 export function Drawing(props) {
@@ -87,11 +86,8 @@ export function Drawing(props) {
       <div class="sideways" tabindex="0"><canvas ref=${canvas} role="img" aria-label=${label} style=${{ height: `${height}px`, minWidth: `${props.minWidth ?? 0}px` }}
         onPointerMove=${(/** @type {PointerEvent} */ event) => point(event, props.onMove)} onPointerLeave=${leave} onPointerCancel=${leave}
         onPointerDown=${(/** @type {PointerEvent} */ event) => {
-          if (event.button) return;
-          if (props.onUp && event.pointerType === "mouse") canvas.current?.setPointerCapture(event.pointerId);
-          point(event, props.onDown);
-        }}
-        onPointerUp=${(/** @type {PointerEvent} */ event) => point(event, props.onUp)}></canvas></div>
+          if (!event.button) point(event, props.onDown);
+        }}></canvas></div>
       ${props.children}
     </div>
   </figure>`;

@@ -1,7 +1,9 @@
-// A text with line numbers, and a comparison of two texts by lines, with what is alike folded.
+// A text with line numbers, and what differs between two experiments.
 
-import { html, useMemo, useState } from "htm/preact/standalone";
-import { diffLines, hunksOf } from "./diff.js";
+import { html, useMemo } from "htm/preact/standalone";
+import { get } from "../api.js";
+import { useLive } from "../live.js";
+import { Problem } from "./basics.js";
 
 const MOST_LINES = 20_000;
 
@@ -16,20 +18,12 @@ export function Lines({ text, label }) {
   </div>${cut && html`<p class="muted">The first ${MOST_LINES} of ${lines.length} lines are shown.</p>`}`;
 }
 
-const MARKS = /** @type {Record<string, string>} */ ({ added: "+", removed: "−", same: " " });
-
-/** @param {{ before: string, after: string, label: string }} props */
-export function Difference({ before, after, label }) {
-  const hunks = useMemo(() => hunksOf(diffLines(before, after)), [before, after]);
-  const [open, setOpen] = useState(/** @type {Set<number>} */ (new Set()));
-  const count = (/** @type {string} */ kind) => hunks.reduce((sum, hunk) => sum + hunk.lines.filter((line) => line.kind === kind).length, 0);
-  if (!hunks.some((hunk) => !hunk.isFolded)) return html`<p class="muted">The same in both.</p>`;
-  return html`<p><span class="added">+${count("added")}</span> <span class="removed">−${count("removed")}</span></p>
-    <div class="code diff" tabindex="0" role="region" aria-label=${label}><table><tbody>
-    ${hunks.map((hunk, at) =>
-      hunk.isFolded && !open.has(at)
-        ? html`<tr class="fold"><td colspan="4"><button class="plain" onClick=${() => setOpen(new Set([...open, at]))}>${hunk.lines.length} lines that are alike</button></td></tr>`
-        : hunk.lines.map((line) => html`<tr class=${line.kind}><td class="numbers">${line.before ?? ""}</td><td class="numbers">${line.after ?? ""}</td><td class="mark">${MARKS[line.kind]}</td><td><pre>${line.text || " "}</pre></td></tr>`),
-    )}
-    </tbody></table></div>`;
+/** What differs between two experiments, as a unified diff. @param {{ id: number, other: number, kind: "effective" | "submitted" | "code" }} props */
+export function Difference({ id, other, kind }) {
+  const { data, error } = useLive((signal) => get(`/page/experiments/${id}/difference`, { other, kind }, signal), () => false, [id, other, kind]);
+  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
+  if (!data.lines.length) return html`<p class="muted">The same in both.</p>`;
+  return html`<pre class="diff" tabindex="0" role="region" aria-label=${`Difference of experiments ${other} and ${id}`}>
+    ${data.lines.map((/** @type {string} */ line) => html`<span class=${line[0] === "+" ? "added" : line[0] === "-" ? "removed" : ""}>${`${line}\n`}</span>`)}</pre>
+    ${data.more && html`<p class="muted">The first ${data.lines.length} lines are shown.</p>`}`;
 }

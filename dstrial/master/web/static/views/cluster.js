@@ -6,22 +6,17 @@ import { useLive } from "../live.js";
 import { number } from "../format.js";
 import { Problem } from "../parts/basics.js";
 import { Chart } from "../parts/chart.js";
-import { Tabs, useParam } from "../router.js";
+import { useParam } from "../router.js";
 import { Nodes } from "./cluster/nodes.js";
 import { Queue } from "./cluster/queue.js";
-import { Webhooks } from "./cluster/webhooks.js";
 
 const TOPIC = /^(scheduler$|experiment:|command:|job:)/;
-export const CLUSTER_TABS = /** @type {[string, string][]} */ ([["/det/clusters", "Nodes and queue"], ["/det/webhooks", "Webhooks"]]);
 const BACKENDS = /** @type {Record<string, string>} */ ({ local: "this machine", hosts: "hosts over ssh", slurm: "jobs of Slurm", ray: "placement groups of Ray" });
 
-/** @param {{ words: string[] }} props */
-export function Cluster({ words }) {
-  const isWebhooks = words[0] === "webhooks";
+export function Cluster() {
   return html`<main>
     <h1 tabindex="-1">Cluster</h1>
-    <${Tabs} tabs=${CLUSTER_TABS} now=${isWebhooks ? "/det/webhooks" : "/det/clusters"} label="Views of the cluster" />
-    ${isWebhooks ? html`<${Webhooks} />` : html`<${Machines} />`}
+    <${Machines} />
   </main>`;
 }
 

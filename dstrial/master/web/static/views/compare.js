@@ -9,7 +9,6 @@ import { Problem, State } from "../parts/basics.js";
 import { Chart, colour } from "../parts/chart.js";
 import { Difference } from "../parts/lines.js";
 import { navigate, setParams, useLocation, useParam } from "../router.js";
-import { FilesCompared } from "./experiment/code.js";
 
 /** @param {string | null} text @returns {number[]} */
 const numbersIn = (text) => [...new Set((text ?? "").split(",").filter((word) => /^\d{1,9}$/.test(word)).map(Number))];
@@ -76,16 +75,14 @@ function ConfigDiff({ experiments }) {
   const find = (/** @type {string} */ id) => experiments.find((one) => String(one.id) === id) ?? experiments[0];
   const [a, b] = [find(first), find(second)];
   const choices = experiments.map((one) => html`<option value=${String(one.id)}>${one.name} (${one.id})</option>`);
-  const text = (/** @type {any} */ one) => (kind === "effective" ? one.config : one.originalConfig);
   return html`<h2>Configs</h2>
     <div class="filters">
       <label>First <select value=${String(a.id)} onChange=${(/** @type {any} */ event) => setFirst(event.target.value)}>${choices}</select></label>
       <label>Second <select value=${String(b.id)} onChange=${(/** @type {any} */ event) => setSecond(event.target.value)}>${choices}</select></label>
-      <label>As <select value=${kind} onChange=${(/** @type {any} */ event) => setKind(event.target.value)}><option value="effective">in effect</option><option value="original">submitted</option></select></label>
+      <label>As <select value=${kind} onChange=${(/** @type {any} */ event) => setKind(event.target.value)}><option value="effective">in effect</option><option value="submitted">submitted</option></select></label>
     </div>
-    <${Difference} before=${text(a)} after=${text(b)} label=${`Config of experiment ${a.id} and of ${b.id}`} />
-    <h2>Code</h2>
-    ${a.id === b.id ? html`<p class="muted">Choose two experiments.</p>` : html`<${FilesCompared} key=${`${a.id} ${b.id}`} id=${b.id} other=${a.id} />`}`;
+    ${a.id === b.id ? html`<p class="muted">Choose two experiments.</p>` : html`<${Difference} id=${b.id} other=${a.id} kind=${kind} />
+      <h2>Code</h2><${Difference} id=${b.id} other=${a.id} kind="code" />`}`;
 }
 
 export function Compare() {

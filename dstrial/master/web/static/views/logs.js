@@ -1,46 +1,19 @@
 // A log, live: the newest lines at the bottom, by rank, level and text, from its beginning or around any line.
 
-import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "htm/preact/standalone";
-import { address, get } from "../api.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "htm/preact/standalone";
+import { address } from "../api.js";
 import { subscribe } from "../live.js";
 import { attempt, Problem } from "../parts/basics.js";
 import { setParams, useParam } from "../router.js";
 import { Feed, NOTHING } from "./logs/feed.js";
-import { Lines, localClock, localDay } from "./logs/lines.js";
+import { Lines } from "./logs/lines.js";
 
 const LEVELS = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"];
 const NEAR_PX = 1200;
 const END_PX = 24;
 const TYPING_MS = 300;
-const EXTENT_GAP_MS = 10_000;
 
 /** @typedef {{ trial?: number, task?: string }} Of whose log */
-
-/** @param {Of} of @returns {{ first: number | null, last: number | null, lines: number | null, ranks: number[], isOver: boolean } | null} */
-function useExtent(of) {
-  const [extent, setExtent] = useState(/** @type {any} */ (null));
-  useEffect(() => {
-    const abort = new AbortController();
-    let timer = 0;
-    // Without a count it is there at once, and in a long log the place can be chosen.
-    const load = (/** @type {boolean} */ count) =>
-      get("/page/logs/extent", { ...of, count }, abort.signal).then((found) => setExtent((/** @type {any} */ before) => ({ ...found, lines: found.lines ?? before?.lines ?? null })), () => {});
-    const end = subscribe((change) => {
-      if (timer || (change && ![...change].some((topic) => concerns(of, topic)))) return;
-      timer = window.setTimeout(() => {
-        timer = 0;
-        load(true);
-      }, EXTENT_GAP_MS);
-    });
-    load(false).then(() => load(true));
-    return () => {
-      abort.abort();
-      window.clearTimeout(timer);
-      end();
-    };
-  }, [of.trial, of.task]);
-  return extent;
-}
 
 /** @param {Of} of @param {string} topic @returns {boolean} */
 function concerns(of, topic) {
@@ -65,7 +38,7 @@ export function Logs({ of }) {
   const [line] = useParam("line");
   const [wrap, setWrap] = useParam("wrap", matchMedia("(max-width: 700px)").matches ? "on" : "off");
   const found = useSettled(text);
-  const extent = useExtent(of);
+  const ranks = useSettled(rank);
   const [part, setPart] = useState(NOTHING);
   const [isFollowing, setFollowing] = useState(!line);
   const feed = useRef(/** @type {Feed | null} */ (null));
@@ -85,7 +58,7 @@ export function Logs({ of }) {
   useEffect(() => {
     const wanted = /** @type {import("./logs/feed.js").Wanted} */ ({ ...of });
     if (level) wanted.level = level;
-    if (rank) wanted.rank = rank.split(",");
+    if (ranks) wanted.rank = ranks.split(",").filter((one) => /^-?\d+$/.test(one));
     if (found) wanted.text = found;
     const own = new Feed(wanted, (now) => {
       remember();
@@ -105,7 +78,7 @@ export function Logs({ of }) {
       own.close();
       end();
     };
-  }, [of.trial, of.task, level, rank, found]);
+  }, [of.trial, of.task, level, ranks, found]);
 
   function remember() {
     const view = box.current;
@@ -175,34 +148,24 @@ export function Logs({ of }) {
   };
   /** @param {number} id */
   const choose = (id) => setParams({ line: id === chosen ? "" : String(id) });
-  const file = useCallback((/** @type {number} */ id) => address("/page/logs/line", { ...of, id }), [of.trial, of.task]);
-
   const all = part.pages;
-  const firstLine = all[0]?.[0];
-  const lastLine = all[all.length - 1]?.slice(-1)[0];
   const isFiltered = Boolean(level || rank || text);
-  const ranks = [...new Set([...(extent?.ranks ?? []), ...(rank ? rank.split(",").map(Number) : [])])].sort((a, b) => a - b);
   return html`<section class="log" aria-label="Log">
     <div class="filters">
       <label>Level <select value=${level} onChange=${(/** @type {any} */ event) => setLevel(event.target.value)}>
         <option value="">all</option>${LEVELS.slice(1).map((name) => html`<option value=${name}>${name.toLowerCase()}${name === "CRITICAL" ? "" : " and worse"}</option>`)}
       </select></label>
-      <label>Rank <select value=${rank} onChange=${(/** @type {any} */ event) => setRank(event.target.value)}>
-        <option value="">all</option>${ranks.map((one) => html`<option value=${String(one)}>${one === -1 ? "of no rank" : one}</option>`)}
-        ${rank.includes(",") && html`<option value=${rank}>${rank}</option>`}
-      </select></label>
+      <label>Rank <input class="short" inputmode="numeric" placeholder="all" title="a rank, or several with commas; -1 is of no rank" value=${rank}
+        onInput=${(/** @type {any} */ event) => /^(-?\d*,?)*$/.test(event.target.value) && setRank(event.target.value)} /></label>
       <input type="search" aria-label="Only lines with" placeholder="Only lines with this text" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} />
       <label><input type="checkbox" checked=${wrap === "on"} onChange=${(/** @type {any} */ event) => setWrap(event.target.checked ? "on" : "off")} /> wrap</label>
       <a href=${address("/page/logs/file", of)} download>Download all</a>
     </div>
     <div class="tools">
-      <button onClick=${() => jump(extent?.first ?? 1)} disabled=${extent?.last === null}>Beginning</button>
-      <label class="place">Place <input type="range" aria-label="Place in the log" min=${extent?.first ?? 0} max=${extent?.last ?? 1} value=${(isFollowing ? lastLine?.id : firstLine?.id) ?? 0} disabled=${!extent?.last}
-        onChange=${(/** @type {any} */ event) => jump(Number(event.target.value))} /></label>
+      <button onClick=${() => jump(1)}>Beginning</button>
       <button class=${isFollowing ? "" : "main"} onClick=${newest} disabled=${isFollowing}>${isFollowing ? "Following" : part.hasNew ? "Newest ●" : "Newest"}</button>
-      <span class="muted" role="status">${part.searching !== null ? "Searching …" : extent && `${extent.lines === null ? "" : `${extent.lines.toLocaleString()} ${extent.lines === 1 ? "line" : "lines"}`}${extent.isOver ? "" : ", live"}`}</span>
-      ${firstLine && html`<span class="muted">shown: ${localDay(firstLine.ms)} ${localClock(firstLine.ms).slice(0, 8)} to ${localClock(lastLine.ms).slice(0, 8)}</span>`}
-      ${chosen > 0 && html`<${Chosen} id=${chosen} file=${file(chosen)} onGo=${() => jump(chosen)} />`}
+      <span class="muted" role="status">${part.searching !== null ? "Searching …" : ""}</span>
+      ${chosen > 0 && html`<${Chosen} id=${chosen} onGo=${() => jump(chosen)} />`}
     </div>
     <${Problem} error=${part.error} />
     <div class=${`lines ${wrap === "on" ? "wrap" : ""}`} ref=${box} onScroll=${onScroll} onWheel=${onWheel} tabindex="0" role="region" aria-label="Lines" onClick=${(/** @type {MouseEvent} */ event) => {
@@ -211,17 +174,17 @@ export function Logs({ of }) {
       event.preventDefault();
       choose(Number(/** @type {HTMLElement} */ (at.parentElement).dataset.id));
     }} onKeyDown=${(/** @type {KeyboardEvent} */ event) => {
-      if (event.key === "Home") jump(extent?.first ?? 1);
+      if (event.key === "Home") jump(1);
       else if (event.key === "End") newest();
       else if (event.key === "Enter" && event.target === box.current && (remember(), anchor.current)) choose(Number(anchor.current.id));
       else return;
       event.preventDefault();
     }}>
       ${part.isStart && all.length > 0 && html`<p class="muted edge">${isFiltered ? "Nothing before this fits." : "The beginning."}</p>`}
-      ${all.map((lines) => html`<${Lines} key=${lines[0].id} lines=${lines} found=${found.toLowerCase()} chosen=${chosen} file=${file} />`)}
+      ${all.map((lines) => html`<${Lines} key=${lines[0].id} lines=${lines} found=${found.toLowerCase()} chosen=${chosen} />`)}
       ${!all.length && part.isEnd && html`<p class="muted edge">${isFiltered
         ? html`No line fits. <button onClick=${() => setParams({ level: "", rank: "", find: "" })}>Show all lines</button>`
-        : extent?.isOver ? "Nothing was printed." : "Nothing has been printed yet; lines appear here as they come."}</p>`}
+        : "Nothing has been printed; new lines appear here as they come."}</p>`}
       ${!all.length && !part.isEnd && !part.error && html`<p class="muted edge">Loading …</p>`}
     </div>
   </section>`;
@@ -233,13 +196,12 @@ function nearestId(pages, id) {
   return pages[pages.length - 1]?.[0]?.id ?? 0;
 }
 
-/** What can be done with a line. @param {{ id: number, file: string, onGo: () => void }} props */
-function Chosen({ id, file, onGo }) {
+/** What can be done with a line. @param {{ id: number, onGo: () => void }} props */
+function Chosen({ id, onGo }) {
   const copy = (/** @type {string} */ text, /** @type {string} */ what) => attempt(() => navigator.clipboard.writeText(text), `${what} is copied`);
   return html`<span class="chosen">line ${id}
     <button onClick=${onGo}>Show</button>
     <button onClick=${() => copy(location.href, "the link")}>Copy link</button>
-    <a href=${file} download>File</a>
     <button aria-label="Let go of the line" onClick=${() => setParams({ line: "" })}>×</button></span>`;
 }
 

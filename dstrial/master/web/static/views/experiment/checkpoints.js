@@ -1,4 +1,4 @@
-// An experiment's checkpoints: what they hold, whether they are there, how to get at them, register and delete them.
+// An experiment's checkpoints: what they hold, how to get at them, register and delete them.
 
 import { html, useEffect, useState } from "htm/preact/standalone";
 import { get, send } from "../../api.js";
@@ -28,21 +28,12 @@ export function Checkpoints({ id, experiment }) {
   const [selected, setSelected] = useState(/** @type {Set<string>} */ (new Set()));
   const [shown, setShown] = useParam("checkpoint");
   const [withDeleted, setWithDeleted] = useParam("deleted");
-  const [looks, setLooks] = useState(/** @type {Record<string, any>} */ ({}));
   const { data, error, reload } = useLive((signal) => get(`/page/experiments/${id}/checkpoints`, {}, signal), (topic) => topic === `experiment:${id}` || topic.startsWith("trial:"), [id]);
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
   const all = data.checkpoints;
   const rows = withDeleted ? all : all.filter((/** @type {any} */ row) => row.state !== "DELETED");
   const chosen = rows.filter((/** @type {any} */ row) => selected.has(row.id) && hasFiles(row));
   const one = all.find((/** @type {any} */ row) => row.id === shown);
-  const look = async (/** @type {any[]} */ some) => {
-    for (const row of some) {
-      await attempt(async () => {
-        const found = await get(`/page/checkpoints/${encodeURIComponent(row.id)}/look`);
-        setLooks((before) => ({ ...before, [row.id]: found }));
-      });
-    }
-  };
   const remove = async (/** @type {any[]} */ some) => {
     const size = bytes(some.reduce((sum, row) => sum + row.bytes, 0));
     const what = some.length === 1 ? `checkpoint ${some[0].id} of trial ${some[0].trial}` : `${some.length} checkpoints`;
@@ -59,12 +50,6 @@ export function Checkpoints({ id, experiment }) {
       reload();
     }
   };
-  /** @param {any} row */
-  const verdict = (row) => {
-    const found = looks[row.id];
-    if (!found) return row.manifest ? "has a manifest" : "no manifest";
-    return html`<span class=${found.isWhole ? "COMPLETED" : found.isWhole === false ? "ERROR" : "PAUSED"} title=${found.text}>${found.isWhole ? "as registered" : found.isWhole === false ? "not whole" : "not known"}</span>`;
-  };
   return html`
     <${Problem} error=${error} />
     <div class="filters">
@@ -74,7 +59,7 @@ export function Checkpoints({ id, experiment }) {
     </div>
     <${Table} name="checkpoints" label="Checkpoints" rows=${rows} sort="-time" selected=${selected} onSelect=${setSelected}
       rowClass=${(/** @type {any} */ row) => (row.id === shown ? "chosen" : "")}
-      tools=${chosen.length > 0 && html`<button onClick=${() => look(chosen)}>Look at the files of ${chosen.length}</button><button class="danger" onClick=${() => remove(chosen)}>Delete ${chosen.length}</button>`}
+      tools=${chosen.length > 0 && html`<button class="danger" onClick=${() => remove(chosen)}>Delete ${chosen.length}</button>`}
       empty=${all.length ? "All have been deleted." : "No checkpoints yet. Trials save one when they are paused or stopped, at `min_checkpoint_period`, and at their end."}
       columns=${[
         { id: "uuid", title: "Checkpoint", value: (/** @type {any} */ row) => row.id, show: (/** @type {any} */ row) => html`<button class="plain" aria-expanded=${row.id === shown} title=${row.id} onClick=${() => setShown(row.id === shown ? "" : row.id)}>${row.id.slice(0, 8)}…</button>` },
@@ -85,16 +70,15 @@ export function Checkpoints({ id, experiment }) {
         { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<${State} state=${row.state} />` },
         { id: "layout", title: "Layout", value: layoutOf },
         { id: "files", title: "Files", isNumber: true, isHidden: true, value: (/** @type {any} */ row) => row.files },
-        { id: "verified", title: "Files looked at", value: (/** @type {any} */ row) => (looks[row.id] ? looks[row.id].text : row.manifest ? "has a manifest" : "no manifest"), show: verdict },
         { id: "models", title: "Model", value: (/** @type {any} */ row) => row.models.map((/** @type {any} */ model) => `${model.name} v${model.version}`).join(", ") },
         { id: "time", title: "Saved", value: (/** @type {any} */ row) => row.time, show: (/** @type {any} */ row) => html`<${Time} at=${row.time} />` },
       ]} />
-    ${one && html`<${Details} row=${one} experiment=${experiment} look=${looks[one.id]} onLook=${() => look([one])} onDelete=${() => remove([one])} onRegister=${() => register(one)} onClose=${() => setShown("")} />`}
+    ${one && html`<${Details} row=${one} experiment=${experiment} onDelete=${() => remove([one])} onRegister=${() => register(one)} onClose=${() => setShown("")} />`}
     ${shown && !one && html`<p class="problem" role="alert">Checkpoint ${shown} is not, or no more, one of this experiment.</p>`}`;
 }
 
-/** @param {{ row: any, experiment: any, look: any, onLook: () => void, onDelete: () => void, onRegister: () => void, onClose: () => void }} props */
-function Details({ row, experiment, look, onLook, onDelete, onRegister, onClose }) {
+/** @param {{ row: any, experiment: any, onDelete: () => void, onRegister: () => void, onClose: () => void }} props */
+function Details({ row, experiment, onDelete, onRegister, onClose }) {
   const lines = [
     ["Download", `det checkpoint download ${row.id}`],
     ["Verify every byte", `dstrial checkpoint verify ${row.id}`],
@@ -105,10 +89,9 @@ function Details({ row, experiment, look, onLook, onDelete, onRegister, onClose 
   return html`<section class="details" aria-label=${`Checkpoint ${row.id}`}>
     <h2>Checkpoint ${row.id}</h2>
     <div class="tools">
-      ${hasFiles(row) && html`<button onClick=${onLook}>Look at its files</button><button onClick=${onRegister}>Register as a model version …</button><button class="danger" onClick=${onDelete}>Delete</button>`}
+      ${hasFiles(row) && html`<button onClick=${onRegister}>Register as a model version …</button><button class="danger" onClick=${onDelete}>Delete</button>`}
       <button onClick=${onClose}>Close</button>
     </div>
-    ${look && html`<p class=${look.isWhole === false ? "problem" : ""} role="status">${look.text}</p>`}
     ${row.layouts.map((/** @type {any} */ layout, /** @type {number} */ idx) => html`<p>${row.layouts.length > 1 ? `Engine ${idx + 1}: ` : ""}${layoutText(layout)}; ${layout.engine_kind?.replace("_", " ")} engine, ${layout.optimizer || "no optimizer"}, batches of ${layout.train_batch_size}</p>`)}
     ${row.manifest && html`<p class="muted">SHA-256 of its manifest, as its trial has reported it: <code>${row.manifest}</code></p>`}
     <table class="plain"><tbody>${lines.map(([title, text]) => html`<tr><th scope="row">${title}</th><td><${Copy} text=${text} /></td></tr>`)}</tbody></table>

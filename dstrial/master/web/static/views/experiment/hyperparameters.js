@@ -1,4 +1,4 @@
-// How a search's metric hangs on its hyperparameters: parallel coordinates, the metric against each, pairs, and how much each explains.
+// How a search's metric hangs on its hyperparameters: parallel coordinates, the metric against each, and how much each explains.
 
 import { html, useMemo, useState } from "htm/preact/standalone";
 import { flat, number } from "../../format.js";
@@ -6,7 +6,7 @@ import { IMPORTANCE_METHOD, IMPORTANCE_MIN_TRIALS, importance, meritOf, varyingA
 import { Table } from "../../parts/table.js";
 import { navigate, useParam } from "../../router.js";
 import { decodeName, encodeName, isWithin, metricAxis, Parallel, readRanges, writeRanges } from "./parallel.js";
-import { Pairs, Scatter } from "./scatters.js";
+import { Scatter } from "./scatters.js";
 
 /** Axes that are drawn at first. */
 const FIRST_AXES = 10;
@@ -18,8 +18,6 @@ export function Hyperparameters({ id, experiment, trials }) {
   const [highlight, setHighlight] = useState(/** @type {number | null} */ (null));
   const [chosen, setChosen] = useParam("axes");
   const [marked, setMarked] = useParam("ranges");
-  const [acrossName, setAcross] = useParam("across");
-  const [downName, setDown] = useParam("down");
   const points = useMemo(() => trials.map((row) => ({ id: row.id, hp: flat(row.hparams), best: row.best, state: row.state, batches: row.batches })), [trials]);
   const axes = useMemo(() => varyingAxes(points, experiment.config), [points]);
   const last = useMemo(() => metricAxis(points, metric), [points, metric]);
@@ -33,12 +31,9 @@ export function Hyperparameters({ id, experiment, trials }) {
   const drawn = useMemo(() => [...ordered.filter((axis) => names.includes(axis.name)), last], [ordered, names, last]);
   const ranges = useMemo(() => readRanges(marked), [marked]);
   const kept = useMemo(() => new Set(points.filter((point) => isWithin(point, [...axes, last], ranges, metric)).map((point) => point.id)), [points, axes, last, ranges]);
-  const keptPoints = useMemo(() => points.filter((point) => kept.has(point.id)), [points, kept]);
   const numKnown = points.filter((point) => typeof point.best === "number").length;
   if (!axes.length)
     return html`<p class="muted">${trials.length < 2 ? "There is nothing to compare yet: this shows how the metric hangs on what differs between trials." : "No hyperparameter differs between the trials. Give one a range in `hyperparameters`, and search with `searcher.name: random`."}</p>`;
-  const across = axes.find((axis) => axis.name === acrossName) ?? ordered[0];
-  const down = axes.find((axis) => axis.name === downName) ?? ordered.find((axis) => axis !== across) ?? across;
   const open = (/** @type {number} */ trial) => navigate(`/det/experiments/${id}/trials/${trial}`);
   return html`
     <div class="filters">
@@ -47,7 +42,7 @@ export function Hyperparameters({ id, experiment, trials }) {
         ${ordered.map((axis) => html`<label><input type="checkbox" checked=${names.includes(axis.name)} onChange=${() =>
           setChosen((names.includes(axis.name) ? names.filter((one) => one !== axis.name) : [...names, axis.name]).map(encodeName).join("~"))} /> ${axis.name}</label>`)}
       </div></details>
-      <span class="muted">Drag along an axis to keep a range; click it to let it go. By keyboard: Ranges, below the drawing. Click a line to open its trial.</span>
+      <span class="muted">Ranges, below the drawing, keep trials. Click a line to open its trial.</span>
       ${numKnown < points.length && html`<span class="muted">${points.length - numKnown} of ${points.length} trials have no finite ${metric}.</span>`}
     </div>
     <${Parallel} points=${points} axes=${drawn} metric=${metric} merit=${merit} best=${best} highlight=${highlight} ranges=${ranges}
@@ -66,12 +61,5 @@ export function Hyperparameters({ id, experiment, trials }) {
     <div class="charts small">
       ${ordered.slice(0, MOST_SCATTERS).map((axis) => html`<${Scatter} key=${axis.name} axis=${axis} metric=${last} points=${points} kept=${kept} merit=${merit} best=${best} highlight=${highlight} onHover=${setHighlight} onOpen=${open} />`)}
     </div>
-    ${axes.length > MOST_SCATTERS && html`<p class="muted">The first ${MOST_SCATTERS} of ${axes.length} are drawn.</p>`}
-    ${axes.length > 1 && html`<h2>Pairs</h2>
-      <div class="filters">
-        <label>Across <select value=${across.name} onChange=${(/** @type {any} */ event) => setAcross(event.target.value)}>${ordered.map((axis) => html`<option value=${axis.name}>${axis.name}</option>`)}</select></label>
-        <label>Up <select value=${down.name} onChange=${(/** @type {any} */ event) => setDown(event.target.value)}>${ordered.map((axis) => html`<option value=${axis.name}>${axis.name}</option>`)}</select></label>
-        <span class="muted">The best value of each cell's trials${kept.size < points.length ? `, of the ${kept.size} within the ranges` : ""}.</span>
-      </div>
-      <${Pairs} across=${across} down=${down} metric=${metric} points=${keptPoints} isSmaller=${isSmaller} merit=${merit} best=${best} />`}`;
+    ${axes.length > MOST_SCATTERS && html`<p class="muted">The first ${MOST_SCATTERS} of ${axes.length} are drawn.</p>`}`;
 }

@@ -1,6 +1,6 @@
-// Parallel coordinates: a line for each trial over an axis for each hyperparameter; a range of an axis, marked by dragging or by sliders, keeps trials.
+// Parallel coordinates: a line for each trial over an axis for each hyperparameter; a range of an axis, set by sliders, keeps trials.
 
-import { html, useMemo, useRef, useState } from "htm/preact/standalone";
+import { html, useMemo, useState } from "htm/preact/standalone";
 import { number, plain } from "../../format.js";
 import { axisOf, labelAt, ticksOf } from "../../hp_space.js";
 import { Drawing, fitted, rampColour, Tip } from "../../parts/canvas.js";
@@ -14,8 +14,6 @@ import { RangeSliders } from "./ranges.js";
 const [LEFT, RIGHT, TOP, BOTTOM] = [36, 60, 40, 20];
 const HEIGHT = 380;
 const NEAR_PX = 14;
-const LEAST_DRAG_PX = 5;
-const GRAB_PX = 22;
 const LEAST_AXIS_PX = 74;
 
 /** @param {string} name @returns {string} without the marks of our lists */
@@ -76,18 +74,13 @@ export function metricAxis(points, metric) {
  */
 export function Parallel({ points, axes, metric, merit, best, highlight, ranges, onRanges, onHover, onOpen }) {
   const [tip, setTip] = useState(/** @type {{ point: Point, x: number, y: number, spot: import("../../parts/canvas.js").Spot } | null} */ (null));
-  const drag = useRef(/** @type {{ axis: Axis | null, from: number, x: number, y: number } | null} */ (null));
-  const [drawn, setDrawn] = useState(/** @type {{ name: string, range: [number, number] } | null} */ (null));
-  const shown = drawn ? { ...ranges, [drawn.name]: drawn.range } : ranges;
   const places = useMemo(() => points.map((point) => axes.map((axis) => axis.at(axis.name === metric ? point.best : point.hp[axis.name]))), [points, axes, metric]);
-  const isKept = useMemo(() => points.map((point) => isWithin(point, axes, shown, metric)), [points, axes, JSON.stringify(shown), metric]);
+  const isKept = useMemo(() => points.map((point) => isWithin(point, axes, ranges, metric)), [points, axes, ranges, metric]);
 
   /** @param {number} idx @param {number} width */
   const xOf = (idx, width) => LEFT + (axes.length === 1 ? 0.5 : idx / (axes.length - 1)) * (width - LEFT - RIGHT);
   /** @param {number} at */
   const yOf = (at) => HEIGHT - BOTTOM - at * (HEIGHT - TOP - BOTTOM);
-  /** @param {number} y */
-  const atOf = (y) => Math.min(Math.max((HEIGHT - BOTTOM - y) / (HEIGHT - TOP - BOTTOM), 0), 1);
 
   /** @param {import("../../parts/canvas.js").Area} area */
   function draw({ ctx, width }) {
@@ -124,7 +117,7 @@ export function Parallel({ points, axes, metric, merit, best, highlight, ranges,
       ctx.moveTo(x, TOP);
       ctx.lineTo(x, HEIGHT - BOTTOM);
       ctx.stroke();
-      const range = shown[axis.name];
+      const range = ranges[axis.name];
       if (range) {
         ctx.fillStyle = styled("--accent");
         ctx.globalAlpha = 0.35;
@@ -175,48 +168,20 @@ export function Parallel({ points, axes, metric, merit, best, highlight, ranges,
     });
     return found;
   }
-  /** @param {number} x @param {number} width @returns {Axis | null} the axis that is taken there */
-  const axisAt = (x, width) => axes.find((_, idx) => Math.abs(xOf(idx, width) - x) < GRAB_PX) ?? null;
-
-  const area = /** @type {(x: number, y: number, spot: import("../../parts/canvas.js").Spot) => void} */ ((x, y, spot) => {
-    const held = drag.current;
-    if (held && Number.isNaN(x)) {
-      drag.current = null;
-      setDrawn(null);
-    }
-    if (held?.axis && !Number.isNaN(x)) {
-      const ends = [held.from, atOf(y)].sort((a, b) => a - b);
-      if (Math.abs(y - held.y) >= LEAST_DRAG_PX) setDrawn({ name: held.axis.name, range: [ends[0], ends[1]] });
-      return;
-    }
+  /** @param {number} x @param {number} y @param {import("../../parts/canvas.js").Spot} spot */
+  function point(x, y, spot) {
     const idx = Number.isNaN(x) ? -1 : find(x, y, spot.width);
     setTip(idx < 0 ? null : { point: points[idx], x, y, spot });
     onHover(idx < 0 ? null : points[idx].id);
-  });
-  const end = /** @type {(x: number, y: number, area: { width: number }) => void} */ ((x, y, { width }) => {
-    const held = drag.current;
-    drag.current = null;
-    setDrawn(null);
-    if (!held) return;
-    if (held.axis && Math.abs(y - held.y) >= LEAST_DRAG_PX) {
-      const ends = [held.from, atOf(y)].sort((a, b) => a - b);
-      onRanges({ ...ranges, [held.axis.name]: [ends[0], ends[1]] });
-    } else if (held.axis && ranges[held.axis.name]) {
-      const { [held.axis.name]: _gone, ...rest } = ranges;
-      onRanges(rest);
-    } else {
-      const idx = find(x, y, width);
-      if (idx >= 0) onOpen(points[idx].id);
-    }
-  });
+  }
   const kept = isKept.filter(Boolean).length;
   const bestPoint = points.find((point) => point.id === best);
   return html`<${Drawing} title="parallel coordinates" height=${HEIGHT} minWidth=${axes.length * LEAST_AXIS_PX} draw=${draw} deps=${[points, axes, highlight, isKept, best]}
     label=${`Parallel coordinates of ${points.length} trials over ${axes.map((axis) => axis.name).join(", ")}; ${kept} within the marked ranges${bestPoint ? `; the best is trial ${best} with ${number(bestPoint.best)}` : ""}`}
     rows=${() => [["trial", ...axes.map((axis) => axis.name)], ...points.filter((_, idx) => isKept[idx]).map((point) => [point.id, ...axes.map((axis) => (axis.name === metric ? point.best : plainValue(point.hp[axis.name])))])]}
-    onMove=${area} onUp=${end} onDown=${(/** @type {number} */ x, /** @type {number} */ y, /** @type {{ width: number }} */ { width }) => {
-      drag.current = { axis: axisAt(x, width), from: atOf(y), x, y };
-      setTip(null);
+    onMove=${point} onDown=${(/** @type {number} */ x, /** @type {number} */ y, /** @type {{ width: number }} */ { width }) => {
+      const idx = find(x, y, width);
+      if (idx >= 0) onOpen(points[idx].id);
     }}>
     ${tip && html`<${Tip} x=${tip.x} y=${tip.y} spot=${tip.spot}><b>trial ${tip.point.id}${tip.point.id === best ? " (best)" : ""}</b>
       ${axes.map((axis) => html`<br />${axis.name}: ${axis.name === metric ? number(tip.point.best) : plain(tip.point.hp[axis.name])}`)}<//>`}

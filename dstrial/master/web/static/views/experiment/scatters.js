@@ -1,8 +1,8 @@
-// The metric against each hyperparameter, and the best of each pair of values as a heat map.
+// The metric against each hyperparameter.
 
 import { html, useMemo, useState } from "htm/preact/standalone";
 import { number, plain } from "../../format.js";
-import { labelAt, ticksOf } from "../../hp_space.js";
+import { ticksOf } from "../../hp_space.js";
 import { Drawing, fitted, rampColour, Tip } from "../../parts/canvas.js";
 import { styled } from "../../parts/chart.js";
 import { plainValue } from "./parallel.js";
@@ -98,87 +98,4 @@ export function Scatter({ axis, metric, points, kept, merit, best, highlight, on
     }}>
     ${tip && html`<${Tip} x=${tip.x} y=${tip.y} spot=${tip.spot}><b>trial ${tip.point.id}${tip.point.id === best ? " (best)" : ""}</b><br />${axis.name}: ${plain(tip.point.hp[axis.name])}<br />${metric.name}: ${number(tip.point.best)}<//>`}
   <//>`;
-}
-
-const MOST_CELLS = 12;
-const LEAST_CELL_PX = 52;
-
-/** @param {Axis} axis @param {Point[]} points @returns {{ labels: string[], of: (value: unknown) => number }} cells along an axis; -1 for none */
-function cellsOf(axis, points) {
-  if (axis.kind === "categorical") return { labels: axis.values, of: (value) => (Number.isNaN(axis.at(value)) ? -1 : axis.values.indexOf(plain(value))) };
-  const own = [...new Set(points.map(({ hp }) => hp[axis.name]).filter((value) => typeof value === "number" && !Number.isNaN(axis.at(value))))].sort((a, b) => Number(a) - Number(b));
-  if (own.length <= MOST_CELLS) return { labels: own.map((value) => number(value, 4)), of: (value) => own.indexOf(value) };
-  const count = 8;
-  const labels = Array.from({ length: count }, (_, idx) => `${labelAt(axis, idx / count)} – ${labelAt(axis, (idx + 1) / count)}`);
-  return { labels, of: (value) => (Number.isNaN(axis.at(value)) ? -1 : Math.min(Math.floor(axis.at(value) * count), count - 1)) };
-}
-
-/**
- * @param {object} props
- * @param {Axis} props.across @param {Axis} props.down @param {string} props.metric @param {Point[]} props.points those that are kept
- * @param {boolean} props.isSmaller @param {(value: unknown) => number} props.merit @param {number | null} props.best
- */
-export function Pairs({ across, down, metric, points, isSmaller, merit, best }) {
-  const [tip, setTip] = useState(/** @type {{ text: unknown, x: number, y: number, spot: import("../../parts/canvas.js").Spot } | null} */ (null));
-  const { columns, lines, cells } = useMemo(() => {
-    const columns = cellsOf(across, points);
-    const lines = cellsOf(down, points);
-    /** @type {Map<string, { best: number, trial: number, count: number }>} */
-    const cells = new Map();
-    for (const point of points) {
-      const [x, y] = [columns.of(point.hp[across.name]), lines.of(point.hp[down.name])];
-      if (x < 0 || y < 0 || typeof point.best !== "number" || !Number.isFinite(point.best)) continue;
-      const before = cells.get(`${x},${y}`);
-      const isBetter = !before || (isSmaller ? point.best < before.best : point.best > before.best);
-      cells.set(`${x},${y}`, { best: isBetter ? point.best : before.best, trial: isBetter ? point.id : before.trial, count: (before?.count ?? 0) + 1 });
-    }
-    return { columns, lines, cells };
-  }, [across, down, points, isSmaller]);
-  const height = Math.max(120, Math.min(46 * lines.labels.length, 420)) + 54;
-  const [left, bottom] = [110, 44];
-  /** @param {number} width */
-  const sizes = (width) => ({ wide: (width - left - 8) / Math.max(columns.labels.length, 1), high: (height - bottom - 8) / Math.max(lines.labels.length, 1) });
-
-  /** @param {import("../../parts/canvas.js").Area} area */
-  function draw({ ctx, width }) {
-    const { wide, high } = sizes(width);
-    for (const [key, cell] of cells) {
-      const [x, y] = key.split(",").map(Number);
-      const [from, to] = [left + x * wide, 8 + (lines.labels.length - 1 - y) * high];
-      ctx.fillStyle = rampColour(merit(cell.best));
-      ctx.fillRect(from + 1, to + 1, wide - 2, high - 2);
-      if (cell.trial === best) {
-        ctx.strokeStyle = styled("--best");
-        ctx.lineWidth = 3;
-        ctx.strokeRect(from + 2.5, to + 2.5, wide - 5, high - 5);
-      }
-      if (wide > 44 && high > 18) {
-        ctx.textAlign = "center";
-        const text = number(cell.best, 3);
-        ctx.font = "600 12px system-ui, sans-serif";
-        const room = ctx.measureText(text).width + 8;
-        ctx.fillStyle = styled("--back");
-        ctx.fillRect(from + wide / 2 - room / 2, to + high / 2 - 8, room, 16);
-        ctx.fillStyle = styled("--text");
-        ctx.fillText(text, from + wide / 2, to + high / 2);
-      }
-    }
-    ctx.fillStyle = styled("--text");
-    ctx.font = "11px system-ui, sans-serif";
-    ctx.textAlign = "right";
-    lines.labels.forEach((text, idx) => ctx.fillText(fitted(ctx, text, left - 12), left - 6, 8 + (lines.labels.length - 0.5 - idx) * high));
-    ctx.textAlign = "center";
-    columns.labels.forEach((text, idx) => ctx.fillText(fitted(ctx, text, wide - 4), left + (idx + 0.5) * wide, height - bottom + 12));
-    ctx.font = "600 12px system-ui, sans-serif";
-    ctx.fillText(fitted(ctx, `${across.name} →   ↑ ${down.name}`, width - 20), (width + left) / 2, height - 11);
-  }
-  return html`<${Drawing} title=${`best ${metric} by ${across.name} and ${down.name}`} height=${height} minWidth=${left + 8 + columns.labels.length * LEAST_CELL_PX} draw=${draw} deps=${[cells, height, best]}
-    label=${`Best ${metric} of each pair of ${across.name} and ${down.name}: ${cells.size} pairs with trials`}
-    rows=${() => [[across.name, down.name, `best ${metric}`, "trial", "trials"], ...[...cells].map(([key, cell]) => [columns.labels[Number(key.split(",")[0])], lines.labels[Number(key.split(",")[1])], cell.best, cell.trial, cell.count])]}
-    onMove=${(/** @type {number} */ x, /** @type {number} */ y, /** @type {import("../../parts/canvas.js").Spot} */ spot) => {
-      const { wide, high } = sizes(spot.width);
-      const [column, line] = [Math.floor((x - left) / wide), lines.labels.length - 1 - Math.floor((y - 8) / high)];
-      const cell = cells.get(`${column},${line}`);
-      setTip(cell ? { x, y, spot, text: html`<b>best ${number(cell.best)}</b> by trial ${cell.trial}<br />${across.name}: ${columns.labels[column]}<br />${down.name}: ${lines.labels[line]}<br />${cell.count} ${cell.count === 1 ? "trial" : "trials"}` } : null);
-    }}>${tip && html`<${Tip} x=${tip.x} y=${tip.y} spot=${tip.spot}>${tip.text}<//>`}<//>`;
 }

@@ -7,9 +7,9 @@ const CLOCK = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-dig
 const DAY = new Intl.DateTimeFormat(undefined, { year: "numeric", month: "2-digit", day: "2-digit" });
 
 /** @param {number} ms @returns {string} where the reader is */
-export const localDay = (ms) => DAY.format(ms);
+const localDay = (ms) => DAY.format(ms);
 /** @param {number} ms @returns {string} where the reader is */
-export const localClock = (ms) => CLOCK.format(ms);
+const localClock = (ms) => CLOCK.format(ms);
 
 /** Text with what was looked for marked. @param {string} text @param {string} found in lower case @returns {unknown} */
 function marked(text, found) {
@@ -31,14 +31,14 @@ function who(line) {
   return line.rank === null ? (line.source === "master" ? "master" : "") : `rank ${line.rank}`;
 }
 
-/** @param {{ lines: import("./feed.js").Line[], found: string, chosen: number, file: (id: number) => string }} props */
-export function Lines({ lines, found, chosen, file }) {
+/** @param {{ lines: import("./feed.js").Line[], found: string, chosen: number }} props */
+export function Lines({ lines, found, chosen }) {
   const own = lines.some((line) => line.id === chosen) ? chosen : 0;
   return useMemo(
     () => html`<div>${lines.map(
       (line) => html`<div key=${line.id} class=${`line ${line.level ?? ""} ${line.stdtype ?? ""}`} data-id=${line.id} aria-current=${line.id === own ? "true" : undefined}>
         <a class="at" tabindex="-1" href=${`?line=${line.id}`} title=${`${utcTime(new Date(line.ms).toISOString())} · ${localDay(line.ms)} here · line ${line.id}`}>${localClock(line.ms)}</a>
-        <span class="by">${who(line)}</span><span class="level">${line.level ?? ""}</span>${line.bytes && html`<a class="cut" tabindex="-1" href=${file(line.id)} download title="This line is cut here; get all of it as a file">${bytes(line.bytes)}, whole line</a>`}<span class="said">${marked(line.text, found)}${line.bytes ? " …" : ""}</span></div>`,
+        <span class="by">${who(line)}</span><span class="level">${line.level ?? ""}</span>${line.bytes && html`<span class="cut" title="This line is cut here; Download all has all of it">${bytes(line.bytes)}</span>`}<span class="said">${marked(line.text, found)}${line.bytes ? " …" : ""}</span></div>`,
     )}</div>`,
     [lines, found, own],
   );

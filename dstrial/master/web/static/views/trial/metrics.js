@@ -1,11 +1,10 @@
 // Every metric of a trial, by group, with a chart for each.
 
-import { html, useEffect, useMemo, useState } from "htm/preact/standalone";
+import { html, useMemo, useState } from "htm/preact/standalone";
 import { isEnded } from "../../actions.js";
-import { get } from "../../api.js";
 import { recordsOf, useLook, useMetricNames } from "../../curves.js";
 import { withUnit } from "../../format.js";
-import { Problem, useStored } from "../../parts/basics.js";
+import { useStored } from "../../parts/basics.js";
 import { useParam } from "../../router.js";
 import { marksOf } from "./marks.js";
 import { TrialChart, WhenSeen } from "./series.js";
@@ -14,34 +13,7 @@ const AT_ONCE = 24;
 const CHART_PX = 220;
 /** Below a chart with a baseline. */
 const LEGEND_PX = 25;
-const TYPING_MS = 250;
 const FOLD = "telemetry and counters";
-
-/** Names that have a text; the master looks where it has told only some. @param {number} id @param {any} metrics @param {string} text */
-function useFound(id, metrics, text) {
-  const [asked, setAsked] = useState(/** @type {{ text: string, metrics: any } | null} */ (null));
-  const [error, setError] = useState(/** @type {Error | null} */ (null));
-  const isAsked = Boolean(metrics.more && text);
-  useEffect(() => {
-    if (!isAsked) return undefined;
-    const abort = new AbortController();
-    const timer = setTimeout(() => {
-      get("/page/metrics", { trials: [id], text }, abort.signal).then(
-        (found) => {
-          setAsked({ text, metrics: found });
-          setError(null);
-        },
-        (problem) => abort.signal.aborted || setError(problem),
-      );
-    }, TYPING_MS);
-    return () => {
-      abort.abort();
-      clearTimeout(timer);
-    };
-  }, [id, isAsked, text]);
-  const told = isAsked ? (asked?.text === text ? asked.metrics : null) : metrics;
-  return { told, error };
-}
 
 /** Instruments, and Determined's counters: they are behind a fold. */
 const FOLDED = /^telemetry\.|\.(batches|epochs|(batches|records|tokens)_per_second)$/;
@@ -50,8 +22,7 @@ const FOLDED = /^telemetry\.|\.(batches|epochs|(batches|records|tokens)_per_seco
 export function Metrics({ trial, experiment, runs, metrics, baseline }) {
   const [text, setText] = useParam("find");
   const [limit, setLimit] = useState(AT_ONCE);
-  const { told, error } = useFound(trial.id, metrics, text);
-  const all = useMetricNames(told ?? { groups: {} });
+  const all = useMetricNames(metrics);
   const [pins, setPins] = useStored("pinned metrics", /** @type {string[]} */ ([]));
   const searched = `.${experiment.metric}`;
   const names = useMemo(() => {
@@ -74,17 +45,16 @@ export function Metrics({ trial, experiment, runs, metrics, baseline }) {
         tools=${html`<button aria-label=${`${isPinned ? "Unpin" : "Pin"} ${title}`} aria-pressed=${isPinned} title="Pinned metrics come first, for every trial" onClick=${() => setPins(isPinned ? pins.filter((one) => one !== name) : [...pins, name])}>${isPinned ? "Unpin" : "Pin"}</button>`} /><//></div>`;
   };
   const charts = (/** @type {string} */ group) => html`<div class="charts">${shown.filter((name) => groupOf(name) === group).map((name) => chart(name, group))}</div>`;
-  const total = `${found.length.toLocaleString()}${told?.more ? " or more" : ""} ${found.length === 1 ? "metric" : "metrics"}`;
+  const total = `${found.length.toLocaleString()}${metrics.more ? " or more" : ""} ${found.length === 1 ? "metric" : "metrics"}`;
   return html`
     <div class="filters">
       <input type="search" aria-label="Find metrics" placeholder="Find metrics by name" value=${text} onInput=${(/** @type {any} */ event) => { setLimit(AT_ONCE); setText(event.target.value); }} />
       ${tools}
-      <span class="muted" role="status">${told ? total : "Searching …"}</span>
+      <span class="muted" role="status">${total}</span>
     </div>
-    <${Problem} error=${error} />
     ${marks.length > 0 && html`<p class="muted">Dashed lines are where the trial was started again: ${marks.map((mark) => mark.text).slice(-6).join("; ")}.</p>`}
     ${groups.map((group) => (group === FOLD ? html`<details class="fold"><summary><h2>${FOLD}</h2></summary>${charts(group)}</details>` : html`<h2>${group}</h2>${charts(group)}`))}
-    ${told && !found.length && html`<p class="muted">${text ? "No metric has this name." : isEnded(trial) ? "Nothing was reported." : "Nothing has been reported yet; charts appear here as the trial reports."}</p>`}
+    ${!found.length && html`<p class="muted">${text ? "No metric has this name." : isEnded(trial) ? "Nothing was reported." : "Nothing has been reported yet; charts appear here as the trial reports."}</p>`}
     ${found.length > limit && html`<p><button onClick=${() => setLimit(limit + AT_ONCE)}>Show ${Math.min(AT_ONCE, found.length - limit)} more of ${(found.length - limit).toLocaleString()}</button></p>`}
-    ${told?.more && html`<p class="muted">There are more metrics than are listed; look for them by name.</p>`}`;
+    ${metrics.more && html`<p class="muted">There are more metrics than are listed.</p>`}`;
 }
