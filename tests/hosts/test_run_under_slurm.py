@@ -217,23 +217,15 @@ def test_job_that_needs_a_drained_node_is_refused_with_slurms_reason(
         cluster.run("scontrol", "update", "NodeName=host3", "State=resume")
 
 
-def test_a_controller_that_is_away_or_lacks_nodes_is_named(cluster: SlurmCluster, place: Path) -> None:
-    cluster.machines[3].cut()
+def test_a_controller_that_is_away_is_named(cluster: SlurmCluster, place: Path) -> None:
+    cluster.end_controller()
     try:
-        cluster.end_controller()
         code, text = SlurmRun(cluster, place).end(90)
-        assert code == 1
-        assert "contact slurm controller" in text.lower()
-        assert "Wait until it is back" in text
-        cluster.start_controller()
-        # Until it has heard of host3 it refuses a job that the cluster can hold.
-        code, text = SlurmRun(
-            cluster, place, "--slots", "6", "--config", "+hyperparameters.micro_batch_size=2"
-        ).end(90)
-        assert code == 1
-        assert "Slurm does not know all its nodes yet; sbatch says: " in text
     finally:
-        cluster.heal(3)
+        cluster.start_controller()
+    assert code == 1
+    assert "contact slurm controller" in text.lower()
+    assert "Wait until it is back" in text
     assert cluster.run("squeue", "-h").stdout == ""
 
 
