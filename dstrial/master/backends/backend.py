@@ -223,9 +223,6 @@ class Backend(Protocol):
         would wait until it can write its record.
         """
 
-    def resident_bytes(self, run: RunRef) -> int:
-        """Return the resident memory of an allocation's processes; 0 if unknown."""
-
     def forget(self, run: RunRef) -> None:
         """Delete the files of an ended allocation, on all nodes."""
 

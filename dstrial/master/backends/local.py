@@ -337,15 +337,6 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
     logger.warning("processes %s of %s do not end after SIGKILL", sorted(left), directory.name)
 
 
-def resident_bytes(handle: SupervisorHandle) -> int:
-    """Return the resident bytes of an allocation; each process counts shared memory."""
-    page, total = os.sysconf("SC_PAGE_SIZE"), 0
-    for pid in supervisor.descendants(handle.pid):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            total += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * page
-    return total
-
-
 def begun_checkpoints(directory: Path) -> list[str]:
     """Return uuids of checkpoints that a trial began to save and did not report."""
     saving = directory / SAVING_DIRECTORY
@@ -523,10 +514,6 @@ class LocalBackend(OwnNodes):
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
         kill(self.find(run), run.directory, leaves_record=leaves_record)
-
-    def resident_bytes(self, run: RunRef) -> int:
-        handle = self.find(run)
-        return 0 if handle is None else resident_bytes(handle)
 
     def forget(self, run: RunRef) -> None:
         self._handles.pop(run.allocation_id, None)

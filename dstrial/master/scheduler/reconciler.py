@@ -156,7 +156,7 @@ class Reconciler:
         if exit_ is None:
             self._leave_if_due(row, run)
             self._stop_if_due(state)
-            self._commands.poll(row, run)
+            self._commands.poll(row)
         has_more = self._read_outputs(state)
         if exit_ is not None and not has_more:
             self._end(row, run, exit_)
