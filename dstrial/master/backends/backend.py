@@ -107,7 +107,6 @@ class Note:
 
     text: str
     level: str
-    tells_progress: bool = False  # whether the trial's last reported batch is appended
 
 
 class SlotsGoneError(MasterError):

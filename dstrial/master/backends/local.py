@@ -360,23 +360,10 @@ def _delete(directory: Path) -> None:
 
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
-    """Signal a supervisor through a pidfd, which is safe if its pid was reused."""
-    # A stopped process handles other signals only after SIGCONT.
-    try:
-        descriptor = os.pidfd_open(handle.pid)
-    except OSError:  # a sandbox without it, or too many open files
-        if is_alive(handle):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(handle.pid, number)
-                os.kill(handle.pid, signal.SIGCONT)
-        return
-    try:
-        if is_alive(handle):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, number)
-                signal.pidfd_send_signal(descriptor, signal.SIGCONT)
-    finally:
-        os.close(descriptor)
+    if is_alive(handle):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(handle.pid, number)
+            os.kill(handle.pid, signal.SIGCONT)  # a stopped process handles other signals only after it
 
 
 def _pids_with_variable(assignment: str) -> set[int]:

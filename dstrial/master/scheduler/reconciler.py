@@ -30,7 +30,6 @@ from dstrial.master.store import nodes
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.reports import log_quota
-from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.log_quota import LogOwner
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.store.views.observe import stall_in, untrained_phase_in
@@ -170,14 +169,8 @@ class Reconciler:
 
         def add(tx: Transaction) -> None:
             for note in notes:
-                text = note.text
-                if note.tells_progress and row.trial_id:
-                    batch = metric_rows.last_batch(tx.connection, row.trial_id)
-                    text += (
-                        f"; its last report was of batch {batch}" if batch else "; it had reported nothing"
-                    )
                 add_master_line(
-                    tx, row.task_id, row.trial_id or None, text, level=note.level, allocation_id=row.id
+                    tx, row.task_id, row.trial_id or None, note.text, level=note.level, allocation_id=row.id
                 )
 
         self._database.write(add)
