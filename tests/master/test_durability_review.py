@@ -20,7 +20,7 @@ from waiting import wait_for
 from dstrial.master.backends import local
 from dstrial.master.backends.log_file import parse
 from dstrial.master.daemon import live_allocations
-from dstrial.master.scheduler.log_policies import compile_policies, matches
+from dstrial.master.scheduler.reconciler import compile_policies, matches
 from dstrial.master.state_directory import StateDirectory, process_start_time
 from dstrial.testing.master import MasterForTest, master_for_test
 

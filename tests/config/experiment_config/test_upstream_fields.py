@@ -12,7 +12,7 @@ from dstrial.config.experiment_config.command import check_command
 from dstrial.config.experiment_config.submission import NO_IMAGE, MasterDefaults, Submission, check_submission
 from dstrial.config.merge import merge_template
 from dstrial.errors import ConfigError
-from dstrial.master.scheduler.log_policies import compile_policies
+from dstrial.master.scheduler.reconciler import compile_policies
 
 GOOD: dict[str, Any] = {
     "name": "t",
