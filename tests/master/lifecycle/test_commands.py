@@ -74,43 +74,6 @@ while True:
         connection.sendall(data)
     connection.close()
 """
-ABRUPT = """
-import http.server, socket, struct, sys, threading
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        kind = self.path.rsplit("/", 1)[1]
-        if kind == "reset":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.rfile.close()
-            self.wfile.close()
-            self.connection.close()
-            self.close_connection = True
-            return
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        self.wfile.write(b"5\\r\\nbegun\\r\\n")
-        if kind == "whole":
-            self.wfile.write(b"0\\r\\n\\r\\n")
-        self.close_connection = True
-
-    def finish(self):
-        if not self.wfile.closed:
-            super().finish()
-
-def greet():
-    listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
-    while True:
-        connection, _ = listener.accept()
-        connection.sendall(b"220 welcome")
-        connection.close()
-
-threading.Thread(target=greet, daemon=True).start()
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
 
 
 @pytest.fixture
@@ -361,48 +324,6 @@ def test_a_tunnel_of_the_det_command_carries_bytes_to_a_tcp_port(det: TasksHere,
         det.ok("command", "kill", task_id)
 
     assert bytes(received) == data
-
-
-def test_a_service_that_speaks_first_or_breaks_off_is_told_as_it_is(det: TasksHere, tmp_path: Path) -> None:
-    port, greeting_port, context = free_port(), free_port(), tmp_path / "context"
-    context.mkdir()
-    (context / "abrupt.py").write_text(ABRUPT)
-    offered = [{"proxy_port": port}, {"proxy_port": greeting_port, "proxy_tcp": True}]
-    ports = {"resources.slots": 0, "environment.proxy_ports": offered}
-    words = (sys.executable, "abrupt.py", str(port), str(greeting_port))
-    task_id = det.run("--context", str(context), *words, **ports)
-    path = f"/proxy/{task_id}:{port}"
-    wait_for(lambda: _send(det, "GET", f"{path}/whole", b"")[0] == 200, "the server")
-    wait_for(lambda: _listens(greeting_port), "the other server")
-
-    assert _send(det, "GET", f"{path}/whole", b"")[::2] == (200, b"begun")
-    with pytest.raises(http.client.IncompleteRead):
-        _send(det, "GET", f"{path}/cut", b"")
-    status, _, content = _send(det, "GET", f"{path}/reset", b"")
-    assert (status, b"expected HTTP" in content) == (502, True)
-
-    for _ in range(50):
-        head, said = _first_words(det, f"/proxy/{task_id}:{greeting_port}/")
-        assert head.startswith(b"HTTP/1.1 101 ")
-        assert said == b"\x82\x0b220 welcome" + b"\x88\x02\x03\xe8"
-    det.ok("command", "kill", task_id)
-
-
-def _first_words(det: TasksHere, path: str) -> tuple[bytes, bytes]:
-    """Open a WebSocket, and return the head of the answer and everything behind it."""
-    port = det.master.record.port
-    request = (
-        f"GET {path} HTTP/1.1\r\nHost: localhost:{port}\r\nAuthorization: Bearer {det.token}\r\n"
-        "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    )
-    received = bytearray()
-    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
-        connection.sendall(request.encode())
-        while data := connection.recv(65536):
-            received += data
-    head, _, rest = bytes(received).partition(b"\r\n\r\n")
-    return head, rest
 
 
 def test_a_command_that_no_longer_fits_says_once_that_it_waits(det: TasksHere) -> None:
