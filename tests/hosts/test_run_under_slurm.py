@@ -202,21 +202,6 @@ def test_what_cannot_be_is_refused_before_anything_is_queued(
     assert not (place / "runs").exists()
 
 
-def test_job_that_needs_a_drained_node_is_refused_with_slurms_reason(
-    cluster: SlurmCluster, place: Path
-) -> None:
-    cluster.run("scontrol", "update", "NodeName=host3", "State=drain", "Reason=test")
-    try:
-        for slots in ("6", "7"):
-            code, text = SlurmRun(
-                cluster, place, "--slots", slots, "--config", "+hyperparameters.micro_batch_size=2"
-            ).end(30)
-            assert code == 1, text
-            assert "Requested node configuration is not available. Ask for fewer slots" in text
-    finally:
-        cluster.run("scontrol", "update", "NodeName=host3", "State=resume")
-
-
 def test_a_controller_that_is_away_is_named(cluster: SlurmCluster, place: Path) -> None:
     cluster.end_controller()
     try:
@@ -227,14 +212,6 @@ def test_a_controller_that_is_away_is_named(cluster: SlurmCluster, place: Path) 
     assert "contact slurm controller" in text.lower()
     assert "Wait until it is back" in text
     assert cluster.run("squeue", "-h").stdout == ""
-
-
-def test_a_machine_without_slurm_says_so(cluster: SlurmCluster, place: Path) -> None:
-    words = ["env", f"PATH={place}", sys.executable, "-m", "dstrial", "run", "exp.yaml", ".", "--slurm"]
-    done = cluster.run(*words, cwd=place, env=ENVIRON)
-    code, text = done.returncode, done.stdout
-    assert code == 1
-    assert "sbatch, scontrol, scancel, srun of Slurm is not on PATH" in text
 
 
 def test_nodes_without_this_python_or_this_directory_say_so(cluster: SlurmCluster, place: Path) -> None:

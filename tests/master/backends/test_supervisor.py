@@ -290,36 +290,26 @@ def test_exit_record_of_running_trial_is_not_believed(run: Callable[..., Started
     assert promptly(lambda: ended((directory, handle))).exit_code == 3
 
 
-def forge(path: Path, how: str) -> None:
-    """Put something in the place of an exit record."""
-    texts = {
-        "empty object": "{}",
-        "list": "[]",
-        "text": "no JSON",
-        "deep": "[" * 100_000,
-        "other types": FORGED.replace("0,", '"0",'),
-        "a truth value": FORGED.replace("0,", "true,"),
-        "a huge number": FORGED.replace("0,", f"1{'0' * 30},"),
-        "a huge file": FORGED + " " * (1 << 24),
-    }
-    if how == "pipe":
-        os.mkfifo(path)
-    elif how == "directory":
-        path.mkdir()
-    elif how == "link":
-        path.symlink_to("/dev/zero")
-    else:
-        path.write_text(texts[how])
+def _change(old: str, new: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(FORGED.replace(old, new))
+
+
+FORGERIES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "directory": Path.mkdir,
+    "link": lambda path: path.symlink_to("/dev/zero"),
+    "empty object": lambda path: path.write_text("{}"),
+    "text": lambda path: path.write_text("no JSON"),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "other types": _change("0,", '"0",'),
+    "a truth value": _change("0,", "true,"),
+    "a huge number": _change("0,", f"1{'0' * 30},"),
+    "a huge file": _change("1}", "1}" + " " * (1 << 24)),
+}
 
 
 @pytest.mark.exhaustive("[pipe]", "[empty object]", "[a huge number]")
-@pytest.mark.parametrize(
-    "how",
-    [
-        "pipe", "directory", "link", "empty object", "list", "text", "deep", "other types", "a truth value",
-        "a huge number", "a huge file",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("how", FORGERIES)
 def test_invalid_exit_record_means_failed_allocation(
     run: Callable[..., Started], caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
@@ -327,7 +317,7 @@ def test_invalid_exit_record_means_failed_allocation(
     wait_for(lambda: living("3542"))
     os.kill(handle.pid, signal.SIGKILL)
     wait_for(lambda: not local.is_alive(handle))
-    forge(directory / "exit.json", how)
+    FORGERIES[how](directory / "exit.json")
 
     exit_ = promptly(lambda: local.poll_exit(directory, handle))
 

@@ -182,13 +182,6 @@ def test_a_config_that_is_wrong_is_refused_with_every_problem(det: TasksHere, tm
     assert "is not found" in det.refused("command", "kill", "00000000-0000-0000-0000-000000000000")
 
 
-def test_notebooks_and_shells_are_refused_with_what_to_do_instead(det: TasksHere) -> None:
-    assert "Run `jupyter lab` on this machine" in det.refused("notebook", "start")
-    assert "Use a shell of this machine" in det.refused("shell", "start")
-    for kind in ("notebook", "shell"):
-        assert "workspaceName" in det.ok(kind, "list")
-
-
 def test_a_generic_task_is_paused_forked_and_killed_with_those_that_it_made(
     det: TasksHere, tmp_path: Path
 ) -> None:
@@ -227,15 +220,6 @@ def test_a_generic_task_is_paused_forked_and_killed_with_those_that_it_made(
         wait_for(lambda one=one: det.generic(one)["taskState"] == "CANCELED", "the end")  # type: ignore[misc]
     assert det.generic(fork[1])["taskState"] == "ACTIVE"
     det.ok("task", "kill", fork[1])
-
-
-def test_raw_access_reaches_every_route(det: TasksHere, capfd: pytest.CaptureFixture[str]) -> None:
-    task_id = det.run("true", **{"resources.slots": 0})
-    assert task_id in det.ok("dev", "bindings", "call", "get_GetCommand", task_id)
-
-    det._det.run("dev", "curl", f"/api/v1/commands/{task_id}")
-
-    assert json.loads(capfd.readouterr().out)["command"]["id"] == task_id
 
 
 def test_http_reaches_a_service_of_a_task_and_its_token_does_not(det: TasksHere, tmp_path: Path) -> None:
