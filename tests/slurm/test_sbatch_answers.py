@@ -87,3 +87,9 @@ def test_refused_script_raises_with_a_fix(command: Callable[[str, str], None]) -
     found = client.rejection_of(Path("/x.sh"))
     assert found is not None
     assert found[0] == "sbatch says: allocation failure: Requested node configuration is not available"
+
+
+def test_absent_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match=r"sbatch, srun of Slurm is not on PATH; .* leave --slurm out"):
+        client.require_slurm("sbatch", "srun")
