@@ -19,7 +19,6 @@ The hierarchy::
     │   ├── RankStalledError          ranks stalled and were ended, as configured; names the straggler
     │   └── RankIdentityError         the rank's environment variables are inconsistent
     ├── LaunchError                   ranks could not be started
-    │   ├── NodesUnknownError         Slurm refuses a job while it does not know all its nodes
     │   ├── HostError                 hosts cannot train together; carries every problem of every host
     │   └── RankFailedError           a started rank exited with a failure; names the first one
     ├── MissingExtraError             an integration's optional library is missing (also an ImportError)
@@ -156,13 +155,6 @@ class RankIdentityError(RankError):
 
 class LaunchError(DstrialError):
     """Ranks could not be started."""
-
-
-class NodesUnknownError(LaunchError):
-    """Slurm rejects a job while some of its nodes have not registered.
-
-    A retry may succeed.
-    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from dstrial.slurm.script import sbatch_args
 DEFAULT_PORT = 8080
 DEFAULT_POOL = "default"
 DEFAULT_TENSORBOARD_TIMEOUT_S = 300
-DEFAULT_TENSORBOARD_MEMORY_MIB = 4096
 DEFAULT_TOKEN_DAYS = 30
 DEFAULT_WARM_IDLE_TIMEOUT_S = 300
 DEFAULT_TRIAL_LOG_BYTES = 2**30
@@ -93,9 +92,6 @@ SETTINGS = Section(
             default=DEFAULT_TENSORBOARD_TIMEOUT_S,
             minimum=0,
             about="idle timeout of TensorBoards, seconds; 0: none",
-        ),
-        "tensorboard_memory_mib": _integer(
-            default=DEFAULT_TENSORBOARD_MEMORY_MIB, minimum=64, about="memory limit of a TensorBoard"
         ),
         "retention_policy": _section(
             log_retention_days=_integer(
@@ -186,7 +182,6 @@ class MasterSettings:
     startup_hook: str  # shell commands before every entrypoint
     log_retention_days: int | None  # None and -1: forever
     tensorboard_timeout: int  # idle timeout, seconds; 0: never
-    tensorboard_memory_mib: int
     detached_timeout_s: int  # heartbeat timeout; heartbeats are sent every minute
     warm: bool  # start trials as forks of a process that has imported torch and DeepSpeed
     warm_accelerators: bool
@@ -241,7 +236,6 @@ class MasterSettings:
             startup_hook=raw["task_container_defaults"]["startup_hook"] or "",
             log_retention_days=raw["retention_policy"]["log_retention_days"],
             tensorboard_timeout=raw["tensorboard_timeout"],
-            tensorboard_memory_mib=raw["tensorboard_memory_mib"],
             detached_timeout_s=raw["detached_timeout_s"],
             warm=raw["warm"],
             warm_accelerators=raw["warm_accelerators"],

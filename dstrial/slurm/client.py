@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from dstrial.errors import LaunchError, NodesUnknownError
+from dstrial.errors import LaunchError
 from dstrial.slurm.jobs import Job, parse_job
 
 _TIMEOUT_S = 30.0  # Slurm's commands wait for minutes for a controller
@@ -27,7 +27,10 @@ _LIMITS = (
     "`sacctmgr show qos format=Name,GrpTRES,MaxTRES,MaxTRESPU,MaxTRESPA,MaxWall` lists what they allow."
 )
 _FULL_QUEUE = "Wait until jobs of yours have ended (`squeue --me`), or name another QOS or account, whose queue has room."
-_TOO_LARGE = "Ask for fewer slots, fewer on one node, or another partition: none has so much (`sinfo -o '%P %D %c %G'`)."
+_TOO_LARGE = (
+    "Ask for fewer slots, fewer on one node, or another partition: none has so much (`sinfo -o '%P %D %c %G'`). If Slurm has "
+    "just started, try again in a minute: it does not know its nodes yet."
+)
 _NODES = "Ask for fewer nodes: the partition has fewer, or lets a job have fewer (`sinfo -o '%P %D'`)."
 _WAIT = "Wait until it is back, or ask who runs the cluster; `scontrol ping` says how it is."
 # Parts of sbatch's messages (Slurm 20.11 to 25, src/common/slurm_errno.c), and the fix for each.
@@ -62,7 +65,7 @@ _UNREACHABLE = (
     "slurm backup controller in standby",
 )
 _IMPOSSIBLE = "node configuration is not available"
-# Rejections that a controller also gives for some seconds after its start, until its nodes have registered.
+# Rejections because no node, or too few, have what a job asks for.
 _NODES_MISSING = (
     _IMPOSSIBLE,
     "node count specification invalid",
@@ -82,7 +85,6 @@ _POLICY = "violates accounting/qos policy"
 # Name of the limit in such a message: one on the job itself, not on the number of queued jobs (QOSMaxSubmitJobPerUserLimit).
 _NAMED_LIMIT = re.compile(r"\b(?:qos|assoc)(?:max|grp|min)(?!\w*submitjob)\w+")
 _CHECK_S = 10.0  # timeout of a check whose result the user waits for
-_NODE_STATES = ("sinfo", "--noheader", "--Node", "-o", "%T")
 
 
 def require_slurm(*names: str, or_else: str = "leave --slurm out to train here") -> None:
@@ -122,12 +124,11 @@ def submit(script: Path) -> int:
     """Submit a batch script; return the job's number.
 
     Raises:
-        NodesUnknownError: Slurm rejects the script, but some nodes have not registered yet.
         LaunchError: Slurm rejects the script, or has submitted the job to another cluster.
     """
     # If Slurm does not enforce limits, it queues a job that no partition can run, for ever. --test-only rejects it.
     test(script)
-    code, output, errors = _ask_sbatch("--parsable", script)
+    code, output, errors = run_slurm(["sbatch", "--parsable", str(script)], timeout_s=2 * _TIMEOUT_S)
     number, _, cluster = output.strip().partition(";")
     if code or not number.isdecimal():
         raise LaunchError(refused(errors or output, str(script)))
@@ -142,48 +143,18 @@ def submit(script: Path) -> int:
     return int(number)
 
 
-def is_transient(error: LaunchError) -> bool:
-    """Return whether Slurm may soon accept the job that it rejected with this error."""
-    return isinstance(error, NodesUnknownError) or is_away(str(error))
-
-
-def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str]:
-    """Run sbatch with one option on a script; return its exit code, stdout and stderr.
-
-    Raises:
-        NodesUnknownError: sbatch rejects the job, but some nodes have not registered yet.
-    """
-    code, output, errors = run_slurm(["sbatch", option, str(script)], timeout_s=timeout_s)
-    if may_lack_nodes(f"{output}{errors}") and has_unknown_nodes(timeout_s):
-        said = one_line(errors or output)
-        raise NodesUnknownError(
-            f"Slurm does not know all its nodes yet; sbatch says: {said}. Try again in a minute; `sinfo` shows the nodes."
-        )
-    return code, output, errors
-
-
-def may_lack_nodes(said: str) -> bool:
-    """Return whether sbatch's message may be due to nodes not yet registered. Pure."""
+def lacks_nodes(said: str) -> bool:
+    """Return whether sbatch's message means that the nodes lack what a job asks for. Pure."""
     return any(words in said.lower() for words in _NODES_MISSING)
-
-
-def has_unknown_nodes(timeout_s: float = _TIMEOUT_S) -> bool:
-    """Return whether ``sinfo`` fails or shows nodes that have not registered yet.
-
-    Nodes register some seconds after the controller's start, or become down.
-    """
-    code, output, _ = run_slurm(list(_NODE_STATES), timeout_s=timeout_s)
-    return code != 0 or any(line.strip().lower().startswith("unknown") for line in output.splitlines())
 
 
 def test(script: Path) -> None:
     """Check that Slurm would accept a batch script, by ``sbatch --test-only``.
 
     Raises:
-        NodesUnknownError: Slurm rejects the script, but some nodes have not registered yet.
         LaunchError: Slurm rejects the script.
     """
-    code, output, errors = _ask_sbatch("--test-only", script)
+    code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=2 * _TIMEOUT_S)
     if is_refusal(code, f"{output}{errors}"):
         raise LaunchError(refused(errors or output, str(script)))
 
@@ -192,12 +163,9 @@ def rejection_of(script: Path) -> tuple[str, str] | None:
     """Return Slurm's reason to reject a batch script, and a fix; None if accepted.
 
     Raises:
-        ConnectionError: Slurm does not answer, or some nodes have not registered yet.
+        ConnectionError: Slurm does not answer.
     """
-    try:
-        code, output, errors = _ask_sbatch("--test-only", script, _CHECK_S)
-    except NodesUnknownError as error:
-        raise ConnectionError("its nodes are not known yet") from error
+    code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=_CHECK_S)
     text = errors or output
     said = text.lower()
     if code < 0 or code == 127 or (code and is_away(said)):

@@ -194,26 +194,9 @@ _EXPLAINED = {
     "QOSMaxJobsPerUserLimit": "its user has as many jobs as may run at once",
     "AssocMaxJobsLimit": "its account has as many jobs as may run at once",
 }
-# As QOSMaxCpuPerUserLimit and AssocGrpCPUMinutesLimit.
-_LIMIT = re.compile(r"(QOS|Assoc)(?:Max|Grp)\w+")
 
 
 def explained(reason: str) -> str:
     """Return Slurm's reason for a job's state with its meaning, if known. Pure."""
-    meaning = _EXPLAINED.get(reason.partition(",")[0]) or _limit_text(reason)
+    meaning = _EXPLAINED.get(reason.partition(",")[0])
     return reason if meaning is None else f"{reason}: {meaning}"
-
-
-def _limit_text(reason: str) -> str | None:
-    """Return the meaning of an account's or a QOS's limit; None for other reasons."""
-    found = _LIMIT.fullmatch(reason)
-    if found is None:
-        return None
-    whose = "its QOS" if found[1] == "QOS" else "its account"
-    if "PerJob" in reason or reason.endswith("PerNode"):
-        return f"asks for more than {whose} lets a job have"
-    if "Minutes" in reason:
-        return f"waits until {whose} has time to give again"
-    if "PerUser" in reason:
-        return f"its user has as much as {whose} lets a user have at once"
-    return f"waits for jobs of {whose} to end, which have as much as they may together"

@@ -224,9 +224,6 @@ class MasterOnHosts:
             ),
         )
 
-    def master_log(self) -> str:
-        return (self.place / "state" / "master.log").read_text()
-
 
 def wait_until(is_so: Callable[[], bool], within_s: float, why: Callable[[], str]) -> None:
     """Wait for a condition; ``why`` describes a failure."""

@@ -1,8 +1,7 @@
 """A Slurm cluster on one machine: slurmctld and slurmd in namespaces, Debian 12's packages (22.05).
 
 Two partitions over all nodes: ``low``, the default, whose jobs are requeued for those of ``high``, after five seconds of grace.
-A node that is cut is down after ten seconds, unless told. Needs root, munge, slurmctld, slurmd and Slurm's commands; with
-accounts, what ``slurm_accounting`` names, too.
+A node that is cut is down after ten seconds, unless told. Needs root, munge, slurmctld, slurmd and Slurm's commands.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import slurm_accounting
 from machines import Machine, Machines
 from machines import missing as missing_machines
-from slurm_accounting import SlurmAccounting
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo")
 _READY_S = 20.0
@@ -47,7 +44,7 @@ SlurmdLogFile={root}/log/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-{accounting}
+AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 MpiDefault=none
 SwitchType=switch/none
@@ -72,15 +69,13 @@ SlurmdParameters=config_overrides
 PartitionName=low Nodes=host[1-{num}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}
 PartitionName=high Nodes=host[1-{num}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
-_NO_ACCOUNTS = "AccountingStorageType=accounting_storage/none"
 _CGROUP_CONFIG = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
 
 
-def missing(*, has_accounts: bool = False) -> str:
+def missing() -> str:
     """Return what this machine lacks for it, empty if nothing."""
     path = f"{os.environ.get('PATH', '')}:{_SBIN}"
     found = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
-    found += slurm_accounting.missing() if has_accounts else []
     return f"[{', '.join(found)}]" if found else missing_machines()
 
 
@@ -99,7 +94,6 @@ class SlurmCluster:
         grace_s: int = 5,
         gpus: int = 0,
         slurmd_timeout_s: int = 10,
-        has_accounts: bool = False,
     ) -> None:
         self.machines = machines
         self._root = root
@@ -119,7 +113,6 @@ class SlurmCluster:
             gres=gres,
             gpus=has,
             slurmd_timeout_s=slurmd_timeout_s,
-            accounting=(slurm_accounting.CONFIG if has_accounts else _NO_ACCOUNTS).format(root=root),
         )
         (root / "slurm.conf").write_text(config)
         if gpus:
@@ -133,11 +126,7 @@ class SlurmCluster:
         files = (f"--{name}-file={root}/munge/{name}" for name in ("pid", "log", "seed"))
         words = ["munged", "--force", f"--key-file={key}", f"--socket={root}/munge/socket", *files]
         subprocess.run(words, env=self.env, check=True, capture_output=True)
-        self.accounting: SlurmAccounting | None = None
         try:
-            if has_accounts:
-                self.accounting = SlurmAccounting(machines[1], root, root / "munge" / "socket", self.env)
-                self.accounting.change("add", "cluster", "test")
             for machine in machines.all:
                 (root / "spool" / machine.name).mkdir()
                 # `ip netns exec` mounts /sys anew; slurmd wants the look of cgroups.
@@ -248,14 +237,14 @@ class SlurmCluster:
 
 @contextlib.contextmanager
 def slurm_cluster(
-    num: int, *, grace_s: int = 5, gpus: int = 0, slurmd_timeout_s: int = 10, has_accounts: bool = False
+    num: int, *, grace_s: int = 5, gpus: int = 0, slurmd_timeout_s: int = 10
 ) -> Iterator[SlurmCluster]:
     """Give a cluster of so many nodes for the block; a test is skipped where that is impossible.
 
     ``gpus`` of each node are devices to Slurm alone: it deals them out, and says to programs which they have.
-    After ``slurmd_timeout_s`` a node that is silent is down. With ``has_accounts`` only accounts that are added may submit jobs.
+    After ``slurmd_timeout_s`` a node that is silent is down.
     """
-    lacking = missing(has_accounts=has_accounts)
+    lacking = missing()
     if lacking:
         pytest.skip(f"Requires: {lacking}")
     with tempfile.TemporaryDirectory(prefix="ds-", dir="/tmp") as root:
@@ -267,7 +256,6 @@ def slurm_cluster(
                 grace_s=grace_s,
                 gpus=gpus,
                 slurmd_timeout_s=slurmd_timeout_s,
-                has_accounts=has_accounts,
             )
             try:
                 yield cluster

@@ -98,13 +98,6 @@ def test_other_interpreters_and_packages(three: Machines, tmp_path: Path) -> Non
     ]
 
 
-def test_one_machine_with_two_names(three: Machines, tmp_path: Path) -> None:
-    hostfile = three.hostfile(tmp_path / "hosts")
-    hostfile.write_text("host1 slots=1\n10.77.0.11 slots=1\n")
-    ((host, text),) = _table(_check(three[1], tmp_path, hostfile))
-    assert (host, text.partition(".")[0]) == ("10.77.0.11", "the same machine as host1")
-
-
 def test_hosts_that_share_no_directory_and_do_not_reach_each_other(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     with machines(3) as three:

@@ -124,7 +124,7 @@ def test_a_host_that_is_cut_off_is_named_and_its_trial_goes_on(started: MasterOn
     cut.cut()
     assert started.wait_for_log(1, "host3 (rank 1) is silent for 5 s") < 10
     started.wait_for_log(1, "host3 (rank 1) is lost: silent: no heartbeat for 10 s")
-    assert re.search(r"and lost after 10 s; its last report was of batch \d+\n", started.log(1))
+    assert "is silent for 5 s, and lost after 10 s\n" in started.log(1)
     started.wait_for_log(1, "resumes from its checkpoint with 1", "resumed from checkpoint")
     at = started.log(1).count(" loss ")
     wait_until(lambda: started.log(1).count(" loss ") > at, 60, lambda: started.log(1))

@@ -172,9 +172,6 @@ def test_a_controller_that_is_away_is_told_of_and_waited_for(
         assert "contact slurm controller" in master.command("dstrial", "status").stdout
     finally:
         cluster.start_controller()
-    # One that does not know its nodes yet refuses what it could have, and is not believed.
-    all_nodes = master.create({"resources": {"slots_per_trial": 6}})
-    master.det("experiment", "kill", str(all_nodes))
     master.wait_for_state(experiment, ("COMPLETED",), within_s=180)
     assert master.log(trial["id"]).count("waiting for Slurm: ") == 1
 

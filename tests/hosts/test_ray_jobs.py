@@ -122,22 +122,6 @@ def _await_nothing(machine: Machine) -> None:
     wait_until(lambda: not left(), left)
 
 
-def test_slots_are_the_cores_of_nodes_that_live(engine: Engine) -> None:
-    assert engine.ask("nodes") == {HOST1: 2, HOST2: 2, HOST3: 2}
-
-
-def test_what_can_never_fit_is_refused_which_ray_would_keep_waiting(engine: Engine) -> None:
-    with pytest.raises(
-        _RefusedError, match=r"asks Ray for 7 CPUs .* at most 6, .*10\.77\.0\.11 2, 10\.77\.0\.12 2"
-    ):
-        engine.submit(7)
-    with pytest.raises(_RefusedError, match=r"for 3 CPUs .*expected at most 2, .* on one node"):
-        engine.submit(3, is_on_one_node=True)
-    with pytest.raises(_RefusedError, match=r"7 GPUs .* at most 6"):
-        engine.submit(7, wants_devices=True)
-    assert engine.ask("jobs") == []
-
-
 def test_bytes_go_both_ways_and_the_exit_code_comes_back(engine: Engine) -> None:
     job_id, hosts = engine.running(4)
     data = random.Random(0).randbytes(8_000_000)
@@ -188,26 +172,6 @@ def test_who_is_given_up_has_no_more_input(engine: Engine, cluster: RayCluster, 
     wait_until((tmp_path / "ended").exists)
 
 
-def test_what_waits_says_for_what_and_begins_when_it_is_there(engine: Engine) -> None:
-    first, _ = engine.running(4, key="trial-1")
-    second = engine.submit(4, key="trial-2")
-    job = engine.job(second)
-    assert (job["state"], job["key"], job["parts"]) == ("pending", "trial-2", [])
-    assert "pending (asks for 2 CPUs on each of 2 nodes; free now: " in job["text"]
-    engine.ask("cancel", id=first)
-    wait_until(lambda: engine.job(second)["state"] == "running")
-    assert engine.job(first)["state"] == "gone"
-
-
-def test_nodes_that_are_kept_off_are_not_used(engine: Engine) -> None:
-    for host in (HOST1, HOST2, HOST3):
-        job_id, hosts = engine.running(4, excluded_nodes=[host])
-        assert host not in hosts
-        engine.ask("cancel", id=job_id)
-    job_id, hosts = engine.running(1, excluded_nodes=[HOST1, HOST3])
-    assert hosts == [HOST2]
-
-
 def test_a_program_has_the_devices_of_its_bundle(engine: Engine) -> None:
     show = ("sh", "-c", 'echo "devices $CUDA_VISIBLE_DEVICES"')
     pair, hosts = engine.running(4, wants_devices=True)
@@ -242,29 +206,6 @@ def test_what_is_cancelled_leaves_nothing_on_any_node(engine: Engine, cluster: R
     assert (code, err) == (255, f"placement group {job_id} is over\n")
 
 
-def test_a_killed_master_leaves_its_jobs_to_the_next(engine: Engine, cluster: RayCluster) -> None:
-    job_id, (host,) = engine.running(1, key="trial-9", excluded_nodes=[HOST1, HOST3])
-    program = engine.program(job_id, host, *_AGENT_LIKE)
-    assert program.stdout is not None
-    assert program.stdout.readline() == b"here\n"
-    assert len(_pids(cluster.machines[2], "ray::NodeActor")) == 1
-    engine.kill()
-    assert _end(program)[2] == 255
-    assert len(_pids(cluster.machines[2], _AGENT_LIKE_START)) == 1
-    following, other = Engine(cluster, "c1"), Engine(cluster, "c2")
-    try:
-        job = following.job(job_id)
-        assert (job["state"], job["key"]) == ("running", "trial-9")
-        assert job["parts"] == [{"host": host, "num_slots": 1}]
-        assert other.ask("jobs") == []
-        assert _end(following.program(job_id, host, "pgrep", "-f", f"^{_AGENT_LIKE_START}"))[2] == 0
-        following.ask("cancel", id=job_id)
-        _await_nothing(cluster.machines[2])
-    finally:
-        following.close()
-        other.close()
-
-
 def test_a_bridge_that_is_killed_is_begun_again(engine: Engine, cluster: RayCluster) -> None:
     job_id, (host,) = engine.running(1)
     bridge = cluster.machines[1].find("-m dstrial.ray.bridge")
@@ -288,44 +229,3 @@ def test_where_no_cluster_is_that_is_the_answer(cluster: RayCluster) -> None:
     said = json.loads(out.splitlines()[-1])
     assert said["error"] == "ConnectionError"
     assert said["text"] == f"Ray at {HOST1}:1: ConnectionRefusedError: [Errno 111] Connection refused"
-
-
-def test_a_node_that_is_cut_ends_its_job_though_ray_moves_it(engine: Engine, cluster: RayCluster) -> None:
-    """The last but one: the node is lost for this cluster."""
-    job_id, hosts = engine.running(4, key="trial-3", excluded_nodes=[HOST3])
-    assert sorted(hosts) == [HOST1, HOST2]
-    programs = [engine.program(job_id, host, *_AGENT_LIKE) for host in hosts]
-    for program in programs:
-        assert program.stdout is not None
-        assert program.stdout.readline() == b"here\n"
-    engine.kill()  # and nobody looks while Ray moves what was on the lost node
-    for program in programs:
-        program.communicate(timeout=60)
-    cluster.machines[2].cut()
-    following = Engine(cluster, "c1")
-    try:
-        wait_until(lambda: HOST2 not in following.ask("nodes"), timeout=120)
-        job = following.job(job_id)
-        assert (job["state"], job["parts"]) == ("ended", [])
-        assert "ended (one of its nodes is gone)" in job["text"]
-        _await_nothing(cluster.machines[1])
-        _await_nothing(cluster.machines[3])
-        assert following.ask("jobs") == []
-        # A node that Ray has given up ends its part of Ray when it hears of that, and with it what we have there.
-        assert len(_pids(cluster.machines[2], _AGENT_LIKE_START)) == 1
-        cluster.machines[2].heal()
-        wait_until(lambda: not _pids(cluster.machines[2], _AGENT_LIKE_START), timeout=180)
-        _await_nothing(cluster.machines[2])
-    finally:
-        cluster.machines[2].heal()
-        following.close()
-
-
-def test_a_node_that_ray_drains_is_told(engine: Engine, cluster: RayCluster) -> None:
-    """The last: the node takes nothing more."""
-    job_id, (host,) = engine.running(2, excluded_nodes=[HOST1])
-    assert host == HOST3
-    cluster.drain(HOST3)
-    wait_until(lambda: engine.job(job_id)["state"] == "leaving", lambda: engine.job(job_id))
-    assert engine.job(job_id)["text"].endswith(f"leaving (Ray drains {HOST3})")
-    assert engine.ask("nodes") == {HOST1: 2}

@@ -88,14 +88,6 @@ def test_script_runs_on_every_slot_without_a_secret_on_a_command_line(two: Machi
     assert "[rank 1] rank 1 of 2 ['--a', 'b c']" in text
 
 
-def test_failed_rank_is_named_with_its_host_and_error(two: Machines, place: Path) -> None:
-    (place / "fail-host2").touch()
-    code, text = _run(two[1], place, "--config", "max_restarts=0", batches=400).end()
-    assert code == 1, text
-    assert "rank 1 failed first (exit code 1, host host2)" in text
-    assert "ValueError: asked to fail" in text
-
-
 def test_run_goes_on_without_a_lost_host(two: Machines, place: Path) -> None:
     program = _run(two[1], place, batches=100)
     program.wait_for("batch 15 loss")

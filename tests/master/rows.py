@@ -1,10 +1,12 @@
-"""Rows of the store with defaults for what a test does not look at; no processes."""
+"""Rows of the store and requests for allocations, with defaults for what a test does not look at."""
 
 from __future__ import annotations
 
 import uuid
+from pathlib import Path
 from typing import Any
 
+from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.store.database import Transaction
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -42,6 +44,17 @@ def add(tx: Transaction, table: str, **columns: Any) -> int:
 def add_all(tx: Transaction, table: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         add(tx, table, **row)
+
+
+def allocation_request(directory: Path, **changes: Any) -> AllocationRequest:
+    """Return the request to start a trial's allocation in a directory."""
+    fields: dict[str, Any] = {
+        "allocation_id": "1.x.1", "task_id": "1.x", "trial_id": 1, "experiment_id": 1, "run_id": 1, "directory": directory,
+        "slots": (), "ports": {}, "config": {}, "hparams": {}, "trial_seed": 1, "steps_completed": 0, "latest_checkpoint": None,
+        "session_token": "session", "user_token": "user", "username": "determined", "master_url": "http://127.0.0.1:1",
+        "cluster_id": "c", "master_id": "m", "agent_id": "a", "resources_id": "r", "model_definition": b"", "entrypoint": "true",
+    }  # fmt: skip
+    return AllocationRequest(**{**fields, **changes})
 
 
 def value(tx: Transaction, sql: str, *parameters: Any) -> Any:

@@ -11,17 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from rows import allocation_request
 from submitting import config, experiment, log_of, processes_with, submit, trials, wait_until
 from waiting import wait_for
 
 from dstrial.master.backends import local
 from dstrial.master.backends.log_file import parse
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.daemon import live_allocations
-from dstrial.master.scheduler.log_policies import compile_policies, matches
+from dstrial.master.scheduler.reconciler import compile_policies, matches
 from dstrial.master.state_directory import StateDirectory, process_start_time
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -172,15 +171,8 @@ def test_a_damaged_database_and_a_file_in_the_way_are_named(tmp_path: Path) -> N
 @pytest.mark.process
 def test_a_full_disk_makes_a_supervisor_wait_and_loses_no_line(tmp_path: Path) -> None:
     directory = tmp_path / "allocation"
-    fields: dict[str, Any] = {
-        "allocation_id": "1.x.1", "task_id": "1.x", "trial_id": 1, "experiment_id": 1, "run_id": 1,
-        "directory": directory, "slots": (), "ports": {}, "config": {}, "hparams": {}, "trial_seed": 1,
-        "steps_completed": 0, "latest_checkpoint": None, "session_token": "s", "user_token": "u",
-        "username": "determined", "master_url": "http://127.0.0.1:1", "cluster_id": "c", "master_id": "m",
-        "agent_id": "a", "resources_id": "r", "model_definition": b"",
-        "entrypoint": "echo first; until [ -e go ]; do sleep 0.05; done; seq 1 2000",
-    }  # fmt: skip
-    local.prepare(AllocationRequest(**fields))
+    entrypoint = "echo first; until [ -e go ]; do sleep 0.05; done; seq 1 2000"
+    local.prepare(allocation_request(directory, entrypoint=entrypoint))
     log = directory / "output.log"
     handle = local.start(directory)
     try:

@@ -23,23 +23,14 @@ def seen(nodes: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     return {"nodes": nodes, "free": {}, "draining": {}, "groups": {}, **values}
 
 
-def test_a_node_has_rays_name_for_it_as_host_names_may_repeat() -> None:
-    nodes = parse_nodes(seen([node("a", "10.0.0.1"), node("b", "left")]))
-    assert [one.name for one in nodes] == ["10.0.0.1", "left"]
-
-
-def test_two_nodes_of_one_name_have_their_ports_behind_it() -> None:
+def test_nodes_have_rays_names_with_ports_for_living_namesakes() -> None:
+    dead = node("d", "left", Alive=False, Resources={}, DeathReasonMessage="health check failed")
     nodes = parse_nodes(
-        seen([node("a", "10.0.0.1", 11), node("b", "10.0.0.1", 12), node("c", "10.0.0.2", 13)])
+        seen([node("a", "10.0.0.1", 11), node("b", "10.0.0.1", 12), dead, node("c", "left", 13)])
     )
-    assert [one.name for one in nodes] == ["10.0.0.1:11", "10.0.0.1:12", "10.0.0.2"]
-
-
-def test_a_dead_node_leaves_its_name_to_the_one_that_follows_it() -> None:
-    dead = node("a", "10.0.0.1", Alive=False, Resources={}, DeathReasonMessage="health check failed")
-    nodes = parse_nodes(seen([dead, node("b", "10.0.0.1", 12)]))
-    assert [(one.name, one.is_alive) for one in nodes] == [("10.0.0.1", False), ("10.0.0.1", True)]
-    assert nodes[0].death_reason == "health check failed"
+    assert [one.name for one in nodes] == ["10.0.0.1:11", "10.0.0.1:12", "left", "left"]
+    assert [one.is_alive for one in nodes] == [True, True, False, True]
+    assert nodes[2].death_reason == "health check failed"
 
 
 def test_what_is_free_and_drained_is_known_by_id() -> None:
@@ -56,16 +47,12 @@ def group(state: str, places: dict[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_bundles_are_in_the_order_of_their_numbers() -> None:
-    places = {"10": "c", "1": "b", "0": "a"}
-    (found,) = parse_groups(seen([], groups={"g": group("CREATED", places)}))
-    assert found.node_ids == ("a", "b", "c")
+@pytest.mark.parametrize(("state", "nodes"), [("CREATED", ("a", "b", "c")), ("PENDING", ("", "", ""))])
+def test_bundles_are_in_the_order_of_their_numbers(state: str, nodes: tuple[str, ...]) -> None:
+    places = dict(zip(("10", "1", "0"), reversed(nodes), strict=True))
+    (found,) = parse_groups(seen([], groups={"g": group(state, places)}))
+    assert found.node_ids == nodes
     assert [bundle["CPU"] for bundle in found.bundles] == [2.0, 1.0, 1.0]
-
-
-def test_a_group_that_waits_has_no_nodes() -> None:
-    (found,) = parse_groups(seen([], groups={"g": group("PENDING", {"0": "", "1": "", "10": ""})}))
-    assert found.node_ids == ("", "", "")
 
 
 @pytest.mark.parametrize(

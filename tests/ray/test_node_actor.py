@@ -57,22 +57,14 @@ def test_much_output_comes_whole_and_in_pieces(programs: _Programs) -> None:
 
 
 @pytest.mark.process
-def test_nobody_waits_longer_than_asked_for_output_that_does_not_come(programs: _Programs) -> None:
+def test_read_waits_no_longer_than_asked_and_codes_are_a_shells(programs: _Programs) -> None:
     number = programs.start("cat")
     assert programs.actor.read(number, 0.05) == (b"", b"", None)
     programs.actor.end_input(number)
     assert programs.all_of(number) == (b"", b"", 0)
-
-
-@pytest.mark.process
-def test_a_signal_that_ends_a_program_is_its_exit_code(programs: _Programs) -> None:
     assert programs.all_of(programs.start("sh", "-c", "kill $$")) == (b"", b"", 143)
-
-
-@pytest.mark.process
-def test_a_program_that_is_not_there_is_named(programs: _Programs) -> None:
-    number = programs.start("/no/such/python")
-    assert programs.all_of(number) == (b"", b"/no/such/python: No such file or directory\n", 127)
+    missing = b"/no/such/python: No such file or directory\n"
+    assert programs.all_of(programs.start("/no/such/python")) == (b"", missing, 127)
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""The command whose input and output are those of a program on a node."""
+"""The relay and its errors, and an environment without Ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dstrial.errors import MissingExtraError
 from dstrial.master.backends.queued.ray import RayTransport
+from dstrial.ray.client import require_ray
 
 
 def _refusal(exit_code: int | None, errors: str) -> tuple[str, str]:
@@ -37,3 +39,16 @@ def test_without_a_bridge_it_says_so_and_ends(tmp_path: Path) -> None:
     done = subprocess.run(words, input="", capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (255, "")
     assert done.stderr == "dstrial is not connected to Ray (No such file or directory)\n"
+
+
+def test_an_environment_without_ray_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A directory of that name is no package.
+    (tmp_path / "ray").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    with pytest.raises(
+        MissingExtraError, match=r"backend: ray needs Ray.*pip install 'DSTRIAL_CHECKOUT_OR_WHEEL\[ray\]'"
+    ):
+        require_ray("backend: ray")

@@ -32,6 +32,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         kind, line = self.path.rsplit("/", 1)[1], b"HTTP/1.1 200 OK\r\n"
         answers = {
             "whole": [line + b"Content-Length: 5\r\n\r\nwhole"],
+            "cut": [line + b"Transfer-Encoding: chunked\r\n\r\n5\r\nbegun\r\n"],
+            "nothing": [],
             "headers": [line + b"Connection: X-Hop, close\r\nX-Hop: 1\r\nX-Kept: 1\r\n\r\n" + bytes(self.headers)],
             "999": [b"HTTP/1.1 999 Beyond\r\nContent-Length: 0\r\n\r\n"],
             "101": [b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n"],
@@ -128,6 +130,11 @@ def test_proxy_sends_one_framing_of_two(shared_master: MasterForTest, service: s
     assert (b"transfer-encoding: chunked" in received, b"content-length: 4" in received) == (True, False)
 
 
+def test_answer_that_breaks_off_is_not_whole(shared_master: MasterForTest, service: str) -> None:
+    with pytest.raises(http.client.IncompleteRead):
+        _ask(shared_master, f"{service}/cut")
+
+
 NO_ANSWERS = {
     "999": b"has status 999",
     "101": b"is not whole or no HTTP",
@@ -136,6 +143,7 @@ NO_ANSWERS = {
     "one-header": b"is not whole or no HTTP",
     "hints": b"has more than 10 informational responses",
     "no-http": b"is not whole or no HTTP",
+    "nothing": b"expected HTTP",
     "two-lengths": b"is not whole or no HTTP",
 }
 

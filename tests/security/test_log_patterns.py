@@ -11,7 +11,7 @@ PATTERN = "(a+)+$"
 LINE = "a" * 60 + "!"
 
 SEARCH = """\
-from dstrial.master.scheduler.log_policies import compile_policies, matches
+from dstrial.master.scheduler.reconciler import compile_policies, matches
 policies = compile_policies({"log_policies": [{"pattern": %r}]})
 assert len(policies) == 1
 assert matches(policies, [%r, "fine"]) == []

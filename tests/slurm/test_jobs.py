@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrial.slurm.client import away_reason, is_away, may_lack_nodes, refused
+from dstrial.slurm.client import away_reason, is_away, lacks_nodes, refused
 from dstrial.slurm.jobs import (
     Job,
     explained,
@@ -52,15 +52,8 @@ def test_it_leaves_in_time_to_save_a_checkpoint(left_s: int | None, limit: str, 
     assert job.described == "running on host1"
 
 
-def test_what_is_being_ended_leaves() -> None:
-    assert Job("1", "COMPLETING").leaving_reason == "is being ended (completing)"
-    assert Job("1", "CANCELLED").leaving_reason is None
-
-
-def test_times() -> None:
-    assert seconds("1-02:03:04") == 93784
-    assert seconds("3:04") == 184
-    assert seconds("UNLIMITED") is None
+def test_seconds_parses_slurms_times() -> None:
+    assert [seconds(text) for text in ("1-02:03:04", "3:04", "UNLIMITED")] == [93784, 184, None]
 
 
 _NODES = """\
@@ -84,22 +77,15 @@ def test_parse_nodes_returns_slots_and_states() -> None:
     assert parse_nodes(_NODES, wants_devices=True) == {"gpu1": (6, "mixed"), "gpu2": (8, "idle~")}
     by_16 = parse_nodes(_NODES, wants_devices=False, cpus_per_task=16)
     assert by_16 == {"gpu1": (4, "mixed"), "gpu2": (4, "idle~")}
-    assert [is_up(state) for state in ("allocated", "idle~", "down*", "drained")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    # An unknown node has not registered since the controller's start.
+    states = ("allocated", "idle~", "unknown", "down*", "drained")
+    assert [is_up(state) for state in states] == [True, True, True, False, False]
 
 
-def test_options_that_would_make_another_job_of_it() -> None:
-    options = ["--partition=low", "--job-name=mine", "-Jmine", "--array=1-3", "-p low", "--output x"]
-    assert refused_options(options) == ["--job-name=mine", "-Jmine", "--array=1-3", "--output x"]
-
-
-def test_options_that_would_give_it_to_another_cluster() -> None:
-    options = ["--clusters=far", "-M far", "-Mfar", "--cluster-constraint=x", "--mem=4G"]
-    assert refused_options(options) == ["--clusters=far", "-M far", "-Mfar"]
+def test_options_of_another_job_or_cluster_are_refused() -> None:
+    accepted = ["--partition=low", "-p low", "--cluster-constraint=x", "--mem=4G"]
+    refused_ = ["--job-name=mine", "-Jmine", "--array=1-3", "--output x", "--clusters=far", "-M far", "-Mfar"]
+    assert refused_options([*accepted, *refused_]) == refused_
 
 
 def test_a_controller_that_is_away_is_told_from_a_refusal() -> None:
@@ -112,15 +98,10 @@ def test_a_controller_that_is_away_is_told_from_a_refusal() -> None:
     assert away_reason("", "squeue", 1) == "squeue ended with 1"
 
 
-def test_nodes_of_which_a_fresh_controller_knows_nothing_yet_count() -> None:
-    assert is_up("unknown")
-
-
-def test_refusals_of_a_controller_that_does_not_know_its_nodes_are_those_of_sizes() -> None:
-    assert may_lack_nodes("allocation failure: Requested node configuration is not available")
-    assert may_lack_nodes("error: Invalid generic resource (gres) specification")
-    assert not may_lack_nodes("sbatch: error: invalid partition specified: none")
-    assert not may_lack_nodes("sbatch: unrecognized option '--frobnicate'")
+def test_lacks_nodes_is_true_for_rejections_of_sizes() -> None:
+    assert lacks_nodes("allocation failure: Requested node configuration is not available")
+    assert lacks_nodes("error: Invalid generic resource (gres) specification")
+    assert not lacks_nodes("sbatch: error: invalid partition specified: none")
 
 
 _RUNNING = (
@@ -147,74 +128,33 @@ def test_a_running_job() -> None:
     assert job.described == "running on host[1-2]"
     assert not job.is_waiting
     assert not job.is_over
-
-
-def test_a_path_may_have_blanks() -> None:
-    job = parse_job(_RUNNING.replace("StdOut=/w/slurm.log", "StdOut=/w/my place, 100%/slurm.log"))
+    changed = _RUNNING.replace("StdOut=/w/slurm.log", "StdOut=/w/my place, 100%/slurm.log")
+    job = parse_job(changed.replace("PreemptTime=None", "PreemptTime=2026-11-24T10:40:00"))
     assert job is not None
-    assert job.output == "/w/my place, 100%/slurm.log"
+    assert (job.output, job.is_preempted) == ("/w/my place, 100%/slurm.log", True)
+    assert parse_job("slurm_load_jobs error: Invalid job id specified") is parse_job("") is None
 
 
-def test_a_preempted_job_is_known_by_its_time() -> None:
-    text = _RUNNING.replace("PreemptTime=None", "PreemptTime=2026-11-24T10:40:00")
-    job = parse_job(text)
-    assert job is not None
-    assert job.is_preempted
+def test_states_are_waiting_over_or_leaving() -> None:
+    jobs = {
+        state: Job("1", state)
+        for state in (
+            "PENDING", "CONFIGURING", "REQUEUE_HOLD", "COMPLETING", "COMPLETED", "CANCELLED", "TIMEOUT", "NODE_FAIL",
+            "OUT_OF_MEMORY",
+        )
+    }  # fmt: skip
+    assert [state for state, job in jobs.items() if job.is_waiting] == list(jobs)[:3]
+    assert [state for state, job in jobs.items() if job.is_over] == list(jobs)[4:]
+    assert {state: job.leaving_reason for state, job in jobs.items() if job.leaving_reason is not None} == {
+        "COMPLETING": "is being ended (completing)"
+    }
 
 
-@pytest.mark.parametrize(
-    ("state", "is_waiting", "is_over"),
-    [
-        ("PENDING", True, False),
-        ("CONFIGURING", True, False),
-        ("REQUEUE_HOLD", True, False),
-        ("COMPLETING", False, False),
-        ("COMPLETED", False, True),
-        ("CANCELLED", False, True),
-        ("TIMEOUT", False, True),
-        ("NODE_FAIL", False, True),
-        ("OUT_OF_MEMORY", False, True),
-    ],
-)
-def test_states(state: str, is_waiting: bool, is_over: bool) -> None:
-    job = Job("1", state)
-    assert (job.is_waiting, job.is_over) == (is_waiting, is_over)
-
-
-def test_a_waiting_job_says_why_in_words() -> None:
-    job = parse_job(_RUNNING.replace("RUNNING Reason=None", "PENDING Reason=Resources"))
-    assert job is not None
-    assert job.described == "pending (Resources: waits for nodes to become free)"
-    assert explained("ReqNodeNotAvail,_UnavailableNodes:host3").startswith(
-        "ReqNodeNotAvail,_UnavailableNodes:host3: "
-    )
+def test_reasons_are_explained() -> None:
+    down = "ReqNodeNotAvail,_UnavailableNodes:host3"
+    assert explained(down) == f"{down}: waits for nodes that are down, drained or reserved"
     assert explained("SomethingNew") == "SomethingNew"
     assert Job("1", "FAILED", exit_code=3).described == "failed (exit code 3)"
-
-
-@pytest.mark.parametrize(
-    ("reason", "said"),
-    [
-        ("QOSMaxCpuPerJobLimit", "asks for more than its QOS lets a job have"),
-        ("AssocMaxWallDurationPerJobLimit", "asks for more than its account lets a job have"),
-        ("QOSMaxCpuPerUserLimit", "its user has as much as its QOS lets a user have at once"),
-        ("QOSMaxJobsPerUserLimit", "its user has as many jobs as may run at once"),
-        (
-            "AssocGrpCpuLimit",
-            "waits for jobs of its account to end, which have as much as they may together",
-        ),
-        ("QOSGrpCPUMinutesLimit", "waits until its QOS has time to give again"),
-        ("PartitionTimeLimit", "asks for more time than its partition lets a job have"),
-        ("Resources", "waits for nodes to become free"),
-    ],
-)
-def test_reason_of_a_limit_is_explained(reason: str, said: str) -> None:
-    assert explained(reason) == f"{reason}: {said}"
-
-
-def test_what_is_no_job() -> None:
-    assert parse_job("slurm_load_jobs error: Invalid job id specified") is None
-    assert parse_job("") is None
 
 
 def test_a_refusal_keeps_what_sbatch_said_and_adds_what_to_do() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.errors import LaunchError, NodesUnknownError
+from dstrial.errors import LaunchError
 from dstrial.slurm import client
 from dstrial.slurm.client import fix_for, is_refusal
 
@@ -59,7 +59,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 @pytest.mark.process
 def test_a_job_of_another_cluster_is_none_of_ours(
-    command: Callable[[str, str], None], tmp_path: Path
+    command: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command("sbatch", "echo '123;far'")
     command("scancel", 'echo "$@" > cancelled')
@@ -70,41 +70,26 @@ def test_a_job_of_another_cluster_is_none_of_ours(
     with pytest.raises(LaunchError, match="`scancel --clusters=far 123` ends the job") as raised:
         client.submit(Path("/x.sh"))
     assert not client.is_away(str(raised.value)), "it would be asked again"
-
-
-@pytest.mark.process
-def test_a_job_of_the_cluster_that_all_commands_mean_is_ours(
-    command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # The commands use this variable, too: the job is of the cluster that they mean.
     command("sbatch", "echo '123;near'")
     monkeypatch.setenv("SLURM_CLUSTERS", "near")
     assert client.submit(Path("/x.sh")) == 123
 
 
-_NOT_AVAILABLE = "sbatch: error: allocation failure: Requested node configuration is not available"
-
-
 @pytest.mark.process
-def test_a_refusal_counts_where_all_nodes_have_registered(command: Callable[[str, str], None]) -> None:
-    command("sinfo", "echo idle")
-    command("sbatch", f"echo '{_NOT_AVAILABLE}' >&2; exit 1")
-    with pytest.raises(LaunchError, match="Ask for fewer slots") as raised:
-        client.submit(Path("/x.sh"))
-    assert not client.is_transient(raised.value)
-    with pytest.raises(LaunchError, match="Ask for fewer slots"):
-        client.test(Path("/x.sh"))
-    assert client.rejection_of(Path("/x.sh")) is not None
+def test_refused_script_raises_with_a_fix(command: Callable[[str, str], None]) -> None:
+    said = "sbatch: error: allocation failure: Requested node configuration is not available"
+    command("sbatch", f"echo '{said}' >&2; exit 1")
+    for ask in (client.submit, client.test):
+        with pytest.raises(LaunchError, match="Ask for fewer slots") as raised:
+            ask(Path("/x.sh"))
+        assert not client.is_away(str(raised.value))
+    found = client.rejection_of(Path("/x.sh"))
+    assert found is not None
+    assert found[0] == "sbatch says: allocation failure: Requested node configuration is not available"
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("nodes", ["echo idle; echo 'unknown*'", "echo 'Unable to contact' >&2; exit 1"])
-def test_a_refusal_does_not_count_while_nodes_are_not_known(
-    command: Callable[[str, str], None], nodes: str
-) -> None:
-    command("sbatch", f"echo '{_NOT_AVAILABLE}' >&2; exit 1")
-    command("sinfo", nodes)
-    with pytest.raises(NodesUnknownError, match=r"does not know all its nodes yet; .* Try again") as raised:
-        client.submit(Path("/x.sh"))
-    assert client.is_transient(raised.value)
-    with pytest.raises(ConnectionError, match="its nodes are not known yet"):
-        client.rejection_of(Path("/x.sh"))
+def test_absent_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match=r"sbatch, srun of Slurm is not on PATH; .* leave --slurm out"):
+        client.require_slurm("sbatch", "srun")

@@ -107,7 +107,6 @@ class Note:
 
     text: str
     level: str
-    tells_progress: bool = False  # whether the trial's last reported batch is appended
 
 
 class SlotsGoneError(MasterError):
@@ -222,9 +221,6 @@ class Backend(Protocol):
         With ``leaves_record=False`` supervisors are killed, too, and the allocation counts as lost: on a full disk a supervisor
         would wait until it can write its record.
         """
-
-    def resident_bytes(self, run: RunRef) -> int:
-        """Return the resident memory of an allocation's processes; 0 if unknown."""
 
     def forget(self, run: RunRef) -> None:
         """Delete the files of an ended allocation, on all nodes."""

@@ -337,15 +337,6 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
     logger.warning("processes %s of %s do not end after SIGKILL", sorted(left), directory.name)
 
 
-def resident_bytes(handle: SupervisorHandle) -> int:
-    """Return the resident bytes of an allocation; each process counts shared memory."""
-    page, total = os.sysconf("SC_PAGE_SIZE"), 0
-    for pid in supervisor.descendants(handle.pid):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            total += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * page
-    return total
-
-
 def begun_checkpoints(directory: Path) -> list[str]:
     """Return uuids of checkpoints that a trial began to save and did not report."""
     saving = directory / SAVING_DIRECTORY
@@ -369,23 +360,10 @@ def _delete(directory: Path) -> None:
 
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
-    """Signal a supervisor through a pidfd, which is safe if its pid was reused."""
-    # A stopped process handles other signals only after SIGCONT.
-    try:
-        descriptor = os.pidfd_open(handle.pid)
-    except OSError:  # a sandbox without it, or too many open files
-        if is_alive(handle):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(handle.pid, number)
-                os.kill(handle.pid, signal.SIGCONT)
-        return
-    try:
-        if is_alive(handle):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, number)
-                signal.pidfd_send_signal(descriptor, signal.SIGCONT)
-    finally:
-        os.close(descriptor)
+    if is_alive(handle):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(handle.pid, number)
+            os.kill(handle.pid, signal.SIGCONT)  # a stopped process handles other signals only after it
 
 
 def _pids_with_variable(assignment: str) -> set[int]:
@@ -523,10 +501,6 @@ class LocalBackend(OwnNodes):
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
         kill(self.find(run), run.directory, leaves_record=leaves_record)
-
-    def resident_bytes(self, run: RunRef) -> int:
-        handle = self.find(run)
-        return 0 if handle is None else resident_bytes(handle)
 
     def forget(self, run: RunRef) -> None:
         self._handles.pop(run.allocation_id, None)

@@ -173,12 +173,12 @@ def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("
         if any(pattern in _ALL for pattern in globs):
             remove_tree(directory)
             return {}
-        for entry in reversed(_entries(directory)):
-            if entry.is_dir(follow_symlinks=False):
+        for path in sorted(directory.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
                 with contextlib.suppress(OSError):
-                    Path(entry).rmdir()
-            elif any(_matches(os.path.relpath(entry, directory), pattern) for pattern in globs):
-                Path(entry).unlink()
+                    path.rmdir()
+            elif any(_matches(str(path.relative_to(directory)), pattern) for pattern in globs):
+                path.unlink()
         return remaining(directory)
 
 
@@ -202,29 +202,14 @@ def swept_text(uuids: Sequence[str], num_bytes: int) -> str:
 def remaining(directory: Path) -> dict[str, int]:
     """Return path -> bytes of all entries below a directory; a "subdirectory/" has 0."""
     found: dict[str, int] = {}
-    for entry in _entries(directory):
+    for path in sorted(directory.rglob("*")):
         # JSON cannot contain names that are not UTF-8 (RFC 8259).
-        name = os.fsencode(os.path.relpath(entry, directory)).decode(errors="backslashreplace")
-        if entry.is_dir(follow_symlinks=False):
+        name = os.fsencode(path.relative_to(directory)).decode(errors="backslashreplace")
+        if path.is_dir() and not path.is_symlink():
             found[f"{name}/"] = 0
         else:
-            found[name] = entry.stat(follow_symlinks=False).st_size
+            found[name] = path.lstat().st_size
     return found
-
-
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    """Return all entries below a directory, parents before children.
-
-    ``Path.rglob`` raises RecursionError at about 1000 levels (CPython before 3.13).
-    """
-    found: list[os.DirEntry[str]] = []
-    left = [str(directory)]
-    while left:
-        with contextlib.suppress(PermissionError), os.scandir(left.pop()) as entries:
-            new = list(entries)
-            found += new
-            left += [entry.path for entry in new if entry.is_dir(follow_symlinks=False)]
-    return sorted(found, key=lambda entry: entry.path.split("/"))
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -1,4 +1,4 @@
-"""Build the requests that start commands; end idle or oversized TensorBoards."""
+"""Build the requests that start commands; end idle TensorBoards."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import contextlib
 import json
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.experiment_config.command import interpreter_of, seconds_of
-from dstrial.master.backends.backend import RunRef
 from dstrial.master.backends.environment import TENSORBOARD_PORTS
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.lifecycle import commands as life
@@ -23,8 +21,6 @@ from dstrial.master.store.database import Connection
 if TYPE_CHECKING:
     from dstrial.master.services import Services
 
-_MIB = 2**20
-_MEMORY_PERIOD_S = 2.0  # interval of measurements of a TensorBoard's memory
 _CONNECT_TIMEOUT_S = 0.2  # timeout of a probe whether a TensorBoard listens
 
 
@@ -89,14 +85,13 @@ def _tensorboard(task_id: str, directory: Path, ports: dict[str, int], more: lis
 
 
 class CommandWatch:
-    """Ends each running TensorBoard that is idle or uses too much memory."""
+    """Ends each running TensorBoard that is idle."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._measured_s: dict[str, float] = {}
         self._limits_s: dict[str, float] = {}
 
-    def poll(self, allocation: Allocation, run: RunRef) -> None:
+    def poll(self, allocation: Allocation) -> None:
         port = allocation.ports.get("TENSORBOARD_PORT")
         if port is None or allocation.kill_us is not None:
             return
@@ -104,19 +99,13 @@ class CommandWatch:
             if _is_listening(port):
                 self._services.database.write(lambda tx: life.mark_ready(tx, allocation.id))
             return
-        problem = self._idle_problem(allocation) or self._memory_problem(allocation, run)
-        if problem is not None:
-            why = problem
-            self._services.database.write(lambda tx: life.kill(tx, allocation.task_id, why))
-
-    def _idle_problem(self, allocation: Allocation) -> str | None:
         idle_s = self._services.activity.idle_s(allocation.task_id)
         limit_s = self._limits_s.get(allocation.id)
         if limit_s is None:
             limit_s = self._limits_s[allocation.id] = self._idle_timeout_s(allocation.task_id)
-        if limit_s == 0 or idle_s < limit_s:
-            return None
-        return f"it was not used for {limit_s:g} s (idle_timeout)"
+        if limit_s and idle_s >= limit_s:
+            why = f"it was not used for {limit_s:g} s (idle_timeout)"
+            self._services.database.write(lambda tx: life.kill(tx, allocation.task_id, why))
 
     def _idle_timeout_s(self, task_id: str) -> float:
         with self._services.database.read() as connection:
@@ -124,21 +113,7 @@ class CommandWatch:
         own_s = None if config["idle_timeout"] is None else seconds_of(config["idle_timeout"])
         return float(self._services.settings.tensorboard_timeout) if own_s is None else own_s
 
-    def _memory_problem(self, allocation: Allocation, run: RunRef) -> str | None:
-        limit_mib = self._services.settings.tensorboard_memory_mib
-        if time.monotonic() < self._measured_s.get(allocation.id, 0.0):
-            return None
-        self._measured_s[allocation.id] = time.monotonic() + _MEMORY_PERIOD_S
-        used_mib = self._services.backend.resident_bytes(run) / _MIB
-        if used_mib <= limit_mib:
-            return None
-        return (
-            f"it uses {used_mib:.0f} MiB of memory; expected at most {limit_mib}. Show fewer trials, or raise "
-            "tensorboard_memory_mib in the master's settings"
-        )
-
     def forget(self, allocation: Allocation) -> None:
-        self._measured_s.pop(allocation.id, None)
         self._limits_s.pop(allocation.id, None)
         self._services.activity.forget(allocation.task_id)
 

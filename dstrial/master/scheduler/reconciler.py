@@ -8,10 +8,11 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+from dstrial.config.schema import compile_pattern
 from dstrial.errors import DstrialError
 from dstrial.master.backends.backend import AllocationExit, Output, RunRef, SlotsGoneError, run_of
 from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
@@ -22,15 +23,14 @@ from dstrial.master.lifecycle import allocations, endings
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler.commands import CommandWatch
-from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.retries import Retries, is_shared_fault
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import nodes
+from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.reports import log_quota
-from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.log_quota import LogOwner
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.store.views.observe import stall_in, untrained_phase_in
@@ -46,6 +46,16 @@ _LONGEST_POLL_S = 0.5
 _KILL_RETRY_S = 2.0  # interval of kills of an allocation that has not ended
 _STALLED_STOP_S = 30.0  # grace period of ranks that had stalled before the stop request
 _UNTRAINED_STOP_US = 5_000_000  # of untrained ranks; a first batch is recorded 0.5 s or more late
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogPolicy:
+    """A compiled entry of the config's ``log_policies``."""
+
+    name: str | None  # the trial's ``logPolicyMatched`` after a match
+    text: str  # the pattern, as written in the config
+    pattern: Any  # compiled; searched in every line
+    action: str | None  # ``cancel_retries``, ``exclude_node`` or None
 
 
 @dataclasses.dataclass(slots=True)
@@ -156,7 +166,7 @@ class Reconciler:
         if exit_ is None:
             self._leave_if_due(row, run)
             self._stop_if_due(state)
-            self._commands.poll(row, run)
+            self._commands.poll(row)
         has_more = self._read_outputs(state)
         if exit_ is not None and not has_more:
             self._end(row, run, exit_)
@@ -170,14 +180,8 @@ class Reconciler:
 
         def add(tx: Transaction) -> None:
             for note in notes:
-                text = note.text
-                if note.tells_progress and row.trial_id:
-                    batch = metric_rows.last_batch(tx.connection, row.trial_id)
-                    text += (
-                        f"; its last report was of batch {batch}" if batch else "; it had reported nothing"
-                    )
                 add_master_line(
-                    tx, row.task_id, row.trial_id or None, text, level=note.level, allocation_id=row.id
+                    tx, row.task_id, row.trial_id or None, note.text, level=note.level, allocation_id=row.id
                 )
 
         self._database.write(add)
@@ -397,3 +401,41 @@ def failed_start(error: Exception) -> AllocationExit:
     """Return the exit of an allocation whose start failed; lost if its slots are gone."""
     was_lost = isinstance(error, SlotsGoneError)
     return AllocationExit(1, None, now_us(), f"could not be started: {error!s}", was_lost)
+
+
+def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
+    """Return the log policies of a validated config, except those without a pattern."""
+    found = []
+    for policy in config.get("log_policies") or []:
+        text, action = policy.get("pattern"), policy.get("action")
+        if text:
+            kind = action.get("type") if isinstance(action, Mapping) else action
+            found.append(LogPolicy(policy.get("name"), text, compile_pattern(text), kind))
+    return tuple(found)
+
+
+def matches(policies: Iterable[LogPolicy], texts: Iterable[str]) -> list[tuple[LogPolicy, str]]:
+    """Return (policy, first matching line) of each log policy that matches a line."""
+    patterns = [(policy, policy.pattern) for policy in policies]
+    return events.first_matches(patterns, "".join(texts).splitlines()) if patterns else []
+
+
+def note_matches(
+    tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], node_id: int, name: str
+) -> None:
+    """Store and apply the log policies that matched a node's output; log each once."""
+    for policy, line in matched:
+        if policy.name is not None:
+            trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)
+        column: Literal["retry_cancelled", "is_node_excluded"]
+        if policy.action == "cancel_retries":
+            column, then = "retry_cancelled", "the trial will not be started again if it fails"
+        elif policy.action == "exclude_node":
+            # Source: Determined 0.38.1, master/internal/logpattern, addRetryOnDifferentNode.
+            nodes.exclude(tx, row.trial_id, node_id)
+            column, then = "is_node_excluded", f"therefore will not schedule on {name} again if it fails"
+        else:
+            continue
+        if trial_rows.set_flag(tx, row.trial_id, column):
+            text = f'(log {json.dumps(line, ensure_ascii=False)} matched regex "{policy.text}") {then}'
+            add_master_line(tx, row.task_id, row.trial_id, text, level="WARNING", allocation_id=row.id)

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from dstrial.config.experiment_config.dstrial_section import Elasticity, elasticity_of
@@ -157,23 +157,13 @@ class Capacity:
 Stop: TypeAlias = "tuple[int, str]"  # a trial's id, and why it stops
 
 
-@dataclasses.dataclass(slots=True)
-class _CacheEntry:
-    """Cache entry: the numbers of slots on which a trial can resume."""
-
-    key: tuple[Any, ...]  # checkpoint, config and excluded numbers for which the entry is valid
-    choices: tuple[int, ...]
-    saves: bool  # whether the config sets a checkpoint period
-
-
 class Resizing:
     """Chooses trials to resize, and their slots; used by the scheduler's thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._cache: dict[tuple[int, int, int], _CacheEntry] = {}  # by trial and bounds
-        # Allocation -> its newest checkpoint when it first could grow; it grows after the next checkpoint.
-        self._grows_after: dict[str, str] = {}
+        # Trial and bounds -> (checkpoint, config and excluded numbers for which the choices are valid), choices.
+        self._cache: dict[tuple[int, int, int], tuple[tuple[Any, ...], tuple[int, ...]]] = {}
         self._polled_s = -_POLL_S
 
     def is_due(self, connection: Connection) -> bool:
@@ -181,13 +171,7 @@ class Resizing:
         if time.monotonic() < self._polled_s + _POLL_S:
             return False
         self._polled_s = time.monotonic()
-        found = rows.resizable_trials(connection)
-        self._grows_after = {
-            key: uuid
-            for key, uuid in self._grows_after.items()
-            if key in {one.allocation_id for one in found}
-        }
-        return any(_may_change(one) for one in found)
+        return any(_may_change(one) for one in rows.resizable_trials(connection))
 
     def choices(
         self, connection: Connection, row: WaitingTrial, capacity: Capacity, *, at_most: int | None
@@ -208,14 +192,12 @@ class Resizing:
         at_least = elasticity.wish
         if elasticity.at_least is not None and capacity.is_settled:
             at_least = elasticity.at_least
-        return self._choices(connection, row.id, row.experiment_id, at_least, most).choices
+        return self._choices(connection, row.id, row.experiment_id, at_least, most)
 
     def slots_to_resume_with(self, connection: Connection, row: WaitingTrial, available: int) -> int | None:
         """Return the most slots, up to ``available``, that a trial can resume on, or None."""
         at_least = _elasticity(row.section, row.slots_per_trial).at_least or 1
-        return next(
-            iter(self._choices(connection, row.id, row.experiment_id, at_least, available).choices), None
-        )
+        return next(iter(self._choices(connection, row.id, row.experiment_id, at_least, available)), None)
 
     def preempt_for(
         self,
@@ -270,24 +252,10 @@ class Resizing:
                 continue
             used = capacity.used_by.get(row.experiment_id, 0)
             target = grown(one, free=capacity.free, enabled=capacity.enabled, used=used)
-            if target > num_slots and self._at_next_checkpoint(connection, row, elasticity):
+            if target > num_slots and checkpoint_rows.latest_completed(connection, row.trial_id) is not None:
                 why = f"it grows from {num_slots} to {target} slots, which are free"
                 return [(row.trial_id, why)]
         return []
-
-    def _at_next_checkpoint(
-        self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
-    ) -> bool:
-        """Return whether a trial that can grow may stop now.
-
-        It may after its next checkpoint, or, once it has one, at any time if its config sets no checkpoint period.
-        """
-        latest = checkpoint_rows.latest_completed(connection, row.trial_id)
-        if latest is None:
-            return False
-        known = self._choices(connection, row.trial_id, row.experiment_id, 1, elasticity.at_most)
-        uuid = self._grows_after.setdefault(row.allocation_id, str(latest.uuid))
-        return not known.saves or uuid != str(latest.uuid)
 
     def stop(self, trial_id: int, why: str) -> None:
         """Ask a trial to save a checkpoint and stop, unless its state has changed."""
@@ -317,8 +285,8 @@ class Resizing:
         if at_most is None and elasticity.at_least is None:
             return None
         at_least = elasticity.at_least or 1
-        known = self._choices(connection, row.trial_id, row.experiment_id, at_least, at_most or len(slots))
-        if not known.choices:
+        found = self._choices(connection, row.trial_id, row.experiment_id, at_least, at_most or len(slots))
+        if not found:
             return None
         config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
         return Running(
@@ -326,29 +294,28 @@ class Resizing:
             row.experiment_id,
             (row.priority, row.queue_position),
             slots,
-            known.choices,
+            found,
             row.max_slots,
             is_on_one_node=bool((config.get("resources") or {}).get("is_single_node")),
         )
 
     def _choices(
         self, connection: Connection, trial_id: int, experiment_id: int, at_least: int, at_most: int
-    ) -> _CacheEntry:
+    ) -> tuple[int, ...]:
         """Return the numbers of slots within bounds that a trial can resume on; cached."""
         latest = checkpoint_rows.latest_completed(connection, trial_id)
         text = experiment_rows.require(connection, experiment_id).config
         unusable = rows.unusable_counts(connection, trial_id)
         key = (None if latest is None else latest.uuid, hash(text), unusable)
         cached_as = trial_id, at_least, at_most
-        known = self._cache.get(cached_as)
-        if known is None or known.key != key:
+        known, found = self._cache.get(cached_as, (None, ()))
+        if known != key:
             if len(self._cache) > _MAX_CACHED:
                 self._cache.clear()
-            config = json.loads(text)
             trial = trial_rows.require(connection, trial_id)
-            found = resume.choices(connection, trial, config, at_least=at_least, at_most=at_most)
-            known = self._cache[cached_as] = _CacheEntry(key, found, _saves(config))
-        return known
+            found = resume.choices(connection, trial, json.loads(text), at_least=at_least, at_most=at_most)
+            self._cache[cached_as] = key, found
+        return found
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
@@ -395,9 +362,3 @@ def _is_due(row: rows.ResizableTrial, elasticity: Elasticity) -> bool:
 def _elasticity(section: str | None, wish: int) -> Elasticity:
     found = json.loads(section) if section else {}
     return elasticity_of(found if isinstance(found, Mapping) else {}, wish)
-
-
-def _saves(config: Mapping[str, Any]) -> bool:
-    period = config.get("min_checkpoint_period")
-    counts: Iterable[Any] = period.values() if isinstance(period, Mapping) else (period,)
-    return any(isinstance(count, int | Sequence) and bool(count) for count in counts)

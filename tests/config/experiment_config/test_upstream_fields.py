@@ -11,7 +11,7 @@ import yaml
 from dstrial.config.experiment_config.command import check_command
 from dstrial.config.experiment_config.submission import NO_IMAGE, MasterDefaults, Submission, check_submission
 from dstrial.errors import ConfigError
-from dstrial.master.scheduler.log_policies import compile_policies
+from dstrial.master.scheduler.reconciler import compile_policies
 
 GOOD: dict[str, Any] = {
     "name": "t",

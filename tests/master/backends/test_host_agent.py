@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import allocation_request
 
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.remote import PREFIX
 from dstrial.hosts.transport import BEAT_S, GOODBYE, LEASE_S, Transport, remote_words
 from dstrial.master.backends import local
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun
-from dstrial.master.backends.request import AllocationRequest
 
 pytestmark = pytest.mark.process
 _NAME = "1.x.1"
@@ -80,12 +80,7 @@ class _Agent:
         return found[0]
 
     def submit(self, entrypoint: str) -> None:
-        request = AllocationRequest(
-            allocation_id=_NAME, task_id="1.x", trial_id=1, experiment_id=1, run_id=1, directory=self._place, slots=(),
-            ports={}, config={}, hparams={}, trial_seed=1, steps_completed=0, latest_checkpoint=None, session_token="s",
-            user_token="u", username="determined", master_url="http://127.0.0.1:1", cluster_id="c", master_id="m",
-            agent_id="a", resources_id="r", model_definition=b"", entrypoint=entrypoint,
-        )  # fmt: skip
+        request = allocation_request(self._place, entrypoint=entrypoint)
         self.send({"do": "submit", "id": _NAME, "slots": [0], "request": request.to_json()})
         self.wait_for("pid")
 

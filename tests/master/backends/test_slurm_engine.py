@@ -41,6 +41,8 @@ def test_the_script_holds_nodes_and_says_for_whom() -> None:
     assert '#SBATCH --output="/shared/my state/slurm/%j.log"' in lines
     assert "#SBATCH --no-requeue" in lines
     assert "cd '/shared/my state/slurm' || exit 1" in lines
+    assert "#SBATCH --nodes=1" not in lines
+    assert "#SBATCH --nodes=1" in script(JobRequest("command-x", "t", 2, is_on_one_node=True))
 
 
 def test_options_of_the_experiment_stand_behind_the_masters_and_so_count() -> None:
@@ -61,10 +63,6 @@ def test_options_of_the_experiment_stand_behind_the_masters_and_so_count() -> No
     assert {"--ntasks=8", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-task=a100:1"} <= set(options)
 
 
-def test_what_cannot_be_divided_is_on_one_node() -> None:
-    assert "#SBATCH --nodes=1" in script(JobRequest("command-x", "t", 2, is_on_one_node=True))
-
-
 def test_what_would_make_another_job_of_it_is_refused() -> None:
     with pytest.raises(EngineRefusedError, match=r"sbatch_args has --array=1-3; expected none of these"):
         script(JobRequest("trial-7", "t", 1, settings={"sbatch_args": ["--array=1-3"]}))
@@ -79,27 +77,22 @@ def test_parts_are_what_the_script_has_written() -> None:
             parts_of(text)
 
 
-def test_states() -> None:
-    for state, expected in (
-        ("PENDING", "pending"),
-        ("CONFIGURING", "pending"),
-        ("RUNNING", "running"),
-        ("COMPLETING", "leaving"),
-        ("CANCELLED", "ended"),
-        ("NODE_FAIL", "ended"),
-        ("PREEMPTED", "ended"),
+def test_jobs_have_states_and_texts_with_slurms_reason() -> None:
+    for job, state, text in (
+        (
+            Job("7", "PENDING", "Resources"),
+            "pending",
+            ": pending (Resources: waits for nodes to become free)",
+        ),
+        (Job("7", "CONFIGURING"), "pending", ": configuring"),
+        (Job("7", "RUNNING", nodes="host1"), "running", ": running on host1"),
+        (Job("7", "RUNNING", is_preempted=True), "leaving", " is preempted: another job gets its nodes"),
+        (Job("7", "COMPLETING"), "leaving", " is being ended (completing)"),
+        (Job("7", "CANCELLED"), "ended", " has ended: cancelled"),
+        (Job("7", "NODE_FAIL"), "ended", " has ended: node fail"),
+        (Job("7", "PREEMPTED"), "ended", " has ended: preempted"),
     ):
-        assert state_of(Job("1", state, nodes="host1")) == expected
-    assert state_of(Job("1", "RUNNING", is_preempted=True)) == "leaving"
-
-
-def test_text_of_job_has_its_state_and_slurms_reason() -> None:
-    assert text_of(Job("7", "PENDING", "Resources")) == (
-        "job 7: pending (Resources: waits for nodes to become free)"
-    )
-    assert text_of(Job("7", "RUNNING", nodes="host1")) == "job 7: running on host1"
-    assert text_of(Job("7", "COMPLETING")) == "job 7 is being ended (completing)"
-    assert text_of(Job("7", "NODE_FAIL")) == "job 7 has ended: node fail"
+        assert (state_of(job), text_of(job)) == (state, f"job 7{text}")
 
 
 def test_a_script_that_could_not_be_begun_is_explained() -> None:

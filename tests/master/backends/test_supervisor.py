@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import allocation_request
 from stubborn_trees import make_deep, nobody_changes
 from tmp_cleaner import clean
 from waiting import wait_for
@@ -26,8 +27,7 @@ from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.environment import choose_ports
 from dstrial.master.backends.log_file import read_lines
 from dstrial.master.backends.model_definition import pack
-from dstrial.master.backends.request import AllocationRequest
-from dstrial.master.backends.supervisor import descendants, start_time
+from dstrial.master.backends.supervisor import start_time
 from dstrial.storage_guard import SAVING_DIRECTORY
 
 pytestmark = pytest.mark.process
@@ -42,17 +42,15 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     def start(entrypoint: str | list[str], **changes: Any) -> Started:
         directory = tmp_path / f"allocation{len(directories)}"
         directories.append(directory)
-        fields: dict[str, Any] = {
-            "allocation_id": directory.name, "task_id": "1.x", "trial_id": 1, "experiment_id": 1, "run_id": 1,
-            "directory": directory, "slots": (Slot(0, "cpu", "cpu", "cpu-0"),),
+        storage = {"checkpoint_storage": {"type": "shared_fs", "host_path": "/ck", "storage_path": "a"}}
+        fields = {
+            "config": storage,
+            "hparams": {"lr": len(directories)},
             "ports": choose_ports([]),
-            "config": {"checkpoint_storage": {"type": "shared_fs", "host_path": "/ck", "storage_path": "a"}},
-            "hparams": {"lr": len(directories)}, "trial_seed": 1, "steps_completed": 0, "latest_checkpoint": None,
-            "session_token": "session", "user_token": "user", "username": "determined",
-            "master_url": "http://127.0.0.1:1", "cluster_id": "c", "master_id": "m", "agent_id": "a",
-            "resources_id": "r", "model_definition": b"", "entrypoint": entrypoint, **changes,
-        }  # fmt: skip
-        local.prepare(AllocationRequest(**fields))
+            **changes,
+        }
+        slots = (Slot(0, "cpu", "cpu", "cpu-0"),)
+        local.prepare(allocation_request(directory, slots=slots, entrypoint=entrypoint, **fields))
         return directory, local.start(directory)
 
     yield start
@@ -158,33 +156,22 @@ def test_temporary_directory_in_use_survives_a_cleaner(
     local.kill(handle, directory)
 
 
-def test_whatever_it_started_dies_with_it(run: Callable[..., Started]) -> None:
-    started = run("setsid sleep 7650 & sleep 7650 & exit 0")
+@pytest.mark.parametrize("ends_by", ["itself", "kill", "kill of its supervisor"])
+def test_processes_end_with_their_allocation(run: Callable[..., Started], ends_by: str) -> None:
+    """A killed supervisor leaves processes that the marker in their environment identifies."""
+    directory, handle = run(f"setsid sleep 7650 & sleep 7650 & {'exit 0' if ends_by == 'itself' else 'wait'}")
+    if ends_by != "itself":
+        wait_for(lambda: len(living("7650")) >= 2)
+    if ends_by == "kill":
+        local.kill(handle, directory)
+    elif ends_by == "kill of its supervisor":
+        os.kill(handle.pid, signal.SIGKILL)
 
-    assert ended(started).exit_code == 0
-    assert living("7650") == []
-
-
-def test_killing_ends_everything(run: Callable[..., Started]) -> None:
-    started = run("setsid sleep 7651 & sleep 7651")
-    wait_for(lambda: len(living("7651")) >= 2)
-
-    local.kill(started[1], started[0])
-
-    assert ended(started).signal == signal.SIGKILL
-    assert living("7651") == []
-
-
-def test_what_a_killed_supervisor_leaves_is_found_by_its_marker(run: Callable[..., Started]) -> None:
-    directory, handle = run("setsid sleep 7652 & setsid sleep 7652 & sleep 7652")
-    wait_for(lambda: len(living("7652")) >= 2)
-
-    os.kill(handle.pid, signal.SIGKILL)
     exit_ = ended((directory, handle))
-    local.kill(None, directory)
 
-    assert exit_.was_lost
-    assert living("7652") == []
+    assert exit_.exit_code == (0 if ends_by == "itself" else 137)
+    assert exit_.was_lost == (ends_by == "kill of its supervisor")
+    assert living("7650") == []
 
 
 def test_a_graceful_end_is_waited_for_behind_a_shell(run: Callable[..., Started], tmp_path: Path) -> None:
@@ -233,39 +220,30 @@ def test_what_cannot_be_started_ends_with_the_shells_code(
     assert ended(run(entrypoint)).exit_code == code
 
 
-def test_two_allocations_at_once_see_their_own_cluster_info(run: Callable[..., Started]) -> None:
-    program = (
-        "import determined as det, os; i = det.get_cluster_info();"
-        "print(i.trial.hparams, i.trial._config['checkpoint_storage'], len(os.environ['TMPDIR']) < 40)"
-    )
-    first, second = run(["python3", "-c", program]), run(["python3", "-c", program])
-
-    assert [ended(first).exit_code, ended(second).exit_code] == [0, 0]
-    storage = "{'type': 'directory', 'container_path': '/ck/a'}"
-    assert printed(first[0])[-1] == ("stdout", f"{{'lr': 1}} {storage} True\n")
-    assert printed(second[0])[-1] == ("stdout", f"{{'lr': 2}} {storage} True\n")
-
-
-def test_startup_hooks_run_first_and_change_the_environment(run: Callable[..., Started]) -> None:
-    started = run("echo value $FROM_HOOK", startup_hook="export FROM_HOOK=7; echo hook")
-
-    ended(started)
-
-    assert [text for _, text in printed(started[0])] == ["hook\n", "value 7\n"]
-
-
-def test_a_hidden_sitecustomize_still_runs(run: Callable[..., Started], tmp_path: Path) -> None:
+def test_entrypoint_has_its_own_cluster_info_hook_and_sitecustomize(
+    run: Callable[..., Started], tmp_path: Path
+) -> None:
+    """Two allocations at once; a ``sitecustomize`` that dstrial's hides runs, too."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sitecustomize.py").write_text("print('mine')\n")
-    variables = [f"PYTHONPATH={tmp_path / 'mine'}"]
-    started = run(
-        ["python3", "-c", "print('main')"],
-        config={"environment": {"environment_variables": variables}, "checkpoint_storage": {}},
+    program = (
+        "import determined as det, os; i = det.get_cluster_info();"
+        "print(i.trial.hparams, i.trial._config['checkpoint_storage'], len(os.environ['TMPDIR']) < 40, os.environ['FROM_HOOK'])"
     )
+    changes = {
+        "startup_hook": "export FROM_HOOK=7; echo hook",
+        "config": {
+            "environment": {"environment_variables": [f"PYTHONPATH={tmp_path / 'mine'}"]},
+            "checkpoint_storage": {"type": "shared_fs", "host_path": "/ck", "storage_path": "a"},
+        },
+    }
+    both = [run(["python3", "-c", program], **changes) for _ in range(2)]
 
-    ended(started)
-
-    assert [text for _, text in printed(started[0])] == ["mine\n", "main\n"]
+    assert [ended(one).exit_code for one in both] == [0, 0]
+    storage = "{'type': 'directory', 'container_path': '/ck/a'}"
+    for number, (directory, _) in enumerate(both, 1):
+        shown = f"{{'lr': {number}}} {storage} True 7\n"
+        assert [text for _, text in printed(directory)] == ["hook\n", "mine\n", shown]
 
 
 def test_the_deepspeed_command_is_given_a_port_of_its_own(
@@ -312,36 +290,26 @@ def test_exit_record_of_running_trial_is_not_believed(run: Callable[..., Started
     assert promptly(lambda: ended((directory, handle))).exit_code == 3
 
 
-def forge(path: Path, how: str) -> None:
-    """Put something in the place of an exit record."""
-    texts = {
-        "empty object": "{}",
-        "list": "[]",
-        "text": "no JSON",
-        "deep": "[" * 100_000,
-        "other types": FORGED.replace("0,", '"0",'),
-        "a truth value": FORGED.replace("0,", "true,"),
-        "a huge number": FORGED.replace("0,", f"1{'0' * 30},"),
-        "a huge file": FORGED + " " * (1 << 24),
-    }
-    if how == "pipe":
-        os.mkfifo(path)
-    elif how == "directory":
-        path.mkdir()
-    elif how == "link":
-        path.symlink_to("/dev/zero")
-    else:
-        path.write_text(texts[how])
+def _change(old: str, new: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(FORGED.replace(old, new))
+
+
+FORGERIES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "directory": Path.mkdir,
+    "link": lambda path: path.symlink_to("/dev/zero"),
+    "empty object": lambda path: path.write_text("{}"),
+    "text": lambda path: path.write_text("no JSON"),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "other types": _change("0,", '"0",'),
+    "a truth value": _change("0,", "true,"),
+    "a huge number": _change("0,", f"1{'0' * 30},"),
+    "a huge file": _change("1}", "1}" + " " * (1 << 24)),
+}
 
 
 @pytest.mark.exhaustive("[pipe]", "[empty object]", "[a huge number]")
-@pytest.mark.parametrize(
-    "how",
-    [
-        "pipe", "directory", "link", "empty object", "list", "text", "deep", "other types", "a truth value",
-        "a huge number", "a huge file",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("how", FORGERIES)
 def test_invalid_exit_record_means_failed_allocation(
     run: Callable[..., Started], caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
@@ -349,7 +317,7 @@ def test_invalid_exit_record_means_failed_allocation(
     wait_for(lambda: living("3542"))
     os.kill(handle.pid, signal.SIGKILL)
     wait_for(lambda: not local.is_alive(handle))
-    forge(directory / "exit.json", how)
+    FORGERIES[how](directory / "exit.json")
 
     exit_ = promptly(lambda: local.poll_exit(directory, handle))
 
@@ -504,18 +472,25 @@ def test_removal_that_fails_is_told_and_raises_nothing(
 
 
 SEMAPHORES = """
-import multiprocessing, multiprocessing.shared_memory, os, time
+import ctypes, multiprocessing, multiprocessing.shared_memory, platform, sys, threading, time
 
 semaphore = multiprocessing.get_context("spawn").Semaphore()
 memory = multiprocessing.shared_memory.SharedMemory(create=True, size=100)
 print(semaphore._semlock.name, memory.name, flush=True)
+threading.Thread(target=time.sleep, args=(600,)).start()
+if sys.argv[1] == "without":
+    # exit(2) ends the first thread alone; the kernel calls such a process a zombie while its other threads work.
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 time.sleep(600)
 """
 
 
+@pytest.mark.parametrize("first_thread", ["with", "without"])
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_killed_processes_leave_nothing_in_shared_memory(run: Callable[..., Started], is_lost: bool) -> None:
-    started = run(["python3", "-c", SEMAPHORES])
+def test_killed_processes_leave_nothing_in_shared_memory(
+    run: Callable[..., Started], is_lost: bool, first_thread: str
+) -> None:
+    started = run(["sh", "-c", f'{sys.executable} -c "$0" {first_thread} & wait', SEMAPHORES])
     directory, handle = started
     wait_for(lambda: printed(directory), "the names")
     semaphore, memory = printed(directory)[-1][1].split()
@@ -531,69 +506,6 @@ def test_killed_processes_leave_nothing_in_shared_memory(run: Callable[..., Star
         ended(started)
 
     wait_for(lambda: not any(place.exists() for place in places), f"{places} to go", deadline_s=5)
-
-
-# Its first thread ends, as a library may have it; the kernel calls such a process a zombie while its other threads work.
-_WITHOUT_ITS_FIRST_THREAD = """
-import ctypes, multiprocessing, platform, subprocess, sys, threading, time
-if sys.argv[1] == "child":
-    child = subprocess.Popen(["sleep", "600"])
-    print(child.pid, flush=True)
-else:
-    semaphore = multiprocessing.get_context("spawn").Semaphore()
-    print(semaphore._semlock.name, flush=True)
-threading.Thread(target=time.sleep, args=(600,)).start()
-ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit(2): of this thread alone
-"""
-
-
-def test_a_process_whose_first_thread_has_ended_lives_with_all_below_it() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _WITHOUT_ITS_FIRST_THREAD, "child"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        below = int(process.stdout.readline())
-        try:
-            wait_for(lambda: _state(process.pid) == "Z", "the end of the first thread")
-
-            assert {process.pid, below} <= set(descendants(os.getpid()))
-        finally:
-            os.kill(below, signal.SIGKILL)
-            process.kill()
-
-
-def test_a_process_whose_first_thread_has_ended_is_killed_and_leaves_nothing_in_shared_memory(
-    run: Callable[..., Started],
-) -> None:
-    directory, handle = run([sys.executable, "-c", _WITHOUT_ITS_FIRST_THREAD, "semaphore"])
-    wait_for(lambda: printed(directory), "its name")
-    semaphore = Path("/dev/shm", f"sem.{printed(directory)[0][1].strip().removeprefix('/')}")
-    assert semaphore.exists()
-
-    local.kill(handle, directory)
-
-    wait_for(lambda: local.poll_exit(directory, handle), "its end")
-    assert not semaphore.exists()
-
-
-def test_a_process_whose_first_thread_has_ended_is_killed_without_its_supervisor(
-    run: Callable[..., Started],
-) -> None:
-    directory, handle = run(
-        ["sh", "-c", f'{sys.executable} -c "$0" semaphore & wait', _WITHOUT_ITS_FIRST_THREAD]
-    )
-    wait_for(lambda: printed(directory), "its name")
-    semaphore = Path("/dev/shm", f"sem.{printed(directory)[0][1].strip().removeprefix('/')}")
-
-    os.kill(handle.pid, signal.SIGKILL)
-    wait_for(lambda: local.poll_exit(directory, handle), "the supervisor's end")
-    local.kill(handle, directory)
-
-    wait_for(lambda: not semaphore.exists(), "the end of what used it")
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_session_of_another_boot_is_left_alone(tmp_path: Path) -> None:

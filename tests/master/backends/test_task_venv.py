@@ -5,20 +5,16 @@ from __future__ import annotations
 import base64
 import fcntl
 import os
-import shlex
 import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from stubborn_trees import make_deep, nobody_changes
 from submitting import TRAIN, config, log_of, submit, trials, wait_until
-from tasks_here import TasksHere
 from waiting import wait_for
 from wheels import source_distribution, wheel
 
@@ -68,13 +64,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
     # A path that scripts cannot name in their first line, and that PIP_CONSTRAINT would split.
-    directory = tmp_path_factory.mktemp("state with spaces")
-    settings = directory / "master.yaml"
-    # It installs nothing: a task with no other hook runs in the base.
-    hook = f"echo $DET_TASK_TYPE >> {shlex.quote(str(directory / 'hooked'))}\n"
-    settings.write_text(yaml.safe_dump({"task_container_defaults": {"startup_hook": hook}}))
-    options = ("--config-file", str(settings))
-    with master_for_test(directory, num_slots=2, options=options) as running:
+    with master_for_test(tmp_path_factory.mktemp("state with spaces"), num_slots=2) as running:
         yield running
 
 
@@ -257,14 +247,6 @@ def test_requirements_that_do_not_install_fail_the_trial_with_pips_words(
     assert "DET_PYTHON_EXECUTABLE" in error
 
 
-def test_hook_that_contradicts_the_base_fails_the_trial(
-    master: MasterForTest, given: Callable[..., dict[str, Any]]
-) -> None:
-    log = ended(master, given(), "pip install wantsold\n", state="ERROR")
-
-    assert f"The user requested (constraint) torch=={version('torch')}" in log
-
-
 def test_later_installs_change_only_the_environment_of_their_own_task(
     master: MasterForTest, given: Callable[..., dict[str, Any]]
 ) -> None:
@@ -282,47 +264,6 @@ def test_later_installs_change_only_the_environment_of_their_own_task(
         assert shown(log, name)[1].startswith(own)
     assert shown(last)[0] == "1.0"
     assert shown(last)[1].startswith(shared)
-
-
-def test_a_command_with_a_hook_has_an_environment_of_its_own_too(
-    master: MasterForTest, given: Callable[..., dict[str, Any]], base: Path, tmp_path: Path
-) -> None:
-    before = packages_of(base / "bin" / "python3")
-    here, files = TasksHere(master, tmp_path), tmp_path / "files"
-    files.mkdir()
-    (files / "startup-hook.sh").write_text("pip install tinydep==1.0\n")
-    (files / "show.py").write_text(SHOW)
-
-    task_id = here.run(
-        "--context",
-        str(files),
-        "python3",
-        "show.py",
-        environment=given()["environment"],
-        resources={"slots": 0},
-    )
-    here.wait(task_id, "TERMINATED")
-
-    assert any("has tinydep 1.0" in line for line in here.log(task_id)), here.log(task_id)
-    assert packages_of(base / "bin" / "python3") == before
-
-
-def test_the_startup_hook_of_the_settings_runs_for_a_tensorboard_too(
-    master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    experiment_id = create(master, given(hyperparameters={"steps": 2}), script=TRAIN)
-    wait_until(master, experiment_id, "COMPLETED")
-    hooked = master.state.path.parent / "hooked"
-
-    task_id = (
-        TasksHere(master, tmp_path).ok("tensorboard", "start", "--detach", str(experiment_id)).split()[-1]
-    )
-    try:
-        wait_for(lambda: "TENSORBOARD" in hooked.read_text())
-    finally:
-        master.client().post(f"/api/v1/tensorboards/{task_id}/kill")
-
-    assert "TRIAL" in hooked.read_text()
 
 
 @pytest.mark.parametrize("entrypoint", ["pip install tinydep && python3 train.py", "python3 installs.py"])

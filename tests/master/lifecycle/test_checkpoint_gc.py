@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.backends.local import begun_checkpoints
 from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.lifecycle.checkpoint_gc import Candidate, Policy, checkpoint_directory, delete_files, plan
 
@@ -130,14 +129,6 @@ def test_delete_files_behind_a_link_is_refused(tmp_path: Path) -> None:
         delete_files(in_directory(root), UUID, ["*.pt"])
 
     assert (outside / "weights.pt").exists()
-
-
-def test_begun_checkpoints_other_names_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "saving").mkdir()
-    for name in (UUID, "runs", f"{UUID}.tmp"):
-        (tmp_path / "saving" / name).touch()
-
-    assert begun_checkpoints(tmp_path) == [UUID]
 
 
 def test_a_storage_that_is_no_directory_is_refused() -> None:

@@ -74,43 +74,6 @@ while True:
         connection.sendall(data)
     connection.close()
 """
-ABRUPT = """
-import http.server, socket, struct, sys, threading
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        kind = self.path.rsplit("/", 1)[1]
-        if kind == "reset":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.rfile.close()
-            self.wfile.close()
-            self.connection.close()
-            self.close_connection = True
-            return
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        self.wfile.write(b"5\\r\\nbegun\\r\\n")
-        if kind == "whole":
-            self.wfile.write(b"0\\r\\n\\r\\n")
-        self.close_connection = True
-
-    def finish(self):
-        if not self.wfile.closed:
-            super().finish()
-
-def greet():
-    listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
-    while True:
-        connection, _ = listener.accept()
-        connection.sendall(b"220 welcome")
-        connection.close()
-
-threading.Thread(target=greet, daemon=True).start()
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
 
 
 @pytest.fixture
@@ -219,13 +182,6 @@ def test_a_config_that_is_wrong_is_refused_with_every_problem(det: TasksHere, tm
     assert "is not found" in det.refused("command", "kill", "00000000-0000-0000-0000-000000000000")
 
 
-def test_notebooks_and_shells_are_refused_with_what_to_do_instead(det: TasksHere) -> None:
-    assert "Run `jupyter lab` on this machine" in det.refused("notebook", "start")
-    assert "Use a shell of this machine" in det.refused("shell", "start")
-    for kind in ("notebook", "shell"):
-        assert "workspaceName" in det.ok(kind, "list")
-
-
 def test_a_generic_task_is_paused_forked_and_killed_with_those_that_it_made(
     det: TasksHere, tmp_path: Path
 ) -> None:
@@ -264,15 +220,6 @@ def test_a_generic_task_is_paused_forked_and_killed_with_those_that_it_made(
         wait_for(lambda one=one: det.generic(one)["taskState"] == "CANCELED", "the end")  # type: ignore[misc]
     assert det.generic(fork[1])["taskState"] == "ACTIVE"
     det.ok("task", "kill", fork[1])
-
-
-def test_raw_access_reaches_every_route(det: TasksHere, capfd: pytest.CaptureFixture[str]) -> None:
-    task_id = det.run("true", **{"resources.slots": 0})
-    assert task_id in det.ok("dev", "bindings", "call", "get_GetCommand", task_id)
-
-    det._det.run("dev", "curl", f"/api/v1/commands/{task_id}")
-
-    assert json.loads(capfd.readouterr().out)["command"]["id"] == task_id
 
 
 def test_http_reaches_a_service_of_a_task_and_its_token_does_not(det: TasksHere, tmp_path: Path) -> None:
@@ -361,48 +308,6 @@ def test_a_tunnel_of_the_det_command_carries_bytes_to_a_tcp_port(det: TasksHere,
         det.ok("command", "kill", task_id)
 
     assert bytes(received) == data
-
-
-def test_a_service_that_speaks_first_or_breaks_off_is_told_as_it_is(det: TasksHere, tmp_path: Path) -> None:
-    port, greeting_port, context = free_port(), free_port(), tmp_path / "context"
-    context.mkdir()
-    (context / "abrupt.py").write_text(ABRUPT)
-    offered = [{"proxy_port": port}, {"proxy_port": greeting_port, "proxy_tcp": True}]
-    ports = {"resources.slots": 0, "environment.proxy_ports": offered}
-    words = (sys.executable, "abrupt.py", str(port), str(greeting_port))
-    task_id = det.run("--context", str(context), *words, **ports)
-    path = f"/proxy/{task_id}:{port}"
-    wait_for(lambda: _send(det, "GET", f"{path}/whole", b"")[0] == 200, "the server")
-    wait_for(lambda: _listens(greeting_port), "the other server")
-
-    assert _send(det, "GET", f"{path}/whole", b"")[::2] == (200, b"begun")
-    with pytest.raises(http.client.IncompleteRead):
-        _send(det, "GET", f"{path}/cut", b"")
-    status, _, content = _send(det, "GET", f"{path}/reset", b"")
-    assert (status, b"expected HTTP" in content) == (502, True)
-
-    for _ in range(50):
-        head, said = _first_words(det, f"/proxy/{task_id}:{greeting_port}/")
-        assert head.startswith(b"HTTP/1.1 101 ")
-        assert said == b"\x82\x0b220 welcome" + b"\x88\x02\x03\xe8"
-    det.ok("command", "kill", task_id)
-
-
-def _first_words(det: TasksHere, path: str) -> tuple[bytes, bytes]:
-    """Open a WebSocket, and return the head of the answer and everything behind it."""
-    port = det.master.record.port
-    request = (
-        f"GET {path} HTTP/1.1\r\nHost: localhost:{port}\r\nAuthorization: Bearer {det.token}\r\n"
-        "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    )
-    received = bytearray()
-    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
-        connection.sendall(request.encode())
-        while data := connection.recv(65536):
-            received += data
-    head, _, rest = bytes(received).partition(b"\r\n\r\n")
-    return head, rest
 
 
 def test_a_command_that_no_longer_fits_says_once_that_it_waits(det: TasksHere) -> None:

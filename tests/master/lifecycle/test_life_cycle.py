@@ -170,18 +170,6 @@ def test_a_searcher_stops_the_worse_trials_early(master: MasterForTest) -> None:
     assert best["totalBatchesProcessed"] >= 12
 
 
-def test_an_experiment_that_has_ended_goes_on(master: MasterForTest) -> None:
-    experiment_id = submit(master, config(hyperparameters={"fails_at": 5, "failing_runs": 1}))
-    wait_until(master, experiment_id, "ERROR")
-
-    master.client().post("/api/v1/experiments/continue", {"id": experiment_id, "overrideConfig": ""})
-    wait_until(master, experiment_id, "COMPLETED")
-
-    [trial] = trials(master, experiment_id)
-    assert steps_of(master, trial["id"]) == [1, 2, 3, 4, 5, 6]
-    assert len(trial["taskIds"]) == 2
-
-
 def test_trials_go_on_while_the_master_is_dead_and_are_taken_back(master: MasterForTest) -> None:
     experiment_id = submit(master, config(hyperparameters={"sleep": 0.1, "steps": 40}))
     wait_until(master, experiment_id, "RUNNING")

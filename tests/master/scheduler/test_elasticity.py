@@ -31,36 +31,26 @@ def room_for(num_slots: int, *trials: Running, free: tuple[int, ...] = (), total
     return [one.trial_id for one in found]
 
 
-def test_a_trial_begins_with_the_first_of_its_choices_that_is_free() -> None:
-    def begun(free: set[int], *choices: int) -> list[int]:
-        one = Waiting(1, 1, 4, None, choices=choices)
-        return [len(slots) for _, slots in assignments([one], free, set(range(4)), {})]
+def test_trial_starts_with_its_first_free_choice_within_max_slots() -> None:
+    def started(free: set[int], *choices: int, max_slots: int | None = None, used: int = 0) -> list[int]:
+        one = Waiting(1, 7, 4, max_slots, choices=choices)
+        return [len(slots) for _, slots in assignments([one], free, set(range(4)), {7: used})]
 
-    assert begun({0, 1, 2}, 4, 2, 1) == [2]
-    assert begun({0, 1, 2, 3}, 4, 2, 1) == [4]
-    assert begun({0}, 4, 2) == []
-
-
-def test_choices_keep_to_the_slots_that_an_experiment_may_use() -> None:
-    one = Waiting(1, 7, 4, 3, choices=(4, 2, 1))
-
-    assert [slots for _, slots in assignments([one], set(range(4)), set(range(4)), {})] == [[0, 1]]
-    assert [slots for _, slots in assignments([one], set(range(4)), set(range(4)), {7: 2})] == [[0]]
+    assert started({0, 1, 2}, 4, 2, 1) == [2]
+    assert started({0, 1, 2, 3}, 4, 2, 1) == [4]
+    assert started({0}, 4, 2) == []
+    assert started(set(range(4)), 4, 2, 1, max_slots=3) == [2]
+    assert started(set(range(4)), 4, 2, 1, max_slots=3, used=2) == [1]
 
 
-def test_one_of_a_lower_priority_makes_room_and_goes_on_with_what_is_left() -> None:
-    assert room_for(2, running(1, 0, 1, 2, 3)) == [1]
-    assert room_for(3, running(1, 0, 1, 2, 3)) == [1]
-
-
-def test_nobody_makes_room_where_that_is_not_enough_or_nothing_would_be_left() -> None:
-    assert room_for(4, running(1, 0, 1, 2, 3)) == []
-    assert room_for(3, running(1, 0, 1, 2, 3, choices=(4, 2))) == []
-
-
-def test_nobody_makes_room_for_what_fits_anyway_or_is_not_more_urgent() -> None:
-    assert room_for(1, running(1, 0, 1), free=(2, 3)) == []
-    assert room_for(2, running(1, 0, 1, 2, 3, urgency=HIGH)) == []
+def test_preemption_victims_continue_and_suffice_or_are_none() -> None:
+    all_slots = running(1, 0, 1, 2, 3)
+    assert room_for(2, all_slots) == [1]
+    assert room_for(3, all_slots) == [1]
+    assert room_for(4, all_slots) == [], "nothing would be left of it"
+    assert room_for(3, running(1, 0, 1, 2, 3, choices=(4, 2))) == [], "it does not suffice"
+    assert room_for(1, running(1, 0, 1), free=(2, 3)) == [], "it fits anyway"
+    assert room_for(2, running(1, 0, 1, 2, 3, urgency=HIGH)) == [], "it is not more urgent"
 
 
 def test_the_least_urgent_makes_room_first_and_no_more_than_are_needed() -> None:

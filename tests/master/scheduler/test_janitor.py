@@ -1,21 +1,250 @@
-"""Old logs are deleted by the clock, also by a master that is never idle."""
+"""Background jobs of the janitor: deletions of checkpoints and experiments, old logs, and copies of the database."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from stored import store_experiment
+import pytest
+from stored import num_pending, store_checkpoints, store_experiment
+from stubborn_trees import make_deep
 from waiting import wait_for
 
+from dstrial.checkpoint.completion_marker import MARKER_NAME
+from dstrial.errors import CheckpointError
+from dstrial.file_writes import remove_tree
+from dstrial.master.lifecycle import checkpoint_gc
+from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.retries import Retries
-from dstrial.master.store import background_jobs
+from dstrial.master.store import background_jobs, checkpoints, models
 from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.errors import InvalidError
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.store.sqlite_file import list_copies
+
+UUIDS = [f"0f4f1f9e-8f0a-4c3e-9a53-00000000000{letter}" for letter in "abc"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "nfs" / "storage"
+
+
+@pytest.fixture
+def database(tmp_path: Path, root: Path) -> Iterator[Database]:
+    """Experiment 1 has three checkpoints in a storage that was used."""
+    storage = {"type": "directory", "container_path": str(root)}
+    with contextlib.closing(Database(tmp_path / "master.db")) as opened:
+        store_experiment(opened, tmp_path, storage)
+        store_checkpoints(opened, root, *UUIDS)
+        assert Storages(opened).secure(storage) is not None
+        yield opened
+
+
+@pytest.fixture
+def away(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the storage is once the files of one checkpoint are deleted, as if it had been unmounted."""
+    place = tmp_path / "away"
+
+    def unmount_after(path: Path) -> None:
+        remove_tree(path)
+        if path.parent == root:
+            root.rename(place)
+
+    monkeypatch.setattr(checkpoint_gc, "remove_tree", unmount_after)
+    return place
+
+
+@contextlib.contextmanager
+def working(database: Database, retries: Retries | None = None) -> Iterator[None]:
+    janitor = Janitor(database, PubSub(), None, retries=retries)
+    janitor.start()
+    try:
+        yield
+    finally:
+        janitor.stop()
+
+
+def states(database: Database) -> list[str]:
+    with database.read() as connection:
+        return [row["state"] for row in connection.execute("SELECT state FROM checkpoints ORDER BY uuid")]
+
+
+def test_what_is_left_to_delete_is_put_off(
+    database: Database, root: Path, away: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payload = {"uuids": UUIDS, "globs": ["**/*"]}
+    database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, payload))
+
+    with working(database):
+        wait_for(away.exists)
+        wait_for(lambda: is_claimed(database) == [] and num_pending(database) == 1)
+    assert states(database) == ["COMPLETED"] * 3
+    assert sorted(path.name for path in away.iterdir() if path.is_dir()) == UUIDS[1:]
+
+    monkeypatch.undo()
+    away.rename(root)
+    with working(database):
+        wait_for(lambda: num_pending(database) == 0)
+    assert states(database) == ["DELETED"] * 3
+    assert [path.name for path in root.iterdir() if path.is_dir()] == []
+
+
+def test_deep_checkpoint_is_deleted_with_all_others(database: Database, root: Path) -> None:
+    make_deep(root / UUIDS[0] / "deep")
+    for uuid in UUIDS:
+        database.write(lambda tx, uuid=uuid: request_deletion(tx, uuid, "**/*"))  # type: ignore[misc]
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 0)
+
+    assert states(database) == ["DELETED"] * 3
+    assert [path.name for path in root.iterdir() if path.is_dir()] == []
+
+
+def request_deletion(tx: Transaction, uuid: str, pattern: str) -> None:
+    background_jobs.request(tx, "delete_checkpoints", 1, {"uuids": [uuid], "globs": [pattern]})
+
+
+def test_work_that_always_fails_stops_no_other(database: Database) -> None:
+    nonsense = {"uuids": None, "globs": []}
+    database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, nonsense))
+    database.write(lambda tx: request_deletion(tx, UUIDS[0], "**/*"))
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 1)
+
+    assert states(database) == ["DELETED", "COMPLETED", "COMPLETED"]
+
+
+def is_claimed(database: Database) -> list[str]:
+    with database.read() as connection:
+        return [
+            row["uuid"]
+            for row in connection.execute("SELECT uuid FROM checkpoints WHERE deleting_us IS NOT NULL")
+        ]
+
+
+def test_an_experiment_whose_files_may_be_elsewhere_is_not_forgotten(database: Database, away: Path) -> None:
+    database.write(lambda tx: background_jobs.request(tx, "delete_experiment", 1, {}))
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 0)
+
+    with database.read() as connection:
+        row = connection.execute("SELECT state, end_reason FROM experiments").fetchone()
+    assert row["state"] == "DELETE_FAILED"
+    assert "is gone: no directory" in row["end_reason"]
+    assert len(states(database)) == 3
+
+
+def test_shortage_of_files_does_not_fail_a_deletion(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the machine's, and the deletion is tried again."""
+    failures = [errno.EMFILE] * 9
+
+    def remove(path: Path) -> None:
+        if failures:
+            raise OSError(failures.pop(), "Too many open files")
+        remove_tree(path)
+
+    monkeypatch.setattr(checkpoint_gc, "remove_tree", remove)
+    database.write(lambda tx: background_jobs.request(tx, "delete_experiment", 1, {}))
+
+    with working(database, Retries(first_s=0.01)):
+        wait_for(lambda: num_pending(database) == 0)
+
+    with database.read() as connection:
+        assert connection.execute("SELECT state FROM experiments").fetchone() is None
+
+
+def register(tx: Transaction) -> None:
+    models.create(
+        tx, name="net", owner_id=1, workspace_id=1, description="", notes="", metadata={}, labels=[]
+    )
+    models.add_version(tx, 1, UUIDS[0], 1)
+
+
+def test_what_is_registered_after_its_deletion_was_asked_for_is_kept(database: Database, root: Path) -> None:
+    payload = {"uuids": UUIDS[:2], "globs": ["**/*"]}
+    database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, payload))
+    database.write(register)
+    assert database.write(lambda tx: checkpoints.claim(tx, UUIDS[0])) == "version 1 of model 'net'"
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 0)
+
+    assert states(database) == ["COMPLETED", "DELETED", "COMPLETED"]
+    assert ((root / UUIDS[0] / "file").exists(), (root / UUIDS[1]).exists()) == (True, False)
+    assert is_claimed(database) == []
+
+
+def test_what_is_being_deleted_cannot_come_into_use_until_a_restart_says_otherwise(
+    database: Database,
+) -> None:
+    assert database.write(lambda tx: checkpoints.claim(tx, UUIDS[0])) is None
+
+    def take(tx: Transaction) -> None:
+        row = checkpoints.require_checkpoint(tx.connection, UUIDS[0])
+        checkpoints.refuse_deleting(tx.connection, row)
+
+    with pytest.raises(InvalidError, match="is being deleted"):
+        database.write(take)
+    with working(database):
+        pass
+    database.write(take)
+
+
+def test_a_bucket_that_refuses_the_deletion_fails_it_and_postpones_nothing(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise CheckpointError("the delete of s3://b/tensorboard failed: AccessDenied")
+
+    monkeypatch.setattr(checkpoint_gc, "delete_tensorboard_files", refuse)
+    database.write(
+        lambda tx: tx.execute("INSERT OR REPLACE INTO cluster (key, value) VALUES ('cluster_id', 'c')")
+    )
+    database.write(lambda tx: background_jobs.request(tx, "delete_experiment", 1, {}))
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 0)
+
+    with database.read() as connection:
+        row = connection.execute("SELECT state, end_reason FROM experiments").fetchone()
+    assert row["state"] == "DELETE_FAILED"
+    assert "AccessDenied" in row["end_reason"]
+
+
+def test_a_swept_checkpoint_leaves_no_complete_record(database: Database, root: Path, tmp_path: Path) -> None:
+    """The trial ended after it completed the record and before it told the master."""
+    unknown = UUIDS[0].replace("000a", "000d")
+    record = tmp_path / "run" / "checkpoints" / unknown
+    for path in (root / unknown, record):
+        path.mkdir(parents=True)
+    (root / unknown / "file").write_text("x")
+    (record / MARKER_NAME).write_text("{}")
+    variables = json.dumps([f"DSTRIAL_RUN_DIR={tmp_path / 'run'}"])
+    sql = (
+        "UPDATE experiments SET config = json_set(config, '$.environment.environment_variables.cpu', json(?))"
+    )
+    database.write(lambda tx: tx.execute(sql, (variables,)))
+    payload = {"uuids": [unknown], "allocation_id": "1.request.1"}
+    database.write(lambda tx: background_jobs.request(tx, "sweep", 1, payload))
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 0)
+
+    assert not (root / unknown).exists()
+    assert not record.exists()
+
 
 STORAGE = {"type": "shared_fs", "host_path": "/ck"}
 

@@ -11,24 +11,24 @@ from dstrial.master.scheduler.wait_reasons import SlotUser, waiting_text
 from dstrial.master.store.nodes import node_of, slot_id_of
 
 
-def waiting(*sizes: int, max_slots: int | None = None) -> list[Waiting]:
-    return [Waiting(index, index, size, max_slots) for index, size in enumerate(sizes)]
+def waiting(*sizes: int) -> list[Waiting]:
+    return [Waiting(index, index, size, None) for index, size in enumerate(sizes)]
 
 
-def test_slots_are_given_in_order_and_never_twice() -> None:
-    assert assignments(waiting(1, 2, 1), {0, 1, 2}, {0, 1, 2}, {}) == [(0, [0]), (1, [1, 2])]
-
-
-def test_a_trial_that_does_not_fit_holds_what_comes_after_it() -> None:
-    assert assignments(waiting(2, 1), {1}, {0, 1}, {}) == []
-
-
-def test_a_trial_that_no_slots_could_hold_holds_nobody() -> None:
-    assert assignments(waiting(3, 1), {0, 1}, {0, 1}, {}) == [(1, [0])]
-
-
-def test_a_trial_without_slots_always_starts() -> None:
-    assert assignments(waiting(2, 0), set(), {0, 1}, {}) == [(1, [])]
+@pytest.mark.parametrize(
+    ("sizes", "free", "num_enabled", "expected"),
+    [
+        ((1, 2, 1), {0, 1, 2}, 3, [(0, [0]), (1, [1, 2])]),
+        ((2, 1), {1}, 2, []),
+        ((3, 1), {0, 1}, 2, [(1, [0])]),
+        ((2, 0), set(), 2, [(1, [])]),
+    ],
+    ids=["in order", "the first holds later ones", "one that never fits holds none", "no slots"],
+)
+def test_assignments_are_in_order(
+    sizes: tuple[int, ...], free: set[int], num_enabled: int, expected: list[tuple[int, list[int]]]
+) -> None:
+    assert assignments(waiting(*sizes), free, set(range(num_enabled)), {}) == expected
 
 
 def test_an_experiment_keeps_to_its_max_slots_and_holds_nobody() -> None:
@@ -107,20 +107,23 @@ def counts(chosen: list[int] | None) -> dict[int, int] | None:
     return None if chosen is None else {node: len(found) for node, found in by_node(chosen).items()}
 
 
-def test_what_fits_on_one_node_is_on_the_fullest_that_has_room() -> None:
-    assert counts(place(2, slots(8, 3, 2), {0: 8, 1: 8, 2: 8})) == {2: 2}
-    assert counts(place(3, slots(8, 3, 2), {0: 8, 1: 8, 2: 8})) == {1: 3}
-
-
-def test_what_fits_on_one_node_waits_for_one() -> None:
-    assert place(4, slots(3, 3), {0: 4, 1: 4}) is None
-    assert counts(place(4, slots(3, 3), {0: 3, 1: 3})) == {0: 2, 1: 2}
-
-
-def test_what_fits_on_none_has_few_nodes_and_equal_parts_where_that_can_be() -> None:
-    assert counts(place(4, slots(2, 2, 2), {0: 2, 1: 2, 2: 2})) == {0: 2, 1: 2}
-    assert counts(place(4, slots(1, 3, 2), {0: 3, 1: 3, 2: 2})) == {1: 2, 2: 2}
-    assert counts(place(5, slots(3, 3), {0: 3, 1: 3})) == {0: 3, 1: 2}
+@pytest.mark.parametrize(
+    ("num_slots", "free", "capacity", "expected"),
+    [
+        (2, (8, 3, 2), (8, 8, 8), {2: 2}),
+        (3, (8, 3, 2), (8, 8, 8), {1: 3}),
+        (4, (3, 3), (4, 4), None),
+        (4, (3, 3), (3, 3), {0: 2, 1: 2}),
+        (4, (2, 2, 2), (2, 2, 2), {0: 2, 1: 2}),
+        (4, (1, 3, 2), (3, 3, 2), {1: 2, 2: 2}),
+        (5, (3, 3), (3, 3), {0: 3, 1: 2}),
+    ],
+)
+def test_place_takes_one_full_node_or_few_equal_parts(
+    num_slots: int, free: tuple[int, ...], capacity: tuple[int, ...], expected: dict[int, int] | None
+) -> None:
+    """What would fit on one node waits for one."""
+    assert counts(place(num_slots, slots(*free), dict(enumerate(capacity)))) == expected
 
 
 def test_a_command_is_never_divided() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from serving import Master
-from submitting import config, submit, trials
+from submitting import config, submit, trials, wait_until
 from waiting import wait_for
 
 from dstrial.master.scheduler.scheduler import Scheduler
@@ -37,24 +37,19 @@ def test_health_tells_of_a_stuck_scheduler(fresh_master: Master) -> None:
         wait_for(lambda: fresh_master.get("/health", None).status == 200)
 
 
-@pytest.mark.parametrize(
-    "forged", ["mkfifo exit.json", "echo {} > exit.json", "rm output.log; mkfifo output.log"]
-)
-def test_trial_that_forges_files_is_killed(tmp_path: Path, forged: str) -> None:
-    with master_for_test(tmp_path, num_slots=2) as master:
-        forging = submit(
-            master, config(f"cd $DSTRIAL_ALLOCATION_DIR && {forged}; touch workdir/forged; sleep 600")
-        )
-        wait_for(lambda: list(master.state.allocations_path.glob("*/workdir/forged")))
-        other = submit(master, config("python3 train.py"))
-        wait_for(
-            lambda: [one["state"] for one in trials(master, other)] == ["STATE_COMPLETED"], "the other one"
-        )
-        assert [one["state"] for one in trials(master, forging)] == ["STATE_RUNNING"]
-
-        master.client().post(f"/api/v1/experiments/{forging}/kill")
-
-        wait_for(lambda: [one["state"] for one in trials(master, forging)] == ["STATE_CANCELED"], "its end")
+def test_trials_that_forge_files_are_killed(tmp_path: Path) -> None:
+    forgeries = ("mkfifo exit.json", "echo {} > exit.json", "rm output.log; mkfifo output.log")
+    with master_for_test(tmp_path, num_slots=4) as master:
+        forging = [
+            submit(master, config(f"cd $DSTRIAL_ALLOCATION_DIR && {one}; touch workdir/forged; sleep 600"))
+            for one in forgeries
+        ]
+        wait_for(lambda: len(list(master.state.allocations_path.glob("*/workdir/forged"))) == len(forging))
+        wait_until(master, submit(master, config("python3 train.py")), "COMPLETED")
+        for one in forging:
+            assert [trial["state"] for trial in trials(master, one)] == ["STATE_RUNNING"]
+            master.client().post(f"/api/v1/experiments/{one}/kill")
+            wait_until(master, one, "CANCELED")
         assert json.loads(master.dstrial("status", "--json").stdout)["trouble"] == ""
 
 

@@ -185,9 +185,6 @@ class LinkedBackend(abc.ABC):
             if link is not None:
                 link.kill(run.allocation_id, leaves_record=leaves_record)
 
-    def resident_bytes(self, run: RunRef) -> int:
-        return self._local.resident_bytes(run) if run.is_on_own_node else 0
-
     def forget(self, run: RunRef) -> None:
         self._terminating.pop(run.allocation_id, None)
         if run.is_on_own_node:

@@ -524,8 +524,7 @@ class HostLink:
         self._notify()
 
     def _note(self, run: RemoteRun, what: str) -> None:
-        text = f"{self.host.name} ({run.ranks}) {what}"
-        run.notes.append(Note(text, "WARNING", tells_progress=self._why_down is not None or "silent" in what))
+        run.notes.append(Note(f"{self.host.name} ({run.ranks}) {what}", "WARNING"))
 
     def _open_stream(self, number: int) -> None:
         try:

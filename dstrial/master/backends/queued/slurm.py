@@ -131,7 +131,7 @@ class SlurmEngine:
         try:
             return str(client.submit(script))
         except LaunchError as error:
-            if client.is_transient(error):
+            if client.is_away(str(error)):
                 raise ConnectionError(str(error)) from error
             raise EngineRefusedError(str(error)) from error
 
@@ -242,7 +242,7 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
     """Return sbatch's message ``said`` as a problem of the experiment's config. Pure."""
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
     options = request.settings.get("sbatch_args")
-    is_for_nodes = client.may_lack_nodes(said)
+    is_for_nodes = client.lacks_nodes(said)
     key, got = _OPTIONS, render(options) if options else "not given"
     expected = f"options with which Slurm takes a job of {slots}"
     if request.settings and not options:

@@ -238,12 +238,6 @@ def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report 
     return fetch_one(Report, connection, "SELECT * FROM metrics WHERE id = ?", (report_id,))
 
 
-def last_batch(connection: sqlite3.Connection, trial_id: int) -> int:
-    """Return the highest batch of a trial's unarchived reports; 0 without reports."""
-    sql = "SELECT MAX(steps) FROM metrics WHERE trial_id = ? AND archived = 0"
-    return fetch_value(int, connection, sql, (trial_id,)) or 0
-
-
 def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
     """Return the highest batch that any run of a trial validated; 0 for none."""
     sql = "SELECT MAX(steps) FROM metrics WHERE trial_id = ? AND group_name = 'validation' AND steps >= 0"

@@ -166,33 +166,28 @@ def test_submit_into_job_about_to_be_cancelled_fails(made: Made, tmp_path: Path)
     assert [type(error) for error in raised] == [SlotsGoneError]
 
 
-def test_job_in_use_is_not_cancelled(made: Made, tmp_path: Path) -> None:
-    begin(made, "1", "2")
-    submit(made, tmp_path / "allocation", 1)
-    made.engine.state = "leaving"
-    wait_for(lambda: made.engine.cancelled)
-    made.backend.close()
-    assert set(made.engine.cancelled) == {"1"}
-
-
-def test_begun_allocation_has_no_second_job(made: Made, tmp_path: Path) -> None:
+def test_job_is_used_by_one_allocation_and_cancelled_at_its_end(made: Made, tmp_path: Path) -> None:
+    """The trial that starts again has another job."""
     begin(made, "1")
     submit(made, tmp_path / "allocation", 0)
     polls = made.engine.num_polls
     wait_for(lambda: made.engine.num_polls > polls + 1)
-    assert made.engine.asked == []
-
-
-def test_job_is_cancelled_when_its_allocation_has_ended(made: Made, tmp_path: Path) -> None:
-    """The trial that begins again has another job."""
-    begin(made, "1")
-    submit(made, tmp_path / "allocation", 0)
+    assert (made.engine.asked, made.engine.cancelled) == ([], [])
     made.backend.request([])
     run = RunRef("2.x.1", tmp_path / "allocation", (NodeAllocation(1, (slot_id_of(1, 0),)),))
     made.backend.forget(run)
     made.backend.request([request(1)])
     wait_for(lambda: set(made.engine.cancelled) == {"1"})
     wait_for(lambda: [one.key for one in made.engine.asked] == ["trial-1"])
+
+
+def test_job_in_use_is_not_cancelled_at_the_end_of_the_master(made: Made, tmp_path: Path) -> None:
+    begin(made, "1", "2")
+    submit(made, tmp_path / "allocation", 1)
+    made.engine.state = "leaving"
+    wait_for(lambda: made.engine.cancelled)
+    made.backend.close()
+    assert set(made.engine.cancelled) == {"1"}
 
 
 def test_job_that_ends_before_its_allocation_begins_is_no_failure(made: Made, tmp_path: Path) -> None:

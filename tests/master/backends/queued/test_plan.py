@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,10 @@ _TITLE = "trial 7 of experiment 2 (gpt)"
 _RUN = RunRef("2.x.1", Path("/allocations/2.x.1"), ())
 
 
+def _request(num_slots: int, *, is_on_one_node: bool = False) -> ResourceRequest:
+    return ResourceRequest(7, num_slots, is_on_one_node, frozenset(), lambda: (_TITLE, {}))
+
+
 def job(id_: str, key: str, state: JobState, num_slots: int = 1, **values: Any) -> TrackedJob:
     """Return a job that was submitted for so many slots."""
     return TrackedJob(EngineJob(id_, key, state, ""), f"job {id_}", size_of(_request(num_slots)), **values)
@@ -40,47 +45,46 @@ def cancelled(made: Plan) -> list[tuple[str, str]]:
     return [(one.seen.id, why) for one, why in made.cancelled]
 
 
-def test_plan_requests_get_one_job_each_most_urgent_first() -> None:
-    assert planned("ba", "ba", []) == Plan((), ("b", "a"))
-    assert planned("ba", "ba", [job("1", "b", "pending")]) == Plan((), ("a",))
-    assert planned("ba", "ba", [job("1", "b", "running")]) == Plan((), ("a",))
+_USED = {"run": _RUN, "was_used": True}
+_CASES = {
+    "each request gets a job, the most urgent first": ("ba", [], 8, [], "ba", ""),
+    "a pending job is enough": ("ba", [job("1", "b", "pending")], 8, [], "a", ""),
+    "a running job is enough": ("ba", [job("1", "b", "running")], 8, [], "a", ""),
+    "requests beyond max_pending are deferred": ("abc", [], 2, [], "ab", "c"),
+    "jobs in use are not pending": (
+        "abc", [job("1", "a", "pending"), job("2", "d", "running", **_USED)], 2, [], "b", "c",
+    ),
+    "an unwanted job is cancelled unless in use": (
+        "", [job("1", "a", "pending"), job("2", "b", "running", **_USED)], 8,
+        [("1", "its allocation is no longer requested")], "", "",
+    ),
+    "a leaving job in use is left alone": ("", [job("1", "a", "leaving", **_USED)], 8, [], "", ""),
+    "a leaving job is replaced": ("a", [job("1", "a", "leaving")], 8, [("1", "it is losing its nodes")], "a", ""),
+    "a used job is replaced": (
+        "a", [job("1", "a", "running", was_used=True)], 8, [("1", "its allocation has ended")], "a", "",
+    ),
+    "a job of another size is replaced": (
+        "a", [job("1", "a", "pending", 2)], 8, [("1", "another size is requested")], "a", "",
+    ),
+    "a duplicate job is cancelled": (
+        "a", [job("1", "a", "pending"), job("2", "a", "running")], 8,
+        [("1", "there is another job for the same allocation")], "", "",
+    ),
+    "a cancellation that had no effect is repeated": (
+        "", [job("1", "a", "running", is_cancelled=True)], 8, [("1", "its allocation is no longer requested")], "", "",
+    ),
+    "a cancelled job that leaves is left alone": ("", [job("1", "a", "leaving", is_cancelled=True)], 8, [], "", ""),
+}  # fmt: skip
 
 
-def test_plan_requests_beyond_max_pending_are_deferred() -> None:
-    assert planned("abc", "abc", [], 2).submitted == ("a", "b")
-    jobs = [job("1", "a", "pending"), job("2", "d", "running", run=_RUN, was_used=True)]
-    made = planned("abc", "abc", jobs, 2)
-    assert (made.submitted, made.deferred) == (("b",), ("c",))
+@pytest.mark.parametrize("case", _CASES)
+def test_plan_cancels_and_submits(case: str) -> None:
+    requested, jobs, max_pending, expected, submitted, deferred = _CASES[case]
 
+    made = planned(requested, requested, jobs, max_pending)
 
-def test_plan_unwanted_job_is_cancelled_unless_in_use() -> None:
-    made = planned("", "", [job("1", "a", "pending"), job("2", "b", "running", run=_RUN, was_used=True)])
-    assert cancelled(made) == [("1", "its allocation is no longer requested")]
-    assert made.submitted == ()
-
-
-def test_plan_leaving_job_is_replaced_once_unused() -> None:
-    assert planned("", "", [job("1", "a", "leaving", run=_RUN, was_used=True)]) == Plan()
-    left = planned("a", "a", [job("1", "a", "leaving")])
-    assert (cancelled(left), left.submitted) == ([("1", "it is losing its nodes")], ("a",))
-
-
-def test_plan_job_of_an_ended_allocation_or_another_size_is_replaced() -> None:
-    used = planned("a", "a", [job("1", "a", "running", was_used=True)])
-    assert (cancelled(used), used.submitted) == ([("1", "its allocation has ended")], ("a",))
-    resized = planned("a", "a", [job("1", "a", "pending", 2)])
-    assert (cancelled(resized), resized.submitted) == ([("1", "another size is requested")], ("a",))
-
-
-def test_plan_duplicate_job_is_cancelled() -> None:
-    made = planned("a", "a", [job("1", "a", "pending"), job("2", "a", "running")])
-    assert cancelled(made) == [("1", "there is another job for the same allocation")]
-    assert made.submitted == ()
-
-
-def test_plan_unheard_cancellation_is_repeated() -> None:
-    assert len(planned("", "", [job("1", "a", "running", is_cancelled=True)]).cancelled) == 1
-    assert planned("", "", [job("1", "a", "leaving", is_cancelled=True)]) == Plan()
+    assert cancelled(made) == expected
+    assert ("".join(made.submitted), "".join(made.deferred)) == (submitted, deferred)
 
 
 _JOBS = st.lists(
@@ -124,10 +128,6 @@ def test_free_indices_skip_slots_of_other_jobs() -> None:
     assert free_indices(2, {0, 2}) == [1, 3]
     assert key_text(7) == "trial-7"
     assert key_text("ab-cd") == "command-ab-cd"
-
-
-def _request(num_slots: int, *, is_on_one_node: bool = False) -> ResourceRequest:
-    return ResourceRequest(7, num_slots, is_on_one_node, frozenset(), lambda: (_TITLE, {}))
 
 
 def test_submitted_text_names_job_size_and_trial() -> None:

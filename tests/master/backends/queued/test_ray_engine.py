@@ -6,7 +6,7 @@ import pytest
 
 from dstrial.errors import MasterError
 from dstrial.master.backends.backend import Refusal
-from dstrial.master.backends.engine import EngineJob, JobRequest, Part
+from dstrial.master.backends.engine import EngineJob, JobRequest, JobState, Part
 from dstrial.master.backends.queued.ray import (
     RayEngine,
     bundles_for,
@@ -65,21 +65,13 @@ def test_bundles_for_more_than_the_nodes_have_is_a_refusal() -> None:
     assert many.endswith("n7 2, and 12 others)")
 
 
-def test_slots_are_accelerators_where_any_node_has_some() -> None:
+def test_slots_are_accelerators_if_any_and_free_on_usable_nodes() -> None:
     assert slot_kind(TWO, {}) == "CPU"
     assert slot_kind([*TWO, node("gpu1")], {}) == "GPU"
     assert slot_kind([*TWO, node("gpu1")], {"DS_ACCELERATOR": "cpu"}) == "CPU"
-
-
-def test_nodes_that_are_dead_or_drained_take_nothing_new() -> None:
-    nodes = [node("c"), node("b", is_draining=True), node("d", is_alive=False), node("a")]
-    assert [one.name for one in usable(nodes)] == ["a", "c"]
-
-
-def test_free_slots_are_those_of_nodes_that_take_what_is_new() -> None:
-    nodes = [node("a", 4, 3), node("b", 2, 0), node("c", 2, is_draining=True), node("d", 2, is_alive=False)]
-    assert num_free(nodes, "CPU") == 3
-    assert num_free(nodes, "GPU") == 0
+    nodes = [node("c", is_draining=True), node("b", 2, 0), node("d", is_alive=False), node("a", 4, 3)]
+    assert [one.name for one in usable(nodes)] == ["a", "b"]
+    assert (num_free(nodes, "CPU"), num_free(nodes, "GPU")) == (3, 0)
 
 
 def test_a_placement_group_is_known_again_by_its_name() -> None:
@@ -91,25 +83,25 @@ def test_a_placement_group_is_known_again_by_its_name() -> None:
     assert key_of(group_name("c1", JobRequest("command-x", "", 1), "t"), "c1") == "command-x"
 
 
-def test_a_group_with_all_its_nodes_runs() -> None:
-    job = job_of(group("CREATED", "id-b", "id-a"), "trial-1", TWO)
-    text = "placement group 4a994c02: running on b, a"
-    assert job == EngineJob(_ID, "trial-1", "running", text, (Part("b", 2), Part("a", 2)))
+_TWO_BUNDLES = "pending (asks for 2 CPUs on each of 2 nodes; free now: "
 
 
-def test_what_waits_says_what_it_asks_for_and_what_is_free() -> None:
-    job = job_of(group("PENDING", "", ""), "trial-1", [node("a", free=0), node("b")])
-    assert (job.state, job.parts) == ("pending", ())
-    assert job.text == (
-        "placement group 4a994c02: pending (asks for 2 CPUs on each of 2 nodes; free now: a 0 of 2, b 2 of 2)"
-    )
-
-
-def test_what_waits_counts_only_nodes_that_live() -> None:
-    job = job_of(group("PENDING", "", ""), "trial-1", [node("a"), node("b", is_alive=False)])
-    assert job.text == (
-        "placement group 4a994c02: pending (asks for 2 CPUs on each of 2 nodes; free now: a 2 of 2)"
-    )
+@pytest.mark.parametrize(
+    ("found", "nodes", "state", "text", "hosts"),
+    [
+        (group("CREATED", "id-b", "id-a"), TWO, "running", "running on b, a", "ba"),
+        (group("PENDING", "", ""), [node("a", free=0), node("b")], "pending", f"{_TWO_BUNDLES}a 0 of 2, b 2 of 2)", ""),
+        (group("PENDING", "", ""), [node("a"), node("b", is_alive=False)], "pending", f"{_TWO_BUNDLES}a 2 of 2)", ""),
+        (group("CREATED", "id-a", "id-b"), [node("a"), node("b", is_draining=True)], "leaving", "leaving (Ray drains b)", "ab"),
+    ],
+    ids=["runs", "waits", "counts only living nodes", "leaves a drained node"],
+)  # fmt: skip
+def test_job_has_the_state_of_its_group(
+    found: RayGroup, nodes: list[RayNode], state: JobState, text: str, hosts: str
+) -> None:
+    parts = tuple(Part(host, 2) for host in hosts)
+    expected = EngineJob(_ID, "trial-1", state, f"placement group 4a994c02: {text}", parts)
+    assert job_of(found, "trial-1", nodes) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,13 +123,6 @@ def test_a_group_that_has_lost_a_node_is_over_though_ray_moves_it(
         assert job.text == "placement group 4a994c02: ended (b is dead: health check failed)"
     else:
         assert job.text == "placement group 4a994c02: ended (one of its nodes is gone)"
-
-
-def test_a_group_with_a_drained_node_leaves() -> None:
-    job = job_of(group("CREATED", "id-a", "id-b"), "trial-1", [node("a"), node("b", is_draining=True)])
-    assert job.state == "leaving"
-    assert job.text == "placement group 4a994c02: leaving (Ray drains b)"
-    assert [part.host for part in job.parts] == ["a", "b"]
 
 
 def test_an_address_of_rays_client_server_is_refused() -> None:

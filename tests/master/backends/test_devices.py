@@ -1,4 +1,4 @@
-"""The slots of NVIDIA's devices; a stand-in for NVML has what a machine without them lacks."""
+"""Slots of devices, found through a stand-in for NVML, and the variables that select them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pynvml
 import pytest
+from rows import allocation_request
 
 from dstrial.errors import MasterError
 from dstrial.master.backends.devices import Slot, nvml_slots, shared_slots
-from dstrial.master.backends.environment import trial_environment
-from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.backends.environment import cluster_info_files, trial_environment
 
 _MIG = "MIG-5c89852c-d268-c3f3-1b07-005d5ae1dc3{}"
 
@@ -140,23 +140,15 @@ def test_slots_that_share_devices_take_them_in_turn_and_say_so(caplog: pytest.Lo
     assert "DSTRIAL_SHARE_DEVICE=1: 3 slots of 2 devices" in caplog.text
 
 
-def request_for(slots: tuple[Slot, ...], directory: Path) -> AllocationRequest:
-    fields: dict[str, Any] = {
-        "allocation_id": "1.x.1", "task_id": "1.x", "trial_id": 1, "experiment_id": 1, "run_id": 1,
-        "directory": directory, "slots": slots, "ports": {}, "config": {}, "hparams": {}, "trial_seed": 1,
-        "steps_completed": 0, "latest_checkpoint": None, "session_token": "session", "user_token": "user",
-        "username": "determined", "master_url": "http://127.0.0.1:1", "cluster_id": "c", "master_id": "m",
-        "agent_id": "a", "resources_id": "r", "model_definition": b"", "entrypoint": "true",
-    }  # fmt: skip
-    return AllocationRequest(**fields)
+def environment(*slots: Slot, **base: str) -> dict[str, str]:
+    request = allocation_request(Path("/nowhere"), slots=slots)
+    return trial_environment(request, marker="m", temporary_directory=Path("/tmp"), base=base)
 
 
-def test_ranks_that_share_a_device_are_shown_it_once(tmp_path: Path) -> None:
+def test_ranks_that_share_a_device_are_shown_it_once() -> None:
     (slot,) = nvml_slots(stand_in(A), None)
     for slots, shares in (((slot,), None), (shared_slots((slot,), 2), "1")):
-        env = trial_environment(
-            request_for(slots, tmp_path), marker="m", temporary_directory=tmp_path, base={}
-        )
+        env = environment(*slots)
         assert env["CUDA_VISIBLE_DEVICES"].count(",") == 0
         assert env.get("DSTRIAL_SHARE_DEVICE") == shares
 
@@ -171,3 +163,73 @@ def test_more_slots_than_there_are_devices_are_an_error(monkeypatch: pytest.Monk
     monkeypatch.setenv("DSTRIAL_SHARE_DEVICE", "1")
     assert [slot.uuid for slot in devices.find_slots(2)] == [A.uuid, A.uuid]
     assert len(devices.find_slots(None)) == 1
+
+
+# Of a machine with four, to a master that was started with CUDA_VISIBLE_DEVICES=3,1.
+THIRD = Slot(0, "cuda", "NVIDIA", "GPU-3333", "3")
+FIRST = Slot(1, "cuda", "NVIDIA", "GPU-1111", "1")
+INSTANCES = tuple(Slot(i, "cuda", "NVIDIA MIG", f"MIG-{i}", f"MIG-{i}") for i in range(2))
+
+
+def test_deepspeed_finds_nvmls_index_in_what_the_master_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    env = environment(THIRD, FIRST, CUDA_VISIBLE_DEVICES="3,1", CUDA_DEVICE_ORDER="FASTEST_FIRST")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env["CUDA_VISIBLE_DEVICES"])
+
+    indices = [CUDA_Accelerator()._get_nvml_gpu_id(index) for index in range(2)]
+
+    assert indices == [3, 1]
+    # NVML's indices are those of the PCI bus; CUDA's own default is the fastest first.
+    assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    uuids = cluster_info_files(allocation_request(Path("/nowhere"), slots=(THIRD, FIRST)))["resources.json"][
+        "gpu_uuids"
+    ]
+    assert uuids == ["GPU-3333", "GPU-1111"]
+
+
+@pytest.mark.parametrize("slots", [INSTANCES, (THIRD, *INSTANCES)])
+def test_free_memory_of_instances_which_have_no_index_is_asked_of_torch(
+    slots: tuple[Slot, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    from dstrial.ranks.process_group import ask_torch_for_free_memory
+
+    env = environment(*slots)
+    assert env["CUDA_VISIBLE_DEVICES"] == ",".join(slot.uuid for slot in slots)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env["CUDA_VISIBLE_DEVICES"])
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        CUDA_Accelerator()._get_nvml_gpu_id(0)
+    monkeypatch.setattr(CUDA_Accelerator, "available_memory", CUDA_Accelerator.available_memory)
+    # There is no instance here to be asked.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 + (device or 0), 5000))
+
+    ask_torch_for_free_memory()
+
+    accelerator = CUDA_Accelerator()
+    assert (accelerator.available_memory(), accelerator.available_memory(1)) == (1000, 1001)
+
+
+def test_deepspeeds_own_method_stays_where_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    from dstrial.ranks.process_group import ask_torch_for_free_memory
+
+    before = CUDA_Accelerator.available_memory
+    for value in (environment(THIRD)["CUDA_VISIBLE_DEVICES"], "", "0, 1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        ask_torch_for_free_memory()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    ask_torch_for_free_memory()
+    assert CUDA_Accelerator.available_memory is before
+
+
+def test_devices_of_rocm_are_chosen_once() -> None:
+    slots = (Slot(0, "rocm", "AMD", "2"), Slot(1, "rocm", "AMD", "3"))
+
+    env = environment(*slots, ROCR_VISIBLE_DEVICES="2,3", CUDA_VISIBLE_DEVICES="2,3")
+
+    chosen = {name: value for name, value in env.items() if name.endswith("_VISIBLE_DEVICES")}
+    assert chosen == {"HIP_VISIBLE_DEVICES": "2,3"}
