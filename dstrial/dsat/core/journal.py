@@ -14,8 +14,9 @@
     ranks/<n>/           tasks, results and output of the n-th persistent ranks
 
 Events are ``inputs`` (of ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
-``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). A method is pure, so
-replaying the results in order requests the same trials again.
+``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). An event that was copied
+from a trial has its ``position`` in the trial's journal. A method is pure, so replaying the results in order requests the same
+trials again.
 """
 
 from __future__ import annotations
@@ -145,11 +146,12 @@ class SearchRecord:
     def events(self) -> list[dict[str, Any]]:
         return read_json_lines(self.events_path)
 
-    def append(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def append(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         event = {"event": kind, "time": utc_now(), **fields}
         append_json_line(self.events_path, event)
         if self.on_event is not None:
             self.on_event(event)
+        return event
 
     def restore(self, event: Mapping[str, Any]) -> None:
         """Append an event that another process recorded, without calling ``on_event``."""
