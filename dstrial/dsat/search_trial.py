@@ -12,7 +12,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from determined.common.api import bindings
 
 from dstrial.config.documents import yaml_text
 from dstrial.dsat.backends.cluster import ClusterBackend
-from dstrial.dsat.backends.persistent_ranks import PersistentRanks
+from dstrial.dsat.backends.local import PersistentRanks
 from dstrial.dsat.backends.processes import log_lines
 from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_command
 from dstrial.dsat.cli import SearchFlags
@@ -143,12 +143,15 @@ class _Ranks(PersistentRanks):
         context: core.Context,
     ) -> None:
         master.show_in(journal.experiment)
-        super().__init__(settings, record, measuring_command(settings, None, sys.executable), master.publish)
+        super().__init__(settings, record, measuring_command(settings, None, sys.executable))
         self._master, self._journal, self._context = master, journal, context
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
         """Queue a trial; return a handle with the id of the search's experiment."""
         return {**super().start(spec), "experiment_id": self._journal.experiment.id}
+
+    def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
+        return self._master.publish(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
         """End the ranks, and store the result files in a checkpoint of the trial."""
