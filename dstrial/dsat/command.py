@@ -21,14 +21,13 @@ from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import TrialResult, best_of
-from dstrial.dsat.driver.driver import Driver
+from dstrial.dsat.driver.driver import Driver, recorded_inputs
 from dstrial.dsat.driver.dry_runs import gather_inputs, target_here
-from dstrial.dsat.methods import METHODS, search_method
+from dstrial.dsat.methods import METHODS
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan
 from dstrial.dsat.report.live import LiveTable, summary
-from dstrial.dsat.space.filters import Filters
 from dstrial.errors import LaunchError, SearchError
 from dstrial.file_writes import replace_file
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -59,8 +58,6 @@ def run_command(flags: SearchFlags) -> int:
     settings = read_config(flags)
     for warning in settings.warnings:
         sys.stderr.write(f"warning: {warning}\n")
-    # Reject an unknown method before anything is written.
-    search_method(settings.method, settings.space, settings.options, Filters(settings.space))
     try:
         return _search(settings)
     except OSError as error:
@@ -91,7 +88,6 @@ def _search(settings: SearchConfig) -> int:
             return made
 
         settings = with_parallel(settings, _num_parallel(settings, record, backend))
-        filters = Filters(settings.space, disabled=flags.no_gates)
         inputs = None
         if METHODS[settings.method].predicts:
             try:
@@ -102,7 +98,6 @@ def _search(settings: SearchConfig) -> int:
                     "search:        not finished; nothing is measured yet, and the same command begins again"
                 )
                 return 128 + int(signals[0])
-        method = search_method(settings.method, settings.space, settings.options, filters, inputs)
         table = LiveTable(
             flags.metric,
             max_trials=settings.options.max_trials,
@@ -110,15 +105,7 @@ def _search(settings: SearchConfig) -> int:
             budget_s=flags.budget,
         )
         with table:
-            driver = Driver(
-                settings,
-                record,
-                method,
-                backend,
-                table.print_line,
-                table.show,
-                flops_per_record=None if inputs is None else inputs.flops_per_record,
-            )
+            driver = Driver(settings, record, inputs, backend, table.print_line, table.show)
             end = driver.run(signals)
         trials = list(driver.trials.values())
         sys.stdout.write(
@@ -170,9 +157,8 @@ def _inputs(
     settings: SearchConfig, record: SearchRecord, master: Callable[[], ClusterBackend]
 ) -> PredictInputs:
     """Return inputs of method ``predict`` from the journal, else from new dry runs."""
-    for event in record.events():
-        if event["event"] == "inputs":
-            return PredictInputs.from_json(event)
+    if (known := recorded_inputs(record)) is not None:
+        return known
     target = target_here(os.environ)
     if not settings.flags.local:
         target = "cuda" if master().has_accelerators else "cpu"

@@ -11,8 +11,7 @@ import json
 import logging
 import signal
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,11 @@ from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_command
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
-from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.methods import search_method
-from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.space.filters import Filters
+from dstrial.dsat.core.outcome import TrialResult
+from dstrial.dsat.driver.driver import Driver, recorded_inputs
 from dstrial.local.json_files import read_json
 from dstrial.ranks.stop_signals import noted_signals
 from dstrial.scratch import scratch_directory
-
-_PREEMPTION_PERIOD_S = 1.0
 
 
 def main() -> int:
@@ -56,12 +51,24 @@ def main() -> int:
         for event in [*search["events"], *journal.events()]:
             record.restore(event)
         journal.num_events = len(record.events())
-        is_preempted = _watch_preemption(context, signals)
+        is_preempted = False
+
+        def watch_preemption(_trials: Sequence[TrialResult]) -> None:
+            nonlocal is_preempted
+            if not signals and context.preempt.should_preempt():
+                is_preempted = True
+                signals.append(signal.SIGTERM)
+
         with record.lock():
-            driver = _driver(settings, record, _Ranks(settings, record, master, journal, context))
-            end = driver.run(signals)
+            ranks = _Ranks(settings, record, master, journal, context)
+            inputs = recorded_inputs(record)
+            end = Driver(settings, record, inputs, lambda: ranks, _print_line, watch_preemption).run(signals)
     sys.stderr.write(f"dsat: the search ends: {end.reason}\n")
-    return 0 if end.stopped_by is None or is_preempted.is_set() else 128 + int(end.stopped_by)
+    return 0 if end.stopped_by is None or is_preempted else 128 + int(end.stopped_by)
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)  # noqa: T201  # to the trial's log
 
 
 def _settings(search: Mapping[str, Any], trial: det.TrialInfo, directory: Path) -> SearchConfig:
@@ -173,44 +180,6 @@ class _Ranks(PersistentRanks):
         if was_running:
             sys.stdout.write("".join(f"{line}\n" for line in log_lines(self._rank_directory)))
             sys.stdout.flush()
-
-
-def _driver(settings: SearchConfig, record: SearchRecord, ranks: PersistentRanks) -> Driver:
-    described = next((event for event in record.events() if event["event"] == "inputs"), None)
-    inputs = None if described is None else PredictInputs.from_json(described)
-    method = search_method(
-        settings.method,
-        settings.space,
-        settings.options,
-        Filters(settings.space, disabled=settings.flags.no_gates),
-        inputs,
-    )
-    return Driver(
-        settings,
-        record,
-        method,
-        lambda: ranks,
-        lambda line: print(line, flush=True),  # noqa: T201  # to the trial's log
-        flops_per_record=None if inputs is None else inputs.flops_per_record,
-    )
-
-
-def _watch_preemption(context: core.Context, signals: list[signal.Signals]) -> threading.Event:
-    """Append SIGTERM to ``signals`` when the master preempts the trial.
-
-    Returns an event that is set at the preemption.
-    """
-
-    def watch() -> None:
-        while not signals:
-            if context.preempt.should_preempt():
-                is_preempted.set()
-                signals.append(signal.SIGTERM)
-            done.wait(_PREEMPTION_PERIOD_S)
-
-    done, is_preempted = threading.Event(), threading.Event()
-    threading.Thread(target=watch, name="dsat-preemption", daemon=True).start()
-    return is_preempted
 
 
 if __name__ == "__main__":

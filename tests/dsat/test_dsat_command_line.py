@@ -18,14 +18,13 @@ from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_door
 from dstrial.dsat import compat
 from dstrial.dsat.backends.trial_spec import (
-    RESULTS_EXPERIMENT,
     full_config,
     measuring_command,
     measuring_spec,
+    results_config,
     search_config,
 )
 from dstrial.dsat.cli import build_parser, with_method
-from dstrial.dsat.methods import METHOD_NAMES
 from dstrial.dsat.space.space import Space
 from dstrial.errors import ConfigError
 
@@ -186,7 +185,8 @@ def test_submitted_module_paths_are_importable(experiment: Path) -> None:
     trial = settings_of(experiment)
     script_path = _write(experiment.parent, entrypoint="python3 train.py --deepspeed ds.json")
     script = settings_of(script_path)
-    written = [str(RESULTS_EXPERIMENT["entrypoint"]), *measuring_command(script, "gen.yaml", "python")]
+    results = results_config(trial, "abcd").config
+    written = [str(results["entrypoint"]), *measuring_command(script, "gen.yaml", "python")]
     for settings in (trial, script):
         written.append(json.dumps(measuring_spec(settings, settings.space.smallest(), 3, "abcd").config))
     written += [
@@ -288,31 +288,8 @@ def test_command_without_method_predicts(
 
 def test_compat_has_constants_of_determined_dsat() -> None:
     assert set(dsat.__all__) <= set(dir(dsat))
-    assert (dsat.CONFIG_KEY, dsat.OVERWRITE_KEY) == ("deepspeed_config", "overwrite_deepspeed_args")
-    assert (dsat.USE_DSAT_MODE_KEY, dsat.GAS_DEFAULT) == ("_use_dsat_mode", 1)
-    assert dsat.ALL_SEARCH_METHOD_NAMES == METHOD_NAMES
-    assert {*dsat.SMALLER_IS_BETTER_METRICS, *dsat.LARGER_IS_BETTER_METRICS} == set(dsat.METRIC_NAMES)
-    old = {name.replace("_", "-"): value for name, value in OLD_DEFAULTS.items()}
-    known = {name: value for name, value in old.items() if name != "zero-stages"}
-    assert {name: dsat.AUTOTUNING_ARG_DEFAULTS[name] for name in known} == known
-    assert dsat.DEFAULT_ZERO_SEARCH_SPACE[2]["overlap_comm"] == (False, True)
-    assert "allgather_bucket_size" not in dsat.DEFAULT_ZERO_SEARCH_SPACE[3]
-    for name in ("ARGS_PKL_PATH", "MODEL_INFO_PROFILING_PATH", "AUTOTUNING_RESULTS_PATH"):
-        assert getattr(compat, name).endswith((".pkl", ".json"))
-    assert compat.SMALLER_IS_BETTER is True
-    assert compat.DEFAULT_SEARCH_RUNNER_CONFIG["resources"] == {"slots_per_trial": 0}
-
-
-@pytest.mark.process
-def test_importing_compat_builds_no_parser() -> None:
-    program = (
-        "import sys; from dstrial.dsat.compat import CONFIG_KEY; from dstrial.dsat import get_ds_config_from_hparams; "
-        "print([name for name in ('dstrial.dsat.cli', 'dstrial.dsat.methods', 'numpy') if name in sys.modules])"
-    )
-
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-
-    assert ended.stdout.strip() == "[]"
+    assert (compat.CONFIG_KEY, compat.OVERWRITE_KEY) == ("deepspeed_config", "overwrite_deepspeed_args")
+    assert (compat.USE_DSAT_MODE_KEY, compat.GAS_DEFAULT) == ("_use_dsat_mode", 1)
 
 
 def test_of_pool_selects_agents_of_pool_or_all() -> None:

@@ -28,9 +28,7 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.methods import search_method
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.space.filters import Filters
 
 _SEARCH_ID = "0123abcd"
 _GRID = ROOT / "benchmarks" / "dsat_recorded" / "grid.json"
@@ -175,11 +173,8 @@ def _searched(
     with record.lock():
         if inputs is not None:
             record.append("inputs", {**inputs.to_json(), "seconds": 1.0})
-        method = search_method(
-            settings.method, settings.space, settings.options, Filters(settings.space), inputs
-        )
         backend = _Answering(lambda trial_id: outcome_of(driver.trials[trial_id].candidate))
-        driver = Driver(settings, record, method, lambda: backend, told.append, poll_s=0.0)
+        driver = Driver(settings, record, inputs, lambda: backend, told.append, poll_s=0.0)
         driver.run([])
     files = {path.name: path.read_text() for path in sorted(output.iterdir()) if path.suffix != ".lock"}
     files["printed.txt"] = "".join(f"{line}\n" for line in told)

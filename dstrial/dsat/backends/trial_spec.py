@@ -7,7 +7,6 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from dstrial.config.documents import yaml_text
@@ -26,15 +25,6 @@ _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (_LAUNCHER, "determined.launch.deepspeed", "determined.launch.torch_distributed")
 _AROUND_FIT = "dstrial.dsat.rank.context:around_fit"
 RESULTS_DIRECTORY = "dsat_results"  # in the context of the experiment that stores the results
-RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
-    {
-        "searcher": {"name": "single", "max_length": {"batches": 1}},
-        "max_restarts": 0,
-        "resources": {"slots_per_trial": 0},
-        "entrypoint": "python3 -m dstrial.dsat.keep_results",
-    }
-)
-"""Config fields of the experiment whose checkpoint stores the results of launched trials."""
 _RESULTS_KEYS = ("checkpoint_storage", "project", "workspace", "environment", "bind_mounts")
 _MAX_STEPS = 1000
 _BENCHMARKED_TRIALS = 2  # the second trial measures the machine, too, because the first may fail
@@ -112,9 +102,9 @@ def results_config(settings: SearchConfig, search_id: str) -> TrialSpec:
     single = _single(settings, label, "dsat results", "keeps the results of the search in a checkpoint", 1)
     config = {
         **{name: written[name] for name in _RESULTS_KEYS if name in written},
-        **RESULTS_EXPERIMENT,
         **single,
-        "searcher": {**RESULTS_EXPERIMENT["searcher"], **single["searcher"]},
+        "resources": {"slots_per_trial": 0},
+        "entrypoint": "python3 -m dstrial.dsat.keep_results",
     }
     return TrialSpec(0, config, {}, label)
 

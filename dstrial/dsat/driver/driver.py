@@ -28,14 +28,23 @@ from dstrial.dsat.core.outcome import (
 )
 from dstrial.dsat.driver.normalize import caveats, normalized
 from dstrial.dsat.driver.outputs import LiveReport, SearchFiles
-from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, Note, Skip
+from dstrial.dsat.methods import search_method
+from dstrial.dsat.methods.base import Action, Finish, Measure, Note, Skip
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.report.live import ended_line
+from dstrial.dsat.space.filters import Filters
 from dstrial.errors import DstrialError, SearchError
 
 logger = logging.getLogger("dstrial.dsat")
 
 _MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
 _DEADLINE_FACTOR = 5.0
+
+
+def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
+    """Return the inputs of method ``predict`` in the record; None before the dry runs."""
+    event = next((event for event in record.events() if event["event"] == "inputs"), None)
+    return None if event is None else PredictInputs.from_json(event)
 
 
 class Driver:
@@ -45,17 +54,17 @@ class Driver:
         self,
         settings: SearchConfig,
         record: SearchRecord,  # locked by the caller
-        method: ConfigSearch,
+        inputs: PredictInputs | None,  # of dry runs
         backend: Callable[[], Backend | RemoteSearch],  # called at the first trial that has to run
         print_line: Callable[[str], None],
         show: Callable[[Sequence[TrialResult]], None] = lambda _trials: None,
         *,
         poll_s: float = 0.1,
-        flops_per_record: float | None = None,  # of a dry run, on one rank; used if a trial counts none
     ) -> None:
         self._settings = settings
         self._record = record
-        self._method = method
+        filters = Filters(settings.space, disabled=settings.flags.no_gates)
+        self._method = search_method(settings.method, settings.space, settings.options, filters, inputs)
         self._make_backend = backend
         self._backend: Backend | RemoteSearch | None = None
         self._measurer: Backend | None = None  # the backend, while this process decides what it measures
@@ -63,7 +72,7 @@ class Driver:
         self._print_line = print_line
         self._show = show
         self._poll_s = poll_s
-        self._flops_per_record = flops_per_record
+        self._flops_per_record = None if inputs is None else inputs.flops_per_record
         self._notes: list[str] = []
         self.trials: dict[int, TrialResult] = {}
         self._open: dict[int, Measure] = {}

@@ -26,9 +26,7 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of
 from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.methods import search_method
 from dstrial.dsat.report.live import summary
-from dstrial.dsat.space.filters import Filters
 from dstrial.errors import ConfigError, LaunchError, SearchError
 
 
@@ -142,9 +140,8 @@ def _run(
     told: list[str] = []
     signals: list[signal.Signals] = world.get("signals", [])
     with record.lock():
-        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
         backend = FormulaBackend(world, die_at)
-        driver = Driver(settings, record, method, lambda: backend, told.append, poll_s=0.0)
+        driver = Driver(settings, record, None, lambda: backend, told.append, poll_s=0.0)
         return driver.run(signals), driver, told
 
 
@@ -227,9 +224,8 @@ def test_full_disk_counts_as_no_attempt(experiment: Path, monkeypatch: pytest.Mo
 
     for poll in (of_search, of_search, of_search, of_rank, of_rank, of_rank):
         monkeypatch.setattr(PersistentRanks, "poll", poll)
-        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
         backend = functools.partial(PersistentRanks, settings, record, ["false"])
-        driver = Driver(settings, record, method, backend, lambda _line: None, poll_s=0.0)
+        driver = Driver(settings, record, None, backend, lambda _line: None, poll_s=0.0)
         with record.lock(), pytest.raises((OSError, SearchError), match="No space left on device"):
             driver.run([])
 
@@ -408,9 +404,8 @@ def test_followed_search_leaves_results_of_local_search(experiment: Path) -> Non
 
     def followed(remote: _Remote) -> tuple[SearchStatus, Driver, list[str]]:
         record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
-        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
         printed: list[str] = []
-        driver = Driver(settings, record, method, lambda: remote, printed.append, poll_s=0.0)
+        driver = Driver(settings, record, None, lambda: remote, printed.append, poll_s=0.0)
         with record.lock():
             return driver.run([]), driver, printed
 
