@@ -46,6 +46,7 @@ from dstrial.local.run_directory import utc_now
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SEARCH_FILE = "dsat_search.json"  # in the context of a search's trial: flags, and the journal so far
 EVENTS_GROUP = "dsat"  # metric group of a search's events; steps_completed is the index in the journal
+BEST_NAMES = ("best_ds_config.json", "best_ds_metrics.json", "best_experiment.yaml")
 TASKS_NAME, RESULTS_NAME = "tasks.jsonl", "results.jsonl"  # queues to and from persistent ranks
 
 
@@ -60,22 +61,6 @@ class SearchRecord:
     @property
     def events_path(self) -> Path:
         return self.path / "events.jsonl"
-
-    @property
-    def best_config_path(self) -> Path:
-        return self.path / "best_ds_config.json"
-
-    @property
-    def best_metrics_path(self) -> Path:
-        return self.path / "best_ds_metrics.json"
-
-    @property
-    def best_experiment_path(self) -> Path:
-        return self.path / "best_experiment.yaml"
-
-    @property
-    def trials_path(self) -> Path:
-        return self.path / "trials.json"
 
     def trial_path(self, trial_id: int) -> Path:
         return self.path / "trials" / str(trial_id)

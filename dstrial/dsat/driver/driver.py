@@ -10,35 +10,41 @@ import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.backends.base import Backend, Ended, RemoteSearch
-from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_spec
+from dstrial.dsat.backends.trial_spec import TrialSpec, full_config, measuring_spec, write_config
 from dstrial.dsat.config import SearchConfig
-from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus, is_final
+from dstrial.dsat.core.journal import BEST_NAMES, DISK_FULL_ERRORS, SearchRecord, SearchStatus, is_final
 from dstrial.dsat.core.outcome import (
     Failure,
     FailureKind,
     Measured,
     TrialResult,
+    best_of,
     highest,
     outcome_from_json,
     outcome_to_json,
 )
-from dstrial.dsat.driver.normalize import caveats, normalized
-from dstrial.dsat.driver.outputs import LiveReport, SearchFiles
+from dstrial.dsat.driver.normalize import caveats, mismatch_with_request, with_model_flops
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, Finish, Measure, Note, Skip
 from dstrial.dsat.predictor.inputs import PredictInputs
+from dstrial.dsat.report.document import SearchFacts, live_document, report_document
 from dstrial.dsat.report.live import ended_line
+from dstrial.dsat.report.markdown import REPORT_NAMES, write_report
 from dstrial.dsat.space.filters import Filters
 from dstrial.errors import DstrialError, SearchError
+from dstrial.local.json_files import write_json_atomically
 
 logger = logging.getLogger("dstrial.dsat")
 
 _MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
 _DEADLINE_FACTOR = 5.0
+_REPORT_PERIOD_S = 2.0
+# A report of many trials takes long to make: reports take at most about 1/20 of the search's time.
+_MIN_PAUSES = 20.0
 
 
 def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
@@ -78,8 +84,8 @@ class Driver:
         self._open: dict[int, Measure] = {}
         self._handles: dict[int, dict[str, Any]] = {}  # of submitted trials, by id
         self._signals: list[signal.Signals] = []
-        self._files = SearchFiles(settings, record, print_line)
-        self._live_report = LiveReport(self._report_so_far)
+        self._has_news = False  # since the last published report
+        self._next_report_s = 0.0
         self._end: Finish | None = None
         self._is_cleared = False
         self._described_s = 0.0
@@ -108,9 +114,7 @@ class Driver:
             if isinstance(end, signal.Signals):
                 self._record.append("interrupted", {"signal": end.name})
             self._write_files()
-            self._files.write_report(
-                end, self._method.report_facts(), self._notes, list(self.trials.values())
-            )
+            self._write_report(end)
             if isinstance(end, Finish) and not self._is_cleared:
                 self._clear()
             elif isinstance(end, signal.Signals) and self._backend is not None:
@@ -143,7 +147,7 @@ class Driver:
                 for measure in self._open.values():
                     self._backend.adopt(self._spec(measure), self._handles.get(measure.trial_id, {}))
         try:
-            self._backend.finish(self._files.read())
+            self._backend.finish(self._read_files())
             self._record.append("cleared", {})
         except KeyboardInterrupt:
             if not self._signals:
@@ -171,7 +175,7 @@ class Driver:
             else:
                 self._end_overdue(backend)
                 self._take_ended(backend)
-                self._live_report.publish_if_due(backend)
+                self._publish_if_due(backend)
             self._show(list(self.trials.values()))
             time.sleep(self._poll_s)
 
@@ -225,7 +229,7 @@ class Driver:
         self.trials[trial_id] = dataclasses.replace(
             self.trials[trial_id], outcome=outcome, seconds=event.get("seconds")
         )
-        self._live_report.note_news()
+        self._has_news = True
         actions = self._method.on_result(trial_id, outcome)
         if isinstance(outcome, Measured) and self._settings.flags.metric == "FLOPS_per_gpu":
             notes = [note for note in caveats(outcome, self._measured()[0]) if note not in self._notes]
@@ -237,7 +241,7 @@ class Driver:
 
     def _apply(self, actions: list[Action]) -> None:
         for action in actions:
-            self._live_report.note_news()
+            self._has_news = True
             if isinstance(action, Measure):
                 self._open[action.trial_id] = action
                 description = self._settings.space.describe(action.candidate)
@@ -288,13 +292,15 @@ class Driver:
                 f"trial {ended.trial_id} finds no room on the disk ({ended.outcome.message}); expected some. Make room, and "
                 "repeat the command: the trial is measured again."
             )
-        outcome = normalized(
-            ended.outcome,
-            self._open[ended.trial_id].candidate,
-            self._measured(),
-            flops_per_record=self._flops_per_record,
-            num_replicas=self._settings.space.replicas,
-        )
+        outcome = ended.outcome
+        if isinstance(outcome, Measured):
+            wrong = mismatch_with_request(outcome, self._open[ended.trial_id].candidate)
+            outcome = wrong or with_model_flops(
+                outcome,
+                next(iter(self._measured()), None),
+                flops_per_record=self._flops_per_record,
+                num_replicas=self._settings.space.replicas,
+            )
         fields = {"trial_id": ended.trial_id, "seconds": ended.seconds, **outcome_to_json(outcome)}
         self._on_event(self._record.append("result", fields))
 
@@ -338,9 +344,62 @@ class Driver:
             return self._settings.flags.trial_timeout
         return max(_DEADLINE_FACTOR * max(expected_s), _MIN_DEADLINE_S)
 
-    def _report_so_far(self, reason: str = "") -> dict[str, Any]:
-        facts = self._method.report_facts()
-        return self._files.live_report(facts, self._notes, list(self.trials.values()), reason)
-
     def _write_files(self) -> None:
-        self._files.write(list(self.trials.values()))
+        """Write all trials and the best configuration; on an OSError, print a line."""
+        trials, settings = list(self.trials.values()), self._settings
+        best = best_of(trials, settings.flags.metric)
+        config, metrics, experiment = (self._record.path / name for name in BEST_NAMES)
+        with self._tolerate_full_disk("the results"):
+            rows = [trial.to_json() for trial in trials]
+            write_json_atomically(self._record.path / "trials.json", rows, sync=False)
+            if best is not None and isinstance(best.outcome, Measured):
+                write_json_atomically(config, settings.space.config(best.candidate))
+                write_json_atomically(metrics, dict(best.outcome.metrics))
+                write_config(experiment, full_config(settings, best.candidate))
+
+    def _read_files(self) -> dict[str, str]:
+        """Return file name -> text of the search's existing result files."""
+        paths = [self._record.path / name for name in (*BEST_NAMES, "trials.json", *REPORT_NAMES)]
+        return {path.name: path.read_text() for path in paths if path.exists()}
+
+    def _write_report(self, end: Finish | signal.Signals) -> None:
+        if isinstance(end, Finish):
+            facts = dataclasses.replace(self._facts(end.reason), is_finished=True, is_failure=end.is_failure)
+        else:
+            facts = self._facts(f"interrupted by {end.name}")
+        with self._tolerate_full_disk("the report"):
+            write_report(self._record.path, facts, self._settings.space, list(self.trials.values()))
+
+    @contextlib.contextmanager
+    def _tolerate_full_disk(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._print_line(f"{what} cannot be written ({error}); expected room on the disk")
+
+    def _publish_if_due(self, backend: Backend) -> None:
+        """Publish the report of a running search after changes, at a limited rate."""
+        began_s = time.monotonic()
+        if self._has_news and began_s >= self._next_report_s:
+            self._has_news = not backend.publish(self._report_so_far)
+            took_s = time.monotonic() - began_s
+            self._next_report_s = began_s + max(_REPORT_PERIOD_S, _MIN_PAUSES * took_s)
+
+    def _report_so_far(self, reason: str = "") -> dict[str, Any]:
+        document = report_document(self._facts(reason), self._settings.space, list(self.trials.values()))
+        # The page shows the newest of several experiments' reports.
+        return {**live_document(document), "told_s": time.time()}
+
+    def _facts(self, reason: str) -> SearchFacts:
+        """Return the facts of an unfinished search."""
+        settings = self._settings
+        return SearchFacts(
+            name=settings.experiment.name or settings.output.name,
+            method=settings.method,
+            metric=settings.flags.metric,
+            reason=reason,
+            is_finished=False,
+            num_slots=settings.num_slots,
+            predicted=self._method.report_facts(),
+            notes=(*settings.warnings, *self._notes),
+        )

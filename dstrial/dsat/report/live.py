@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.journal import BEST_NAMES, SearchRecord
 from dstrial.dsat.core.outcome import Failure, Measured, TrialResult, best_of, gain_over, own_of
 from dstrial.dsat.report import formatting
 from dstrial.dsat.report.document import UNITS, memory_bytes
@@ -131,10 +131,9 @@ def summary(
         lines.append(f"{metric + ':':<15}{value}{_over_own(trials, best, metric)}")
         if isinstance(best.outcome, Measured) and (rates := formatting.rates(best.outcome.metrics)):
             lines.append(f"samples/s:     {rates}")
-        lines.append(f"config:        {record.best_config_path}")
-        lines.append(f"metrics:       {record.best_metrics_path}")
-        lines.append(f"experiment:    {record.best_experiment_path}")
-    lines.append(f"all trials:    {record.trials_path}")
+        for title, name in zip(("config:", "metrics:", "experiment:"), BEST_NAMES, strict=True):
+            lines.append(f"{title:<15}{record.path / name}")
+    lines.append(f"all trials:    {record.path / 'trials.json'}")
     lines.append(f"report:        {record.path / 'report.md'}")
     failures = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failure)]
     if is_finished and failures and (best is None or any(kind.ends_search for kind in failures)):

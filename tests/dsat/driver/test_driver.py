@@ -238,14 +238,14 @@ def test_the_report_so_far_is_shown_where_trials_run_once_for_all_news_of_a_whil
 ) -> None:
     settings = _settings(experiment, "--max-trials", "6")
     rare: dict[str, Any] = {"started": {}}
-    monkeypatch.setattr("dstrial.dsat.driver.outputs._PERIOD_S", 1e9)
+    monkeypatch.setattr("dstrial.dsat.driver.driver._REPORT_PERIOD_S", 1e9)
     _run(settings, rare)
     (shown,) = rare["shown"]
     assert "running" in [row["state"] for row in shown["trials"]]
     shutil.rmtree(settings.output)
 
-    monkeypatch.setattr("dstrial.dsat.driver.outputs._PERIOD_S", 0.0)
-    monkeypatch.setattr("dstrial.dsat.driver.outputs._MIN_PAUSES", 0.0)
+    monkeypatch.setattr("dstrial.dsat.driver.driver._REPORT_PERIOD_S", 0.0)
+    monkeypatch.setattr("dstrial.dsat.driver.driver._MIN_PAUSES", 0.0)
     often: dict[str, Any] = {"started": {}}
     _, driver, _ = _run(settings, often)
     measured = [sum(row["state"] == "measured" for row in one["trials"]) for one in often["shown"]]

@@ -116,15 +116,6 @@ def test_sensitivity_compares_best_of_each_value() -> None:
         assert level["loss"] == pytest.approx(1 - best / top)
 
 
-def test_needs_of_larger_micro_batch_in_bytes() -> None:
-    document = _document()
-    best = next(row for row in document["trials"] if row["trial_id"] == document["best"])
-    need = next(one for one in document["needs"] if one["trial_id"] == document["best"])
-
-    more = need["micro_batch_size"] - best["micro_batch_size"]
-    assert need["missing_bytes"] == pytest.approx(best["memory_bytes"] + more * 1.1e9 - 40e9)
-
-
 def test_predicted_needs_of_failed_own_are_reported(
     tmp_path: Path,
 ) -> None:
