@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +15,7 @@ from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_door
 from dstrial.dsat import compat
 from dstrial.dsat.backends.trial_spec import (
-    full_config,
     measuring_command,
-    measuring_spec,
-    results_config,
-    search_config,
 )
 from dstrial.dsat.cli import build_parser, with_method
 from dstrial.dsat.space.space import Space
@@ -133,33 +126,6 @@ def test_entrypoint_deepspeed_flag_bare_or_equal_is_accepted(experiment: Path, f
     assert settings_of(path).trial is None
 
 
-def test_measuring_spec_is_single_experiment_without_restarts(experiment: Path) -> None:
-    settings = settings_of(experiment, "-m", "latency")
-    candidate = settings.space.smallest()
-
-    spec = measuring_spec(settings, candidate, 3, "abcd")
-
-    assert spec.config["searcher"] == {
-        "name": "single",
-        "metric": "latency",
-        "smaller_is_better": True,
-        "max_length": {"batches": 1000},
-    }
-    assert spec.config["max_restarts"] == 0
-    assert spec.config["entrypoint"].endswith("-m dstrial.dsat.rank --trial model_def:MyTrial")
-    assert "min_validation_period" not in spec.config
-    hparams = spec.config["hyperparameters"]
-    assert hparams["_use_dsat_mode"] is True
-    assert hparams["_dsat"] == {"first_step": 3, "min_steps": 6, "max_s": 60.0, "num_batches": 1000}
-    assert hparams["lr"] == 0.1
-    assert hparams["overwrite_deepspeed_args"]["train_micro_batch_size_per_gpu"] == 1
-    assert spec.label in spec.config["labels"]
-    full = full_config(settings, candidate)
-    assert set(full) == set(settings.written)
-    assert full["searcher"]["max_length"] == {"epochs": 10}
-    assert "_use_dsat_mode" not in full["hyperparameters"]
-
-
 @pytest.mark.parametrize(
     "entrypoint",
     [
@@ -179,28 +145,6 @@ def test_local_command_of_script_uses_launcher(experiment: Path, entrypoint: str
     launch = ["python", "-m", "dstrial.launch", "--slots", "2", "--config", "gen.yaml", "--context-dir", "."]
     script = ["-m", "dstrial.dsat.rank.standalone_script", "train.py", "--deepspeed", "ds.json"]
     assert command == [*launch, *script]
-
-
-def test_submitted_module_paths_are_importable(experiment: Path) -> None:
-    trial = settings_of(experiment)
-    script_path = _write(experiment.parent, entrypoint="python3 train.py --deepspeed ds.json")
-    script = settings_of(script_path)
-    results = results_config(trial, "abcd").config
-    written = [str(results["entrypoint"]), *measuring_command(script, "gen.yaml", "python")]
-    for settings in (trial, script):
-        written.append(json.dumps(measuring_spec(settings, settings.space.smallest(), 3, "abcd").config))
-    written += [
-        str(search_config(trial, "abcd").config["entrypoint"]),
-        *measuring_command(trial, None, "python"),
-    ]
-
-    paths = re.findall(r"\b(dstrial(?:\.\w+)+):?(\w*)", "\n".join(written))
-
-    assert len({path for path, _ in paths}) >= 5
-    for module, name in set(paths):
-        found = importlib.import_module(module)
-        assert found.__name__ == module
-        assert not name or hasattr(found, name)
 
 
 def test_fingerprint_depends_on_deciding_flags_only(experiment: Path) -> None:

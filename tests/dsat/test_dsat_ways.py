@@ -24,7 +24,6 @@ def test_example_readme_shows_diff_to_plain_script(name: str) -> None:
     assert "```diff\n" + "\n".join(difference) + "\n```" in (folder / "README.md").read_text()
 
 
-@pytest.mark.exhaustive("tests/dsat/test_core_api_step_by_step.py::test_core_api_search_measures_every_trial")
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_local_core_api_script_is_tuned_and_trained(tmp_path: Path) -> None:

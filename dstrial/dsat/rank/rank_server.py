@@ -120,15 +120,13 @@ class RankServer:
     def measure(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
         """Build, measure and tear down a trial.
 
-        Returns a dictionary: ``outcome``; ``grown``, the resources that grew since the first task; ``details``, seconds of each
-        part and the ``ProcessUsage``.
+        Returns a dictionary: ``outcome``; ``grown``, the resources that grew since the first task; ``details``, the
+        ``ProcessUsage``.
 
         Ranks: all, collectively.
         """
-        began_s, cpu_began_s = time.perf_counter(), time.process_time()
         timer = StepTimer(limits_from(hparams), measures_bare=True)
-        outcome, built_s, cpu_built_s = self._train(hparams, timer)
-        measured_s, cpu_measured_s = time.perf_counter(), time.process_time()
+        outcome = self._train(hparams, timer)
         if isinstance(outcome, Failure):
             # If the other ranks never reach the all-gather, this rank exits, and its launcher ends them.
             self._grace = threading.Timer(_GRACE_S, _exit_with_failure, (outcome,))
@@ -140,19 +138,9 @@ class RankServer:
         usage = process_usage()
         grown = [] if self._baseline is None else usage.grown_over(self._baseline)
         self._baseline = self._baseline or usage
-        details = {
-            "build_s": built_s - began_s,
-            "measure_s": measured_s - built_s,
-            "tear_down_s": time.perf_counter() - measured_s,
-            "measure_cpu_s": cpu_measured_s - cpu_built_s,
-            "other_cpu_s": cpu_built_s - cpu_began_s + time.process_time() - cpu_measured_s,
-            **dataclasses.asdict(usage),
-        }
-        return {"outcome": outcome_to_json(outcome), "grown": grown, "details": details}
+        return {"outcome": outcome_to_json(outcome), "grown": grown, "details": dataclasses.asdict(usage)}
 
-    def _train(self, hparams: Mapping[str, Any], timer: StepTimer) -> tuple[Outcome, float, float]:
-        """Return the outcome, and wall and CPU time, in seconds, when the trial was built."""
-        built_s, cpu_built_s = time.perf_counter(), time.process_time()
+    def _train(self, hparams: Mapping[str, Any], timer: StepTimer) -> Outcome:
         reset_host_peak()
         try:
             if self._trial_class is None:
@@ -164,16 +152,14 @@ class RankServer:
             torch.manual_seed(self._seed)
             context = self._context(hparams)
             with observe_engines(timer):
-                trial = self._trial_class(context)
-                built_s, cpu_built_s = time.perf_counter(), time.process_time()
-                outcome: Outcome = measure_trial(trial, context, timer)
+                return measure_trial(self._trial_class(context), context, timer)
         except KeyboardInterrupt:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001  # reported to the search
-            outcome = failure_of(error, timer)
-            sys.stderr.write(f"dsat: {outcome.kind.value}: {outcome.message}\n")
+            failure = failure_of(error, timer)
+            sys.stderr.write(f"dsat: {failure.kind.value}: {failure.message}\n")
             sys.stderr.flush()
-        return outcome, built_s, cpu_built_s
+            return failure
 
     def _context(self, hparams: Mapping[str, Any]) -> DeepSpeedTrialContext:
         """Return a new trial context, whose core context reports nothing."""

@@ -95,13 +95,8 @@ class LiveTable:
         line = "best so far: nothing was measured yet"
         if best is not None:
             amount = formatting.amount(abs(best.score(self._metric) or 0.0))
-            gain = gain_over(best, own_of(trials), self._metric)
-            line = f"best so far: {amount} {UNITS[self._metric]}"
-            if best.candidate.is_own:
-                line += " (yours)"
-            else:
-                over = "" if gain is None else f" ({formatting.share(gain, signed=True)} over yours)"
-                line += f"{over}: {best.description}"
+            over = _over_own(trials, best, self._metric)
+            line = f"best so far: {amount} {UNITS[self._metric]}{over}: {best.description}"
         return Group(table, bar, Text(line, style="bold", no_wrap=True, overflow="ellipsis"))
 
     def _time_left(self, trials: Sequence[TrialResult], running_s: float) -> str:
