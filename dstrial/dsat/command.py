@@ -27,7 +27,7 @@ from dstrial.dsat.methods import METHODS
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan
-from dstrial.dsat.report.live import LiveTable, summary
+from dstrial.dsat.report.live import LiveProgress, summary
 from dstrial.errors import LaunchError, SearchError
 from dstrial.file_writes import replace_file
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -98,14 +98,8 @@ def _search(settings: SearchConfig) -> int:
                     "search:        not finished; nothing is measured yet, and the same command begins again"
                 )
                 return 128 + int(signals[0])
-        table = LiveTable(
-            flags.metric,
-            max_trials=settings.options.max_trials,
-            num_parallel=settings.options.num_parallel,
-            budget_s=flags.budget,
-        )
-        with table:
-            driver = Driver(settings, record, inputs, backend, table.print_line, table.show)
+        with LiveProgress(flags.metric, settings.options.max_trials) as progress:
+            driver = Driver(settings, record, inputs, backend, progress.print_line, progress.show)
             end = driver.run(signals)
         trials = list(driver.trials.values())
         sys.stdout.write(

@@ -43,7 +43,7 @@ logger = logging.getLogger("dstrial.dsat")
 
 _MAX_ATTEMPTS = 2
 _NEAR = 0.10  # a result worse than the incumbent by at most this fraction has the incumbent measured again
-_RATES = ("throughput", "bare_throughput", "FLOPS_per_gpu", "hardware_FLOPS_per_gpu")
+_RATES = ("throughput", "FLOPS_per_gpu", "hardware_FLOPS_per_gpu")
 _TIMES = ("latency", "latency_low", "latency_high", "forward", "backward", "step")
 
 

@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, f
 from dstrial.dsat.rank.cleanup import ProcessState, ProcessUsage, process_usage, reset_host_peak
 from dstrial.dsat.rank.context import failure_of, limits_from
 from dstrial.dsat.rank.microbench import with_machine
-from dstrial.dsat.rank.step_timer import Mode, StepTimer
+from dstrial.dsat.rank.step_timer import StepTimer
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.launch.trial_import import import_trial
 from dstrial.local.json_files import JsonLinesTail, append_json_line
@@ -125,7 +125,7 @@ class RankServer:
 
         Ranks: all, collectively.
         """
-        timer = StepTimer(limits_from(hparams), measures_bare=True)
+        timer = StepTimer(limits_from(hparams))
         outcome = self._train(hparams, timer)
         if isinstance(outcome, Failure):
             # If the other ranks never reach the all-gather, this rank exits, and its launcher ends them.
@@ -180,7 +180,7 @@ class RankServer:
 def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, timer: StepTimer) -> Measured:
     """Train until ``timer`` is done, without validation, reports or checkpoints.
 
-    The caller must build the trial inside ``observe_engines(timer)``, with a timer that measures bare steps, too.
+    The caller must build the trial inside ``observe_engines(timer)``.
 
     Ranks: all, collectively.
     """
@@ -200,20 +200,13 @@ def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, timer: 
     runtime.bind_training_iterator(iterator)
     runtime.set_training(True)
     calls = range(runtime.train_calls_per_batch)
-    is_repeating = False
-    source: Iterator[Any] | None = iterator
     try:
         for batch_idx in itertools.count():
             if timer.is_done:
                 break
-            if timer.mode is Mode.BARE and not is_repeating:
-                is_repeating = True
-                # Repeat one micro batch, so that reading takes no time; ranks without data have none.
-                source = None if iterator is None else itertools.repeat(next(iterator))
-                runtime.bind_training_iterator(source)
             runtime.current_batch_idx = batch_idx
             for _ in calls:
-                trial.train_batch(source, batch_idx // epoch_length if epoch_length else 0, batch_idx)
+                trial.train_batch(iterator, batch_idx // epoch_length if epoch_length else 0, batch_idx)
     finally:
         runtime.bind_training_iterator(None)
     return with_machine(timer.result(), context.get_hparams().get(SETTINGS_KEY), timer.dtype)
