@@ -79,7 +79,7 @@ def _search(settings: SearchConfig) -> int:
         def master() -> ClusterBackend:
             from dstrial.dsat.backends.cluster import ClusterBackend
 
-            return ClusterBackend(settings, lambda: bool(signals), record.search_id)
+            return ClusterBackend(settings, lambda: bool(signals))
 
         @functools.cache
         def backend() -> Backend | RemoteSearch:

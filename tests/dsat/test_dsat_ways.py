@@ -67,21 +67,8 @@ def test_trainer_script_with_auto_batch_is_tuned(tmp_path: Path, shared_master: 
     (trial,) = client.get(f"/api/v1/experiments/{measured['handle']['experiment_id']}/trials")["trials"]
     assert measured["metrics"]["num_steps"] >= 4
     assert not client.get(f"/api/v1/trials/{trial['id']}/checkpoints")["checkpoints"]
-    # Trials that were launched one by one leave nobody who could keep what was found, so that an experiment without slots does.
-    label = f"dsat-{json.loads((output / 'search.json').read_text())['search_id']}-results"
-    (keeper,) = client.get(f"/api/v1/experiments?labels={label}")["experiments"]
-    waited = shared_master.det("experiment", "wait", "--polling-interval", "1", str(keeper["id"]))
-    assert waited.returncode == 0, waited.stdout + waited.stderr
-    (trial,) = client.get(f"/api/v1/experiments/{keeper['id']}/trials")["trials"]
-    (checkpoint,) = client.get(f"/api/v1/trials/{trial['id']}/checkpoints")["checkpoints"]
-    kept = {
-        "best_ds_config.json",
-        "best_ds_metrics.json",
-        "best_experiment.yaml",
-        "trials.json",
-        "report.md",
-    }
-    assert kept <= checkpoint["resources"].keys()
+    notes = client.get(f"/api/v1/experiments/{measured['handle']['experiment_id']}")["experiment"]["notes"]
+    assert "report.json" in notes
 
 
 def _search(

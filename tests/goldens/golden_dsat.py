@@ -19,7 +19,6 @@ from dstrial.dsat.backends.trial_spec import (
     full_config,
     measuring_command,
     measuring_spec,
-    results_config,
     search_config,
 )
 from dstrial.dsat.cli import build_parser, flags_of
@@ -125,7 +124,6 @@ def submissions(scratch: Path) -> dict[str, str]:
             "fingerprint": settings.fingerprint,
             "trial 1": measuring_spec(settings, own, 1, _SEARCH_ID),
             "trial 3": measuring_spec(settings, smallest, 3, _SEARCH_ID),
-            "results": results_config(settings, _SEARCH_ID),
         }
         shown = {key: _spec(value) if isinstance(value, TrialSpec) else value for key, value in found.items()}
         shown["full"] = full_config(settings, smallest)

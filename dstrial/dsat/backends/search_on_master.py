@@ -84,14 +84,13 @@ class SearchOnMaster:
         return True
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Wait for the trial to store its results; else store ``results`` (name -> text)."""
+        """Wait for the trial to store its results; else show ``results`` on the web page."""
         if self._experiment is None:
             self._find()
-        if not self._wait(_FINISH_TIMEOUT_S, lambda: self._has_finished):
-            self.close()
-            self._master.finish(results)
-        else:
+        if self._wait(_FINISH_TIMEOUT_S, lambda: self._has_finished):
             self._wait(_STORE_TIMEOUT_S, lambda: self._is_ended)
+        elif self._experiment is not None:
+            self._master.show_results(self._experiment, results)
 
     def close(self) -> None:
         """Kill the experiment, unless it has ended."""
