@@ -254,7 +254,10 @@ class StepTimer:
         metrics = {"host_peak_memory_bytes": _host_peak_bytes()}
         if not self._is_cpu:
             metrics["peak_memory_bytes"], metrics["peak_reserved_bytes"] = self._peak_bytes
-            metrics["device_memory_bytes"] = float(self._accelerator.total_memory())
+            # Older versions of torch cannot tell the share that set_per_process_memory_fraction has set.
+            share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
+            is_cuda = self._accelerator.device_name() == "cuda"
+            metrics["device_memory_bytes"] = self._accelerator.total_memory() * (share() if is_cuda else 1.0)
         return metrics
 
     @property
