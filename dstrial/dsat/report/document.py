@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.core.candidate import HYPERPARAMETERS, value_at
+from dstrial.dsat.core.candidate import HYPERPARAMETERS, Candidate, value_at
 from dstrial.dsat.core.outcome import (
     TIE,
     Failure,
@@ -80,7 +80,16 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
     best, own = best_of(trials, metric), own_of(trials)
     scored = [(value, trial) for trial in trials if (value := trial.score(metric)) is not None]
     ranked = [trial for _, trial in sorted(scored, key=lambda pair: -pair[0])]
-    rows = [_row(trial, metric, predicted.forecasts.get(trial.trial_id)) for trial in trials]
+    first: dict[Candidate, int] = {}
+    for trial in trials:
+        first.setdefault(trial.candidate, trial.trial_id)
+    rows = [
+        {
+            **_row(trial, metric, predicted.forecasts.get(trial.trial_id)),
+            "first_trial_id": first[trial.candidate],
+        }
+        for trial in trials
+    ]
     # The user's own configuration and the best one, once if they are the same.
     shown = [trial for trial in (own, None if best is own else best) if trial is not None]
     effects = [str(one) for one in best_knob_effects(space, [(one.candidate, one.outcome) for one in trials])]

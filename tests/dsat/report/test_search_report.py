@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -137,7 +138,9 @@ def test_predicted_needs_of_failed_own_are_reported(
 
 
 def test_markdown_shows_gain_failures_and_rates(tmp_path: Path) -> None:
-    document = write_report(tmp_path, facts_of_search(), space(), _played())
+    trials = _played()
+    again = dataclasses.replace(trials[0], trial_id=99, why="measured again")
+    document = write_report(tmp_path, facts_of_search(), space(), [*trials, again])
 
     best = next(row for row in document["trials"] if row["trial_id"] == document["best"])
     page = (tmp_path / "report.md").read_text()
@@ -147,6 +150,8 @@ def test_markdown_shows_gain_failures_and_rates(tmp_path: Path) -> None:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
     assert f"{document['gain']:+.1%} over your own" in page
     assert "device out of memory" in page
+    assert "measured again" in page.partition("## Repeated measurements")[2]
+    assert "measured again" not in page.partition("## All trials")[2].partition("## Repeated")[0]
     assert re.search(r"end to end \(all steps, with the data loader\), [\d.]+ k? ?by the median step", page)
     flops = [formatting.amount(factor * best["throughput"]) for factor in (2e12, 3e12)]
     assert f"{flops[0]} of the model, {flops[1]} with recomputation" in page
