@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from dstrial.dsat.backends import BackendFactory
+from dstrial.dsat.backends import make_backend
+from dstrial.dsat.backends.base import Backend, RemoteSearch
+from dstrial.dsat.backends.trial_spec import full_config, training_command, write_config
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import TrialResult, best_of
-from dstrial.dsat.driver.driver import Driver
+from dstrial.dsat.driver.driver import Driver, recorded_inputs
 from dstrial.dsat.driver.dry_runs import gather_inputs, target_here
-from dstrial.dsat.driver.full_run import run_full
-from dstrial.dsat.methods import METHODS, search_method
+from dstrial.dsat.methods import METHODS
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan
-from dstrial.dsat.report.live import LiveTable, summary
-from dstrial.dsat.space.filters import Filters
+from dstrial.dsat.report.live import LiveProgress, summary
 from dstrial.errors import LaunchError, SearchError
 from dstrial.file_writes import replace_file
+from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import write_json_atomically
+from dstrial.local.run_directory import RUN_DIR_VARIABLE, RUNS_DIR_VARIABLE, RunDirectory, RunState
 from dstrial.ranks.stop_signals import noted_signals
+from dstrial.resume.metadata import RESUME_VARIABLE
+
+if TYPE_CHECKING:
+    from dstrial.dsat.backends.cluster import ClusterBackend
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DESCRIBING_S = 900.0  # time limit of all dry runs together
@@ -50,8 +58,6 @@ def run_command(flags: SearchFlags) -> int:
     settings = read_config(flags)
     for warning in settings.warnings:
         sys.stderr.write(f"warning: {warning}\n")
-    # Reject an unknown method before anything is written.
-    search_method(settings.method, settings.space, settings.options, Filters(settings.space))
     try:
         return _search(settings)
     except OSError as error:
@@ -68,44 +74,40 @@ def _search(settings: SearchConfig) -> int:
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=flags.fresh)
     with record.lock(), noted_signals() as signals:
         _print_line(f"search:        {record.path}")
-        backend = BackendFactory(settings, record, signals, _print_line)
+
+        @functools.cache
+        def master() -> ClusterBackend:
+            from dstrial.dsat.backends.cluster import ClusterBackend
+
+            return ClusterBackend(settings, lambda: bool(signals))
+
+        @functools.cache
+        def backend() -> Backend | RemoteSearch:
+            made = make_backend(settings, record, master)
+            _print_line(f"trials run on: {made.describe()}")
+            return made
+
         settings = with_parallel(settings, _num_parallel(settings, record, backend))
-        filters = Filters(settings.space, disabled=flags.no_gates)
         inputs = None
         if METHODS[settings.method].predicts:
             try:
                 with _interruptible(signals):
-                    inputs = _inputs(settings, record, backend)
+                    inputs = _inputs(settings, record, master)
             except KeyboardInterrupt:
                 _print_line(
                     "search:        not finished; nothing is measured yet, and the same command begins again"
                 )
                 return 128 + int(signals[0])
-        method = search_method(settings.method, settings.space, settings.options, filters, inputs)
-        table = LiveTable(
-            flags.metric,
-            max_trials=settings.options.max_trials,
-            num_parallel=settings.options.num_parallel,
-            budget_s=flags.budget,
-        )
-        with table:
-            driver = Driver(
-                settings,
-                record,
-                method,
-                backend.make,
-                table.print_line,
-                table.show,
-                flops_per_record=None if inputs is None else inputs.flops_per_record,
-            )
+        with LiveProgress(flags.metric, settings.options.max_trials) as progress:
+            driver = Driver(settings, record, inputs, backend, progress.print_line, progress.show)
             end = driver.run(signals)
         trials = list(driver.trials.values())
         sys.stdout.write(
             "\n" + summary(record, trials, flags.metric, reason=end.reason, is_finished=end.is_finished)
         )
         best = best_of(trials, flags.metric)
-        if flags.run_full_experiment and end.is_finished and best is not None:
-            return run_full(settings, record, backend, best, signals, _print_line)
+        if flags.run_full_experiment and end.is_finished and best is not None and not signals:
+            return _train_best(settings, record, best, master)
     return _exit_code(end, best)
 
 
@@ -127,13 +129,15 @@ def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: BackendFactory) -> int:
+def _num_parallel(
+    settings: SearchConfig, record: SearchRecord, backend: Callable[[], Backend | RemoteSearch]
+) -> int:
     """Return how many trials run at once; a resumed search keeps its recorded number."""
     path = record.path / "parallel.json"
     if path.exists():
         return int(path.read_text())
     flags, options = settings.flags, settings.options
-    num, here = flags.max_concurrent_trials, backend.make()
+    num, here = flags.max_concurrent_trials, backend()
     if "max_concurrent_trials" not in flags.given or here.is_sequential:
         num = min(num, here.num_parallel)
     if flags.max_slots is not None:
@@ -143,14 +147,15 @@ def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: Backend
     return num
 
 
-def _inputs(settings: SearchConfig, record: SearchRecord, backend: BackendFactory) -> PredictInputs:
+def _inputs(
+    settings: SearchConfig, record: SearchRecord, master: Callable[[], ClusterBackend]
+) -> PredictInputs:
     """Return inputs of method ``predict`` from the journal, else from new dry runs."""
-    for event in record.events():
-        if event["event"] == "inputs":
-            return PredictInputs.from_json(event)
+    if (known := recorded_inputs(record)) is not None:
+        return known
     target = target_here(os.environ)
     if not settings.flags.local:
-        target = "cuda" if backend.master().has_accelerators else "cpu"
+        target = "cuda" if master().has_accelerators else "cpu"
     began_s, budget_s = time.monotonic(), settings.flags.budget
     # At least half of a budget is left for measurements.
     deadline_s = _DESCRIBING_S if budget_s is None else min(_DESCRIBING_S, budget_s / 2)
@@ -160,6 +165,44 @@ def _inputs(settings: SearchConfig, record: SearchRecord, backend: BackendFactor
             _print_line(f"note:          {note}")
     record.append("inputs", {**inputs.to_json(), "seconds": time.monotonic() - began_s})
     return inputs
+
+
+def _train_best(
+    settings: SearchConfig, record: SearchRecord, best: TrialResult, master: Callable[[], ClusterBackend]
+) -> int:
+    """Submit a training of the best configuration, or become its launcher."""
+    config = full_config(settings, best.candidate)
+    path = record.path / "full_experiment.yaml"
+    write_config(path, config)
+    if settings.flags.local:
+        records = sorted((record.path / "runs").glob("*/*/run.json"), reverse=True)
+        runs = [RunDirectory.open(found.parent) for found in records]
+        trained = next((run for run in runs if run.read_record().state is RunState.COMPLETED), None)
+        if trained is None:
+            _train_here(settings, path, runs)
+        _print_line(f"full run:      {trained.path}")
+        return 0
+    number_path = record.path / "full_experiment_id.txt"
+    if not number_path.exists():
+        number = master().create_full_experiment(config, record.search_id)
+        replace_file(number_path, f"{number}\n")
+    created = number_path.read_text().strip()
+    _print_line(f"Created experiment {created}")
+    _print_line(f"follow it:     det experiment logs -f {created}")
+    return 0
+
+
+def _train_here(settings: SearchConfig, path: Path, runs: list[RunDirectory]) -> NoReturn:
+    """Become the launcher of a training; resume the newest of ``runs`` with a checkpoint."""
+    directory = path.parent / "runs"
+    variables = {RUNS_DIR_VARIABLE: str(directory)}
+    saved = next((run for run in runs if newest_checkpoint(run.checkpoints_path) is not None), None)
+    if saved is not None:
+        variables |= {RUN_DIR_VARIABLE: str(saved.path), RESUME_VARIABLE: "latest"}
+    _print_line(f"full run:      {directory}; if it is interrupted, the same command goes on with it")
+    command = training_command(settings, str(path), sys.executable)
+    os.chdir(settings.context_dir)
+    os.execve(command[0], command, {**os.environ, **variables})  # noqa: S606  # it takes over the signals
 
 
 def _exit_code(end: SearchStatus, best: TrialResult | None) -> int:

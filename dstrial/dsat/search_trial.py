@@ -11,8 +11,7 @@ import json
 import logging
 import signal
 import sys
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,17 @@ from determined.common.api import bindings
 
 from dstrial.config.documents import yaml_text
 from dstrial.dsat.backends.cluster import ClusterBackend
-from dstrial.dsat.backends.persistent_ranks import PersistentRanks
+from dstrial.dsat.backends.local import PersistentRanks
 from dstrial.dsat.backends.processes import log_lines
 from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_command
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
-from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.methods import search_method
-from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.space.filters import Filters
+from dstrial.dsat.core.outcome import TrialResult
+from dstrial.dsat.driver.driver import Driver, recorded_inputs
 from dstrial.local.json_files import read_json
 from dstrial.ranks.stop_signals import noted_signals
 from dstrial.scratch import scratch_directory
-
-_PREEMPTION_PERIOD_S = 1.0
 
 
 def main() -> int:
@@ -56,12 +51,24 @@ def main() -> int:
         for event in [*search["events"], *journal.events()]:
             record.restore(event)
         journal.num_events = len(record.events())
-        is_preempted = _watch_preemption(context, signals)
+        is_preempted = False
+
+        def watch_preemption(_trials: Sequence[TrialResult]) -> None:
+            nonlocal is_preempted
+            if not signals and context.preempt.should_preempt():
+                is_preempted = True
+                signals.append(signal.SIGTERM)
+
         with record.lock():
-            driver = _driver(settings, record, _Ranks(settings, record, master, journal, context))
-            end = driver.run(signals)
+            ranks = _Ranks(settings, record, master, journal, context)
+            inputs = recorded_inputs(record)
+            end = Driver(settings, record, inputs, lambda: ranks, _print_line, watch_preemption).run(signals)
     sys.stderr.write(f"dsat: the search ends: {end.reason}\n")
-    return 0 if end.stopped_by is None or is_preempted.is_set() else 128 + int(end.stopped_by)
+    return 0 if end.stopped_by is None or is_preempted else 128 + int(end.stopped_by)
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)  # noqa: T201  # to the trial's log
 
 
 def _settings(search: Mapping[str, Any], trial: det.TrialInfo, directory: Path) -> SearchConfig:
@@ -143,12 +150,15 @@ class _Ranks(PersistentRanks):
         context: core.Context,
     ) -> None:
         master.show_in(journal.experiment)
-        super().__init__(settings, record, measuring_command(settings, None, sys.executable), master.publish)
+        super().__init__(settings, record, measuring_command(settings, None, sys.executable))
         self._master, self._journal, self._context = master, journal, context
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
         """Queue a trial; return a handle with the id of the search's experiment."""
         return {**super().start(spec), "experiment_id": self._journal.experiment.id}
+
+    def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
+        return self._master.publish(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
         """End the ranks, and store the result files in a checkpoint of the trial."""
@@ -170,44 +180,6 @@ class _Ranks(PersistentRanks):
         if was_running:
             sys.stdout.write("".join(f"{line}\n" for line in log_lines(self._rank_directory)))
             sys.stdout.flush()
-
-
-def _driver(settings: SearchConfig, record: SearchRecord, ranks: PersistentRanks) -> Driver:
-    described = next((event for event in record.events() if event["event"] == "inputs"), None)
-    inputs = None if described is None else PredictInputs.from_json(described)
-    method = search_method(
-        settings.method,
-        settings.space,
-        settings.options,
-        Filters(settings.space, disabled=settings.flags.no_gates),
-        inputs,
-    )
-    return Driver(
-        settings,
-        record,
-        method,
-        lambda: ranks,
-        lambda line: print(line, flush=True),  # noqa: T201  # to the trial's log
-        flops_per_record=None if inputs is None else inputs.flops_per_record,
-    )
-
-
-def _watch_preemption(context: core.Context, signals: list[signal.Signals]) -> threading.Event:
-    """Append SIGTERM to ``signals`` when the master preempts the trial.
-
-    Returns an event that is set at the preemption.
-    """
-
-    def watch() -> None:
-        while not signals:
-            if context.preempt.should_preempt():
-                is_preempted.set()
-                signals.append(signal.SIGTERM)
-            done.wait(_PREEMPTION_PERIOD_S)
-
-    done, is_preempted = threading.Event(), threading.Event()
-    threading.Thread(target=watch, name="dsat-preemption", daemon=True).start()
-    return is_preempted
 
 
 if __name__ == "__main__":

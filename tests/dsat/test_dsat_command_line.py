@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,14 +15,9 @@ from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_door
 from dstrial.dsat import compat
 from dstrial.dsat.backends.trial_spec import (
-    RESULTS_EXPERIMENT,
-    full_config,
     measuring_command,
-    measuring_spec,
-    search_config,
 )
 from dstrial.dsat.cli import build_parser, with_method
-from dstrial.dsat.methods import METHOD_NAMES
 from dstrial.dsat.space.space import Space
 from dstrial.errors import ConfigError
 
@@ -134,33 +126,6 @@ def test_entrypoint_deepspeed_flag_bare_or_equal_is_accepted(experiment: Path, f
     assert settings_of(path).trial is None
 
 
-def test_measuring_spec_is_single_experiment_without_restarts(experiment: Path) -> None:
-    settings = settings_of(experiment, "-m", "latency")
-    candidate = settings.space.smallest()
-
-    spec = measuring_spec(settings, candidate, 3, "abcd")
-
-    assert spec.config["searcher"] == {
-        "name": "single",
-        "metric": "latency",
-        "smaller_is_better": True,
-        "max_length": {"batches": 1000},
-    }
-    assert spec.config["max_restarts"] == 0
-    assert spec.config["entrypoint"].endswith("-m dstrial.dsat.rank --trial model_def:MyTrial")
-    assert "min_validation_period" not in spec.config
-    hparams = spec.config["hyperparameters"]
-    assert hparams["_use_dsat_mode"] is True
-    assert hparams["_dsat"] == {"first_step": 3, "min_steps": 6, "max_s": 60.0, "num_batches": 1000}
-    assert hparams["lr"] == 0.1
-    assert hparams["overwrite_deepspeed_args"]["train_micro_batch_size_per_gpu"] == 1
-    assert spec.label in spec.config["labels"]
-    full = full_config(settings, candidate)
-    assert set(full) == set(settings.written)
-    assert full["searcher"]["max_length"] == {"epochs": 10}
-    assert "_use_dsat_mode" not in full["hyperparameters"]
-
-
 @pytest.mark.parametrize(
     "entrypoint",
     [
@@ -180,27 +145,6 @@ def test_local_command_of_script_uses_launcher(experiment: Path, entrypoint: str
     launch = ["python", "-m", "dstrial.launch", "--slots", "2", "--config", "gen.yaml", "--context-dir", "."]
     script = ["-m", "dstrial.dsat.rank.standalone_script", "train.py", "--deepspeed", "ds.json"]
     assert command == [*launch, *script]
-
-
-def test_submitted_module_paths_are_importable(experiment: Path) -> None:
-    trial = settings_of(experiment)
-    script_path = _write(experiment.parent, entrypoint="python3 train.py --deepspeed ds.json")
-    script = settings_of(script_path)
-    written = [str(RESULTS_EXPERIMENT["entrypoint"]), *measuring_command(script, "gen.yaml", "python")]
-    for settings in (trial, script):
-        written.append(json.dumps(measuring_spec(settings, settings.space.smallest(), 3, "abcd").config))
-    written += [
-        str(search_config(trial, "abcd").config["entrypoint"]),
-        *measuring_command(trial, None, "python"),
-    ]
-
-    paths = re.findall(r"\b(dstrial(?:\.\w+)+):?(\w*)", "\n".join(written))
-
-    assert len({path for path, _ in paths}) >= 5
-    for module, name in set(paths):
-        found = importlib.import_module(module)
-        assert found.__name__ == module
-        assert not name or hasattr(found, name)
 
 
 def test_fingerprint_depends_on_deciding_flags_only(experiment: Path) -> None:
@@ -288,31 +232,8 @@ def test_command_without_method_predicts(
 
 def test_compat_has_constants_of_determined_dsat() -> None:
     assert set(dsat.__all__) <= set(dir(dsat))
-    assert (dsat.CONFIG_KEY, dsat.OVERWRITE_KEY) == ("deepspeed_config", "overwrite_deepspeed_args")
-    assert (dsat.USE_DSAT_MODE_KEY, dsat.GAS_DEFAULT) == ("_use_dsat_mode", 1)
-    assert dsat.ALL_SEARCH_METHOD_NAMES == METHOD_NAMES
-    assert {*dsat.SMALLER_IS_BETTER_METRICS, *dsat.LARGER_IS_BETTER_METRICS} == set(dsat.METRIC_NAMES)
-    old = {name.replace("_", "-"): value for name, value in OLD_DEFAULTS.items()}
-    known = {name: value for name, value in old.items() if name != "zero-stages"}
-    assert {name: dsat.AUTOTUNING_ARG_DEFAULTS[name] for name in known} == known
-    assert dsat.DEFAULT_ZERO_SEARCH_SPACE[2]["overlap_comm"] == (False, True)
-    assert "allgather_bucket_size" not in dsat.DEFAULT_ZERO_SEARCH_SPACE[3]
-    for name in ("ARGS_PKL_PATH", "MODEL_INFO_PROFILING_PATH", "AUTOTUNING_RESULTS_PATH"):
-        assert getattr(compat, name).endswith((".pkl", ".json"))
-    assert compat.SMALLER_IS_BETTER is True
-    assert compat.DEFAULT_SEARCH_RUNNER_CONFIG["resources"] == {"slots_per_trial": 0}
-
-
-@pytest.mark.process
-def test_importing_compat_builds_no_parser() -> None:
-    program = (
-        "import sys; from dstrial.dsat.compat import CONFIG_KEY; from dstrial.dsat import get_ds_config_from_hparams; "
-        "print([name for name in ('dstrial.dsat.cli', 'dstrial.dsat.methods', 'numpy') if name in sys.modules])"
-    )
-
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-
-    assert ended.stdout.strip() == "[]"
+    assert (compat.CONFIG_KEY, compat.OVERWRITE_KEY) == ("deepspeed_config", "overwrite_deepspeed_args")
+    assert (compat.USE_DSAT_MODE_KEY, compat.GAS_DEFAULT) == ("_use_dsat_mode", 1)
 
 
 def test_of_pool_selects_agents_of_pool_or_all() -> None:

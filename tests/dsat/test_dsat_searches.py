@@ -74,7 +74,6 @@ def test_killed_and_interrupted_search_is_resumed(
         "backward",
         "FLOPS_per_gpu",
         "end_to_end_throughput",
-        "bare_throughput",
     ):
         assert metrics[name] > 0
     assert metrics["num_params"] == 64 * 256 + 256 + 3 * (256 * 256 + 256) + 256 * 10 + 10

@@ -24,7 +24,6 @@ def test_example_readme_shows_diff_to_plain_script(name: str) -> None:
     assert "```diff\n" + "\n".join(difference) + "\n```" in (folder / "README.md").read_text()
 
 
-@pytest.mark.exhaustive("tests/dsat/test_core_api_step_by_step.py::test_core_api_search_measures_every_trial")
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_local_core_api_script_is_tuned_and_trained(tmp_path: Path) -> None:
@@ -68,21 +67,8 @@ def test_trainer_script_with_auto_batch_is_tuned(tmp_path: Path, shared_master: 
     (trial,) = client.get(f"/api/v1/experiments/{measured['handle']['experiment_id']}/trials")["trials"]
     assert measured["metrics"]["num_steps"] >= 4
     assert not client.get(f"/api/v1/trials/{trial['id']}/checkpoints")["checkpoints"]
-    # Trials that were launched one by one leave nobody who could keep what was found, so that an experiment without slots does.
-    label = f"dsat-{json.loads((output / 'search.json').read_text())['search_id']}-results"
-    (keeper,) = client.get(f"/api/v1/experiments?labels={label}")["experiments"]
-    waited = shared_master.det("experiment", "wait", "--polling-interval", "1", str(keeper["id"]))
-    assert waited.returncode == 0, waited.stdout + waited.stderr
-    (trial,) = client.get(f"/api/v1/experiments/{keeper['id']}/trials")["trials"]
-    (checkpoint,) = client.get(f"/api/v1/trials/{trial['id']}/checkpoints")["checkpoints"]
-    kept = {
-        "best_ds_config.json",
-        "best_ds_metrics.json",
-        "best_experiment.yaml",
-        "trials.json",
-        "report.md",
-    }
-    assert kept <= checkpoint["resources"].keys()
+    notes = client.get(f"/api/v1/experiments/{measured['handle']['experiment_id']}")["experiment"]["notes"]
+    assert "report.json" in notes
 
 
 def _search(

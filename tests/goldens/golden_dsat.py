@@ -19,7 +19,6 @@ from dstrial.dsat.backends.trial_spec import (
     full_config,
     measuring_command,
     measuring_spec,
-    results_config,
     search_config,
 )
 from dstrial.dsat.cli import build_parser, flags_of
@@ -28,9 +27,7 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.methods import search_method
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.space.filters import Filters
 
 _SEARCH_ID = "0123abcd"
 _GRID = ROOT / "benchmarks" / "dsat_recorded" / "grid.json"
@@ -127,7 +124,6 @@ def submissions(scratch: Path) -> dict[str, str]:
             "fingerprint": settings.fingerprint,
             "trial 1": measuring_spec(settings, own, 1, _SEARCH_ID),
             "trial 3": measuring_spec(settings, smallest, 3, _SEARCH_ID),
-            "results": results_config(settings, _SEARCH_ID),
         }
         shown = {key: _spec(value) if isinstance(value, TrialSpec) else value for key, value in found.items()}
         shown["full"] = full_config(settings, smallest)
@@ -175,11 +171,8 @@ def _searched(
     with record.lock():
         if inputs is not None:
             record.append("inputs", {**inputs.to_json(), "seconds": 1.0})
-        method = search_method(
-            settings.method, settings.space, settings.options, Filters(settings.space), inputs
-        )
         backend = _Answering(lambda trial_id: outcome_of(driver.trials[trial_id].candidate))
-        driver = Driver(settings, record, method, lambda: backend, told.append, poll_s=0.0)
+        driver = Driver(settings, record, inputs, lambda: backend, told.append, poll_s=0.0)
         driver.run([])
     files = {path.name: path.read_text() for path in sorted(output.iterdir()) if path.suffix != ".lock"}
     files["printed.txt"] = "".join(f"{line}\n" for line in told)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 import sys
 import sysconfig
 import time
@@ -173,6 +174,45 @@ def test_five_configurations_in_ranks_that_live_on_leave_nothing_behind(tmp_path
     rows = [row for file in output.rglob(RESULTS_NAME) for row in read_json_lines(file)]
     assert sum("metrics" in row for row in rows) >= 4, done.stdout
     assert not [row for row in rows if "does not come back to what it was" in row["respawned"]]
+
+
+def test_search_at_a_memory_limit_predicts_time_and_memory(tmp_path):
+    limit_bytes = 2**30
+    (tmp_path / "definition").mkdir()
+    (tmp_path / "definition" / "model_def.py").write_text(
+        "import torch\n"
+        "from dstrial.doctor.proof_trial import TextTrial\n"
+        "class LimitedTrial(TextTrial):\n"
+        "    def __init__(self, context):\n"
+        "        if context.get_hparams().get('_use_dsat_mode'):  # dry runs use no device\n"
+        "            total = torch.cuda.get_device_properties(0).total_memory\n"
+        f"            torch.cuda.set_per_process_memory_fraction({limit_bytes} / total)\n"
+        "        super().__init__(context)\n"
+    )
+    config = experiment("limited", TARGET, 1)
+    config["entrypoint"] = "python3 -m dstrial.launch --trial model_def:LimitedTrial"
+    config["hyperparameters"] |= {
+        "num_blocks": 8192,
+        "shape": {"width": 256, "num_layers": 4, "block_size": 256},
+    }
+    (tmp_path / "experiment.yaml").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "dstrial.dsat", "predict", "experiment.yaml", "definition", "--local"]
+    command += ["--free-batch", "--max-trials", "8", "--measure-seconds", "1", "--output", "search"]
+    done = finish(command, tmp_path, 400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "search" / "report.json").read_text())
+    errors = []
+    for row in report["trials"]:
+        predicted = row["predicted"] or {}
+        print(
+            f"{row['description']}: {row['state']}, step {row['step_s']} s, predicted {predicted.get('step_s')}; "
+            f"memory {row['memory_bytes']}, predicted {predicted.get('memory_bytes')}"
+        )
+        if row["memory_bytes"] and predicted.get("memory_bytes"):
+            errors.append(abs(predicted["memory_bytes"] / row["memory_bytes"] - 1))
+    assert max(row["memory_bytes"] or 0 for row in report["trials"]) <= limit_bytes
+    assert errors
+    assert statistics.median(errors) <= 0.25
 
 
 def test_trials_that_are_forks_report_what_a_new_process_does(tmp_path):

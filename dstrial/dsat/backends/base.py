@@ -1,10 +1,10 @@
-"""The interface between the search driver and the backend that runs its trials."""
+"""The interfaces between the search driver and the place where its trials run."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dstrial.dsat.backends.trial_spec import TrialSpec
 from dstrial.dsat.core.outcome import Outcome
@@ -17,19 +17,10 @@ class Ended:
     trial_id: int
     outcome: Outcome
     seconds: float | None = None  # since the trial got its slots; None if unknown
-    candidate: Mapping[str, Any] | None = None  # measured configuration, if another process chose it
 
 
-class SearchEndedError(Exception):
-    """Another process has ended the search; ``event`` is its ``finished`` event."""
-
-    def __init__(self, event: Mapping[str, Any]) -> None:
-        super().__init__(event["reason"])
-        self.event = event
-
-
-class Backend(Protocol):
-    """Interface of the classes that run a search's measuring trials; not thread-safe.
+class Place(Protocol):
+    """Interface of the classes that run a search, or its measuring trials.
 
     Attributes:
         num_parallel: number of trials that can run at once without disturbing each other; at least 1.
@@ -41,6 +32,46 @@ class Backend(Protocol):
 
     @property
     def is_sequential(self) -> bool: ...
+
+    def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
+        """Replace the published report of the search, without blocking.
+
+        Args:
+            report: returns the report as JSON values; not called if this place cannot publish reports.
+
+        Returns:
+            True; False if the caller should retry later.
+        """
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        """End the search; trials that still run end here or in :meth:`close`.
+
+        Args:
+            results: files of the search, name -> text, to store beside the trials if possible.
+        """
+
+    def close(self) -> None:
+        """End all remaining trials."""
+
+    def describe(self) -> str:
+        """Return a text for the user that says where trials run."""
+
+
+@runtime_checkable
+class RemoteSearch(Place, Protocol):
+    """A search that runs elsewhere, and that this process only follows."""
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events of the search since the last call; begin it if needed.
+
+        Raises:
+            DstrialError: the search cannot run there, or ended without a ``finished`` event.
+            KeyboardInterrupt: the process was asked to stop while it waited for an unreachable master.
+        """
+
+
+class Backend(Place, Protocol):
+    """Interface of the classes that run a search's measuring trials; not thread-safe."""
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
         """Start a trial, or find the trial that was started earlier with its label.
@@ -58,37 +89,10 @@ class Backend(Protocol):
         """Take over a trial by the ``handle`` of an earlier :meth:`start`; False if lost."""
 
     def poll(self) -> list[Ended]:
-        """Return the trials that have ended since the last call.
-
-        Raises:
-            SearchEndedError: the search has ended in another process, without the trials that still run here.
-        """
+        """Return the trials that have ended since the last call."""
 
     def running_s(self, trial_id: int) -> float:
         """Return for how many seconds a trial has had its slots; 0 while it waits."""
 
     def kill(self, trial_id: int) -> None:
         """Kill a trial; :meth:`poll` returns it only if it already has a result."""
-
-    def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        """Replace the published report of the search, without blocking.
-
-        Args:
-            report: returns the report as JSON values; not called if this backend cannot publish reports.
-
-        Returns:
-            True; False if the caller should retry later.
-        """
-
-    def finish(self, results: Mapping[str, str]) -> None:
-        """End the search; trials that still run end here or in :meth:`close`.
-
-        Args:
-            results: files of the search, name -> text, to store beside the trials if the backend can do so.
-        """
-
-    def close(self) -> None:
-        """End all remaining trials."""
-
-    def describe(self) -> str:
-        """Return a text for the user that says where trials run."""

@@ -12,7 +12,6 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from determined.common import api, context
@@ -23,7 +22,7 @@ from determined.experimental.client import Experiment, ExperimentState, Trial
 from dstrial.config.documents import yaml_text
 from dstrial.context_directory import list_context
 from dstrial.dsat.backends.base import Ended
-from dstrial.dsat.backends.trial_spec import RESULTS_DIRECTORY, TrialSpec, results_config
+from dstrial.dsat.backends.trial_spec import TrialSpec
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.outcome import (
     NOTHING_MEASURED,
@@ -75,10 +74,8 @@ class ClusterBackend:
         self,
         settings: SearchConfig,
         should_stop: Callable[[], bool] = lambda: False,  # whether to stop waiting for the master
-        search_id: str | None = None,  # search whose results ``finish`` stores; None stores no results
     ) -> None:
         self._settings = settings
-        self._search_id = search_id
         self._should_stop = should_stop
         self._submitted: dict[int, _Submitted] = {}
         self._ended: list[Ended] = []
@@ -191,9 +188,7 @@ class ClusterBackend:
         is_reachable = False
         try:
             with self.tolerate_outage():
-                experiment.reload()
-                if not experiment.notes or is_report(experiment.notes):
-                    experiment.set_notes(notes_of({"report": dict(report())}))
+                _set_notes(experiment, {"report": dict(report())})
                 is_reachable = True
         except errors.NotFoundException:
             self._report_experiment = None  # it was deleted; the next submitted experiment has the report
@@ -204,22 +199,12 @@ class ClusterBackend:
         return is_reachable
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Submit an experiment whose checkpoint stores ``results`` (file name -> text)."""
-        if self._search_id is None or "best_ds_config.json" not in results:
-            return
-        spec = results_config(self._settings, self._search_id)
+        """Show the results on the web page, in place of the report so far."""
         try:
-            experiment = self.retry_until_available(lambda: self.find(spec.label))
-            if experiment is None:
-                files = {f"{RESULTS_DIRECTORY}/{name}": text for name, text in results.items()}
-                experiment = self.create(spec.config, spec.label, {f"{RESULTS_DIRECTORY}/": "", **files})
-            self.show_results(experiment, results)
-        except errors.APIException as error:
-            logger.warning(
-                "the master refuses the experiment that stores the results in a checkpoint (%s); they are in the search's "
-                "directory only",
-                error,
-            )
+            if self._report_experiment is not None:
+                self.show_results(self._report_experiment, results)
+        except errors.BadRequestException as error:
+            logger.warning("the report of the search cannot be published (%s)", error)
 
     def show_in(self, experiment: Experiment) -> None:
         """Make :meth:`publish` write the search's report into this experiment's notes."""
@@ -228,7 +213,7 @@ class ClusterBackend:
     def show_results(self, experiment: Experiment, results: Mapping[str, str]) -> None:
         """Write ``results["report.json"]`` into an experiment's notes, for the web page."""
         kept = {name: text for name, text in results.items() if name == "report.json"}
-        self.retry_until_available(lambda: experiment.set_notes(notes_of({"results": kept})))
+        self.retry_until_available(lambda: _set_notes(experiment, {"results": kept}))
 
     def close(self) -> None:
         for trial_id in list(self._submitted):
@@ -244,12 +229,12 @@ class ClusterBackend:
     # ---- machinery -------------------------------------------------------------------------------
 
     def create(
-        self, config: dict[str, Any], label: str, texts: Mapping[str, str] = MappingProxyType({})
+        self, config: dict[str, Any], label: str, texts: Mapping[str, str] | None = None
     ) -> Experiment:
         """Submit an experiment exactly once, even if the master dies before it answers.
 
         ``label`` is one of its labels, by which a retry finds it. ``texts`` adds files to the experiment's context: name ->
-        text. A name that ends with a slash is a directory.
+        text.
         """
         before = {one.id for one in self.retry_until_available(lambda: self._labelled(label))}
         is_repeated = False
@@ -260,7 +245,7 @@ class ClusterBackend:
             is_repeated = True
             if taken:
                 return taken[0]
-            files = [*self._model_definition(), *(_file(name, text) for name, text in texts.items())]
+            files = [*self._model_definition(), *(_file(name, text) for name, text in (texts or {}).items())]
             body = bindings.v1CreateExperimentRequest(
                 activate=True, config=yaml_text(config), modelDefinition=files
             )
@@ -421,18 +406,21 @@ def why_waiting(experiment: Experiment, num_slots: int) -> str:
 
 
 def _file(name: str, text: str) -> bindings.v1File:
-    is_directory = name.endswith("/")
-    mode = stat.S_IFDIR | 0o700 if is_directory else stat.S_IFREG | 0o600
-    content = base64.b64encode(text.encode()).decode()
-    kind = ord("5") if is_directory else ord("0")  # tar's type flags
-    return bindings.v1File(
-        content=content, gid=0, mode=mode, mtime=str(int(time.time())), path=name, type=kind, uid=0
-    )
+    content, now = base64.b64encode(text.encode()).decode(), str(int(time.time()))
+    mode, kind = stat.S_IFREG | 0o600, ord("0")  # tar's type flag of a file
+    return bindings.v1File(content=content, gid=0, mode=mode, mtime=now, path=name, type=kind, uid=0)
 
 
 def notes_of(fields: Mapping[str, Any]) -> str:
     """Return experiment notes that hold a report or result files as JSON."""
     return _NOTES_BEGIN + json.dumps(fields)
+
+
+def _set_notes(experiment: Experiment, fields: Mapping[str, Any]) -> None:
+    """Replace an experiment's notes, unless a person has edited them."""
+    experiment.reload()
+    if not experiment.notes or is_report(experiment.notes):
+        experiment.set_notes(notes_of(fields))
 
 
 def is_report(notes: str) -> bool:

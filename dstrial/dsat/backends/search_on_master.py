@@ -1,8 +1,7 @@
-"""Run a whole search inside one trial on a master; read results from its journal.
+"""Run a whole search inside one trial on a master, and read the search's journal.
 
-The trial gets the command line, the experiment and the journal so far as files of its context. It reports each further event
-as a row of metrics (group ``dsat``). Methods are pure, so the search in the trial asks for the same measurements as this
-command. The command reads the results of its own trials from the journal of the search in the trial.
+The trial gets the command line, the experiment and the journal so far as a file of its context. The trial reports each further
+event as a row of metrics (group ``dsat``). The submitting command copies these events into its own journal.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from determined.common.api import errors
 from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.config.secrets import SecretNames, secrets_in
-from dstrial.dsat.backends.base import Ended, SearchEndedError
 from dstrial.dsat.backends.cluster import ClusterBackend, is_running, last_lines, why_waiting
-from dstrial.dsat.backends.trial_spec import TrialSpec, search_config
+from dstrial.dsat.backends.trial_spec import search_config
 from dstrial.dsat.config import SearchConfig
-from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord, is_final
-from dstrial.dsat.core.outcome import FAILURE_MARK, FailureKind, failure_from_log, outcome_from_json
+from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
+from dstrial.dsat.core.outcome import FAILURE_MARK, FailureKind, failure_from_log
 from dstrial.errors import DstrialError, SearchError
 
 logger = logging.getLogger("dstrial.dsat")
@@ -42,7 +40,7 @@ _ENDED_STATES = (
 
 
 class SearchOnMaster:
-    """Backend of a search that runs in the only trial of one experiment."""
+    """A search that runs in the only trial of one experiment: a ``base.RemoteSearch``."""
 
     num_parallel = 1
     is_sequential = True
@@ -53,8 +51,9 @@ class SearchOnMaster:
         self._record = record
         self._spec = search_config(settings, record.search_id)
         self._experiment: Experiment | None = None
-        self._rows: dict[int, dict[str, Any]] = {}  # journal position -> event that the trial reported
-        self._awaited: set[int] = set()
+        # Position, in the trial's journal, of the last event that was read. An experiment that is submitted later counts on.
+        self._position = max((event.get("position", 0) for event in record.events()), default=0)
+        self._has_finished = False  # whether the trial has reported the end of its search
         self._is_ended = self._is_running = False
         self._next_poll_s = 0.0
         self._waiting_since_s = time.monotonic()
@@ -63,49 +62,21 @@ class SearchOnMaster:
     def describe(self) -> str:
         return f"{self._master.describe()}, in persistent ranks"
 
-    def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Register a trial, whose result ``poll`` returns; submit the search if needed."""
-        if not self.adopt(spec, {}):
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events since the last call; submit the search if none runs.
+
+        The caller must append the events to the record before the next call.
+        """
+        if self._experiment is None and not self._find():
+            if self._position:
+                # Whoever canceled or deleted the earlier experiment killed its ranks, not a configuration.
+                self._record.append("interrupted", {"signal": ExperimentState.CANCELED.name})
             self._submit()
-        self._awaited.add(spec.trial_id)
-        assert self._experiment is not None
-        return {"experiment_id": self._experiment.id}
-
-    def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        del handle
-        if self._experiment is None:
-            self._find()
-        if self._experiment is None:
-            return False
-        if self._is_ended and spec.trial_id not in self._events("result") and self._final_event() is None:
-            return False
-        self._awaited.add(spec.trial_id)
-        return True
-
-    def poll(self) -> list[Ended]:
-        self._read_events()
-        submitted, results = self._events("submitted"), self._events("result")
-        ended = []
-        for trial_id in sorted(self._awaited & results.keys()):
-            self._awaited.remove(trial_id)
-            event = results[trial_id]
-            candidate = submitted.get(trial_id, {}).get("candidate")
-            ended.append(Ended(trial_id, outcome_from_json(event), event.get("seconds"), candidate))
-        if self._awaited and not ended:
-            if (final := self._final_event()) is not None:
-                raise SearchEndedError(final)
-            if self._is_ended:
-                self._restart()
+        events = self._read_events()
+        if not events and self._is_ended:
+            self._restart()
         self._log_slots()
-        return ended
-
-    def running_s(self, trial_id: int) -> float:
-        """Return 0, because the search in the trial enforces the trials' time limits."""
-        del trial_id
-        return 0.0
-
-    def kill(self, trial_id: int) -> None:
-        self._awaited.discard(trial_id)
+        return events
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
         """Return True without publishing: the search in the trial publishes its report."""
@@ -113,14 +84,13 @@ class SearchOnMaster:
         return True
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Wait for the trial to store its results; else store ``results`` (name -> text)."""
+        """Wait for the trial to store its results; else show ``results`` on the web page."""
         if self._experiment is None:
             self._find()
-        if not self._wait(_FINISH_TIMEOUT_S, lambda: bool(self._finished_events())):
-            self.close()
-            self._master.finish(results)
-        elif self._experiment is not None:
+        if self._wait(_FINISH_TIMEOUT_S, lambda: self._has_finished):
             self._wait(_STORE_TIMEOUT_S, lambda: self._is_ended)
+        elif self._experiment is not None:
+            self._master.show_results(self._experiment, results)
 
     def close(self) -> None:
         """Kill the experiment, unless it has ended."""
@@ -137,18 +107,14 @@ class SearchOnMaster:
             time.sleep(0.1)
         return is_met
 
-    def _find(self) -> None:
+    def _find(self) -> bool:
         self._experiment = self._master.retry_until_available(lambda: self._master.find(self._spec.label))
-        if self._experiment is not None:
-            self._master.retry_until_available(self._experiment.reload)
-            self._read_events()
+        return self._experiment is not None
 
     def _submit(self) -> None:
-        events = self._journal()
-        self._rows.clear()
-        self._is_ended = False
+        self._has_finished = self._is_ended = self._is_running = False
         try:
-            self._experiment = self._master.create(self._spec.config, self._spec.label, self._files(events))
+            self._experiment = self._master.create(self._spec.config, self._spec.label, self._files())
         except errors.BadRequestException as error:
             raise DstrialError(
                 f"the master refuses the experiment of the search ({error}); expected it to run one. Correct what it names, "
@@ -159,50 +125,32 @@ class SearchOnMaster:
     def _restart(self) -> None:
         """Submit the search again if its trial ran out of memory or budget, else raise.
 
-        The search in the trial counts how often each configuration killed it, so ``max_restarts`` need not cover that.
+        The journal counts how often each configuration killed the search, so ``max_restarts`` need not cover that.
         """
         assert self._experiment is not None
-        if self._finished_events():  # with a smaller budget than that of this command
+        if self._has_finished:  # with a smaller budget than that of this command
             self._submit()
             return
         lines: list[str] = []
         with self._master.tolerate_outage():
             lines = last_lines(self._experiment.list_trials())
-        state = self._experiment.state
+        number, state = self._experiment.id, self._experiment.state
         # Lines with the mark come from ranks; the failure of a rank does not end the search.
         failure = failure_from_log([line for line in lines if FAILURE_MARK not in line])
         is_killed = state is ExperimentState.ERROR and failure.kind is FailureKind.HOST_OOM
-        if is_killed and self._events("submitted"):
-            logger.warning("experiment %d ran out of memory; another goes on", self._experiment.id)
+        handles = [event["handle"] for event in self._record.events() if event["event"] == "submitted"]
+        if is_killed and any(handle.get("experiment_id") == number for handle in handles):
+            logger.warning("experiment %d ran out of memory; another goes on", number)
             self._submit()
             return
         output = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
         raise SearchError(
-            f"the search has ended before it was finished (experiment {self._experiment.id} is "
+            f"the search has ended before it was finished (experiment {number} is "
             f"{state.name.lower() if state else 'gone'}: {output[-300:]}); expected its trial to go on until then. Look at "
             "the trial's log; the same command goes on with the search in another trial."
         )
 
-    def _journal(self) -> list[dict[str, Any]]:
-        """Return the recorded events, with the attempts that the last experiment counted.
-
-        An attempt is a start of a trial's measurement. A canceled experiment was not killed by a configuration, so
-        :meth:`_find` ignores it.
-        """
-        attempts: dict[int, dict[str, Any]] = {}
-        for _, row in sorted(self._rows.items()):
-            if row["event"] == "submitted" and "attempt" in row["handle"]:
-                attempts[row["trial_id"]] = {"attempt": row["handle"]["attempt"]}
-            elif row["event"] in ("interrupted", "finished"):
-                attempts.clear()
-        events = []
-        for event in self._record.events():
-            if event["event"] == "submitted":
-                event = {**event, "handle": {**event["handle"], **attempts.get(event["trial_id"], {})}}
-            events.append(event)
-        return events
-
-    def _files(self, events: list[dict[str, Any]]) -> dict[str, str]:
+    def _files(self) -> dict[str, str]:
         flags, written = self._settings.flags, self._settings.written
         # The master stores contexts unchanged, so the trial gets secrets only through its own config.
         private = {str(secret.path[0]) for secret in secrets_in(written, SecretNames())}
@@ -215,43 +163,33 @@ class SearchOnMaster:
             "space": None if flags.space is None else Path(flags.space).read_text(encoding="utf-8"),
             "experiment": {name: value for name, value in written.items() if name not in private},
             "private": sorted(private),
-            "events": events,
+            "events": self._record.events(),
         }
         return {SEARCH_FILE: json.dumps(search)}
 
-    def _events(self, kind: str) -> dict[int, dict[str, Any]]:
-        """Return trial id -> event of this kind that the search has reported."""
-        return {row["trial_id"]: row for _, row in sorted(self._rows.items()) if row["event"] == kind}
-
-    def _finished_events(self) -> list[dict[str, Any]]:
-        return [row for _, row in sorted(self._rows.items()) if row["event"] == "finished"]
-
-    def _final_event(self) -> dict[str, Any] | None:
-        """Return the ``finished`` event of the search in the trial; None if there is none.
-
-        An end for lack of time is ignored if this command's time budget is larger.
-        """
-        budget_s = self._settings.flags.budget
-        return next((row for row in self._finished_events() if is_final(row, budget_s)), None)
-
-    def _read_events(self) -> None:
-        """Read the experiment's state and events, at most twice a second.
+    def _read_events(self) -> list[dict[str, Any]]:
+        """Read the experiment's state and new events, at most twice a second.
 
         The state is read first, so that no event of an ended trial is missed.
         """
-        experiment = self._experiment
+        experiment, found = self._experiment, []
         if experiment is None or self._is_ended or time.monotonic() < self._next_poll_s:
-            return
+            return []
         with self._master.tolerate_outage():
             experiment.reload()
             is_ended = experiment.state in _ENDED_STATES
             trials = experiment.list_trials()
             self._is_running = is_running(trials)
-            for row in trials[0].iter_metrics(EVENTS_GROUP) if trials else ():
-                if row.steps_completed not in self._rows:
-                    self._rows[row.steps_completed] = json.loads(row.metrics["event"])
+            rows = list(trials[0].iter_metrics(EVENTS_GROUP)) if trials else []
+            for row in sorted(rows, key=lambda row: int(row.steps_completed)):
+                event = json.loads(row.metrics["event"])
+                self._has_finished |= event["event"] == "finished"
+                if row.steps_completed > self._position:
+                    self._position = int(row.steps_completed)
+                    found.append({**event, "position": self._position})
             self._is_ended = is_ended
         self._next_poll_s = time.monotonic() + _POLL_PERIOD_S
+        return found
 
     def _log_slots(self) -> None:
         if self._experiment is None or self._is_running or self._is_ended:
@@ -260,7 +198,7 @@ class SearchOnMaster:
             self._logged_wait, self._waiting_since_s = "", time.monotonic()
             return
         wait = why_waiting(self._experiment, self._settings.num_slots)
-        is_long = bool(self._rows) or time.monotonic() - self._waiting_since_s > _LOG_WAIT_AFTER_S
+        is_long = bool(self._position) or time.monotonic() - self._waiting_since_s > _LOG_WAIT_AFTER_S
         if is_long and self._logged_wait != wait:
             logger.warning("the search waits for slots: %s", wait)
             self._logged_wait = wait

@@ -7,7 +7,6 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from dstrial.config.documents import yaml_text
@@ -25,17 +24,6 @@ _SEARCH_MODULE = "dstrial.dsat.search_trial"
 _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (_LAUNCHER, "determined.launch.deepspeed", "determined.launch.torch_distributed")
 _AROUND_FIT = "dstrial.dsat.rank.context:around_fit"
-RESULTS_DIRECTORY = "dsat_results"  # in the context of the experiment that stores the results
-RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
-    {
-        "searcher": {"name": "single", "max_length": {"batches": 1}},
-        "max_restarts": 0,
-        "resources": {"slots_per_trial": 0},
-        "entrypoint": "python3 -m dstrial.dsat.keep_results",
-    }
-)
-"""Config fields of the experiment whose checkpoint stores the results of launched trials."""
-_RESULTS_KEYS = ("checkpoint_storage", "project", "workspace", "environment", "bind_mounts")
 _MAX_STEPS = 1000
 _BENCHMARKED_TRIALS = 2  # the second trial measures the machine, too, because the first may fail
 _TRAINING_KEYS = (
@@ -102,20 +90,6 @@ def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
     single = _single(settings, label, "dsat search", does, settings.options.max_trials)
     del single["max_restarts"]
     config = {**measured_config(settings), **single, "entrypoint": f"python3 -m {_SEARCH_MODULE}"}
-    return TrialSpec(0, config, {}, label)
-
-
-def results_config(settings: SearchConfig, search_id: str) -> TrialSpec:
-    """Return the ``single`` experiment without slots whose checkpoint stores results."""
-    written = copy.deepcopy(settings.written)
-    label = f"dsat-{search_id}-results"
-    single = _single(settings, label, "dsat results", "keeps the results of the search in a checkpoint", 1)
-    config = {
-        **{name: written[name] for name in _RESULTS_KEYS if name in written},
-        **RESULTS_EXPERIMENT,
-        **single,
-        "searcher": {**RESULTS_EXPERIMENT["searcher"], **single["searcher"]},
-    }
     return TrialSpec(0, config, {}, label)
 
 

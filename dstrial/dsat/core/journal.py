@@ -14,8 +14,9 @@
     ranks/<n>/           tasks, results and output of the n-th persistent ranks
 
 Events are ``inputs`` (of ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
-``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). A method is pure, so
-replaying the results in order requests the same trials again.
+``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). An event that was copied
+from a trial has its ``position`` in the trial's journal. A method is pure, so replaying the results in order requests the same
+trials again.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from dstrial.local.run_directory import utc_now
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SEARCH_FILE = "dsat_search.json"  # in the context of a search's trial: flags, and the journal so far
 EVENTS_GROUP = "dsat"  # metric group of a search's events; steps_completed is the index in the journal
+BEST_NAMES = ("best_ds_config.json", "best_ds_metrics.json", "best_experiment.yaml")
 TASKS_NAME, RESULTS_NAME = "tasks.jsonl", "results.jsonl"  # queues to and from persistent ranks
 
 
@@ -59,22 +61,6 @@ class SearchRecord:
     @property
     def events_path(self) -> Path:
         return self.path / "events.jsonl"
-
-    @property
-    def best_config_path(self) -> Path:
-        return self.path / "best_ds_config.json"
-
-    @property
-    def best_metrics_path(self) -> Path:
-        return self.path / "best_ds_metrics.json"
-
-    @property
-    def best_experiment_path(self) -> Path:
-        return self.path / "best_experiment.yaml"
-
-    @property
-    def trials_path(self) -> Path:
-        return self.path / "trials.json"
 
     def trial_path(self, trial_id: int) -> Path:
         return self.path / "trials" / str(trial_id)
@@ -145,11 +131,12 @@ class SearchRecord:
     def events(self) -> list[dict[str, Any]]:
         return read_json_lines(self.events_path)
 
-    def append(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def append(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         event = {"event": kind, "time": utc_now(), **fields}
         append_json_line(self.events_path, event)
         if self.on_event is not None:
             self.on_event(event)
+        return event
 
     def restore(self, event: Mapping[str, Any]) -> None:
         """Append an event that another process recorded, without calling ``on_event``."""

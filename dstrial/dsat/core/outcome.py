@@ -133,7 +133,7 @@ def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
 
 def outcome_from_json(fields: Mapping[str, Any]) -> Outcome:
     if "metrics" in fields:
-        return Measured({str(name): float(value) for name, value in fields["metrics"].items()})
+        return Measured(dict(fields["metrics"]))
     failure = dict(fields["failure"])
     return Failure(FailureKind[failure.pop("kind")], **failure)
 

@@ -1,4 +1,7 @@
-"""Run the trials a method asks for; record each result before the method sees it."""
+"""Run the trials a method asks for, or follow a search that runs elsewhere.
+
+Each event is in the record before the search changes its state, so that a replay of the record restores the search.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,47 @@ import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.backends.base import Backend, Ended, SearchEndedError
-from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_spec
+from dstrial.dsat.backends.base import Backend, Ended, RemoteSearch
+from dstrial.dsat.backends.trial_spec import TrialSpec, full_config, measuring_spec, write_config
 from dstrial.dsat.config import SearchConfig
-from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus, is_final
+from dstrial.dsat.core.journal import BEST_NAMES, DISK_FULL_ERRORS, SearchRecord, SearchStatus, is_final
 from dstrial.dsat.core.outcome import (
     Failure,
     FailureKind,
     Measured,
-    Outcome,
     TrialResult,
+    best_of,
     highest,
     outcome_from_json,
     outcome_to_json,
 )
-from dstrial.dsat.driver.normalize import caveats, normalized
-from dstrial.dsat.driver.outputs import LiveReport, SearchFiles
-from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, Note, Skip
+from dstrial.dsat.driver.normalize import caveats, mismatch_with_request, with_model_flops
+from dstrial.dsat.methods import search_method
+from dstrial.dsat.methods.base import Action, Finish, Measure, Note, Skip
+from dstrial.dsat.predictor.inputs import PredictInputs
+from dstrial.dsat.report.document import SearchFacts, live_document, report_document
 from dstrial.dsat.report.live import ended_line
+from dstrial.dsat.report.markdown import REPORT_NAMES, write_report
+from dstrial.dsat.space.filters import Filters
 from dstrial.errors import DstrialError, SearchError
+from dstrial.local.json_files import write_json_atomically
 
 logger = logging.getLogger("dstrial.dsat")
 
 _MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
 _DEADLINE_FACTOR = 5.0
+_REPORT_PERIOD_S = 2.0
+# A report of many trials takes long to make: reports take at most about 1/20 of the search's time.
+_MIN_PAUSES = 20.0
+
+
+def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
+    """Return the inputs of method ``predict`` in the record; None before the dry runs."""
+    event = next((event for event in record.events() if event["event"] == "inputs"), None)
+    return None if event is None else PredictInputs.from_json(event)
 
 
 class Driver:
@@ -43,29 +60,32 @@ class Driver:
         self,
         settings: SearchConfig,
         record: SearchRecord,  # locked by the caller
-        method: ConfigSearch,
-        backend: Callable[[], Backend],  # called at the first trial that has to run
+        inputs: PredictInputs | None,  # of dry runs
+        backend: Callable[[], Backend | RemoteSearch],  # called at the first trial that has to run
         print_line: Callable[[str], None],
         show: Callable[[Sequence[TrialResult]], None] = lambda _trials: None,
         *,
         poll_s: float = 0.1,
-        flops_per_record: float | None = None,  # of a dry run, on one rank; used if a trial counts none
     ) -> None:
         self._settings = settings
         self._record = record
-        self._method = method
+        filters = Filters(settings.space, disabled=settings.flags.no_gates)
+        self._method = search_method(settings.method, settings.space, settings.options, filters, inputs)
         self._make_backend = backend
-        self._backend: Backend | None = None
+        self._backend: Backend | RemoteSearch | None = None
+        self._measurer: Backend | None = None  # the backend, while this process decides what it measures
+        self._is_replay = True
         self._print_line = print_line
         self._show = show
         self._poll_s = poll_s
-        self._flops_per_record = flops_per_record
+        self._flops_per_record = None if inputs is None else inputs.flops_per_record
         self._notes: list[str] = []
         self.trials: dict[int, TrialResult] = {}
         self._open: dict[int, Measure] = {}
+        self._handles: dict[int, dict[str, Any]] = {}  # of submitted trials, by id
         self._signals: list[signal.Signals] = []
-        self._files = SearchFiles(settings, record, print_line)
-        self._live_report = LiveReport(self._report_so_far)
+        self._has_news = False  # since the last published report
+        self._next_report_s = 0.0
         self._end: Finish | None = None
         self._is_cleared = False
         self._described_s = 0.0
@@ -79,26 +99,24 @@ class Driver:
             OSError: the disk is full. After room is made, the same command resumes the search.
         """
         self._signals = signals
-        handles = self._replay()
+        self._apply(self._method.start())
+        for event in self._record.events():
+            self._on_event(event)
+        self._is_replay = False
         try:
             if self._end is None:
                 try:
-                    self._search(handles)
+                    self._search()
                 except KeyboardInterrupt:
                     if not signals:
                         raise
-                except SearchEndedError as error:
-                    found = error.event
-                    self._finish(Finish(found["reason"], found["is_failure"]), budget_s=found.get("budget_s"))
             end = self._end if self._end is not None else signals[0]
             if isinstance(end, signal.Signals):
                 self._record.append("interrupted", {"signal": end.name})
             self._write_files()
-            self._files.write_report(
-                end, self._method.report_facts(), self._notes, list(self.trials.values())
-            )
+            self._write_report(end)
             if isinstance(end, Finish) and not self._is_cleared:
-                self._clear(handles)
+                self._clear()
             elif isinstance(end, signal.Signals) and self._backend is not None:
                 self._backend.publish(lambda: self._report_so_far(f"interrupted by {end.name}"))
         except OSError as error:
@@ -117,7 +135,7 @@ class Driver:
         with contextlib.suppress(OSError):
             self._record.append("interrupted", {"signal": FailureKind.NO_ROOM.name})
 
-    def _clear(self, handles: dict[int, dict[str, Any]]) -> None:
+    def _clear(self) -> None:
         """End remaining trials and let the backend store the files, once per search."""
         if self._backend is None:
             try:
@@ -125,16 +143,17 @@ class Driver:
             except DstrialError as error:
                 self._print_line(f"remaining trials of the search could not be looked for: {error}")
                 return
-            for measure in self._open.values():
-                self._backend.adopt(self._spec(measure), handles.get(measure.trial_id, {}))
+            if not isinstance(self._backend, RemoteSearch):
+                for measure in self._open.values():
+                    self._backend.adopt(self._spec(measure), self._handles.get(measure.trial_id, {}))
         try:
-            self._backend.finish(self._files.read())
+            self._backend.finish(self._read_files())
             self._record.append("cleared", {})
         except KeyboardInterrupt:
             if not self._signals:
                 raise
 
-    def _search(self, handles: dict[int, dict[str, Any]]) -> None:
+    def _search(self) -> None:
         """Run trials until the search finishes or a stop signal arrives."""
         budget_s = self._settings.flags.budget
         # Time that earlier processes of this search have spent, as far as it is on record.
@@ -143,97 +162,112 @@ class Driver:
         )
         began_s = time.monotonic() - spent_s - self._described_s
         backend = self._backend = self._make_backend()
-        for measure in list(self._open.values()):
-            self._start(backend, measure, handles.get(measure.trial_id))
+        if not isinstance(backend, RemoteSearch):
+            self._measurer = backend
+            for measure in list(self._open.values()):
+                self._start(backend, measure, self._handles.get(measure.trial_id))
         while self._end is None and not self._signals:
             if budget_s is not None and time.monotonic() - began_s > budget_s:
                 self._finish(Finish("the budget is spent"), budget_s=budget_s)
                 return
-            self._end_overdue(backend)
-            self._take_ended(backend)
-            self._live_report.publish_if_due(backend)
+            if isinstance(backend, RemoteSearch):
+                self._follow(backend)
+            else:
+                self._end_overdue(backend)
+                self._take_ended(backend)
+                self._publish_if_due(backend)
             self._show(list(self.trials.values()))
             time.sleep(self._poll_s)
 
     # ---- what happens ----------------------------------------------------------------------------
 
-    def _replay(self) -> dict[int, dict[str, Any]]:
-        """Pass recorded results to the method; return handles of submitted trials, by id."""
-        self._apply(self._method.start(), is_replay=True)
-        handles: dict[int, dict[str, Any]] = {}
-        for event in self._record.events():
-            self._replay_event(event, handles)
-        for trial_id, handle in handles.items():
-            if trial_id in self.trials:
-                self.trials[trial_id] = dataclasses.replace(self.trials[trial_id], handle=handle)
-        return handles
+    def _follow(self, search: RemoteSearch) -> None:
+        """Copy new events of a search elsewhere into the record, up to the search's end."""
+        for event in search.events():
+            self._record.restore(event)
+            self._on_event(event)
+            if self._end is not None:
+                return
 
-    def _replay_event(self, event: Mapping[str, Any], handles: dict[int, dict[str, Any]]) -> None:
+    def _on_event(self, event: Mapping[str, Any]) -> None:
+        """Change the state of the search as an event of the record says."""
         if event["event"] == "submitted":
-            trial_id = int(event["trial_id"])
-            self._require_candidate(trial_id, event.get("candidate"))
-            handles[trial_id] = event["handle"]
+            self._on_submitted(int(event["trial_id"]), event)
         elif event["event"] == "result":
-            trial_id = int(event["trial_id"])
-            if trial_id not in self._open:
-                raise SearchError(
-                    f"{self._record.events_path} has a result of trial {trial_id}, for which this search does not "
-                    "ask; expected the record of an equal search by the same release. Pass --fresh."
-                )
-            self._settle(trial_id, outcome_from_json(event), event.get("seconds"), is_replay=True)
+            self._on_result(int(event["trial_id"]), event)
         elif event["event"] == "inputs":
             self._described_s = float(event.get("seconds") or 0.0)
         elif event["event"] == "finished" and is_final(event, self._settings.flags.budget):
             self._end = Finish(event["reason"], event["is_failure"])
         elif event["event"] in ("interrupted", "finished"):
             # The search ended its trials itself, so they did not kill it.
-            for handle in handles.values():
+            for handle in self._handles.values():
                 handle.pop("attempt", None)
         elif event["event"] == "cleared":
             self._is_cleared = self._end is not None
 
-    def _require_candidate(self, trial_id: int, found: Mapping[str, Any] | None) -> None:
-        own = self.trials[trial_id].candidate.to_json() if trial_id in self.trials else None
-        if found is not None and found != own:
+    def _on_submitted(self, trial_id: int, event: Mapping[str, Any]) -> None:
+        trial = self.trials.get(trial_id)
+        if trial is None or event.get("candidate", trial.candidate.to_json()) != trial.candidate.to_json():
             raise SearchError(
                 f"trial {trial_id} measured another configuration than this release asks for; expected the trial's dstrial "
                 "and numpy to be the command's. Install the same, or pass --fresh."
             )
+        self._handles[trial_id] = dict(event["handle"])
+        self.trials[trial_id] = dataclasses.replace(trial, handle=event["handle"])
+        if not self._is_replay:
+            self._print_line(f"trial {trial_id} begins: {trial.description} ({trial.why})")
 
-    def _apply(self, actions: list[Action], *, is_replay: bool = False) -> None:
+    def _on_result(self, trial_id: int, event: Mapping[str, Any]) -> None:
+        if trial_id not in self._open:
+            raise SearchError(
+                f"{self._record.events_path} has a result of trial {trial_id}, for which this search does not "
+                "ask; expected the record of an equal search by the same release. Pass --fresh."
+            )
+        del self._open[trial_id]
+        outcome = outcome_from_json(event)
+        self.trials[trial_id] = dataclasses.replace(
+            self.trials[trial_id], outcome=outcome, seconds=event.get("seconds")
+        )
+        self._has_news = True
+        actions = self._method.on_result(trial_id, outcome)
+        if isinstance(outcome, Measured) and self._settings.flags.metric == "FLOPS_per_gpu":
+            notes = [note for note in caveats(outcome, self._measured()[0]) if note not in self._notes]
+            actions = [*map(Note, notes), *actions]
+        if not self._is_replay:
+            self._print_line(ended_line(self.trials[trial_id], self._settings.flags.metric))
+            self._write_files()
+        self._apply(actions)
+
+    def _apply(self, actions: list[Action]) -> None:
         for action in actions:
-            self._live_report.note_news()
+            self._has_news = True
             if isinstance(action, Measure):
                 self._open[action.trial_id] = action
                 description = self._settings.space.describe(action.candidate)
                 self.trials[action.trial_id] = TrialResult(
                     action.trial_id, action.candidate, description, action.why
                 )
-                if not is_replay:
-                    assert self._backend is not None
-                    self._start(self._backend, action, None)
+                if self._measurer is not None:
+                    self._start(self._measurer, action, None)
             elif isinstance(action, Finish):
-                self._finish(action, is_replay=is_replay)
+                self._finish(action)
             elif isinstance(action, Note):
                 self._notes.append(action.text)
-                if not is_replay:
+                if not self._is_replay:
                     self._print_line(action.text)
-            elif not is_replay and isinstance(action, Skip):
+            elif not self._is_replay and isinstance(action, Skip):
                 logger.info(
                     "not measured: %s: %s", self._settings.space.describe(action.candidate), action.reason
                 )
 
     def _start(self, backend: Backend, measure: Measure, handle: dict[str, Any] | None) -> None:
-        trial = self.trials[measure.trial_id]
-        spec = self._spec(measure)
+        trial_id, spec = measure.trial_id, self._spec(measure)
         if handle is not None and backend.adopt(spec, handle):
-            self._print_line(f"trial {trial.trial_id} goes on: {trial.description}")
+            self._print_line(f"trial {trial_id} goes on: {self.trials[trial_id].description}")
             return
-        self._print_line(f"trial {trial.trial_id} begins: {trial.description} ({measure.why})")
-        handle = backend.start(spec)
-        self.trials[trial.trial_id] = dataclasses.replace(trial, handle=handle)
-        fields = {"trial_id": trial.trial_id, "candidate": measure.candidate.to_json(), "handle": handle}
-        self._record.append("submitted", fields)
+        fields = {"trial_id": trial_id, "candidate": measure.candidate.to_json()}
+        self._on_event(self._record.append("submitted", {**fields, "handle": backend.start(spec)}))
 
     def _spec(self, measure: Measure) -> TrialSpec:
         settings, search_id = self._settings, self._record.search_id
@@ -258,38 +292,25 @@ class Driver:
                 f"trial {ended.trial_id} finds no room on the disk ({ended.outcome.message}); expected some. Make room, and "
                 "repeat the command: the trial is measured again."
             )
-        self._require_candidate(ended.trial_id, ended.candidate)
-        outcome = normalized(
-            ended.outcome,
-            self._open[ended.trial_id].candidate,
-            self._measured(),
-            flops_per_record=self._flops_per_record,
-            num_replicas=self._settings.space.replicas,
-        )
+        outcome = ended.outcome
+        if isinstance(outcome, Measured):
+            wrong = mismatch_with_request(outcome, self._open[ended.trial_id].candidate)
+            outcome = wrong or with_model_flops(
+                outcome,
+                next(iter(self._measured()), None),
+                flops_per_record=self._flops_per_record,
+                num_replicas=self._settings.space.replicas,
+            )
         fields = {"trial_id": ended.trial_id, "seconds": ended.seconds, **outcome_to_json(outcome)}
-        self._record.append("result", fields)
-        self._settle(ended.trial_id, outcome, ended.seconds, is_replay=False)
-
-    def _settle(self, trial_id: int, outcome: Outcome, seconds: float | None, *, is_replay: bool) -> None:
-        del self._open[trial_id]
-        self._live_report.note_news()
-        self.trials[trial_id] = dataclasses.replace(self.trials[trial_id], outcome=outcome, seconds=seconds)
-        actions = self._method.on_result(trial_id, outcome)
-        if isinstance(outcome, Measured) and self._settings.flags.metric == "FLOPS_per_gpu":
-            notes = [note for note in caveats(outcome, self._measured()[0]) if note not in self._notes]
-            actions = [*map(Note, notes), *actions]
-        if not is_replay:
-            self._print_line(ended_line(self.trials[trial_id], self._settings.flags.metric))
-            self._write_files()
-        self._apply(actions, is_replay=is_replay)
+        self._on_event(self._record.append("result", fields))
 
     def _measured(self) -> list[Measured]:
         return [one.outcome for one in self.trials.values() if isinstance(one.outcome, Measured)]
 
-    def _finish(self, finish: Finish, *, is_replay: bool = False, budget_s: float | None = None) -> None:
+    def _finish(self, finish: Finish, *, budget_s: float | None = None) -> None:
         """End the search; record the end, unless this is a replay."""
         self._end = finish
-        if not is_replay:
+        if not self._is_replay:
             fields = {"reason": finish.reason, "is_failure": finish.is_failure, "budget_s": budget_s}
             self._record.append("finished", fields)
 
@@ -323,9 +344,62 @@ class Driver:
             return self._settings.flags.trial_timeout
         return max(_DEADLINE_FACTOR * max(expected_s), _MIN_DEADLINE_S)
 
-    def _report_so_far(self, reason: str = "") -> dict[str, Any]:
-        facts = self._method.report_facts()
-        return self._files.live_report(facts, self._notes, list(self.trials.values()), reason)
-
     def _write_files(self) -> None:
-        self._files.write(list(self.trials.values()))
+        """Write all trials and the best configuration; on an OSError, print a line."""
+        trials, settings = list(self.trials.values()), self._settings
+        best = best_of(trials, settings.flags.metric)
+        config, metrics, experiment = (self._record.path / name for name in BEST_NAMES)
+        with self._tolerate_full_disk("the results"):
+            rows = [trial.to_json() for trial in trials]
+            write_json_atomically(self._record.path / "trials.json", rows, sync=False)
+            if best is not None and isinstance(best.outcome, Measured):
+                write_json_atomically(config, settings.space.config(best.candidate))
+                write_json_atomically(metrics, dict(best.outcome.metrics))
+                write_config(experiment, full_config(settings, best.candidate))
+
+    def _read_files(self) -> dict[str, str]:
+        """Return file name -> text of the search's existing result files."""
+        paths = [self._record.path / name for name in (*BEST_NAMES, "trials.json", *REPORT_NAMES)]
+        return {path.name: path.read_text() for path in paths if path.exists()}
+
+    def _write_report(self, end: Finish | signal.Signals) -> None:
+        if isinstance(end, Finish):
+            facts = dataclasses.replace(self._facts(end.reason), is_finished=True, is_failure=end.is_failure)
+        else:
+            facts = self._facts(f"interrupted by {end.name}")
+        with self._tolerate_full_disk("the report"):
+            write_report(self._record.path, facts, self._settings.space, list(self.trials.values()))
+
+    @contextlib.contextmanager
+    def _tolerate_full_disk(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._print_line(f"{what} cannot be written ({error}); expected room on the disk")
+
+    def _publish_if_due(self, backend: Backend) -> None:
+        """Publish the report of a running search after changes, at a limited rate."""
+        began_s = time.monotonic()
+        if self._has_news and began_s >= self._next_report_s:
+            self._has_news = not backend.publish(self._report_so_far)
+            took_s = time.monotonic() - began_s
+            self._next_report_s = began_s + max(_REPORT_PERIOD_S, _MIN_PAUSES * took_s)
+
+    def _report_so_far(self, reason: str = "") -> dict[str, Any]:
+        document = report_document(self._facts(reason), self._settings.space, list(self.trials.values()))
+        # The page shows the newest of several experiments' reports.
+        return {**live_document(document), "told_s": time.time()}
+
+    def _facts(self, reason: str) -> SearchFacts:
+        """Return the facts of an unfinished search."""
+        settings = self._settings
+        return SearchFacts(
+            name=settings.experiment.name or settings.output.name,
+            method=settings.method,
+            metric=settings.flags.metric,
+            reason=reason,
+            is_finished=False,
+            num_slots=settings.num_slots,
+            predicted=self._method.report_facts(),
+            notes=(*settings.warnings, *self._notes),
+        )

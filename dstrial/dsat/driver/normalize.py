@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
 
 FLOPS_RULE = "FLOPS_are_a_rule"
 """Metric that is 1 if ``FLOPS_per_gpu`` follows from a rule of thumb, because no FLOPs could be counted."""
@@ -92,29 +90,4 @@ def mismatch_with_request(measured: Measured, candidate: Candidate) -> Failure |
         FailureKind.USER_ERROR,
         f"the engine trains with {trained}; expected {values}, as the trial was told. Build its config with "
         "dsat.get_ds_config_from_hparams(hparams), or give the script's arguments to dsat.get_hf_args_with_overwrites.",
-    )
-
-
-def normalized(
-    outcome: Outcome,
-    candidate: Candidate,
-    before: Sequence[Measured],
-    *,
-    flops_per_record: float | None,
-    num_replicas: int,
-) -> Outcome:
-    """Return the outcome with comparable FLOPs, or a failure if the batch is wrong.
-
-    ``before`` holds the earlier measurements of the search.
-    """
-    if not isinstance(outcome, Measured):
-        return outcome
-    wrong = mismatch_with_request(outcome, candidate)
-    if wrong is not None:
-        return wrong
-    return with_model_flops(
-        outcome,
-        before[0] if before else None,
-        flops_per_record=flops_per_record,
-        num_replicas=num_replicas,
     )

@@ -56,7 +56,7 @@ def _measure_once(trial: str, exp_conf: dict[str, Any] | None, hparams: dict[str
     from dstrial.trial.context import runtime_of
 
     settings = hparams if hparams is not None else hyperparameters_of_trial()
-    timer = StepTimer(limits_from(settings), measures_bare=True)
+    timer = StepTimer(limits_from(settings))
     with failures_reported(timer):
         trial_class = import_trial(trial, Path())
         with init(hparams=hparams, exp_conf=exp_conf) as context, observe_engines(timer):

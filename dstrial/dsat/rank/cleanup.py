@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import gc
 import os
-import random
 import sys
 import threading
 import warnings
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
@@ -108,11 +106,9 @@ class ProcessState:
             for owner in _PATCHED
         ]
         self._settings = Settings()
-        self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-        self._device_random = get_accelerator().get_rng_state() if has_device() else None
 
     def restore(self, engines: list[Any]) -> None:
-        """Destroy engines, empty their list, and undo what they did to the process.
+        """Destroy engines, empty their list, and undo what they did, except to random states.
 
         The caller must keep no other reference to the engines or to their models.
 
@@ -141,11 +137,6 @@ class ProcessState:
         for group in [group for group in process_groups() if group not in self._groups]:
             torch.distributed.destroy_process_group(group)
         self._settings.restore()
-        random.setstate(self._random[0])
-        np.random.set_state(self._random[1])
-        torch.set_rng_state(self._random[2])
-        if self._device_random is not None:
-            get_accelerator().set_rng_state(self._device_random)
         _empty_caches()
 
     def _undo_patches(self) -> None:

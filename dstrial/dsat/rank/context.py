@@ -90,10 +90,7 @@ class _LoopOfBlocks:
     def begin(self) -> None:
         """Make later blocks use the same timer; report when the core context closes."""
         setattr(self.core_context, _BLOCKS_ATTRIBUTE, self)
-        # Contexts of Determined 0.23 have no close(); there, a loop has to make enough steps.
-        close = getattr(self.core_context, "close", None)
-        if close is None:
-            return
+        close = self.core_context.close
 
         def finish_and_close(kind: type[BaseException] | None = None, *rest: Any) -> None:
             try:
@@ -102,7 +99,7 @@ class _LoopOfBlocks:
             finally:
                 close(kind, *rest)
 
-        setattr(self.core_context, "close", finish_and_close)  # noqa: B010  # Determined 0.23 has none
+        self.core_context.close = finish_and_close
 
     def finish(self) -> None:
         """Report the steps of a loop that ended by itself. Ranks: all, collectively."""

@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, f
 from dstrial.dsat.rank.cleanup import ProcessState, ProcessUsage, process_usage, reset_host_peak
 from dstrial.dsat.rank.context import failure_of, limits_from
 from dstrial.dsat.rank.microbench import with_machine
-from dstrial.dsat.rank.step_timer import Mode, StepTimer
+from dstrial.dsat.rank.step_timer import StepTimer
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.launch.trial_import import import_trial
 from dstrial.local.json_files import JsonLinesTail, append_json_line
@@ -120,15 +120,13 @@ class RankServer:
     def measure(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
         """Build, measure and tear down a trial.
 
-        Returns a dictionary: ``outcome``; ``grown``, the resources that grew since the first task; ``details``, seconds of each
-        part and the ``ProcessUsage``.
+        Returns a dictionary: ``outcome``; ``grown``, the resources that grew since the first task; ``details``, the
+        ``ProcessUsage``.
 
         Ranks: all, collectively.
         """
-        began_s, cpu_began_s = time.perf_counter(), time.process_time()
-        timer = StepTimer(limits_from(hparams), measures_bare=True)
-        outcome, built_s, cpu_built_s = self._train(hparams, timer)
-        measured_s, cpu_measured_s = time.perf_counter(), time.process_time()
+        timer = StepTimer(limits_from(hparams))
+        outcome = self._train(hparams, timer)
         if isinstance(outcome, Failure):
             # If the other ranks never reach the all-gather, this rank exits, and its launcher ends them.
             self._grace = threading.Timer(_GRACE_S, _exit_with_failure, (outcome,))
@@ -140,19 +138,9 @@ class RankServer:
         usage = process_usage()
         grown = [] if self._baseline is None else usage.grown_over(self._baseline)
         self._baseline = self._baseline or usage
-        details = {
-            "build_s": built_s - began_s,
-            "measure_s": measured_s - built_s,
-            "tear_down_s": time.perf_counter() - measured_s,
-            "measure_cpu_s": cpu_measured_s - cpu_built_s,
-            "other_cpu_s": cpu_built_s - cpu_began_s + time.process_time() - cpu_measured_s,
-            **dataclasses.asdict(usage),
-        }
-        return {"outcome": outcome_to_json(outcome), "grown": grown, "details": details}
+        return {"outcome": outcome_to_json(outcome), "grown": grown, "details": dataclasses.asdict(usage)}
 
-    def _train(self, hparams: Mapping[str, Any], timer: StepTimer) -> tuple[Outcome, float, float]:
-        """Return the outcome, and wall and CPU time, in seconds, when the trial was built."""
-        built_s, cpu_built_s = time.perf_counter(), time.process_time()
+    def _train(self, hparams: Mapping[str, Any], timer: StepTimer) -> Outcome:
         reset_host_peak()
         try:
             if self._trial_class is None:
@@ -164,16 +152,14 @@ class RankServer:
             torch.manual_seed(self._seed)
             context = self._context(hparams)
             with observe_engines(timer):
-                trial = self._trial_class(context)
-                built_s, cpu_built_s = time.perf_counter(), time.process_time()
-                outcome: Outcome = measure_trial(trial, context, timer)
+                return measure_trial(self._trial_class(context), context, timer)
         except KeyboardInterrupt:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001  # reported to the search
-            outcome = failure_of(error, timer)
-            sys.stderr.write(f"dsat: {outcome.kind.value}: {outcome.message}\n")
+            failure = failure_of(error, timer)
+            sys.stderr.write(f"dsat: {failure.kind.value}: {failure.message}\n")
             sys.stderr.flush()
-        return outcome, built_s, cpu_built_s
+            return failure
 
     def _context(self, hparams: Mapping[str, Any]) -> DeepSpeedTrialContext:
         """Return a new trial context, whose core context reports nothing."""
@@ -194,7 +180,7 @@ class RankServer:
 def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, timer: StepTimer) -> Measured:
     """Train until ``timer`` is done, without validation, reports or checkpoints.
 
-    The caller must build the trial inside ``observe_engines(timer)``, with a timer that measures bare steps, too.
+    The caller must build the trial inside ``observe_engines(timer)``.
 
     Ranks: all, collectively.
     """
@@ -214,20 +200,13 @@ def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, timer: 
     runtime.bind_training_iterator(iterator)
     runtime.set_training(True)
     calls = range(runtime.train_calls_per_batch)
-    is_repeating = False
-    source: Iterator[Any] | None = iterator
     try:
         for batch_idx in itertools.count():
             if timer.is_done:
                 break
-            if timer.mode is Mode.BARE and not is_repeating:
-                is_repeating = True
-                # Repeat one micro batch, so that reading takes no time; ranks without data have none.
-                source = None if iterator is None else itertools.repeat(next(iterator))
-                runtime.bind_training_iterator(source)
             runtime.current_batch_idx = batch_idx
             for _ in calls:
-                trial.train_batch(source, batch_idx // epoch_length if epoch_length else 0, batch_idx)
+                trial.train_batch(iterator, batch_idx // epoch_length if epoch_length else 0, batch_idx)
     finally:
         runtime.bind_training_iterator(None)
     return with_machine(timer.result(), context.get_hparams().get(SETTINGS_KEY), timer.dtype)

@@ -1,8 +1,8 @@
 """Time whole steps of a running training, and count its FLOPs and memory.
 
-A measurement has four parts. One step counts FLOPs and saved activations. Windows of steps are timed until the median is known
+A measurement has three parts. One step counts FLOPs and saved activations. Windows of steps are timed until the median is known
 well enough; the device is synchronised at the edges of a window. Three steps time forward, backward and optimizer step
-separately. If the caller can repeat a batch, some steps run without reading data. Rank 0 decides, and all ranks follow.
+separately. Rank 0 decides, and all ranks follow.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from dstrial.engine.deepspeed_internals.optimizers import full_numel, swaps_to_n
 from dstrial.engine.model_flops import counted_flops, is_compiled
 
 _NUM_PHASE_STEPS = 3
-_NUM_BARE_WINDOWS = 3
-_BARE_WINDOW_S = 0.1
 _MAX_SKIPPED_SHARE = 0.5
 
 
@@ -38,8 +36,7 @@ class Mode(enum.IntEnum):
     PROFILE = 0
     WINDOW = 1
     PHASES = 2
-    BARE = 3
-    DONE = 4
+    DONE = 3
 
 
 class MeasurementDone(SystemExit):
@@ -125,17 +122,12 @@ class FirstMicroBatch:
 class StepTimer:
     """Observes the engines of a rank while they train, and measures their steps.
 
-    If ``ends_process``, for loops of users, the timer raises ``MeasurementDone`` in the last step. If ``measures_bare``, steps
-    without data loading are timed, too: the caller must repeat one batch while :attr:`mode` is ``BARE``.
+    If ``ends_process``, for loops of users, the timer raises ``MeasurementDone`` in the last step.
     """
 
-    def __init__(
-        self, limits: SamplingLimits, *, ends_process: bool = False, measures_bare: bool = False
-    ) -> None:
+    def __init__(self, limits: SamplingLimits, *, ends_process: bool = False) -> None:
         self._ends_process = ends_process
-        self._measures_bare = measures_bare
         self._sampling = Sampling(limits)
-        self._bare = Sampling(limits)
         self._engines: list[Any] = []
         self._accelerator = get_accelerator()
         self._steps_left = 1
@@ -146,7 +138,6 @@ class StepTimer:
         self._peak_bytes = (0.0, 0.0)
         self._last_loss: Any = None
         self._skipped_before = 0
-        self._num_bare_windows = 0
         self._depth = 0
         self.num_observed_steps = 0  # of the first engine
         self._window_steps = 1
@@ -240,8 +231,6 @@ class StepTimer:
             if phase != "train_batch":
                 metrics[phase] = seconds / _NUM_PHASE_STEPS * 1e6
         metrics |= {f"{phase}_peak_memory_bytes": peak for phase, peak in self._phase_peak_bytes.items()}
-        if self._bare.num_steps:
-            metrics["bare_throughput"] = records / self._bare.interval().median
         return Measured(metrics | self._model_metrics(micro) | self._memory_metrics())
 
     def _model_metrics(self, micro_batch_size: int) -> dict[str, float]:
@@ -265,7 +254,10 @@ class StepTimer:
         metrics = {"host_peak_memory_bytes": _host_peak_bytes()}
         if not self._is_cpu:
             metrics["peak_memory_bytes"], metrics["peak_reserved_bytes"] = self._peak_bytes
-            metrics["device_memory_bytes"] = float(self._accelerator.total_memory())
+            # Older versions of torch cannot tell the share that set_per_process_memory_fraction has set.
+            share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
+            is_cuda = self._accelerator.device_name() == "cuda"
+            metrics["device_memory_bytes"] = self._accelerator.total_memory() * (share() if is_cuda else 1.0)
         return metrics
 
     @property
@@ -283,10 +275,8 @@ class StepTimer:
 
     def _end_window(self) -> Mode:
         seconds = self._synchronize() - self._started_s
-        if self.mode in (Mode.WINDOW, Mode.BARE):
-            sampling = self._sampling if self.mode is Mode.WINDOW else self._bare
-            sampling.add(self._window_steps, seconds)
         if self.mode is Mode.WINDOW:
+            self._sampling.add(self._window_steps, seconds)
             self._require_numbers()
         mode, steps = self._agree(*self._next())
         if mode is not Mode.WINDOW and self.mode is Mode.WINDOW and not self._is_cpu:
@@ -304,10 +294,6 @@ class StepTimer:
         if self.mode in (Mode.PROFILE, Mode.WINDOW):
             steps = self._sampling.next_steps()
             return (Mode.WINDOW, steps) if steps else (Mode.PHASES, _NUM_PHASE_STEPS)
-        if self._measures_bare and self._num_bare_windows < _NUM_BARE_WINDOWS:
-            self._num_bare_windows += 1
-            median_s = max(self._sampling.interval().median, 1e-6)
-            return Mode.BARE, max(1, min(round(_BARE_WINDOW_S / median_s), 1000))
         return Mode.DONE, 0
 
     def _agree(self, mode: Mode, steps: int) -> tuple[Mode, int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.core.candidate import HYPERPARAMETERS, value_at
+from dstrial.dsat.core.candidate import HYPERPARAMETERS, Candidate, value_at
 from dstrial.dsat.core.outcome import (
     TIE,
     Failure,
@@ -34,7 +34,6 @@ UNITS = {
 }
 _NUM_RUNNERS_UP = 3
 _NUM_LEFT = 5
-_NEXT_SIZES = 2  # larger micro batches whose missing memory is reported
 
 # A live report is sent with every result, and other users may read it. So it is small and has no configs.
 _LIVE_FACTS = (
@@ -81,7 +80,16 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
     best, own = best_of(trials, metric), own_of(trials)
     scored = [(value, trial) for trial in trials if (value := trial.score(metric)) is not None]
     ranked = [trial for _, trial in sorted(scored, key=lambda pair: -pair[0])]
-    rows = [_row(trial, metric, predicted.forecasts.get(trial.trial_id)) for trial in trials]
+    first: dict[Candidate, int] = {}
+    for trial in trials:
+        first.setdefault(trial.candidate, trial.trial_id)
+    rows = [
+        {
+            **_row(trial, metric, predicted.forecasts.get(trial.trial_id)),
+            "first_trial_id": first[trial.candidate],
+        }
+        for trial in trials
+    ]
     # The user's own configuration and the best one, once if they are the same.
     shown = [trial for trial in (own, None if best is own else best) if trial is not None]
     effects = [str(one) for one in best_knob_effects(space, [(one.candidate, one.outcome) for one in trials])]
@@ -113,7 +121,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
             if (shares := _step_shares(trial, predicted.explained.get(trial.trial_id)))
         ],
         "sensitivity": [] if best is None else _sensitivity(scored, best, space, metric),
-        "needs": list(_needs(trials, shown, space, predicted.margins)),
+        "needs": _needs(trials, predicted.margins),
         "left": [dict(one) for one in predicted.left][:_NUM_LEFT],
         "trials": rows,
     }
@@ -303,39 +311,14 @@ def _effective_settings(trial: TrialResult, space: Space) -> dict[str, Any]:
     return settings
 
 
-def _needs(
-    trials: Sequence[TrialResult],
-    shown: Sequence[TrialResult],
-    space: Space,
-    margins: Sequence[Mapping[str, Any]],
-) -> Iterator[dict[str, Any]]:
-    """Yield the memory that larger micro batches of the ``shown`` trials lack.
-
-    The method's predictions (``margins``) are used, if any. Otherwise the memory follows from the measured peak and the bytes
-    that one record keeps for backward.
-    """
+def _needs(trials: Sequence[TrialResult], margins: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the memory that larger micro batches lack, by the method's predictions."""
     by_id = {trial.trial_id: trial for trial in trials}
-    predicted = [one for one in margins if one["trial_id"] in by_id]
-    for one in sorted(predicted, key=lambda one: by_id[one["trial_id"]].candidate.is_own):
-        yield {**one, "was_tried": _tried(trials, by_id[one["trial_id"]], one["micro_batch_size"])}
-    for trial in [] if predicted else reversed(shown):
-        if not isinstance(trial.outcome, Measured):
-            continue
-        metrics, micro = trial.outcome.metrics, trial.candidate.batch.micro_batch_size
-        peak = metrics.get("peak_reserved_bytes", metrics.get("peak_memory_bytes"))
-        capacity, record = metrics.get("device_memory_bytes"), metrics.get("activation_bytes_per_record")
-        if peak is None or capacity is None or record is None:
-            continue
-        axis = space.batch_size_grid
-        at = axis.position(micro)
-        for position in range(at + 1, min(at + 1 + _NEXT_SIZES, axis.last + 1)):
-            larger = axis.split(position).micro_batch_size
-            yield {
-                "trial_id": trial.trial_id,
-                "micro_batch_size": larger,
-                "missing_bytes": peak + (larger - micro) * record - capacity,
-                "was_tried": _tried(trials, trial, larger),
-            }
+    known = [one for one in margins if one["trial_id"] in by_id]
+    known.sort(key=lambda one: by_id[one["trial_id"]].candidate.is_own)
+    return [
+        {**one, "was_tried": _tried(trials, by_id[one["trial_id"]], one["micro_batch_size"])} for one in known
+    ]
 
 
 def _tried(trials: Sequence[TrialResult], like: TrialResult, micro_batch_size: int) -> str | None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 _RATES = {
     "end_to_end_throughput": "end to end (all steps, with the data loader)",
     "throughput": "by the median step",
-    "bare_throughput": "bare (one batch again and again)",
 }
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
@@ -52,10 +51,5 @@ def format_duration(seconds: float) -> str:
 def rates(metrics: Mapping[str, float]) -> str:
     """Return a text on the measured throughputs; empty if none were measured."""
     return ", ".join(
-        f"{four_digits(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
+        f"{amount(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
     )
-
-
-def four_digits(value: float) -> str:
-    """Return four digits, with an exponent for large numbers: ``1.2340e+06``."""
-    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.4e}"

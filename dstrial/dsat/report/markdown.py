@@ -69,7 +69,13 @@ def lines(document: Document) -> Iterator[str]:
         rows = [(one["kind"], str(one["count"]), one["example"]) for one in document["failures"]]
         yield from _table(("kind", "trials", "for example"), rows)
     yield "\n## All trials\n"
-    yield from _table(_COLUMNS, [_trial_cells(document, row) for row in _ordered(document)])
+    ordered = _ordered(document)
+    first = [row for row in ordered if row["first_trial_id"] == row["trial_id"]]
+    yield from _table(_COLUMNS, [_trial_cells(document, row) for row in first])
+    repeated = [row for row in ordered if row["first_trial_id"] != row["trial_id"]]
+    if repeated:
+        yield "\n## Repeated measurements\n"
+        yield from _table(_COLUMNS, [_trial_cells(document, row) for row in repeated])
     if document["pareto"]:
         numbers = ", ".join(map(str, document["pareto"]))
         yield f"\nNo other configuration beats these trials in both throughput and memory: {numbers}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,12 +17,9 @@ from determined.experimental.client import ExperimentState
 from searching import settings_of, write_experiment
 from surfaces import BASE
 
-from dstrial.dsat.backends.base import SearchEndedError
 from dstrial.dsat.backends.cluster import ClusterBackend
 from dstrial.dsat.backends.search_on_master import SearchOnMaster
-from dstrial.dsat.backends.trial_spec import TrialSpec
 from dstrial.dsat.core.journal import SEARCH_FILE, SearchRecord
-from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.search_trial import _settings
 from dstrial.errors import DstrialError, SearchError
 
@@ -38,8 +35,9 @@ def test_trial_of_search_is_given_its_command_without_secrets(
     flags = ("--space", str(space), "--sample-batch", str(batch), "-z", "1", "2", "--max-trials", "9")
     settings = settings_of(path, *flags, "--output", str(tmp_path / "out"), method="predict")
     record = SearchRecord(tmp_path, "0a1b2c3d")
+    record.restore({"event": "inputs"})
 
-    files = SearchOnMaster(settings, cast(ClusterBackend, None), record)._files([{"event": "inputs"}])
+    files = SearchOnMaster(settings, cast(ClusterBackend, None), record)._files()
 
     assert list(files) == [SEARCH_FILE]
     assert "hunter2" not in files[SEARCH_FILE]
@@ -98,97 +96,104 @@ def _experiment(number: int, state: ExperimentState, *events: dict[str, Any], lo
     return SimpleNamespace(id=number, state=state, reload=lambda: None, list_trials=lambda: [trial])
 
 
-_KILLED = {"event": "submitted", "trial_id": 1, "handle": {"attempt": 1}, "candidate": {"stage": 2}}
+_KILLED = {"event": "submitted", "trial_id": 1, "handle": {"attempt": 1, "experiment_id": 1}}
 _RESULT = {"event": "result", "trial_id": 1, "seconds": 3.0, "metrics": {"latency": 5.0}}
+_SPENT = {"event": "finished", "reason": "the budget is spent", "is_failure": False, "budget_s": 60.0}
 
 
-def _search(directory: Path, *experiments: Any, refusal: str = "") -> tuple[SearchOnMaster, _Master]:
+def _search(
+    directory: Path, *experiments: Any, refusal: str = "", journal: Sequence[dict[str, Any]] = ()
+) -> tuple[SearchOnMaster, _Master]:
     path = write_experiment(directory, BASE, resources={"slots_per_trial": 8})
     settings = settings_of(path, "--output", str(directory / "out"), method="predict")
     record, master = SearchRecord(directory, "0a1b2c3d"), _Master(*experiments, refusal=refusal)
-    record.append("submitted", {"trial_id": 1, "handle": {"experiment_id": 1}})
+    for event in journal:
+        record.restore(event)
     return SearchOnMaster(settings, cast(ClusterBackend, master), record), master
 
 
-def _attempts(master: _Master) -> list[Any]:
-    return [event["handle"].get("attempt") for event in json.loads(master.files[SEARCH_FILE])["events"]]
+def _given(master: _Master) -> list[str]:
+    """Return the events that the last submitted experiment was given."""
+    return [event["event"] for event in json.loads(master.files[SEARCH_FILE])["events"]]
 
 
-SPEC = TrialSpec(1, {}, {}, "")
+def _read(search: SearchOnMaster) -> list[dict[str, Any]]:
+    """Read events, and append them to the record, as a driver does."""
+    search._next_poll_s = 0.0
+    events = search.events()
+    for event in events:
+        search._record.restore(event)
+    return events
 
 
-@pytest.mark.parametrize(
-    ("states", "attempts"),
-    [
-        ([ExperimentState.ERROR], [1]),
-        ([ExperimentState.CANCELED], [None]),
-        ([ExperimentState.ERROR, ExperimentState.CANCELED], [None]),
-        ([ExperimentState.CANCELED, ExperimentState.ERROR], [1]),
-    ],
-)
-def test_search_counts_attempts_of_newest_experiment(
-    states: list[ExperimentState], attempts: list[Any], tmp_path: Path
-) -> None:
-    """An experiment that was canceled was not killed by a configuration."""
-    ended = [_experiment(number, state, _KILLED) for number, state in enumerate(states, 1)]
-    search, master = _search(tmp_path, *ended)
+def test_search_is_submitted_and_its_events_are_read_once(tmp_path: Path) -> None:
+    new, running, next_one = (tmp_path / name for name in ("new", "running", "next"))
+    for directory in (new, running, next_one):
+        directory.mkdir()
+    search, master = _search(new, journal=[{"event": "inputs"}])
+    assert _read(search) == []
+    assert _given(master) == ["inputs"]
 
-    assert not search.adopt(SPEC, {})
-    assert search.start(SPEC) == {"experiment_id": len(states) + 1}
-    assert _attempts(master) == attempts
-
-
-def test_search_takes_results_from_the_journal_of_its_trial(tmp_path: Path) -> None:
-    search, _ = _search(tmp_path, _experiment(1, ExperimentState.COMPLETED, _KILLED, _RESULT))
-
-    assert search.adopt(SPEC, {})
-    (ended,) = search.poll()
-    assert (ended.trial_id, ended.outcome, ended.seconds) == (1, Measured({"latency": 5.0}), 3.0)
-    assert ended.candidate == {"stage": 2}
-    assert search.poll() == []
-
-
-def _end(budget_s: float | None) -> dict[str, Any]:
-    return {"event": "finished", "reason": "it ended", "is_failure": False, "budget_s": budget_s}
-
-
-@pytest.mark.parametrize("state", [ExperimentState.COMPLETED, ExperimentState.ACTIVE])
-def test_search_that_finished_in_its_trial_hands_its_end(tmp_path: Path, state: ExperimentState) -> None:
-    search, master = _search(tmp_path, _experiment(1, state, _KILLED, _end(None)))
-
-    assert search.start(SPEC) == {"experiment_id": 1}
-    with pytest.raises(SearchEndedError, match="it ended") as caught:
-        search.poll()
-    assert caught.value.event == _end(None)
+    experiment = _experiment(1, ExperimentState.ACTIVE, _KILLED, _RESULT)
+    search, master = _search(running, experiment)
+    assert _read(search) == _places([_KILLED, _RESULT], 1)
+    assert _read(search) == []
+    # The next command reads the rest.
+    search, master = _search(next_one, experiment, journal=_places([_KILLED], 1))
+    assert _read(search) == _places([_RESULT], 2)
     assert not master.files
 
 
-def test_search_with_larger_budget_goes_on_in_another_experiment(tmp_path: Path) -> None:
-    ended = _experiment(1, ExperimentState.COMPLETED, _KILLED, _end(60.0))
-    search, master = _search(tmp_path, ended)
+def _places(events: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
+    return [{**event, "position": place} for place, event in enumerate(events, first)]
 
-    assert search.start(SPEC) == {"experiment_id": 2}
-    assert _attempts(master) == [None]
-    search._experiment, search._next_poll_s = ended, 0.0
-    assert search.poll() == []
-    assert search._experiment.id == 3
+
+@pytest.mark.parametrize(
+    ("states", "is_interrupted"),
+    [
+        ([ExperimentState.CANCELED], True),
+        ([ExperimentState.ERROR, ExperimentState.CANCELED], True),
+        ([ExperimentState.CANCELED, ExperimentState.ERROR], False),
+    ],
+)
+def test_search_counts_no_attempt_of_canceled_experiment(
+    states: list[ExperimentState], is_interrupted: bool, tmp_path: Path
+) -> None:
+    """An experiment that was canceled was not killed by a configuration."""
+    killed = {**_KILLED, "handle": {"attempt": 1, "experiment_id": len(states)}}
+    log = "the launcher was killed by SIGKILL"
+    ended = [_experiment(number, state, killed, log=log) for number, state in enumerate(states, 1)]
+    search, master = _search(tmp_path, *ended, journal=_places([killed], 1))
+
+    assert _read(search) == []
+    assert _given(master) == ["submitted", *(["interrupted"] if is_interrupted else [])]
+
+
+def test_search_with_larger_budget_goes_on_in_another_experiment(tmp_path: Path) -> None:
+    search, master = _search(tmp_path, _experiment(1, ExperimentState.COMPLETED, _KILLED, _SPENT))
+
+    assert _read(search) == _places([_KILLED, _SPENT], 1)
+    assert _read(search) == []
+    assert _given(master) == ["submitted", "finished"]
+    assert search._experiment is not None
+    assert search._experiment.id == 2
 
 
 def test_search_that_ran_out_of_memory_goes_on_in_another_experiment(tmp_path: Path) -> None:
     search, master = _search(tmp_path)
-    search.start(SPEC)
     reasons = ("the launcher was killed by SIGKILL", "ImportError: no such module")
     for number, log in enumerate(reasons, 1):
         search._experiment = _experiment(number, ExperimentState.ERROR, _KILLED, log=log)
-        search._next_poll_s = 0.0
+        search._is_ended = False
         if number == 1:
-            assert search.poll() == []
-            assert _attempts(master) == [1]
+            assert _read(search) == _places([_KILLED], 1)
+            assert _read(search) == []
+            assert _given(master) == ["submitted"]
     with pytest.raises(SearchError, match=r"experiment 2 is error: ImportError: no such module"):
-        search.poll()
+        _read(search)
 
 
 def test_refused_search_raises(tmp_path: Path) -> None:
     search, _ = _search(tmp_path, refusal="you may not")
     with pytest.raises(DstrialError, match=r"refuses the experiment of the search .*you may not"):
-        search.start(SPEC)
+        search.events()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -11,28 +10,23 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from determined.experimental.client import ExperimentState
 from searching import events, settings_of, write_experiment
 from surfaces import BASE, surface
 
 from dstrial.config.documents import read_yaml
-from dstrial.dsat.backends.base import Ended, SearchEndedError
-from dstrial.dsat.backends.persistent_ranks import PersistentRanks
-from dstrial.dsat.backends.search_on_master import SearchOnMaster
+from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.local import PersistentRanks
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
 from dstrial.dsat.config import SearchConfig, with_parallel
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of
 from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.methods import search_method
 from dstrial.dsat.report.live import summary
-from dstrial.dsat.space.filters import Filters
 from dstrial.errors import ConfigError, LaunchError, SearchError
 
 
@@ -95,7 +89,7 @@ class FormulaBackend:
         outcome = surface(candidate)
         if isinstance(outcome, Measured) and "reports" in self.world:
             outcome = Measured({**outcome.metrics, **self.world["reports"](trial_id, candidate)})
-        return [Ended(trial_id, outcome, 10.0, self.world.get("candidate"))]
+        return [Ended(trial_id, outcome, 10.0)]
 
     def running_s(self, trial_id: int) -> float:
         return float(self.world.get("hangs") or 0.0)
@@ -146,9 +140,8 @@ def _run(
     told: list[str] = []
     signals: list[signal.Signals] = world.get("signals", [])
     with record.lock():
-        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
         backend = FormulaBackend(world, die_at)
-        driver = Driver(settings, record, method, lambda: backend, told.append, poll_s=0.0)
+        driver = Driver(settings, record, None, lambda: backend, told.append, poll_s=0.0)
         return driver.run(signals), driver, told
 
 
@@ -231,9 +224,8 @@ def test_full_disk_counts_as_no_attempt(experiment: Path, monkeypatch: pytest.Mo
 
     for poll in (of_search, of_search, of_search, of_rank, of_rank, of_rank):
         monkeypatch.setattr(PersistentRanks, "poll", poll)
-        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
         backend = functools.partial(PersistentRanks, settings, record, ["false"])
-        driver = Driver(settings, record, method, backend, lambda _line: None, poll_s=0.0)
+        driver = Driver(settings, record, None, backend, lambda _line: None, poll_s=0.0)
         with record.lock(), pytest.raises((OSError, SearchError), match="No space left on device"):
             driver.run([])
 
@@ -241,38 +233,19 @@ def test_full_disk_counts_as_no_attempt(experiment: Path, monkeypatch: pytest.Mo
     assert attempts == [1] * 6
 
 
-def test_search_that_ended_in_its_trial_ends_here(experiment: Path) -> None:
-    settings = _settings(experiment, "--max-trials", "6", "--budget", "1h")
-    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
-    end = {"event": "finished", "reason": "the budget is spent", "is_failure": False, "budget_s": 3600.0}
-    backend = FormulaBackend({"started": {}})
-
-    def poll() -> list[Ended]:
-        raise SearchEndedError(end)
-
-    backend.poll = poll  # type: ignore[method-assign]
-    method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
-    driver = Driver(settings, record, method, lambda: backend, lambda _line: None, poll_s=0.0)
-
-    with record.lock():
-        assert driver.run([]) == SearchStatus("the budget is spent", True)
-    assert [event["event"] for event in events(settings.output)][-2:] == ["finished", "cleared"]
-    assert events(settings.output)[-2]["budget_s"] == 3600.0
-
-
 def test_the_report_so_far_is_shown_where_trials_run_once_for_all_news_of_a_while(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = _settings(experiment, "--max-trials", "6")
     rare: dict[str, Any] = {"started": {}}
-    monkeypatch.setattr("dstrial.dsat.driver.outputs._PERIOD_S", 1e9)
+    monkeypatch.setattr("dstrial.dsat.driver.driver._REPORT_PERIOD_S", 1e9)
     _run(settings, rare)
     (shown,) = rare["shown"]
     assert "running" in [row["state"] for row in shown["trials"]]
     shutil.rmtree(settings.output)
 
-    monkeypatch.setattr("dstrial.dsat.driver.outputs._PERIOD_S", 0.0)
-    monkeypatch.setattr("dstrial.dsat.driver.outputs._MIN_PAUSES", 0.0)
+    monkeypatch.setattr("dstrial.dsat.driver.driver._REPORT_PERIOD_S", 0.0)
+    monkeypatch.setattr("dstrial.dsat.driver.driver._MIN_PAUSES", 0.0)
     often: dict[str, Any] = {"started": {}}
     _, driver, _ = _run(settings, often)
     measured = [sum(row["state"] == "measured" for row in one["trials"]) for one in often["shown"]]
@@ -392,53 +365,73 @@ def test_an_interrupted_search_goes_on_and_has_written_its_files(experiment: Pat
     assert len(driver.trials) == 4
 
 
-def test_search_on_master_leaves_results_of_local_search(experiment: Path) -> None:
-    settings = _settings(experiment, "--max-trials", "6")
-    _, local, _ = _run(settings, {"started": {}})
+class _Remote:
+    """A search that runs elsewhere and has a journal of its own."""
+
+    num_parallel = 1
+    is_sequential = True
+
+    def __init__(self, journal: list[dict[str, Any]], killed_at: int = 10**6) -> None:
+        self._journal = journal
+        self._killed_at = killed_at
+
+    def events(self) -> list[dict[str, Any]]:
+        if self._killed_at < 0:
+            raise _KilledError
+        found, self._journal = self._journal[:2], self._journal[2:]
+        self._killed_at -= len(found)
+        return found
+
+    def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
+        return True
+
+    def finish(self, results: Mapping[str, str]) -> None:
+        assert "report.md" in results
+
+    def close(self) -> None: ...
+
+    def describe(self) -> str:
+        return "elsewhere"
+
+
+def test_followed_search_leaves_results_of_local_search(experiment: Path) -> None:
+    """It is followed by a command that is killed meanwhile, and by another one."""
+    settings = with_parallel(_settings(experiment, "--max-trials", "6", "--budget", "1h"), 1)
+    _, local, told = _run(settings, {"started": {}})
     journal = events(settings.output)
     files = {path.name: path.read_text() for path in settings.output.glob("best_*")}
     shutil.rmtree(settings.output)
-    rows = [
-        SimpleNamespace(steps_completed=place, metrics={"event": json.dumps(event)})
-        for place, event in enumerate(journal, 1)
-    ]
-    trial = SimpleNamespace(state=SimpleNamespace(value="RUNNING"), iter_metrics=lambda _group: rows)
-    found = SimpleNamespace(
-        id=7, state=ExperimentState.COMPLETED, reload=lambda: 0, list_trials=lambda: [trial]
-    )
-    master: Any = SimpleNamespace(
-        find=lambda _label: found,
-        retry_until_available=lambda call: call(),
-        tolerate_outage=contextlib.nullcontext,
-    )
-    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
 
-    with record.lock():
-        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
-        backend = SearchOnMaster(settings, master, record)
-        driver = Driver(settings, record, method, lambda: backend, lambda _line: None, poll_s=0.0)
-        assert driver.run([]).is_finished
+    def followed(remote: _Remote) -> tuple[SearchStatus, Driver, list[str]]:
+        record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+        printed: list[str] = []
+        driver = Driver(settings, record, None, lambda: remote, printed.append, poll_s=0.0)
+        with record.lock():
+            return driver.run([]), driver, printed
 
+    with pytest.raises(_KilledError):
+        followed(_Remote(journal, killed_at=5))
+    end, driver, printed = followed(_Remote(journal[len(events(settings.output)) :]))
+
+    assert end.is_finished
     assert {path.name: path.read_text() for path in settings.output.glob("best_*")} == files
-    assert {one.trial_id: one.outcome for one in driver.trials.values()} == {
-        one.trial_id: one.outcome for one in local.trials.values()
-    }
-    assert {one.handle["experiment_id"] for one in driver.trials.values()} == {7}
+    assert driver.trials == local.trials
+    assert printed == told[-len(printed) :]
+    assert len(printed) > 4
+    shutil.rmtree(settings.output)
+    spent = {"event": "finished", "reason": "the budget is spent", "is_failure": False, "budget_s": 3600.0}
+    assert followed(_Remote([*journal[:2], spent]))[0] == SearchStatus("the budget is spent", True)
+    assert [event["event"] for event in events(settings.output)][-2:] == ["finished", "cleared"]
 
 
 def test_result_of_another_configuration_raises(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "6")
-    other = settings.space.smallest().to_json()
-
-    with pytest.raises(SearchError, match="trial 1 measured another configuration"):
-        _run(settings, {"started": {}, "candidate": other})
-    assert [event["event"] for event in events(settings.output)] == ["submitted"]
-    _run(settings, {"started": {1: 1}})
+    _run(settings, {"started": {}})
     journal = (settings.output / "events.jsonl").read_text()
     (settings.output / "events.jsonl").write_text(
         journal.replace('"micro_batch_size": 4', '"micro_batch_size": 5')
     )
-    with pytest.raises(SearchError, match="measured another configuration"):
+    with pytest.raises(SearchError, match="trial 1 measured another configuration"):
         _run(settings, {"started": {}})
 
 

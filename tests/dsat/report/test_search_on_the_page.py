@@ -44,7 +44,6 @@ def test_search_of_reads_dsat_labels_only() -> None:
     assert labels == {
         "dsat-{search_id}-{trial_id}",
         "dsat-{search_id}-search",
-        "dsat-{search_id}-results",
         "dsat-{search_id}-full",
     }
     for label in labels:

@@ -1,4 +1,4 @@
-"""Persistent ranks: real DeepSpeed engines, built and taken out in the same processes, and ranks that fail."""
+"""Measuring on this machine: launchers of scripts, and persistent ranks with real DeepSpeed engines."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ import pytest
 from searching import settings_of, write_experiment
 from waiting import wait_for
 
-from dstrial.dsat.backends.persistent_ranks import (
-    Incumbent,
-    PersistentRanks,
-    _Task,
-    drift_between,
-    without_drift,
-)
-from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_command
-from dstrial.dsat.core.journal import RESULTS_NAME, TASKS_NAME, SearchRecord
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
+from dstrial.dsat.backends.local import Incumbent, LocalBackend, PersistentRanks, _Task
+from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_command, measuring_spec
+from dstrial.dsat.core.journal import SearchRecord
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.space.filters import PROBES
-from dstrial.local.json_files import append_json_line, read_json_lines
+from dstrial.local.json_files import read_json_lines, write_json_atomically
 
 HERE = Path(__file__).parents[1] / "worked"
 DEADLINE_S = 280
@@ -158,23 +152,6 @@ def test_engines_leave_nothing_in_ranks_that_live_on(ranks: Ranks, others: list[
     assert _value(alone, "drift") is not None
 
 
-def test_result_of_full_disk_is_measured_again(tmp_path: Path) -> None:
-    settings = settings_of(write_experiment(tmp_path, BASE), "--output", str(tmp_path / "out"))
-    record = SearchRecord(tmp_path / "out", "0a1b2c3d")
-    for number, kind in ((1, FailureKind.NO_ROOM), (2, FailureKind.NUMERIC)):
-        directory = record.ranks_path / "1"
-        directory.mkdir(parents=True, exist_ok=True)
-        append_json_line(directory / TASKS_NAME, {"number": number, "trial_id": number, "hparams": {}})
-        details = dict.fromkeys(("build_s", "measure_s", "tear_down_s"), 1.0)
-        row = {"number": number, "respawned": "", "details": details}
-        append_json_line(directory / RESULTS_NAME, {**row, **outcome_to_json(Failure(kind, "it failed"))})
-    ranks = PersistentRanks(settings, record, ["false"])
-
-    assert ranks.adopt(TrialSpec(2, {}, {}, ""), {"attempt": 2})
-    assert not ranks.adopt(TrialSpec(1, {}, {}, ""), {"attempt": 2})
-    assert ranks.start(TrialSpec(1, {}, {}, "")) == {"attempt": 1}
-
-
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_ranks_that_fail_are_replaced_and_say_why(ranks: Ranks) -> None:
@@ -219,46 +196,54 @@ def test_ranks_that_fail_are_replaced_and_say_why(ranks: Ranks) -> None:
     assert isinstance(measured(""), Measured)
 
 
-@pytest.mark.ranks
-@pytest.mark.timeout(600)
-def test_ranks_end_with_their_search_whose_next_process_takes_what_they_have_measured(ranks: Ranks) -> None:
+@pytest.mark.process
+def test_killed_search_ends_launcher_of_script_and_counts_attempts(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, time\npathlib.Path('rank').write_text(str(os.getpid()))\ntime.sleep(1000)\n"
+    )
+    path = write_experiment(
+        tmp_path, BASE, entrypoint="python3 -m dstrial.launch train.py", resources={"slots_per_trial": 1}
+    )
+    (tmp_path / "model" / "train.py").write_text(program)
+    settings = settings_of(path, "--local", "--output", str(tmp_path / "out"))
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+    spec = measuring_spec(settings, settings.space.own(), 1, record.search_id)
+    killed, pid = LocalBackend(settings, record), tmp_path / "model" / "rank"
+    assert killed.start(spec) == {"attempt": 1}
+    assert killed.poll() == []
+    wait_for(lambda: pid.exists() and pid.read_text(), deadline_s=120.0)
+    # Ranks of scripts are new processes, so /proc shows their own variables.
+    assert b"RANK=0" in Path(f"/proc/{pid.read_text()}/environ").read_bytes().split(b"\0")
+
+    again = LocalBackend(settings, record)
+    assert not again.adopt(spec, {"attempt": 1})
+    wait_for(lambda: not Path(f"/proc/{pid.read_text()}").exists())
+    assert again.start(spec) == {"attempt": 2}
+    assert LocalBackend(settings, record).adopt(spec, {"attempt": 2})
+    # A result that was written after the search was killed counts.
+    write_json_atomically(record.trial_path(1) / "result.json", {"metrics": {"latency": 2.0}})
+    assert again.adopt(spec, {"attempt": 1})
+    assert again._ended[-1].outcome == Measured({"latency": 2.0})
+
+
+@pytest.mark.process
+def test_ranks_end_with_their_search_which_counts_attempts(ranks: Ranks) -> None:
     ranks.begin(1, _hparams(X))
     ranks.backend.poll()
-    wait_for(lambda: ranks.rows(), deadline_s=DEADLINE_S)
     launcher = ranks.backend._launcher
     assert launcher is not None
 
     again = ranks.made()
 
     assert launcher.exit_code is not None
+    # A trial that was killed with its search: once that may be by chance.
     spec = TrialSpec(1, {}, _hparams(X), "1")
-    assert again.adopt(spec, {"attempt": 1})
-    (ended,) = again.poll()
-    assert isinstance(ended.outcome, Measured)
-    # A trial of which nothing is left was killed with its search: once that may be by chance.
-    other = TrialSpec(2, {}, _hparams(X), "2")
-    assert not again.adopt(other, {"attempt": 1})
-    assert again.start(other) == {"attempt": 2}
-    again.kill(2)
-    assert again.adopt(other, {"attempt": 2})
+    assert not again.adopt(spec, {"attempt": 1})
+    assert again.start(spec) == {"attempt": 2}
+    again.kill(1)
+    assert again.adopt(spec, {"attempt": 2})
     (ended,) = again.poll()
     assert _failure(ended.outcome).kind is FailureKind.HOST_OOM
-
-
-def test_an_out_of_memory_error_of_ranks_that_were_not_fresh_is_measured_again(ranks: Ranks) -> None:
-    oom = outcome_to_json(Failure(FailureKind.DEVICE_OOM, "out of memory"))
-    details = {"build_s": 1.0, "measure_s": 1.0, "tear_down_s": 1.0}
-    directory = ranks.record.ranks_path / "1"
-    directory.mkdir(parents=True)
-    for number in (1, 2):
-        append_json_line(directory / "tasks.jsonl", {"number": number, "trial_id": number})
-        append_json_line(directory / "results.jsonl", {"number": number, "details": details, **oom})
-    again = ranks.made()
-
-    adopted = [again.adopt(TrialSpec(n, {}, _hparams(X), str(n)), {"attempt": 2}) for n in (1, 2)]
-
-    assert adopted == [True, False]
-    assert again.start(TrialSpec(2, {}, _hparams(X), "2")) == {"attempt": 1}
 
 
 def test_what_was_measured_counts_although_the_best_hangs_when_it_is_measured_again(ranks: Ranks) -> None:
@@ -283,25 +268,23 @@ def _failure(outcome: Outcome) -> Failure:
 
 
 def test_a_machine_that_became_slower_takes_nothing_from_a_better_configuration() -> None:
-    best = Incumbent()
+    best = Incumbent("throughput")
     first = Measured({"latency": 100.0, "throughput": 10.0, "half_width": 0.01})
-    best.consider({"name": "first"}, first, "throughput")
+    best.consider({"name": "first"}, first)
     now = Measured({"latency": 110.0, "throughput": 9.1, "half_width": 0.01})
     times = {"latency": 104.5, "throughput": 9.57, "end_to_end_throughput": 9.5, "half_width": 0.01}
     challenger = Measured({**times, "num_params": 5.0})
-    assert best.is_worth_measuring_again(challenger, "throughput")
-    assert not best.is_worth_measuring_again(Measured({"throughput": 5.0}), "throughput")
-    assert not best.is_worth_measuring_again(Failure(FailureKind.TIMEOUT, ""), "throughput")
+    assert best.is_worth_measuring_again(challenger)
+    assert not best.is_worth_measuring_again(Measured({"throughput": 5.0}))
 
-    drift = drift_between(first, now)
-    corrected = without_drift(challenger, drift)
+    corrected = best.without_drift(challenger, now)
 
-    assert drift == pytest.approx(1.1)
     assert corrected.metrics["latency"] == pytest.approx(95.0)
     assert corrected.metrics["throughput"] == pytest.approx(10.527)
     assert corrected.metrics["end_to_end_throughput"] == 9.5
     assert (corrected.metrics["num_params"], corrected.metrics["drift"]) == (5.0, pytest.approx(1.1))
-    best.consider({"name": "second"}, corrected, "throughput")
-    assert best.hparams == {"name": "second"}
     within = dataclasses.replace(now, metrics={**now.metrics, "half_width": 0.1})
-    assert drift_between(first, within) == 1.0
+    assert best.without_drift(challenger, within).metrics["drift"] == 1.0
+    assert best.without_drift(challenger, Failure(FailureKind.TIMEOUT, "")) == challenger
+    best.consider({"name": "second"}, corrected)
+    assert best.hparams == {"name": "second"}
