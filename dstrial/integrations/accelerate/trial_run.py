@@ -15,7 +15,7 @@ from determined import pytorch
 from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
 from dstrial.config.merge import overwrite_deepspeed_config
-from dstrial.errors import ConfigError
+from dstrial.errors import ConfigError, TrialContractError
 from dstrial.integrations.accelerate.accelerator_checkpoint import AcceleratorCheckpoint, prepared_engines
 from dstrial.integrations.accelerate.loaders import (
     epoch_length_of,
@@ -229,6 +229,13 @@ class TrialRun:
             self._window.add(metrics)
         if not self._accelerator.sync_gradients:
             return False
+        accelerator = self._accelerator
+        if self._steps > 1 and not accelerator.step and not accelerator.gradient_state.end_of_dataloader:
+            raise TrialContractError(
+                f"the loop does not call accelerator.accumulate, and a batch has {self._steps} micro batches per rank: each "
+                "would be an optimizer step; expected one step per batch. Put the micro batch into `with "
+                "accelerator.accumulate(model):`."
+            )
         batches = self._tracker.advance()
         if not self._has_trained:
             self._has_trained = True

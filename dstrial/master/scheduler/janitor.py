@@ -35,6 +35,7 @@ logger = logging.getLogger("dstrial.master.janitor")
 
 _PERIOD_S = 3600.0  # interval of checks for old logs, unused environments and a due copy
 _RETRY_S = 5.0  # first backoff of a job that failed, or whose storage is unavailable
+_BUCKET_LIMIT = 60  # failures of a job in object storage before it is abandoned, after about an hour
 # Kinds of background jobs that wait until the experiment's checkpoint storage is available.
 _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 
@@ -118,10 +119,12 @@ class Janitor:
         try:
             self._perform(row)
         except (_StorageUnavailableError, CheckpointError) as error:  # CheckpointError: of object storage
-            self._retries.record_failure(row.id, counts=False)
-            if row.id not in self._logged_away:
+            is_bucket = isinstance(error, CheckpointError)
+            if self._retries.record_failure(row.id, counts=is_bucket, limit=_BUCKET_LIMIT):
+                self._abandon(row, error)
+            elif row.id not in self._logged_away:
                 logger.warning("%s of experiment %d is postponed: %s", row.kind, row.experiment_id, error)
-            self._logged_away.add(row.id)
+                self._logged_away.add(row.id)
         except Exception as error:
             logger.exception("%s of experiment %d has failed", row.kind, row.experiment_id)
             is_shared = is_shared_fault(error, self._database)
@@ -168,6 +171,7 @@ class Janitor:
 
         self._database.write(drop)
         self._retries.forget(row.id)
+        self._logged_away.discard(row.id)
 
     def _storage_trouble(self, experiment_id: int) -> str | None:
         with self._database.read() as connection:

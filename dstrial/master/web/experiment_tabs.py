@@ -182,11 +182,11 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
     found: list[str] = []
     for name in sorted(before.keys() | after.keys()):
         old, new = (texts.get(name, "").splitlines()[:_MAX_LINES] for texts in (before, after))
-        labels = [
+        first, second = (
             f"{side}/{name}" if name in texts else "/dev/null"
             for side, texts in (("a", before), ("b", after))
-        ]
-        found += difflib.unified_diff(old, new, *labels, lineterm="")
+        )
+        found += difflib.unified_diff(old, new, first, second, lineterm="")
     return found
 
 

@@ -43,6 +43,7 @@ def launch(
     *arguments: str,
     slots: int = 2,
     run: Path | None = None,
+    exit_code: int = 0,
     **env: str,
 ) -> Launched:
     """Launch a program; ``run`` is the run directory that the environment names, if it does."""
@@ -58,7 +59,7 @@ def launch(
         timeout=DEADLINE_S,
         is_merged=True,
     )
-    assert ended.returncode == 0, ended.stdout
+    assert ended.returncode == exit_code, ended.stdout
     if run is None:
         (run,) = directory.glob("runs/*/*")
     return Launched(ended.stdout, run)

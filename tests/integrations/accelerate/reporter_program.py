@@ -1,9 +1,11 @@
 """An Accelerate script as a user writes it, small enough for tests.
 
-``--stop-at N`` asks for a stop after N batches; ``--without-deepspeed`` makes accelerators that a reporter refuses.
+``--stop-at N`` asks for a stop after N batches; ``--without-deepspeed`` makes accelerators that a reporter refuses;
+``--without-accumulate`` leaves out ``accelerator.accumulate``.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 
@@ -56,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stop-at", type=int, default=-1)
     parser.add_argument("--without-deepspeed", action="store_true")
+    parser.add_argument("--without-accumulate", action="store_true")
     options = parser.parse_args()
     if options.without_deepspeed:
         refuse()
@@ -89,7 +92,7 @@ def main() -> None:
         reporter.resume()
         print(f"ranks={accelerator.num_processes} kind={accelerator.distributed_type.value}")
         for inputs, targets in reporter.batches(loader):
-            with accelerator.accumulate(model):
+            with contextlib.nullcontext() if options.without_accumulate else accelerator.accumulate(model):
                 loss = (model(inputs) - targets).pow(2).mean()
                 accelerator.backward(loss)
                 optimizer.step()

@@ -131,6 +131,14 @@ def test_a_loop_that_does_not_resume_is_told_the_line_to_add(resumed: Launched) 
     assert "Add reporter.resume() after accelerator.prepare(...)" in resumed.output
 
 
+def test_loop_without_accumulate_is_refused_if_it_accumulates(whole: Launched, tmp_path: Path) -> None:
+    """On two ranks a batch is one micro batch per rank; on one rank it is two, which would be two steps."""
+    run = shutil.copytree(whole.run, tmp_path / "run")
+    env = {"DSTRIAL_RUN_DIR": str(run), "DSTRIAL_RESUME": str(whole.checkpoints[4])}
+    refused = launch(tmp_path, PROGRAM, CONFIG, "--without-accumulate", slots=1, run=run, exit_code=1, **env)
+    assert "the loop does not call accelerator.accumulate, and a batch has 2 micro batches" in refused.output
+
+
 def test_ranks_that_accelerate_does_not_see_are_refused() -> None:
     # Without dstrial.launch, and so without the backend: what torchrun alone does on the CPU. Its store is torchrun's: that
     # of rank 0 would go with it, while rank 1 may still read it.

@@ -20,6 +20,7 @@ from dstrial.file_writes import remove_tree
 from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
+from dstrial.master.scheduler import janitor
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.retries import Retries
 from dstrial.master.store import background_jobs, checkpoints, models
@@ -320,3 +321,28 @@ def test_job_that_always_fails_is_abandoned(tmp_path: Path) -> None:
             wait_for(lambda: not is_pending(), deadline_s=20)
         finally:
             janitor.stop()
+
+
+def test_a_bucket_that_always_refuses_ends_the_job_with_one_error(
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise CheckpointError(
+            "the delete of s3://b/tensorboard failed: AccessDenied. Correct its permissions."
+        )
+
+    monkeypatch.setattr(checkpoint_gc, "delete_tensorboard_files", refuse)
+    monkeypatch.setattr(janitor, "_BUCKET_LIMIT", 4)
+    database.write(
+        lambda tx: tx.execute("INSERT OR REPLACE INTO cluster (key, value) VALUES ('cluster_id', 'c')")
+    )
+    database.write(lambda tx: background_jobs.request(tx, "delete_tensorboard", 1, {}))
+
+    with working(database, Retries(first_s=0.01)):
+        wait_for(lambda: num_pending(database) == 0)
+
+    said = [record.message for record in caplog.records if "AccessDenied" in record.message]
+    assert [text.split(":")[0] for text in said] == [
+        "delete_tensorboard of experiment 1 is postponed",
+        "delete_tensorboard of experiment 1 is abandoned",
+    ]
