@@ -39,11 +39,6 @@ def add(tx: Transaction, table: str, **columns: Any) -> int:
     return tx.insert(table, {**DEFAULTS.get(table, {}), **own, **columns})
 
 
-def add_all(tx: Transaction, table: str, rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        add(tx, table, **row)
-
-
 def value(tx: Transaction, sql: str, *parameters: Any) -> Any:
     """Return the first column of the first row."""
     return tx.execute(sql, parameters).fetchone()[0]
