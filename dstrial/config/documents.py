@@ -34,17 +34,11 @@ _MAX_TAG_DIRECTIVES = 100
 """Maximum number of ``%TAG`` directives, because libyaml takes quadratic time for them."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TextLimits:
-    """Limits on the size of one config."""
+MAX_TEXT_BYTES = 2**20
+"""Maximum size of a text, in bytes of UTF-8."""
 
-    text_bytes: int = 2**20  # of UTF-8
-    num_values: int = 100_000  # scalars, keys, lists and mappings, after alias expansion
-    raised_by: str = ""  # sentence: how to raise the limits; empty if impossible
-
-
-DEFAULT_LIMITS = TextLimits()
-"""Limits of the command line, and the default of a master."""
+MAX_VALUES = 100_000
+"""Maximum number of scalars, keys, lists and mappings of a text, after alias expansion."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,38 +65,37 @@ def _too_deep() -> _InvalidError:
     return _InvalidError(f"nested deeper than {MAX_DEPTH} levels", expected, "Send a flatter one.")
 
 
-def _too_many(limits: TextLimits) -> _InvalidError:
+def _too_many() -> _InvalidError:
     return _InvalidError(
-        f"more than {limits.num_values} values once its aliases are written out",
-        f"at most {limits.num_values} scalars, keys, lists and mappings",
-        limits.raised_by
-        or "Remove aliases of aliases, or move long lists into files of the model definition.",
+        f"more than {MAX_VALUES} values once its aliases are written out",
+        f"at most {MAX_VALUES} scalars, keys, lists and mappings",
+        "Remove aliases of aliases, or move long lists into files of the model definition.",
     )
 
 
-def _too_large(got: str, limits: TextLimits) -> _InvalidError:
-    fix = limits.raised_by or "Move what is large into files of the model definition."
-    return _InvalidError(got, f"at most {limits.text_bytes} bytes", fix)
+def _too_large(got: str) -> _InvalidError:
+    fix = "Move what is large into files of the model definition."
+    return _InvalidError(got, f"at most {MAX_TEXT_BYTES} bytes", fix)
 
 
-def _check_text(text: str, label: str, limits: TextLimits) -> None:
+def _check_text(text: str, label: str) -> None:
     num_bytes = _num_bytes(text)
-    if num_bytes > limits.text_bytes:
-        raise _too_large(f"{num_bytes} bytes", limits).at(f"{label}: the text")
+    if num_bytes > MAX_TEXT_BYTES:
+        raise _too_large(f"{num_bytes} bytes").at(f"{label}: the text")
 
 
 def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> None:
+def check_value(value: Any, label: str) -> None:
     """Raise ConfigError if an already parsed value exceeds the limits.
 
     ``value`` must have no reference cycles.
 
     Raises:
-        ConfigError: there are more than ``num_values`` values, they are nested deeper than ``MAX_DEPTH``, all strings
-        together are longer than ``text_bytes``, or a string has an illegal character.
+        ConfigError: there are more than ``MAX_VALUES`` values, they are nested deeper than ``MAX_DEPTH``, all strings
+        together are longer than ``MAX_TEXT_BYTES``, or a string has an illegal character.
     """
     waiting: list[tuple[Any, int]] = [(value, 0)]
     num_values, num_bytes = 1, 0
@@ -111,8 +104,8 @@ def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> 
             one, depth = waiting.pop()
             if isinstance(one, str):
                 num_bytes += _num_bytes(_string(one))
-                if num_bytes > limits.text_bytes:
-                    raise _too_large(f"at least {num_bytes} bytes", limits)
+                if num_bytes > MAX_TEXT_BYTES:
+                    raise _too_large(f"at least {num_bytes} bytes")
             elif isinstance(one, (int, float)):
                 _number(one)
             elif isinstance(one, (Mapping, list, tuple)):
@@ -120,8 +113,8 @@ def check_value(value: Any, label: str, limits: TextLimits = DEFAULT_LIMITS) -> 
                     raise _too_deep()
                 inner = [*one, *one.values()] if isinstance(one, Mapping) else one
                 num_values += len(inner)
-                if num_values > limits.num_values:
-                    raise _too_many(limits)
+                if num_values > MAX_VALUES:
+                    raise _too_many()
                 for key in one if isinstance(one, Mapping) else ():
                     _check_key(str(key))
                 waiting += ((item, depth + 1) for item in inner)
@@ -237,24 +230,24 @@ def yaml_text(value: Any) -> str:
     return text
 
 
-def read_yaml(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
+def read_yaml(path: Path, label: str) -> Document:
     """Read a YAML file; duplicate keys and exceeded limits are errors.
 
     ``label`` names the file in messages and in ``Document.lines``.
     """
-    return read_yaml_text(_read_text(path, label, limits), label, limits)
+    return read_yaml_text(_read_text(path, label), label)
 
 
-def read_yaml_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    _check_text(text, label, limits)
+def read_yaml_text(text: str, label: str) -> Document:
+    _check_text(text, label)
     try:
         if text.count("%TAG") > _MAX_TAG_DIRECTIVES:
             raise yaml.YAMLError(f"more than {_MAX_TAG_DIRECTIVES} %TAG directives")
-        _check_events(text, label, limits)
+        _check_events(text, label)
         root = yaml.compose(text, Loader=YamlLoader)
     except (yaml.YAMLError, UnicodeEncodeError) as error:
         raise _not_yaml(error, text, label) from error
-    reader = _YamlReader(label, limits)
+    reader = _YamlReader(label)
     value = None if root is None else reader.value(root, (), ())
     if reader.problems:
         raise ConfigError(reader.problems)
@@ -279,7 +272,7 @@ def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
     return _InvalidError(f"not YAML ({got})", "valid YAML", fix).at(f"{where}: the text")
 
 
-def _check_events(text: str, label: str, limits: TextLimits) -> None:
+def _check_events(text: str, label: str) -> None:
     """Check the limits before composing nodes, which recurses and takes memory."""
     num_values = depth = 0
     for event in yaml.parse(text, Loader=YamlLoader):
@@ -288,8 +281,8 @@ def _check_events(text: str, label: str, limits: TextLimits) -> None:
         elif isinstance(event, yaml.NodeEvent) and event.start_mark is not None:
             num_values += 1
             depth += isinstance(event, yaml.CollectionStartEvent)
-            if depth > MAX_DEPTH or num_values > limits.num_values:
-                error = _too_deep() if depth > MAX_DEPTH else _too_many(limits)
+            if depth > MAX_DEPTH or num_values > MAX_VALUES:
+                error = _too_deep() if depth > MAX_DEPTH else _too_many()
                 raise error.at(f"{label}:{event.start_mark.line + 1}: the text")
 
 
@@ -299,12 +292,11 @@ class _YamlReader:
     The copy's values count towards the limit.
     """
 
-    def __init__(self, label: str, limits: TextLimits) -> None:
+    def __init__(self, label: str) -> None:
         self.lines: dict[KeyPath, str] = {(): f"{label}:1"}
         self.scalars: dict[KeyPath, yaml.ScalarNode] = {}
         self.problems: list[ConfigProblem] = []
         self._label = label
-        self._limits = limits
         self._num_values = 0
         self._open: list[yaml.Node] = []  # path of nodes from the root
 
@@ -407,8 +399,8 @@ class _YamlReader:
 
     def _count(self, node: yaml.Node) -> None:
         self._num_values += 1
-        if self._num_values > self._limits.num_values:
-            raise _too_many(self._limits).at(f"{self._place(node)}: the text")
+        if self._num_values > MAX_VALUES:
+            raise _too_many().at(f"{self._place(node)}: the text")
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self._label}:{node.start_mark.line + 1}"
@@ -426,16 +418,16 @@ def _given_twice(place: str, path: KeyPath, first_line: int) -> ConfigProblem:
     return ConfigProblem(f"{place}: {dotted(path)}", got, "every key once", "Remove one of the two.")
 
 
-def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
+def read_json(path: Path, label: str) -> Document:
     """Read a JSON file: no comments, trailing commas, NaN or repeated keys.
 
     ``label`` names the file in messages and in ``Document.lines``.
     """
-    return read_json_text(_read_text(path, label, limits), label, limits)
+    return read_json_text(_read_text(path, label), label)
 
 
-def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    _check_text(text, label, limits)
+def read_json_text(text: str, label: str) -> Document:
+    _check_text(text, label)
     try:
         # The parser recurses in C and raises RecursionError long before the stack overflows; check_value checks the depth.
         value = json.loads(text, parse_constant=_float, parse_int=_int, parse_float=_float)
@@ -449,7 +441,7 @@ def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -
         raise error.at(f"{label}: a value") from error
     except RecursionError as error:
         raise _too_deep().at(f"{label}: the text") from error
-    check_value(value, label, limits)
+    check_value(value, label)
     lines: dict[KeyPath, int] = {(): 1}
     problems: list[ConfigProblem] = []
     for path, line in _json_lines(text):
@@ -483,13 +475,13 @@ def _json_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
                 path.append(None if lexeme == "{" else 0)
 
 
-def _read_text(path: Path, label: str, limits: TextLimits) -> str:
+def _read_text(path: Path, label: str) -> str:
     try:
         with path.open("rb") as file:
             # The file's size is not used, because it is 0 for devices and pipes.
-            content = file.read(limits.text_bytes + 1)
-        if len(content) > limits.text_bytes:
-            raise _too_large(f"more than {limits.text_bytes} bytes", limits).at(f"{label}: the text")
+            content = file.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
+            raise _too_large(f"more than {MAX_TEXT_BYTES} bytes").at(f"{label}: the text")
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         got, fix = "not UTF-8 text", "Correct the file."

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.config.diagnostics import KeyPath
-from dstrial.config.documents import DEFAULT_LIMITS, Document, TextLimits, read_yaml_text, yaml_text
+from dstrial.config.documents import Document, read_yaml_text, yaml_text
 from dstrial.errors import ConfigError, ConfigProblem
 
 MASK = "********"
@@ -199,13 +199,9 @@ def _masked_json(text: str, names: SecretNames) -> str:
     return text if shown is value else json.dumps(shown)
 
 
-_STORED = TextLimits(text_bytes=2**24, num_values=10**6)
-"""Limits for stored texts: the maximum that a master's settings allow for submitted configs."""
-
-
 def _masked_yaml(text: str, names: SecretNames) -> str:
     try:
-        document = read_yaml_text(text, "the config", _STORED)
+        document = read_yaml_text(text, "the config")
     except ConfigError:
         return ""  # invalid YAML, in which secrets cannot be found
     return _replaced_yaml(text, document, [(secret, MASK) for secret in secrets_in(document.value, names)])
@@ -230,14 +226,12 @@ def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> A
     return _replaced(value, found) if found else value
 
 
-def unmasked_yaml(
-    text: str, sources: Sequence[Any], where: str = "the config", limits: TextLimits = DEFAULT_LIMITS
-) -> str:
+def unmasked_yaml(text: str, sources: Sequence[Any], where: str = "the config") -> str:
     """Unmask a YAML text, keeping comments and order; return invalid YAML unchanged."""
     if MASK not in text:
         return text
     try:
-        document = read_yaml_text(text, where, limits)
+        document = read_yaml_text(text, where)
     except ConfigError:
         return text  # the config's check reports the syntax error
     return _replaced_yaml(text, document, _put_back(document.value, sources, where))

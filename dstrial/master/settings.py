@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.documents import DEFAULT_LIMITS, TextLimits, read_yaml
+from dstrial.config.documents import read_yaml
 from dstrial.config.experiment_config.submission import MasterDefaults
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.secrets import MASK, SecretNames, masked, masked_shell
@@ -30,10 +30,6 @@ _list = functools.partial(Rule, types=("list",), default=[])
 _integer = functools.partial(Rule, types=("integer",))
 _boolean = functools.partial(Rule, types=("boolean",))
 _MIN_KEY = 8
-_LIMIT_FIX = (
-    "Move what is large into files of the model definition, or raise limits.config_text_bytes or limits.config_values in "
-    "the master's settings."
-)
 
 
 def _section(**keys: Rule) -> Rule:
@@ -125,18 +121,6 @@ SETTINGS = Section(
             base_url=_string(about="address of the page, for links in webhooks"),
         ),
         "limits": _section(
-            config_text_bytes=_integer(
-                default=DEFAULT_LIMITS.text_bytes,
-                minimum=2**12,
-                maximum=2**24,
-                about="largest config, template or task, bytes",
-            ),
-            config_values=_integer(
-                default=DEFAULT_LIMITS.num_values,
-                minimum=1000,
-                maximum=10**6,
-                about="most keys, values, lists and mappings of a config, with aliases expanded",
-            ),
             trial_log_bytes=_integer(
                 default=DEFAULT_TRIAL_LOG_BYTES,
                 minimum=2**16,
@@ -186,7 +170,6 @@ class MasterSettings:
     warm: bool  # start trials as forks of a process that has imported torch and DeepSpeed
     warm_accelerators: bool
     warm_idle_timeout: int  # seconds without trials until the fork server exits
-    limits: TextLimits = DEFAULT_LIMITS
     trial_log_bytes: int = DEFAULT_TRIAL_LOG_BYTES
     secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
     token_default_days: int = DEFAULT_TOKEN_DAYS  # -1: ``token_max_days``
@@ -240,7 +223,6 @@ class MasterSettings:
             warm=raw["warm"],
             warm_accelerators=raw["warm_accelerators"],
             warm_idle_timeout=raw["warm_idle_timeout"],
-            limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _LIMIT_FIX),
             trial_log_bytes=raw["limits"]["trial_log_bytes"],
             secret_names=SecretNames(tuple(raw["masked_names"])),
             token_default_days=raw["security"]["token"]["default_lifespan_days"],
@@ -260,7 +242,7 @@ class MasterSettings:
         storage = dict(self.checkpoint_storage)
         key = "host_path" if storage["type"] == "shared_fs" else "container_path"
         storage.setdefault(key, str(state_dir / "checkpoints"))
-        return MasterDefaults(storage, self.environment_variables, self.launch_error, self.limits)
+        return MasterDefaults(storage, self.environment_variables, self.launch_error)
 
     def as_config(self) -> dict[str, Any]:
         """Return the settings as Determined's master config, with secrets masked."""

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from dstrial.config.diagnostics import MAX_PROBLEMS, Diagnostics, render
 from dstrial.config.documents import (
-    DEFAULT_LIMITS,
-    TextLimits,
+    MAX_TEXT_BYTES,
     check_value,
     parse_yaml_value,
     read_json,
@@ -147,26 +146,19 @@ def test_merged_mappings_give_what_the_mapping_itself_does_not_the_first_before_
     assert value["<<"] == "word"
 
 
-@pytest.mark.parametrize("num_items", [10, 11])
-def test_a_lower_limit_of_values_counts_keys_items_and_aliases(num_items: int) -> None:
+@pytest.mark.parametrize("num_items", [99_996, 99_997])
+def test_the_limit_of_values_counts_keys_items_and_aliases(num_items: int) -> None:
     # The mapping, two keys, the first list of four, and the second with an alias of it.
     text = "{a: &a [1, 1, 1], b: [" + "1, " * (num_items - 8) + "*a]}"
-    limits = TextLimits(num_values=14)
-    if num_items == 10:
-        read_yaml_text(text, "exp.yaml", limits)
+    if num_items == 99_996:
+        read_yaml_text(text, "exp.yaml")
     else:
-        with pytest.raises(ConfigError, match="more than 14 values"):
-            read_yaml_text(text, "exp.yaml", limits)
-
-
-def test_the_refusal_says_how_to_raise_the_limit_where_it_can_be_raised() -> None:
-    limits = TextLimits(text_bytes=10, raised_by="Raise limits.config_text_bytes in the master's settings.")
-    with pytest.raises(ConfigError, match=r"Raise limits\.config_text_bytes"):
-        read_yaml_text("a: 12345678", "exp.yaml", limits)
+        with pytest.raises(ConfigError, match="more than 100000 values"):
+            read_yaml_text(text, "exp.yaml")
 
 
 @pytest.mark.parametrize(
-    "value", [[["\0"]], {"k" * 2000: 1}, ["x" * DEFAULT_LIMITS.text_bytes, "y"], list(range(100_000))]
+    "value", [[["\0"]], {"k" * 2000: 1}, ["x" * MAX_TEXT_BYTES, "y"], list(range(100_000))]
 )
 def test_values_that_came_as_json_have_the_same_limits(value: object) -> None:
     with pytest.raises(ConfigError, match="the template"):

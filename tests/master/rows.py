@@ -41,11 +41,6 @@ def add(tx: Transaction, table: str, **columns: Any) -> int:
     return tx.insert(table, {**DEFAULTS.get(table, {}), **own, **columns})
 
 
-def add_all(tx: Transaction, table: str, rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        add(tx, table, **row)
-
-
 def allocation_request(directory: Path, **changes: Any) -> AllocationRequest:
     """Return the request to start a trial's allocation in a directory."""
     fields: dict[str, Any] = {

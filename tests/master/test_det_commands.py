@@ -450,6 +450,7 @@ def test_users_log_in_change_their_passwords_and_log_out(det: Det) -> None:
     det.ok("user", "create", "alice", "--password", "First-pass-1")
     assert det.type("First-pass-1\n", "user", "login", "alice").returncode == 0
     assert whoami() == "You are logged in as user 'alice'"
+    assert all(name in det.ok("user", "list") for name in ("admin", "alice", "determined"))
     wrong = det.type("x\n", "user", "login", "admin")
     assert (wrong.returncode, "Invalid username/password" in wrong.stderr) == (1, True)
     assert det.type("Second-pass-1\nSecond-pass-1\n", "user", "change-password").returncode == 0
@@ -470,6 +471,7 @@ def test_the_master_and_its_agent(det: Det) -> None:
     assert config["port"] == det.master.record.port
     assert config["checkpoint_storage"]["type"] == "shared_fs"
     assert "serving at" in det.ok("master", "logs")
+    assert "not offered by the embedded master" in det.refused("shell", "start")
     [agent] = json.loads(det.ok("agent", "list", "--json"))
     det.ok_as_admin("slot", "disable", agent["id"], "0")
     assert "False" in det.ok("slot", "list")

@@ -15,7 +15,7 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 @pytest.mark.exhaustive(
-    "tests/master/api/test_det_command.py::test_users_slots_agents_jobs_and_tasks_are_listed",
+    "tests/master/test_det_commands.py::test_the_master_and_its_agent",
     "tests/master/test_det_commands.py::test_the_sdk_reads_metrics_and_checkpoints",
 )
 @pytest.mark.parametrize(("script", "at_least"), [("det_command_table", 224), ("det_sdk_table", 154)])

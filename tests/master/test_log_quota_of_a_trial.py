@@ -81,4 +81,4 @@ def test_what_is_printed_while_the_master_is_away_takes_a_bounded_part_of_the_di
     count = next(
         int(word.replace(",", "")) for word in at_the_end.split() if word[0].isdecimal() and "," in word
     )
-    assert count + len(printed) == 100_000
+    assert count + len(printed) == 100_001  # with "begun"

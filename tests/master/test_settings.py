@@ -82,20 +82,6 @@ def test_every_problem_is_named_with_its_line(tmp_path: Path) -> None:
         assert part in message
 
 
-def test_the_limits_of_configs_are_settings_and_shown(tmp_path: Path) -> None:
-    settings = MasterSettings.load(written(tmp_path, "limits: {config_text_bytes: 8192}\n"))
-
-    assert (settings.limits.text_bytes, settings.limits.num_values) == (8192, 100_000)
-    assert settings.defaults(tmp_path).limits == settings.limits
-    assert settings.as_config()["limits"] == {
-        "config_text_bytes": 8192,
-        "config_values": 100_000,
-        "trial_log_bytes": 2**30,
-    }
-    with pytest.raises(ConfigError, match=r"limits\.config_values is 0"):
-        MasterSettings.load(written(tmp_path, "limits: {config_values: 0}\n"))
-
-
 def test_a_hostile_settings_file_is_a_config_error(tmp_path: Path) -> None:
     for text in ("port: &a [*a]\n", "[" * 20_000, "log: " + "1" * 5000, "x" * 2**21):
         with pytest.raises(ConfigError, match=r"master\.yaml"):

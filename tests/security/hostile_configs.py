@@ -11,7 +11,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 
-KIB = 2**10
 MIB = 2**20
 
 SMALL_CONFIG = """\

@@ -14,7 +14,7 @@ from typing import Any
 from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, explain
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, locate
-from dstrial.config.documents import DEFAULT_LIMITS, Document, TextLimits, read_yaml_text
+from dstrial.config.documents import Document, read_yaml_text
 from dstrial.config.dotted_keys import leaves, value_at
 from dstrial.config.experiment_config.config import ExperimentConfig, check_experiment
 from dstrial.config.keys import check_keys
@@ -110,7 +110,6 @@ def checked_again(
     context_dir: Path,
     *,
     has_files: bool,
-    limits: TextLimits = DEFAULT_LIMITS,
 ) -> ExperimentConfig:
     """Check a submitted config again, with its template, to explain its values.
 
@@ -119,9 +118,8 @@ def checked_again(
         template: values for missing keys, or None.
         context_dir: directory of the unpacked model definition.
         has_files: whether to check that the entrypoint's files exist.
-        limits: limits on the size of ``original``.
     """
-    document = read_yaml_text(original, LABEL, limits)
+    document = read_yaml_text(original, LABEL)
     if template is not None and isinstance(document.value, dict):
         document.value.update(merge_template(template, document.value))
     return check_experiment(

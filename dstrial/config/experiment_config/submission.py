@@ -16,9 +16,7 @@ from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import (
-    DEFAULT_LIMITS,
     Document,
-    TextLimits,
     check_value,
     read_yaml_text,
     yaml_text,
@@ -68,7 +66,6 @@ class MasterDefaults:
     environment_variables: tuple[str, ...] = ()  # each `NAME=value`; the experiment's variables follow
     # Whether to reject an experiment that needs more slots than exist or are allowed.
     launch_error: bool = True
-    limits: TextLimits = DEFAULT_LIMITS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +105,7 @@ def check_submission(
         document: ``config_text`` if already parsed; modified in place.
         has_files: whether to check that the entrypoint's files exist. They may be installed instead (Determined 0.38.1).
     """
-    document = document or read_yaml_text(config_text, LABEL, defaults.limits)
+    document = document or read_yaml_text(config_text, LABEL)
     exceeds: list[bool] = []
 
     def check_more(raw: dict[str, Any], findings: Diagnostics) -> None:
@@ -230,9 +227,9 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
     )
 
 
-def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
+def search_section(given: Any) -> dict[str, Any]:
     """Return a config's checked ``hyperparameters`` and ``searcher``, for a preview."""
-    check_value(given, LABEL, limits)
+    check_value(given, LABEL)
     findings = Diagnostics({}, LABEL)
     if not isinstance(given, dict):
         findings.problem(
@@ -316,9 +313,9 @@ def random_name(what: str) -> str:
     return f"{what} ({chosen.choice(_ADJECTIVES)}-{chosen.choice(_NOUNS)})"
 
 
-def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
+def read_override(text: str) -> dict[str, Any]:
     """Parse YAML overrides of ``det experiment continue``; empty text gives ``{}``."""
-    changes = read_yaml_text(text, "the changed config", limits).value or {}
+    changes = read_yaml_text(text, "the changed config").value or {}
     if not isinstance(changes, dict):
         raise ConfigError(
             [ConfigProblem("the changed config", render(changes), "a mapping", "Pass --config key=value.")]

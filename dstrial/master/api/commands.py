@@ -57,7 +57,7 @@ async def checked(
         template = json.loads((await services.read(workspaces.require_template, template_name)).config)
 
     def check() -> CommandConfig:
-        check_value(given, "the command's config", services.settings.limits)
+        check_value(given, "the command's config")
         return check_command(
             unmasked(given, [template or {}, *others], "the config"),
             kind,

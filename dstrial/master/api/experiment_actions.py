@@ -90,8 +90,7 @@ async def preview_search(request: ApiRequest) -> dict[str, Any]:
     config = body.mapping("config")
     if config is None:
         raise body.wrong("config", "an experiment config")
-    limits = request.services.settings.limits
-    summary = await request.services.check(lambda: preview(search_section(config, limits)))
+    summary = await request.services.check(lambda: preview(search_section(config)))
     return message(
         bindings.v1PreviewHPSearchResponse,
         summary=message(

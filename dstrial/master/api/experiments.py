@@ -238,8 +238,8 @@ def prepare(
             if not config:
                 config, template = parent.original_config, template or json.loads(parent.template or "null")
             tgz = tgz or experiment_rows.model_definition(connection, parent_id)
-        config = _unmask_secrets(services, config, template, parent)
-        document, given = _parse_with_template(services, config, template)
+        config = _unmask_secrets(config, template, parent)
+        document, given = _parse_with_template(config, template)
         resumed = None if is_detached else resume.of_submission(connection, given)
         project = experiments.project_of_config(connection, project_id, given)
         storage = _storage_of(connection, project.workspace_id)
@@ -315,18 +315,15 @@ def _files(body: Fields) -> list[Any]:
     return files
 
 
-def _parse_with_template(
-    services: Services, config: str, template: Mapping[str, Any] | None
-) -> tuple[Document, dict[str, Any]]:
+def _parse_with_template(config: str, template: Mapping[str, Any] | None) -> tuple[Document, dict[str, Any]]:
     """Return a parsed config, and its values merged over the template's values."""
-    document = read_yaml_text(config, LABEL, services.settings.limits)
+    document = read_yaml_text(config, LABEL)
     if not isinstance(document.value, dict):
         return document, {}
     return document, document.value if template is None else merge_template(template, document.value)
 
 
 def _unmask_secrets(
-    services: Services,
     config: str,
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
@@ -337,12 +334,11 @@ def _unmask_secrets(
     """
     if MASK not in config:
         return config
-    limits = services.settings.limits
     sources: list[Any] = []
     if parent is not None:
-        original = read_yaml_text(parent.original_config, LABEL, limits).value
+        original = read_yaml_text(parent.original_config, LABEL).value
         sources += [original, json.loads(parent.template or "null"), json.loads(parent.config)]
-    return unmasked_yaml(config, [*sources, template], LABEL, limits)
+    return unmasked_yaml(config, [*sources, template], LABEL)
 
 
 def _storage_of(connection: Connection, workspace_id: int) -> dict[str, Any] | None:
@@ -461,12 +457,12 @@ def _prepare_continued(
     """
     with services.database.read() as connection:
         row = experiment_rows.require(connection, experiment_id)
-        changes = read_override(override, services.settings.limits)
+        changes = read_override(override)
         if row.unmanaged:
             return None, bool(changes)
         _reject_project_change(connection, row.project_id, changes)
         active = json.loads(row.config)
-        config = _unmask_secrets(services, continued_config(active, changes), None, row)
+        config = _unmask_secrets(continued_config(active, changes), None, row)
         tgz = experiment_rows.model_definition(connection, experiment_id)
         resumed = _resumed_run(connection, experiment_id)
     return checked(services, config, tgz, resumed, active=active), bool(changes)

@@ -200,8 +200,7 @@ async def _given_config(
         assert forked.original_config is not None
         original: dict[str, Any] = json.loads(forked.original_config)
         return original
-    limits = request.services.settings.limits
-    document = await request.services.check(lambda: read_yaml_text(text, "the task's config", limits))
+    document = await request.services.check(lambda: read_yaml_text(text, "the task's config"))
     given = document.value or {}
     if not isinstance(given, dict):
         raise body.wrong("config", "a mapping in YAML")

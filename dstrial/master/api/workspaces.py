@@ -210,8 +210,7 @@ def show_template(connection: Connection, request: ApiRequest) -> dict[str, Any]
 
 
 async def _check_template(request: ApiRequest, config: Mapping[str, Any]) -> None:
-    limits = request.services.settings.limits
-    await request.services.check(lambda: check_value(config, _TEMPLATE, limits))
+    await request.services.check(lambda: check_value(config, _TEMPLATE))
 
 
 async def create_template(request: ApiRequest) -> dict[str, Any]:

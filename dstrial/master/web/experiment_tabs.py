@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from dstrial.config.documents import Document, read_yaml_text, yaml_text
+from dstrial.config.documents import read_yaml_text, yaml_text
 from dstrial.config.experiment_config.origins import (
     LABEL,
     checked_again,
@@ -97,16 +97,12 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
 
     An origin is, for example, the submitted config or a default. ``tgz`` is the model definition.
     """
-    names, limits = services.secret_names, services.settings.limits
+    names = services.secret_names
     # Mask secrets first, because problems quote values and are shown to other users.
     template = masked(json.loads(row.template), names) if row.template else None
     effective = json.loads(masked_json(row.config, names))
     original = masked_yaml(row.original_config, names)
-    try:
-        submitted = read_yaml_text(original, LABEL, limits)
-    except ConfigError:  # the config exceeds the current limits, as checked_again() below reports
-        submitted = Document(LABEL, None, {})
-    values = config_values(effective, submitted, template)
+    values = config_values(effective, read_yaml_text(original, LABEL), template)
     found: Json = {
         "original": as_data(original),
         "template": as_data(template),
@@ -123,7 +119,7 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
     with tempfile.TemporaryDirectory(prefix="dstrial-explain-") as name:
         try:
             unpack(tgz, Path(name))
-            checked = checked_again(original, template, Path(name), has_files=bool(tgz), limits=limits)
+            checked = checked_again(original, template, Path(name), has_files=bool(tgz))
         except DstrialError as error:
             problems = error.problems if isinstance(error, ConfigError) else [str(error)]
             return {**found, "problem": "\n".join(str(one).replace(f"{name}/", "") for one in problems)}
@@ -182,11 +178,9 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
     found: list[str] = []
     for name in sorted(before.keys() | after.keys()):
         old, new = (texts.get(name, "").splitlines()[:_MAX_LINES] for texts in (before, after))
-        first, second = (
-            f"{side}/{name}" if name in texts else "/dev/null"
-            for side, texts in (("a", before), ("b", after))
-        )
-        found += difflib.unified_diff(old, new, first, second, lineterm="")
+        old_label = f"a/{name}" if name in before else "/dev/null"
+        new_label = f"b/{name}" if name in after else "/dev/null"
+        found += difflib.unified_diff(old, new, old_label, new_label, lineterm="")
     return found
 
 

@@ -52,7 +52,6 @@ async def get_session(request: ApiRequest) -> Json:
     services = request.services
     return {
         "user": request.user.username,
-        "isAdmin": bool(request.user.admin),
         "cluster": services.agent_id,
         "pool": services.settings.pool_name,
         "slots": len(services.slots),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dstrial.config.documents import TextLimits
 from dstrial.config.experiment_config.submission import (
     MasterDefaults,
     Submission,
@@ -153,12 +151,9 @@ def test_preview_needs_no_entrypoint_and_refuses_endless_grids() -> None:
         search_section({"searcher": {"name": "grid", "metric": "l"}, "hyperparameters": axes})
 
 
-def test_a_larger_config_is_checked_where_the_limits_allow_it(tmp_path: Path) -> None:
-    text = GOOD + "data: {words: '" + "x" * 2**20 + "'}\n"
+def test_config_of_more_than_a_mebibyte_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at most 1048576 bytes"):
-        check(tmp_path, text)
-    more = dataclasses.replace(DEFAULTS, limits=TextLimits(text_bytes=2**21))
-    assert check(tmp_path, text, defaults=more).original == text
+        check(tmp_path, GOOD + "data: {words: '" + "x" * 2**20 + "'}\n")
 
 
 @pytest.mark.parametrize(

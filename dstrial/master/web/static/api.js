@@ -89,11 +89,6 @@ export async function get(path, query, signal) {
   return (await answer("GET", address(path, query), undefined, signal)).json();
 }
 
-/** @param {string} path @param {Query} [query] @param {AbortSignal} [signal] @returns {Promise<Response>} */
-export function getResponse(path, query, signal) {
-  return answer("GET", address(path, query), undefined, signal);
-}
-
 /** @param {string} method @param {string} path @param {unknown} [body] @returns {Promise<any>} */
 export async function send(method, path, body = {}) {
   const text = await (await answer(method, path, body)).text();
