@@ -111,15 +111,12 @@ def test_too_large_context_is_refused_with_its_largest_part(tmp_path: Path) -> N
     assert [file.path for file in list_context(tmp_path).v1_files()] == ["train.py"]
 
 
-def test_names_that_are_not_utf8_are_left_out(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_left_out_and_such_patterns_refused(tmp_path: Path) -> None:
     write(tmp_path, "train.py")
     (tmp_path / os.fsdecode(b"odd\xe9.txt")).touch()
 
     assert names_in(tmp_path) == {"train.py"}
     assert list_context(tmp_path).left_out == ("odd\\xe9.txt",)
-
-
-def test_detignore_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".detignore").write_bytes(b"caf\xe9/\n")
 
     with pytest.raises(ConfigError, match=r"\.detignore is no UTF-8 .*; expected patterns in UTF-8"):

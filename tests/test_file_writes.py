@@ -50,7 +50,7 @@ def test_a_private_file_is_private_whatever_the_umask_and_the_file_before(tmp_pa
         os.umask(before)
 
 
-def test_what_cannot_be_replaced_stays_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_what_cannot_be_replaced_stays_and_no_link_is_followed(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / "inside").touch()
 
@@ -58,16 +58,11 @@ def test_what_cannot_be_replaced_stays_and_leaves_nothing_beside_it(tmp_path: Pa
         replace_file(tmp_path / "file", "text")
 
     assert names_in(tmp_path) == ["file"]
-
-
-def test_a_link_in_the_place_of_the_new_file_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to(victim)
-
+    (tmp_path / f".other.{os.getpid()}.tmp").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic links"):
-        replace_file(tmp_path / "file", "text")
-
+        replace_file(tmp_path / "other", "text")
     assert victim.read_text() == "mine"
 
 

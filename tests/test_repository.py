@@ -29,7 +29,6 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL_DEFS = sorted(path for path in (ROOT / "model_defs").iterdir() if (path / "model_def.py").exists())
-CONFIGS = sorted((ROOT / "experiment_configs").glob("*.yaml"))
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
@@ -151,22 +150,6 @@ def test_a_model_definition_has_a_readme_and_a_config_that_names_its_files(model
     assert sorted(named) == sorted(path.name for path in model_def.glob("*.json"))
     for file_name in named:
         json.loads((model_def / file_name).read_text())
-
-
-@pytest.mark.parametrize("config_path", CONFIGS, ids=lambda path: path.stem)
-def test_a_config_sets_what_a_reader_looks_for(config_path: Path) -> None:
-    config = yaml.safe_load(config_path.read_text())
-
-    wanted = {"entrypoint", "hyperparameters", "searcher", "resources", "max_restarts", "reproducibility"}
-    is_script_of_own = config_path.stem.startswith(("hf_", "dsat_core_api", "dsat_hf"))
-    if not is_script_of_own:  # such a script has its periods in itself or among its arguments
-        wanted |= {"scheduling_unit", "min_validation_period", "min_checkpoint_period"}
-
-    assert config["name"] == config_path.stem
-    assert wanted <= config.keys()
-    assert {"metric", "smaller_is_better"} <= config["searcher"].keys()
-    assert {"max_length", "max_time"} & config["searcher"].keys()
-    assert config_path.read_text().startswith("# ")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -137,7 +137,7 @@ def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None =
         record = daemon.start(state, on_hosts or _local_options(num_slots), may_take_another_port=True)
         if on_hosts is not None:
             await_hosts(state)
-        log_in(record, lambda _address: False)
+        log_in(record)
     return Master(state, record, session(record)), is_new
 
 

@@ -265,7 +265,7 @@ def _print_login(state: StateDirectory, record: MasterRecord) -> None:
     """Log ``det`` in; print the master's address, slots and login link for browsers."""
     from dstrial.master.login import browser_link, log_in
 
-    outcome = log_in(record, _may_replace)
+    outcome = log_in(record)
     rows = [
         ("address", f"{record.address} (process {record.pid})"),
         ("slots", describe_slots(record)),
@@ -306,11 +306,3 @@ def _login_rows(outcome: dict[str, Login]) -> list[tuple[str, str]]:
         "login with `dstrial login`\n"
     )
     return [("det", "not logged in" if len(foreign) == len(outcome) else f"not logged in at {foreign[0]}")]
-
-
-def _may_replace(address: str) -> bool:
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return False
-    sys.stderr.write(f"det is logged in to another master at {address}. Replace that login? [y/N] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -78,5 +78,5 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     return {
         **checks,
         "Libraries": lambda: libraries.judge(known(), known_devices(), environ),
-        "Compilers and operators": lambda: compilers.judge(compilers.measure(), known()),
+        "Compilers": lambda: compilers.judge(compilers.measure(), known()),
     }

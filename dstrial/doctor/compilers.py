@@ -80,7 +80,7 @@ def _first_line(command: Sequence[str]) -> str | None:
 
 
 def judge(compilers: Compilers, libraries: Libraries) -> list[Finding]:
-    return [*_judge_host(compilers), *_judge_nvcc(compilers, libraries), *judge_operators(libraries)]
+    return [*_judge_host(compilers), *_judge_nvcc(compilers, libraries)]
 
 
 def _judge_host(compilers: Compilers) -> list[Finding]:
@@ -121,24 +121,6 @@ def _judge_nvcc(compilers: Compilers, libraries: Libraries) -> list[Finding]:
         what = f"{compilers.nvcc_release}, which DeepSpeed refuses: {deepspeed.cuda_mismatch}"
         return [note("nvcc", what, install)]
     return [ok("nvcc", f"{compilers.nvcc_release} ({compilers.nvcc}); torch has CUDA {torch.cuda}")]
-
-
-def judge_operators(libraries: Libraries) -> list[Finding]:
-    if libraries.deepspeed is None:
-        return []
-    by_status: dict[str, list[str]] = {}
-    for operator, status in libraries.deepspeed.operators.items():
-        by_status.setdefault(status, []).append(operator)
-    lost = by_status.pop("not possible", [])
-    findings = [ok(f"operators {status}", ", ".join(names)) for status, names in sorted(by_status.items())]
-    wanted = [name for name in lost if name in WITHOUT_OPERATOR]
-    if wanted and wanted != ["async_io"]:
-        todo = f"`ds_report` says why; to train without: {_workarounds(wanted)}."
-        findings.append(note("operators not possible", ", ".join(lost), todo))
-    elif lost:
-        needed = _workarounds(wanted) or "no optimizer needs them"
-        findings.append(ok("operators not possible", f"{', '.join(lost)}; {needed}"))
-    return findings
 
 
 def _workarounds(names: Iterable[str]) -> str:

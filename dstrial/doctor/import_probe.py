@@ -74,26 +74,7 @@ def _deepspeed() -> dict[str, Any]:
         "version": str(deepspeed.__version__),
         "accelerator": str(get_accelerator().device_name()),
         "cuda_mismatch": None if torch.version.cuda is None else process.cuda_mismatch(),
-        "operators": {
-            name: _operator_status(name, builder, is_prebuilt=is_prebuilt)
-            for name, builder, is_prebuilt in process.operators()
-            if name != "deepspeed_not_implemented"  # the CPU accelerator's placeholder
-        },
     }
-
-
-def _operator_status(name: str, builder: Any, *, is_prebuilt: bool) -> str:
-    from dstrial.engine.deepspeed_internals import process
-    from dstrial.launch.stale_locks import extensions_root
-
-    root = extensions_root()
-    # The directory of torch's compiled extensions has one of each Python, such as py311_cu130.
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    if is_prebuilt:
-        return "built"
-    if any(root.glob(f"{name}/{name}.so")) or any(root.glob(f"{python}_*/{name}/{name}.so")):
-        return "compiled"
-    return "compiled at first use" if process.can_compile(builder) else "not possible"
 
 
 def _dstrial() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Check that torch, DeepSpeed and Determined can be imported, and that torch suits the devices."""
+"""Check that the libraries can be imported, and that torch suits the devices."""
 
 from __future__ import annotations
 
@@ -51,8 +51,6 @@ class DeepSpeedBuild:
     version: str
     accelerator: str  # the device that DeepSpeed chose
     cuda_mismatch: str | None = None  # why DeepSpeed rejects nvcc for this torch
-    # name -> built (with the package), compiled (by an earlier program), compiled at first use, not possible
-    operators: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

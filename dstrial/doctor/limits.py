@@ -145,7 +145,7 @@ def _check_directory(name: str, path: Path) -> list[Finding]:
 
 
 def judge_directory(name: str, path: Path, file_system: str, free_bytes: int) -> list[Finding]:
-    """Return findings on a directory that is writable; ``file_system`` is empty if unknown."""
+    """Return findings on a writable directory; ``file_system`` is empty if unknown."""
     free = size_text(free_bytes)
     found = [ok(name, ", ".join(fact for fact in (str(path), file_system, f"{free} free") if fact))]
     if free_bytes < 10 * _GIB:

@@ -1,7 +1,7 @@
 """Log ``det`` in: write a master's tokens to the token store of ``det``.
 
 ``det`` stores tokens by address, and a master has two addresses: ``localhost`` and ``127.0.0.1``. If the master does not accept
-the token of an entry, the entry belongs to another master. It is then replaced only with the user's consent.
+the token of an entry, the entry belongs to another master, and is kept until the user runs ``dstrial login``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-from collections.abc import Callable
 from typing import Any
 
 from dstrial.errors import MasterError, RequestError
@@ -24,7 +23,6 @@ class Login(enum.Enum):
 
     ADDED = enum.auto()
     KEPT = enum.auto()
-    REPLACED = enum.auto()
     FOREIGN = enum.auto()  # the entry belongs to another master and was kept
     REFUSED = enum.auto()  # no entry: the master issued no token for this user
 
@@ -33,11 +31,10 @@ def addresses_of(port: int) -> tuple[str, str]:
     return f"http://localhost:{port}", f"http://127.0.0.1:{port}"
 
 
-def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str, Login]:
+def log_in(record: MasterRecord) -> dict[str, Login]:
     """Log ``det`` in at both addresses of a master; return address -> outcome.
 
-    A valid entry is kept, whichever user it has. ``may_replace`` is called with each address whose entry belongs to another
-    master, and returns whether to replace the entry.
+    A valid entry is kept, whichever user it has, and so is one that belongs to another master.
 
     Source: Determined 0.38.1 determined.common.api.authentication.TokenStore (file and places), ``det`` addresses
     of the form ``http://host:port``.
@@ -53,10 +50,10 @@ def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str
                 store.set_active(user)
             known = known or (user, str(store.get_token(user)))
             outcome[address] = Login.KEPT
-        elif store.get_all_users() and not may_replace(address):
+        elif store.get_all_users():
             outcome[address] = Login.FOREIGN
         else:
-            outcome[address] = Login.REPLACED if store.get_all_users() else Login.ADDED
+            outcome[address] = Login.ADDED
             missing.append((address, store))
     if missing:
         with contextlib.suppress(RequestError):  # on an error, use the token of the other address, if any
@@ -65,8 +62,6 @@ def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str
         if known is None:
             outcome[address] = Login.REFUSED
             continue
-        for user in store.get_all_users():
-            store.drop_user(user)
         store.set_token(*known)
         store.set_active(known[0])
     return outcome

@@ -91,10 +91,19 @@ def test_a_copy_under_load_is_restored_row_by_row_and_no_number_is_given_twice(
     assert submit(master.client()) == max(given) + 1
 
 
-def test_an_emptied_database_is_refused_with_the_line_that_mends_it(master: MasterForTest) -> None:
+def test_copies_are_listed_and_an_emptied_database_is_refused_with_the_line_that_mends_it(
+    master: MasterForTest,
+) -> None:
     client = master.client()
     assert [submit(client), submit(client)] == [1, 2]
+    assert master.dstrial("restore").stdout.startswith("no copies in ")
     assert master.dstrial("backup").returncode == 0
+    listed = master.dstrial("restore")
+    assert listed.returncode == 0
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC  experiments up to 2 .* MiB  .*/backups/master-.*\.db\n",
+        listed.stdout,
+    )
     master.dstrial("down", "--now")
     master.state.database_path.write_bytes(b"")
 
@@ -121,20 +130,6 @@ def test_commands_that_look_leave_the_log_of_a_killed_master(master: MasterForTe
     assert log.read_bytes() == before
     master.up()
     assert submit(master.client()) == 2
-
-
-def test_the_copies_are_listed(master: MasterForTest) -> None:
-    assert master.dstrial("restore").stdout.startswith("no copies in ")
-    submit(master.client())
-    assert master.dstrial("backup").returncode == 0
-
-    listed = master.dstrial("restore")
-
-    assert listed.returncode == 0
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC  experiments up to 1 .* MiB  .*/backups/master-.*\.db\n",
-        listed.stdout,
-    )
 
 
 def test_a_page_damaged_while_the_master_runs_is_named_and_never_answered_500(master: MasterForTest) -> None:

@@ -79,6 +79,9 @@ def test_safetensors_hold_the_master_weights_and_every_storage_once(
     output = tmp_path / "model.safetensors"
     assert dstrial_command("checkpoint", "export", made.run_path, output)[0] == 0
     tensors, metadata = read_safetensors(output)
+    by_library = load_file(output)
+    assert by_library.keys() == tensors.keys()
+    assert all(same(by_library[name], tensors[name]) for name in tensors)
     (live,) = made.live
     aliases = {} if case == "pipeline" else {"unembed.weight": "embed.weight"}
     assert metadata == {"format": "pt", **aliases}
@@ -88,17 +91,6 @@ def test_safetensors_hold_the_master_weights_and_every_storage_once(
         assert torch.equal(tensor.to(live[name].dtype), live[name]), name
     if case == "bf16":
         assert not torch.equal(tensors["head.weight"], live["head.weight"].float()), "only the rounded ones"
-
-
-def test_the_safetensors_library_reads_the_file(
-    checkpoints: Any, dstrial_command: Command, tmp_path: Path
-) -> None:
-    output = tmp_path / "model.safetensors"
-    assert dstrial_command("checkpoint", "export", checkpoints["zero 3"].latest, output)[0] == 0
-    read = load_file(output)
-    tensors, _ = read_safetensors(output)
-    assert read.keys() == tensors.keys()
-    assert all(same(read[name], tensors[name]) for name in tensors)
 
 
 def test_a_hugging_face_model_has_shards_an_index_and_the_files_of_the_definition(
@@ -135,17 +127,9 @@ def test_a_hugging_face_model_has_shards_an_index_and_the_files_of_the_definitio
     assert index["metadata"]["total_size"] == total
     others = {path.name for path in output.iterdir()} - set(shards)
     assert others == {"model.safetensors.index.json", "config.json", "tokenizer.json"}
-
-
-def test_a_small_hugging_face_model_is_one_file(
-    checkpoints: Any, dstrial_command: Command, tmp_path: Path
-) -> None:
-    output = tmp_path / "model"
-    assert (
-        dstrial_command("checkpoint", "export", checkpoints["zero 0"].latest, output, "--format", "hf")[0]
-        == 0
-    )
-    assert [path.name for path in output.iterdir()] == ["model.safetensors"]
+    small = ("checkpoint", "export", checkpoints["zero 0"].latest, tmp_path / "small", "--format", "hf")
+    assert dstrial_command(*small)[0] == 0
+    assert [path.name for path in (tmp_path / "small").iterdir()] == ["model.safetensors"]
 
 
 def test_of_several_engines_one_has_to_be_named(
@@ -165,17 +149,25 @@ def test_of_several_engines_one_has_to_be_named(
         assert all(torch.equal(tensors[name], live[name]) for name in tensors)
 
 
-def test_nothing_is_overwritten(checkpoints: Any, dstrial_command: Command, tmp_path: Path) -> None:
-    output = tmp_path / "mine"
-    output.write_text("precious")
-    exit_code, _, err = dstrial_command("checkpoint", "export", checkpoints["zero 0"].latest, output)
-    assert exit_code == 1
-    assert "which exists; expected a path where nothing is" in err
-    assert output.read_text() == "precious"
-    nowhere = tmp_path / "no" / "directory"
-    exit_code, _, err = dstrial_command("checkpoint", "export", checkpoints["zero 0"].latest, nowhere)
-    assert exit_code == 1
-    assert "is no directory; expected one to write into" in err
+def test_where_nothing_can_be_written_nothing_is(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    for output, options, exit_code, message in (
+        (mine, (), 1, "which exists; expected a path where nothing is"),
+        (tmp_path / "no" / "directory", (), 1, "is no directory; expected one to write into"),
+        (
+            tmp_path / "x",
+            ("--max-shard-size", "1GB"),
+            2,
+            "--max-shard-size is given without --format; expected --format hf.\n",
+        ),
+    ):
+        done = dstrial_command("checkpoint", "export", checkpoints["zero 0"].latest, output, *options)
+        assert done[0] == exit_code
+        assert message in done[2]
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == {mine: "precious"}
 
 
 @pytest.mark.parametrize("output_format", ["safetensors", "torch", "hf"])
@@ -235,22 +227,9 @@ def test_export_experts_is_complete_or_refused(
 )
 def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
     assert size_argument(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 parsecs", "0", "0.5"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="expected for example 5GB"):
-        size_argument(text)
-
-
-def test_options_of_a_directory_are_refused_for_a_file(
-    checkpoints: Any, dstrial_command: Command, tmp_path: Path
-) -> None:
-    exit_code, _, err = dstrial_command(
-        *("checkpoint", "export", checkpoints["zero 0"].latest, tmp_path / "x", "--max-shard-size", "1GB")
-    )
-    assert exit_code == 2
-    assert err == "--max-shard-size is given without --format; expected --format hf.\n"
+    for wrong in ("", "GB", "-1GB", "5 parsecs", "0", "0.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected for example 5GB"):
+            size_argument(wrong)
 
 
 def test_copies_of_a_tied_layer_that_differ_are_told(

@@ -22,62 +22,50 @@ def inspected(command: Command, path: Path, *options: str) -> dict[str, Any]:
     return contents
 
 
-def test_a_run_directory_stands_for_its_newest_checkpoint(checkpoints: Any, dstrial_command: Command) -> None:
+def test_a_run_directory_stands_for_its_newest_checkpoint_of_all_engines(
+    checkpoints: Any, dstrial_command: Command
+) -> None:
     made = checkpoints["zero 2"]
     contents = inspected(dstrial_command, made.run_path)
     assert (contents["path"], contents["uuid"]) == (str(made.latest), made.latest.name)
     assert (contents["steps_completed"], contents["experiment"]) == (3, "wide")
     assert contents["run_directory"] == str(made.run_path)
     assert inspected(dstrial_command, made.earlier)["steps_completed"] == 2
+    first, second = inspected(dstrial_command, checkpoints["two engines"].latest)["engines"]
+    assert (first["parameters"]["parameters"], second["parameters"]["parameters"]) == (7, 4)
+
+
+PARAMETERS = {
+    "parameters": 7,
+    "elements": 104 + 182 + 112 + 56,
+    "frozen_parameters": 2,
+    "frozen_elements": 182,
+    "left_out": 0,
+    "not_optimized": 0,
+    "tied": {"unembed.weight": "embed.weight"},
+}
+LAYOUT = ("engine_kind", "world_size", "data_parallel_size", "pipeline_stages", "zero_stage", "precision")
 
 
 @pytest.mark.parametrize(
-    ("case", "fields"),
+    ("case", "layout"),
     [
         ("zero 0", ("data_parallel", 2, 2, 1, 0, "fp32")),
+        ("zero 2", ("data_parallel", 2, 2, 1, 2, "fp32")),
         ("zero 3", ("data_parallel", 2, 2, 1, 3, "fp32")),
         ("bf16", ("data_parallel", 2, 2, 1, 1, "bf16")),
         ("pipeline", ("pipeline", 2, 1, 2, 1, "fp32")),
     ],
 )
-def test_the_layout_is_told(
-    checkpoints: Any, dstrial_command: Command, case: str, fields: tuple[object, ...]
+def test_layout_parameters_and_optimizer_are_told(
+    checkpoints: Any, dstrial_command: Command, case: str, layout: tuple[object, ...]
 ) -> None:
     (engine,) = inspected(dstrial_command, checkpoints[case].latest)["engines"]
-    names = (
-        "engine_kind",
-        "world_size",
-        "data_parallel_size",
-        "pipeline_stages",
-        "zero_stage",
-        "precision",
-    )
-    assert tuple(engine[name] for name in names) == fields
+    assert tuple(engine[name] for name in LAYOUT) == layout
     assert engine["train_batch_size"] == 8
     assert engine["versions"].keys() == {"deepspeed", "torch", "dstrial", "python"}
-
-
-@pytest.mark.parametrize("case", ["zero 0", "zero 2", "zero 3", "bf16"])
-def test_parameters_are_counted_once_and_frozen_and_tied_ones_named(
-    checkpoints: Any, dstrial_command: Command, case: str
-) -> None:
-    (engine,) = inspected(dstrial_command, checkpoints[case].latest)["engines"]
-    assert engine["parameters"] == {
-        "parameters": 7,
-        "elements": 104 + 182 + 112 + 56,
-        "frozen_parameters": 2,
-        "frozen_elements": 182,
-        "left_out": 0,
-        "not_optimized": 0,
-        "tied": {"unembed.weight": "embed.weight"},
-    }
-
-
-@pytest.mark.parametrize("case", ["zero 0", "zero 3", "pipeline"])
-def test_learning_rates_and_steps_of_the_optimizer_are_told(
-    checkpoints: Any, dstrial_command: Command, case: str
-) -> None:
-    (engine,) = inspected(dstrial_command, checkpoints[case].latest)["engines"]
+    if case != "pipeline":
+        assert engine["parameters"] == PARAMETERS
     state = engine["optimizer_state"]
     assert (state["steps"], state["global_steps"], state["skipped_steps"]) == ([3], 3, 0)
     assert state["state"] == ["exp_avg", "exp_avg_sq"]
@@ -97,11 +85,6 @@ def test_sizes_by_kind_come_to_the_files_on_disk(checkpoints: Any, dstrial_comma
     assert contents["bytes_by_kind"]["rank state"]["bytes"] == sum(own.values())
     assert contents["bytes_by_rank"].keys() == own.keys()
     assert all(contents["bytes_by_rank"][rank] > size for rank, size in own.items())
-
-
-def test_every_engine_is_described(checkpoints: Any, dstrial_command: Command) -> None:
-    first, second = inspected(dstrial_command, checkpoints["two engines"].latest)["engines"]
-    assert (first["parameters"]["parameters"], second["parameters"]["parameters"]) == (7, 4)
 
 
 def test_the_table_lists_every_name_with_shape_group_and_stage(

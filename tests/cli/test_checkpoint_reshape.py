@@ -77,64 +77,53 @@ def test_the_output_holds_the_same_bits_and_is_resumed_without_reshaping(
     assert json.loads(out)["weights"][0]["relative"] < 1e-3, out
 
 
-def test_a_batch_that_cannot_be_shared_is_refused_before_ranks_start(
-    checkpoints: Any, dstrial_command: Command, tmp_path: Path
-) -> None:
-    output = tmp_path / "three"
-    exit_code, _, err = dstrial_command(
-        "checkpoint", "reshape", checkpoints["zero 2"].latest, output, "--slots", 3
-    )
-    assert exit_code == 1
-    assert "which 3 data-parallel replicas cannot share evenly" in err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_a_model_definition_it_says_where_to_name_one(
-    checkpoints: Any, dstrial_command: Command, tmp_path: Path
-) -> None:
-    alone = tmp_path / "alone"
-    shutil.copytree(checkpoints["zero 2"].latest, alone)
-    exit_code, _, err = dstrial_command("checkpoint", "reshape", alone, tmp_path / "out", "--slots", 1)
-    assert exit_code == 1
-    assert "has no model definition beside it" in err
-    assert "--context" in err
-
-
-def test_fp16_is_refused_because_cpu_ranks_have_none(
-    checkpoints: Any, dstrial_command: Command, tmp_path: Path
-) -> None:
-    path = tmp_path / "half"
-    shutil.copytree(checkpoints["zero 2"].latest, path)
-    manifest = read_manifest(path)
-    layouts = tuple({**layout, "precision": "fp16"} for layout in manifest.layouts)
-    write_manifest(path, dataclasses.replace(manifest, layouts=layouts))
-    exit_code, _, err = dstrial_command("checkpoint", "reshape", path, tmp_path / "out", "--slots", 1)
-    assert exit_code == 1
-    assert "computes in fp16; expected fp32 or bf16" in err
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"entrypoint": "python3 -m dstrial.launch train.py"}, "entrypoint is the command 'train.py'"),
-        (None, "has no experiment_config and hparams"),
-    ],
-)
-def test_a_trial_that_cannot_be_told_to_end_at_once_is_refused(
-    checkpoints: Any, dstrial_command: Command, tmp_path: Path, change: dict[str, str] | None, words: str
-) -> None:
-    path = tmp_path / "script"
-    shutil.copytree(checkpoints["zero 2"].latest, path)
+def change_experiment(path: Path, change: dict[str, str] | None) -> None:
     saved = json.loads((path / "load_data.json").read_text())
     saved["experiment_config"] = None if change is None else {**saved["experiment_config"], **change}
     (path / "load_data.json").write_text(json.dumps(saved))
+
+
+def use_fp16(path: Path) -> None:
+    manifest = read_manifest(path)
+    layouts = tuple({**layout, "precision": "fp16"} for layout in manifest.layouts)
+    write_manifest(path, dataclasses.replace(manifest, layouts=layouts))
+
+
+@pytest.mark.parametrize(
+    ("change", "num_slots", "has_context", "words"),
+    [
+        (lambda path: None, 3, True, "which 3 data-parallel replicas cannot share evenly"),
+        (lambda path: None, 1, False, "has no model definition beside it"),
+        (use_fp16, 1, False, "computes in fp16; expected fp32 or bf16"),
+        (
+            lambda path: change_experiment(path, {"entrypoint": "python3 -m dstrial.launch train.py"}),
+            1,
+            True,
+            "entrypoint is the command 'train.py'",
+        ),
+        (lambda path: change_experiment(path, None), 1, True, "has no experiment_config and hparams"),
+    ],
+    ids=["batch", "no definition", "fp16", "script", "no config"],
+)
+def test_what_cannot_be_reshaped_is_refused_before_ranks_start(
+    checkpoints: Any,
+    dstrial_command: Command,
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    num_slots: int,
+    has_context: bool,
+    words: str,
+) -> None:
+    path = tmp_path / "given"
+    shutil.copytree(checkpoints["zero 2"].latest, path)
+    change(path)
     context = shutil.copytree(DEFINITIONS, tmp_path / "context")
     (context / "train.py").write_text("")
-    options = ("--slots", 1, "--context", context)
+    options = ("--slots", num_slots, *(("--context", context) if has_context else ()))
     exit_code, _, err = dstrial_command("checkpoint", "reshape", path, tmp_path / "out", *options)
     assert exit_code == 1
     assert words in err
-    assert {found.name for found in tmp_path.iterdir()} == {"script", "context"}
+    assert {found.name for found in tmp_path.iterdir()} == {"given", "context"}
 
 
 def test_a_failing_model_definition_is_shown_and_nothing_is_left(checkpoints: Any, tmp_path: Path) -> None:

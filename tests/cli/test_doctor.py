@@ -24,7 +24,7 @@ GROUPS = [
     "Environment variables",
     "Devices",
     "Libraries",
-    "Compilers and operators",
+    "Compilers",
 ]
 pytestmark = pytest.mark.process
 

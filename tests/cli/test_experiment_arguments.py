@@ -94,29 +94,21 @@ def resolve(resume: str, runs_dir: Path) -> ResumePoint:
     return resume_point(resume, runs_dir=runs_dir, name="t", context_dir=Path("ctx"))
 
 
-def test_resume_latest_is_newest_run_and_checkpoint(tmp_path: Path) -> None:
+def test_resume_latest_is_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_path: Path) -> None:
+    create(tmp_path, 0)
+    with pytest.raises(CheckpointNotFoundError, match=r"no run of 't' .* has a complete checkpoint in"):
+        resolve("latest", tmp_path)
     create(tmp_path, 1)
-    newest = create(tmp_path, 2)
+    older = create(tmp_path, 2)
     point = resolve("latest", tmp_path)
-    assert point == ResumePoint(newest, newest.checkpoints_path / "u1")
+    assert point == ResumePoint(older, older.checkpoints_path / "u1")
     assert point.steps_completed == 11
-
-
-def test_resume_latest_skips_run_without_checkpoint(tmp_path: Path) -> None:
-    create(tmp_path, 1)
-    older, newest = create(tmp_path, 1), create(tmp_path, 0)
+    newest = create(tmp_path, 0)
     point = resolve("latest", tmp_path)
     assert point.run_directory == older
     assert (
         point.note == f"the newest run {newest.path} has no complete checkpoint; going on with {older.path}"
     )
-
-
-def test_resume_latest_without_any_checkpoint_is_refused(tmp_path: Path) -> None:
-    create(tmp_path, 0)
-    create(tmp_path, 0)
-    with pytest.raises(CheckpointNotFoundError, match=r"no run of 't' .* has a complete checkpoint in"):
-        resolve("latest", tmp_path)
 
 
 def test_resume_accepts_a_run_or_a_checkpoint(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
 import re
 import signal
 import socket
@@ -125,32 +123,8 @@ def test_up_leaves_the_login_of_another_master_and_says_how_to_log_in(
     assert f"det is logged in to another master at {login_of_another}; that is left as it is" in told.stderr
     assert auth_entries(master)[login_of_another]["tokens"] == {"me": "of another master"}
     assert f"not logged in at {login_of_another}" in told.stdout
-
-
-@pytest.mark.parametrize(("answer", "tokens"), [("y", {"determined"}), ("", {"me"})])
-def test_on_a_terminal_up_asks_before_it_replaces_a_login(
-    master: MasterForTest, login_of_another: str, answer: str, tokens: set[str]
-) -> None:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "dstrial.cli", "up"]
-    with warm_start.Popen(
-        command, env=dict(master.env), stdin=theirs, stdout=theirs, stderr=theirs
-    ) as process:
-        os.close(theirs)
-        os.write(ours, f"{answer}\n".encode())
-        shown = b""
-        with contextlib.suppress(OSError):
-            while chunk := os.read(ours, 4096):
-                shown += chunk
-        assert process.wait(60) == 0
-    os.close(ours)
-    assert (
-        f"det is logged in to another master at {login_of_another}. Replace that login? [y/N]".encode()
-        in shown
-    )
-    entry = auth_entries(master)[login_of_another]["tokens"]
-    assert isinstance(entry, dict)
-    assert set(entry) == tokens
+    assert master.dstrial("login").returncode == 0
+    assert auth_entries(master)[login_of_another]["active_user"] == "determined"
 
 
 def test_without_passwords_det_needs_no_login(tmp_path: Path) -> None:

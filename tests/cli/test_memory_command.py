@@ -81,23 +81,33 @@ def test_memory_of_accelerate_script_names_measured_run(capsys: pytest.CaptureFi
     )
 
 
-def test_memory_of_autotp_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    autotp = "hyperparameters.overwrite_deepspeed_args.tensor_parallel.autotp_size=2"
-    slots = ("--slots", "2", "--config", "resources.slots_per_trial=2")
-    assert main(["memory", *SCRIPT, *slots, "--config", autotp]) == 1
-    assert "tensor_parallel.autotp_size is 2; expected 1" in capsys.readouterr().err
+INSTEAD = ("python3 -m dstrial.launch SCRIPT", "dstrial memory RUN_DIR")
+AUTOTP = "hyperparameters.overwrite_deepspeed_args.tensor_parallel.autotp_size=2"
 
 
-@pytest.mark.parametrize("command", ["torchrun train.py", "accelerate launch train.py"])
-def test_what_cannot_be_dry_run_is_told_what_to_do_instead(
-    capsys: pytest.CaptureFixture[str], command: str
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        *(
+            ([*SCRIPT, "--slots", "1", "--config", f"entrypoint={command}"], (command, *INSTEAD))
+            for command in ("torchrun train.py", "accelerate launch train.py")
+        ),
+        (
+            [*SCRIPT, "--slots", "2", "--config", "resources.slots_per_trial=2", "--config", AUTOTP],
+            ("tensor_parallel.autotp_size is 2; expected 1",),
+        ),
+        *(
+            ([*DIGITS, f"--slots={text}"], ("expected numbers of devices",))
+            for text in ("", "0", "1,x", "-2")
+        ),
+    ],
+)
+def test_what_cannot_be_dry_run_is_refused_with_what_to_do_instead(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], parts: tuple[str, ...]
 ) -> None:
-    assert main(["memory", *SCRIPT, "--slots", "1", "--config", f"entrypoint={command}"]) == 1
+    assert main(["memory", *arguments]) == 1
     said = capsys.readouterr().err
-
-    assert command in said
-    assert "python3 -m dstrial.launch SCRIPT" in said
-    assert "dstrial memory RUN_DIR" in said
+    assert all(part in said for part in parts), said
 
 
 @pytest.mark.process
@@ -115,9 +125,3 @@ def test_a_prediction_is_kept_with_the_run_that_asked_for_it(tmp_path: Path) -> 
     other = load_experiment(*SCRIPT, ["entrypoint=torchrun train.py"], require_entrypoint=True, slots=1)
     assert "cannot be dry-run" in (predict_run(run, other, 1) or "")
     assert not run.memory_path.exists()
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,x", "-2"])
-def test_numbers_of_devices_that_are_none_are_refused(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    assert main(["memory", *DIGITS, f"--slots={text}"]) == 1
-    assert "expected numbers of devices" in capsys.readouterr().err

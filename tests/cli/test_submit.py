@@ -82,7 +82,7 @@ def test_submitted_config_starts_commands_by_our_launcher(
     assert request.experiment.raw == before
 
 
-def test_config_of_run_names_its_directory_and_checkpoints(
+def test_config_of_run_names_its_directory_and_checkpoints_with_given_retention(
     tmp_path: Path, run_directory: RunDirectory
 ) -> None:
     request = request_of(tmp_path, checkpoint=tmp_path / "checkpoint", test=True)
@@ -96,21 +96,10 @@ def test_config_of_run_names_its_directory_and_checkpoints(
     }
     assert whole["checkpoint_storage"]["type"] == "shared_fs"
     assert whole["checkpoint_storage"]["host_path"] == str(run_directory.checkpoints_path)
-
-
-@pytest.mark.parametrize(
-    ("more", "kept"),
-    [
-        ("", {}),
-        ("checkpoint_storage: {save_trial_best: 2}", {"save_trial_best": 2}),
-    ],
-)
-def test_config_of_run_keeps_only_given_retention(
-    tmp_path: Path, run_directory: RunDirectory, more: str, kept: dict[str, int]
-) -> None:
-    request = request_of(tmp_path, more=more)
-    storage = config_of_run(submitted_config(request), request, run_directory)["checkpoint_storage"]
-    assert {key: value for key, value in storage.items() if key.startswith("save_")} == kept
+    for more, kept in (("", {}), ("checkpoint_storage: {save_trial_best: 2}", {"save_trial_best": 2})):
+        request = request_of(tmp_path, more=more)
+        storage = config_of_run(submitted_config(request), request, run_directory)["checkpoint_storage"]
+        assert {key: value for key, value in storage.items() if key.startswith("save_")} == kept
 
 
 def test_fingerprint_depends_on_config_and_packed_files(tmp_path: Path) -> None:

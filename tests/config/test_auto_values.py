@@ -143,18 +143,13 @@ def test_the_trainer_fills_in_from_its_arguments(load: Load) -> None:
     assert rows["gradient_clipping"].origin.startswith("the Trainer fills it in from --max_grad_norm")
 
 
-def test_a_given_batch_is_solved_with_the_arguments(load: Load) -> None:
+def test_a_given_batch_is_solved_with_the_arguments_or_a_problem(load: Load) -> None:
     loaded = load({**FOR_BOTH, "train_batch_size": 32}, TRAINER, "--per_device_train_batch_size 4")
-
     assert loaded.deepspeed_check is not None
     assert loaded.deepspeed_check.batch is not None
     assert loaded.deepspeed_check.batch.gradient_accumulation_steps == 4
-    assert any(
-        "get_hf_args_with_overwrites solves it to 4 for train_batch_size" in note for note in loaded.notes
-    )
-
-
-def test_a_batch_without_a_solution_is_a_problem_for_scripts_too(load: Load) -> None:
+    told = "get_hf_args_with_overwrites solves it to 4 for train_batch_size"
+    assert any(told in note for note in loaded.notes)
     with pytest.raises(ConfigError, match=r"ds\.json:2: train_batch_size is 33"):
         load({**FOR_BOTH, "train_batch_size": 33}, TRAINER)
 
@@ -231,15 +226,8 @@ def test_what_nobody_fills_in_is_a_problem(
 
 
 def test_a_script_that_tells_nothing_is_checked_as_before(load: Load) -> None:
-    config = {**FOR_BOTH, "train_micro_batch_size_per_gpu": 4}
-
-    warnings = "\n".join(load(config, "print('a script')\n").warnings)
-
-    assert (
-        'gradient_clipping is "auto", which only another tool (Hugging Face Trainer) can fill in' in warnings
-    )
-
-
-def test_auto_sizes_of_another_script_are_an_error_that_says_for_whom_they_are_filled_in(load: Load) -> None:
+    warnings = load({**FOR_BOTH, "train_micro_batch_size_per_gpu": 4}, "print('a script')\n").warnings
+    told = 'gradient_clipping is "auto", which only another tool (Hugging Face Trainer) can fill in'
+    assert told in "\n".join(warnings)
     with pytest.raises(ConfigError, match='"auto" is filled in only for an entrypoint whose script'):
         load(BATCH, "print('neither')\n")

@@ -23,6 +23,23 @@ def test_a_dotted_overwrite_is_taken_as_a_nested_one(load):
     assert config.deepspeed.merged["optimizer"] == {"type": "AdamW", "params": {"lr": 0.5}}
     assert config.deepspeed_check.effective["zero_optimization"]["stage"] == 3
     assert config.deepspeed.lines["zero_optimization", "stage"].endswith("exp.yaml:6")
+    space = load(with_hyperparameters(OVERWRITES + "    zero_optimization.stage: {type: const, val: 2}\n"))
+    assert space.deepspeed_check.effective["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("    zero_optimization.stage: 7\n", r"exp\.yaml:6: zero_optimization\.stage is 7"),
+        (
+            "    zero_optimization: {stage: 1}\n    zero_optimization.stage: 3\n",
+            r"zero_optimization\.stage is given twice, as 3 and as 1; expected once",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_whole_key(load, lines, message):
+    with pytest.raises(ConfigError, match=message):
+        load(with_hyperparameters(OVERWRITES + lines))
 
 
 def test_what_check_takes_training_takes():
@@ -37,25 +54,6 @@ def test_what_check_takes_training_takes():
     assert merge_deepspeed(base, {"zero_optimization": {"offload_optimizer.device": "cpu"}})[
         "zero_optimization"
     ] == {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}}
-
-
-def test_a_search_space_may_stand_behind_a_dotted_key(load):
-    spec = "    zero_optimization.stage: {type: const, val: 2}\n"
-    config = load(with_hyperparameters(OVERWRITES + spec))
-    assert config.deepspeed_check.effective["zero_optimization"]["stage"] == 2
-
-
-def test_a_wrong_value_is_named_by_its_line_and_its_whole_key(load):
-    with pytest.raises(ConfigError, match=r"exp\.yaml:6: zero_optimization\.stage is 7"):
-        load(with_hyperparameters(OVERWRITES + "    zero_optimization.stage: 7\n"))
-
-
-def test_a_value_given_in_both_forms_is_one_problem(load):
-    both = OVERWRITES + "    zero_optimization: {stage: 1}\n    zero_optimization.stage: 3\n"
-    with pytest.raises(
-        ConfigError, match=r"zero_optimization\.stage is given twice, as 3 and as 1; expected once"
-    ):
-        load(with_hyperparameters(both))
 
 
 def test_names_that_are_no_section_stay_as_they_are():

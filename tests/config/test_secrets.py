@@ -47,50 +47,32 @@ keys use_key_bias secretary passes compass author
 """)
 
 
-@pytest.mark.parametrize("name", SECRET_VARIABLES)
-def test_a_variable_that_is_named_like_a_secret_is_masked(name: str) -> None:
-    config = {"environment": {"environment_variables": {"cpu": [f"{name}=a=b", "A=1"]}}}
-
-    assert masked(config, NAMES)["environment"]["environment_variables"]["cpu"] == [f"{name}={MASK}", "A=1"]
-
-
-@pytest.mark.parametrize("name", OPEN_VARIABLES)
-def test_any_other_variable_is_shown(name: str) -> None:
-    config = {"environment_variables": [f"{name}=value"]}
-
-    assert masked(config, NAMES) is config
-
-
-def test_a_variable_with_a_number_of_tokens_and_one_without_a_value_are_shown_and_a_url_with_a_password_is_not() -> (
-    None
-):
+def test_a_variable_that_is_named_like_a_secret_or_has_a_password_in_its_url_is_masked() -> None:
+    for name in SECRET_VARIABLES:
+        config = {"environment": {"environment_variables": {"cpu": [f"{name}=a=b", "A=1"]}}}
+        shown = masked(config, NAMES)["environment"]["environment_variables"]["cpu"]
+        assert shown == [f"{name}={MASK}", "A=1"]
+    for name in OPEN_VARIABLES:
+        config = {"environment_variables": [f"{name}=value"]}
+        assert masked(config, NAMES) is config
     config = {"environment_variables": ["MAX_TOKENS=512", "HF_TOKEN=", "HTTPS_PROXY=http://me:pw@proxy:3128"]}
-
-    assert masked(config, NAMES)["environment_variables"] == [
-        "MAX_TOKENS=512",
-        "HF_TOKEN=",
-        f"HTTPS_PROXY={MASK}",
-    ]
+    shown = masked(config, NAMES)["environment_variables"]
+    assert shown == ["MAX_TOKENS=512", "HF_TOKEN=", f"HTTPS_PROXY={MASK}"]
 
 
-@pytest.mark.parametrize("name", SECRET_FIELDS)
 @pytest.mark.parametrize("value", ["abc", {"type": "const", "val": "abc"}, ["abc"], {"a": "abc"}])
-def test_a_field_that_is_named_like_a_secret_is_masked(name: str, value: Any) -> None:
-    if name == "token" and not isinstance(value, str):
-        pytest.skip("only a text of this name is a secret")
-    shown = masked({"hyperparameters": {"x": {name: value}}}, NAMES)
-
-    assert "abc" not in json.dumps(shown)
-    assert list(shown["hyperparameters"]["x"]) == [name]
-    if isinstance(value, dict) and "type" in value:
-        assert shown["hyperparameters"]["x"][name] == {"type": "const", "val": MASK}
-
-
-@pytest.mark.parametrize("name", OPEN_FIELDS)
-def test_any_other_field_is_shown(name: str) -> None:
-    config = {"hyperparameters": {name: "value"}, "data": {name: ["value"]}}
-
-    assert masked(config, NAMES) is config
+def test_a_field_that_is_named_like_a_secret_is_masked(value: Any) -> None:
+    for name in SECRET_FIELDS:
+        if name == "token" and not isinstance(value, str):
+            continue  # only a text of this name is a secret
+        shown = masked({"hyperparameters": {"x": {name: value}}}, NAMES)["hyperparameters"]["x"]
+        assert "abc" not in json.dumps(shown)
+        assert list(shown) == [name]
+        if isinstance(value, dict) and "type" in value:
+            assert shown[name] == {"type": "const", "val": MASK}
+    for name in OPEN_FIELDS:
+        config = {"hyperparameters": {name: value}, "data": {name: [value]}}
+        assert masked(config, NAMES) is config
 
 
 def test_a_storage_and_a_registry_show_where_they_are_and_not_how_to_get_in() -> None:
@@ -110,20 +92,16 @@ def test_a_storage_and_a_registry_show_where_they_are_and_not_how_to_get_in() ->
     assert shown["environment"]["registry_auth"] == {"username": "me", "password": MASK, "auth": MASK}
 
 
-def test_names_of_the_masters_settings_are_masked_too_whatever_their_case() -> None:
-    config = {"environment_variables": ["My_License=abc"], "data": {"study": "abc", "studies": "open"}}
-
-    shown = masked(config, SecretNames(("*_LICENSE", "study")))
-
-    assert shown == {
+def test_names_of_the_masters_settings_are_masked_too_and_empty_values_never() -> None:
+    config = {
+        "environment_variables": ["My_License=abc"],
+        "data": {"study": "abc", "studies": "open"},
+    }
+    assert masked(config, SecretNames(("*_LICENSE", "study"))) == {
         "environment_variables": [f"My_License={MASK}"],
         "data": {"study": MASK, "studies": "open"},
     }
-
-
-def test_null_true_and_nothing_are_no_secrets() -> None:
     config = {"password": None, "secret": True, "token": "", "api_key": False, "tokens": 5}
-
     assert masked(config, NAMES) is config
 
 
@@ -182,12 +160,8 @@ def test_a_shown_text_with_the_real_one_behind_it_is_the_real_one_again() -> Non
     assert yaml.safe_load(unmasked_yaml(masked_yaml(TEXT, NAMES), [real])) == real
     assert unmasked(masked(real, NAMES), [real]) == real
     assert json.loads(masked_json(json.dumps(real), NAMES)) == masked(real, NAMES)
-
-
-def test_a_text_without_secrets_is_the_same_text() -> None:
-    text = "name: a  # tokenizer: b\nhyperparameters: {num_key_value_heads: 8}\n"
-
-    assert masked_yaml(text, NAMES) is text
+    plain = "name: a  # tokenizer: b\nhyperparameters: {num_key_value_heads: 8}\n"
+    assert masked_yaml(plain, NAMES) is plain
     assert masked_json('{"tokenizer": "gpt2"}', NAMES) == '{"tokenizer": "gpt2"}'
 
 
@@ -200,12 +174,8 @@ def test_a_variable_is_found_again_by_its_name_wherever_it_stands_in_the_list() 
 
     assert found == {"environment": {"environment_variables": ["HF_TOKEN=real", "B=2"]}}
     assert given == before
-
-
-def test_the_first_source_that_knows_a_secret_wins() -> None:
-    assert unmasked({"password": MASK}, [{}, {"password": "first"}, {"password": "second"}]) == {
-        "password": "first"
-    }
+    sources = [{}, {"password": "first"}, {"password": "second"}]
+    assert unmasked({"password": MASK}, sources) == {"password": "first"}
 
 
 def test_a_mask_that_nobody_can_replace_is_refused_with_its_place() -> None:

@@ -48,29 +48,6 @@ def test_missing_compiler_is_a_note_that_names_workarounds(changes, libraries_, 
     assert [word for word in words if word not in found.todo] == []
 
 
-def test_operators_are_told_apart_by_what_becomes_of_them():
-    operators = {
-        "cpu_adam": "built",
-        "fused_adam": "compiled",
-        "fused_lamb": "compiled at first use",
-        "fused_lion": "not possible",
-        "evoformer_attn": "not possible",
-    }
-    found = by_name(compilers.judge_operators(libraries(operators=operators)))
-    assert found["operators built"].what == "cpu_adam"
-    assert found["operators compiled"].what == "fused_adam"
-    assert found["operators compiled at first use"].what == "fused_lamb"
-    assert found["operators not possible"].status == "note"
-    assert "fused_lion" in found["operators not possible"].todo
-    assert "evoformer" not in found["operators not possible"].todo
-
-
-def test_operators_that_no_optimizer_needs_are_no_matter():
-    for name in ("evoformer_attn", "async_io"):
-        found = compilers.judge_operators(libraries(operators={name: "not possible"}))
-        assert [one.status for one in found] == ["ok"]
-
-
 @pytest.mark.process
 def test_compilers_of_this_machine_are_measured(monkeypatch):
     measured = compilers.measure()

@@ -222,21 +222,6 @@ def test_the_modules_that_compute_in_a_backward_pass_exist_with_their_functions(
     assert "def checkpoint_unpack(" in inspect.getsource(checkpointing.non_reentrant_checkpoint)
 
 
-def test_operators_are_named_and_a_probe_that_fails_says_no() -> None:
-    class Unprobed:
-        name = "unprobed"
-
-        def is_compatible(self, _verbose: bool = False) -> bool:
-            raise RuntimeError("no toolkit")
-
-    found = process.operators()
-    assert "cpu_adam" in [name for name, _, _ in found]
-    assert all(
-        hasattr(builder, "is_compatible") and isinstance(is_built, bool) for _, builder, is_built in found
-    )
-    assert process.can_compile(Unprobed()) is False
-
-
 @pytest.mark.process  # where there is an nvcc, DeepSpeed asks it for its release
 def test_deepspeed_says_whether_it_takes_this_nvcc_for_this_torch() -> None:
     assert isinstance(process.cuda_mismatch(), str | None)

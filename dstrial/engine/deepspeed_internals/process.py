@@ -247,30 +247,6 @@ def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
     return ((Init, "_allgather_params_coalesced", theirs),)
 
 
-def operators() -> list[tuple[str, Any, bool]]:
-    """Return DeepSpeed's operators as (name, builder, whether prebuilt)."""
-    from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-    return [(name, builder, bool(installed_ops.get(name))) for name, builder in ALL_OPS.items()]
-
-
-def can_compile(builder: Any) -> bool:
-    """Return whether an operator can be compiled here; False if the probe fails.
-
-    Source: ``probe_is_compatible``, ``ops/op_builder/builder.py:64``, which 0.19.0 does not have.
-    """
-    from deepspeed.ops.op_builder import builder as builders
-
-    probe = getattr(builders, "probe_is_compatible", None)
-    if probe is not None:
-        return bool(probe(builder, False))
-    try:
-        return bool(builder.is_compatible(False))
-    except Exception:  # noqa: BLE001 - as in 0.19.8: a probe may raise anything
-        return False
-
-
 def cuda_mismatch() -> str | None:
     """Return why DeepSpeed rejects this nvcc for this torch; None if it accepts."""
     from deepspeed.ops.op_builder import builder

@@ -128,29 +128,24 @@ def test_underscore_keys_are_comments_where_deepspeed_ignores_them():
     assert "zero_optimization._comment is not a key of zero_optimization" in str(problem)
 
 
-def test_tensor_parallel_ranks_count_as_replicas_as_they_do_in_deepspeed():
-    config = {**BASE, "tensor_parallel": {"autotp_size": 2}}
-    result = check_deepspeed(config, ParallelDims(4, tp=2))
-
-    assert result.batch.train_batch_size == 16
-    assert any("counts each record 2 times" in warning for warning in result.warnings)
-
-
-def test_sequence_parallel_ranks_do_not_count_as_replicas():
-    assert check_deepspeed({**BASE, "sequence_parallel_size": 2}, ParallelDims(4)).batch.train_batch_size == 8
-
-
 @pytest.mark.parametrize(
-    ("sizes", "total"),
+    ("keys", "sizes", "total"),
     [
-        (ParallelDims(8, pp=2, is_pipeline=True), 16),
-        (ParallelDims(4, is_pipeline=True), 16),
-        (ParallelDims(8, tp=2), 16),
+        # DeepSpeed counts the ranks of tensor_parallel as replicas, and those of sequence_parallel not.
+        ({"tensor_parallel": {"autotp_size": 2}}, ParallelDims(4, tp=2), 16),
+        ({"sequence_parallel_size": 2}, ParallelDims(4), 8),
+        # Who brings groups is asked for the replicas, and not the config.
+        ({"sequence_parallel_size": 4}, ParallelDims(8, pp=2, is_pipeline=True), 16),
+        ({"sequence_parallel_size": 4}, ParallelDims(4, is_pipeline=True), 16),
+        ({"sequence_parallel_size": 4}, ParallelDims(8, tp=2), 16),
     ],
-    ids=["pipeline", "pipeline of one stage", "mpu"],
 )
-def test_who_brings_groups_is_asked_for_the_replicas_and_not_the_config(sizes, total):
-    assert check_deepspeed({**BASE, "sequence_parallel_size": 4}, sizes).batch.train_batch_size == total
+def test_replicas_are_counted_as_in_deepspeed(keys, sizes, total):
+    result = check_deepspeed({**BASE, **keys}, sizes)
+
+    assert result.batch.train_batch_size == total
+    is_told = any("counts each record 2 times" in warning for warning in result.warnings)
+    assert is_told is ("tensor_parallel" in keys)
 
 
 def test_under_another_release_one_warning_is_given_and_unknown_keys_are_warnings():
@@ -180,15 +175,6 @@ def test_each_release_is_checked_by_its_own_table(keys, told_0_19_0, told_0_19_8
         assert not any("is checked by the rules of" in warning for warning in result.warnings)
 
 
-def test_defaults_are_those_of_the_release():
-    clipping = [
-        check_deepspeed(BASE, ONE, installed=one).effective["gradient_clipping"]
-        for one in ("0.19.0", "0.19.8")
-    ]
-
-    assert clipping == [0.0, 1.0]
-
-
 def test_at_run_time_a_problem_names_the_engine():
     result = check_deepspeed({**BASE, "zero_optimisation": {}}, ONE, "deepspeed config of engine 0")
 
@@ -202,6 +188,7 @@ def test_the_effective_config_holds_given_solved_and_default_values():
     assert effective["train_batch_size"] == 8
     assert effective["gradient_accumulation_steps"] == 1
     assert effective["gradient_clipping"] == 1.0
+    assert check_deepspeed(config, ONE, installed="0.19.0").effective["gradient_clipping"] == 0.0
     assert effective["zero_optimization"]["overlap_comm"] is True
     assert effective["optimizer"]["params"] == {"lr": 0.001}
     assert "scheduler" not in effective

@@ -118,12 +118,14 @@ def test_webhooks_are_named_by_number_and_by_name(problems, integrations, words)
     assert all(word in problem for problem, word in zip(found, words, strict=True))
 
 
-def test_elastic_settings_have_defaults():
+def test_elastic_settings_have_defaults_and_slots_share_a_batch_by_whole_replicas():
     assert elasticity_of({}, 4) == Elasticity(4, None, 4, 600.0)
     given = {"min_slots": 2, "max_slots": 8, "resize_period": 60}
     assert elasticity_of(given, 4) == Elasticity(4, 2, 8, 60.0)
     asked = [elasticity_of(one, 4).is_asked_for for one in ({}, {"min_slots": 1}, {"max_slots": 8})]
     assert asked == [False, True, True]
+    assert [n for n in range(1, 13) if shares(n, 12, 1)] == [1, 2, 3, 4, 6, 12]
+    assert [n for n in range(1, 13) if shares(n, 12, 2)] == [2, 4, 6, 8, 12]
 
 
 def test_batch_that_no_other_number_of_slots_shares_is_refused(problems):
@@ -137,11 +139,6 @@ def test_batch_that_no_other_number_of_slots_shares_is_refused(problems):
     assert found.partition(" is ")[0].endswith("data.dstrial.max_slots")
     assert not of_batch(12, min_slots=3, max_slots=6)
     assert not of_batch(20, min_slots=4), "it asks for no choice"
-
-
-def test_slots_share_a_batch_by_whole_replicas():
-    assert [n for n in range(1, 13) if shares(n, 12, 1)] == [1, 2, 3, 4, 6, 12]
-    assert [n for n in range(1, 13) if shares(n, 12, 2)] == [2, 4, 6, 8, 12]
 
 
 def test_requirements_are_read_from_both_sections_and_left_out_if_missing(load):

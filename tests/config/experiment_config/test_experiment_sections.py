@@ -149,25 +149,22 @@ def test_the_replicas_are_slots_over_stages(load):
     assert config.notes == ()
 
 
-def test_without_sizes_one_replica_per_slot_is_assumed_and_said(load):
-    config = load(source="class MyTrial:\n    net = make_gpt_pipe\n", slots=4)
-
-    assert config.sizes.dp == 4
-    assert config.notes == (
-        "data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so 4 data-parallel replicas",
-    )
-
-
 @pytest.mark.parametrize(
     ("source", "is_noted"),
     [
+        ("class MyTrial:\n    net = make_gpt_pipe\n", True),
         ("class MyTrial:\n    net = 1\n", False),
         ("import layers\nclass MyTrial:\n    net = layers.GptPipe()\n", True),
         ("class MyTrial:\n    def __init__(self, context):\n        context.set_mpu(1)\n", True),
+        ("raise SystemExit('was imported')\nclass MyTrial: ...\n", False),
     ],
 )
 def test_sizes_are_noted_unless_source_is_data_parallel(load, source, is_noted):
-    assert bool(load(source=source, slots=4).notes) == is_noted
+    config = load(source=source, slots=4)
+
+    assert config.sizes.dp == 4
+    note = "data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so 4 data-parallel replicas"
+    assert config.notes == ((note,) if is_noted else ())
 
 
 PIPELINE_SOURCE = """\
@@ -212,11 +209,6 @@ def test_a_pipeline_elsewhere_in_the_module_says_nothing_of_an_ordinary_trial(lo
     assert load(text, source=PIPELINE_SOURCE, slots=2).sizes.dp == 2
 
 
-def test_the_model_definition_is_read_but_never_run(load):
-    source = "raise SystemExit('was imported')\nclass MyTrial: ...\n"
-    assert load(source=source).entrypoint == "model_def:MyTrial"
-
-
 def test_overwrites_are_merged_and_keep_their_places(load):
     overwrites = "  overwrite_deepspeed_args:\n    optimizer: null\n    zero_optimization:\n      stage: 5\n"
     text = with_hyperparameters(overwrites)
@@ -227,19 +219,14 @@ def test_overwrites_are_merged_and_keep_their_places(load):
     assert config.deepspeed.merged == {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
 
 
-def test_the_deepspeed_config_may_stand_in_the_experiment_config(load):
+def test_an_inline_and_every_further_engines_config_is_checked_too(load, tmp_path):
     inline = "  deepspeed_config:\n    train_batch_size: 8\n    optimizer: {type: Adam}\n    fp16: {enabled: 1.5}\n"
-
     with pytest.raises(ConfigError, match=r"exp\.yaml:7: fp16\.enabled is 1\.5; expected true or false"):
         load(EXPERIMENT.replace(KEY, inline))
 
-
-def test_every_further_engines_config_is_checked_too(load, tmp_path):
     (tmp_path / "critic.json").write_text('{"train_batch_size": 4,\n "gradient_cliping": 1.0}')
-
-    with pytest.raises(
-        ConfigError, match=r"critic\.json:2: gradient_cliping is not a key .* Write gradient_clip"
-    ):
+    told = r"critic\.json:2: gradient_cliping is not a key .* Write gradient_clip"
+    with pytest.raises(ConfigError, match=told):
         load(with_hyperparameters("  critic_deepspeed_config: critic.json\n"))
 
 
