@@ -61,17 +61,6 @@ def test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with
     assert not (tmp_path / "stalled.json").exists()
 
 
-def test_a_collective_that_a_rank_leaves_out_is_told_by_both_places(tmp_path):
-    run = train(tmp_path, "SkippingTrial", stalling(), ranks=2, module="stalling_trials")
-    assert run.returncode == 1
-    (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.output)
-    assert "rank 0 is in barrier of train_batch (stalling_trials.py:" in line
-    assert "rank 1 is in all" in line
-    assert "left a collective out" in line
-    assert "failed first (exit code 1" in run.output
-    assert "RankStalledError" in run.output or line in run.output.replace("dstrial.launch: ", "", 1)
-
-
 @pytest.mark.exhaustive("[1]")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_that_never_answers_is_named_with_its_rank(tmp_path, num_workers):
@@ -100,17 +89,6 @@ def test_a_first_validation_that_differs_by_rank_is_named_and_ended(tmp_path):
     assert "no validation has ended so far." in line
     assert "stalled: stack of rank 0" in run.output
     assert "failed first (exit code 1" in run.output
-
-
-def test_a_first_batch_that_takes_long_is_one_line_and_nothing_is_ended(tmp_path):
-    config = stalling(batches=8, timeout=2, first_batch_s=8)
-    run = train(tmp_path, "SlowFirstBatchTrial", config, ranks=2, module="stalling_trials")
-    assert run.returncode == 0, run.output
-    lines = re.findall("dstrial.launch: (slow: .*)", run.output)
-    assert 1 <= len(lines) <= 4
-    assert "stalled: " not in run.output
-    assert "no batch has ended so far, and the first may take long" in lines[0]
-    assert "stack of rank" not in run.output
 
 
 @pytest.mark.exhaustive("[while it is waited for]")
