@@ -6,6 +6,7 @@ import signal
 import time
 
 import torch
+import torch.distributed as dist
 from small_records import Records
 from small_trials import DataParallelTrial
 
@@ -27,6 +28,19 @@ class StoppedTrial(DataParallelTrial):
         ):
             pid_file.write_text(f"{os.getpid()}\n")
             os.kill(os.getpid(), signal.SIGSTOP)
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class SkippingTrial(DataParallelTrial):
+    """Rank 1 leaves a barrier out, on a group of the trial's own."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.group = dist.new_group([0, 1], backend="gloo")
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        if batch_idx == self.hparams["stall_at"] and self.context.distributed.get_rank() == 0:
+            dist.barrier(group=self.group)
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 

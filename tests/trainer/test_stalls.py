@@ -61,6 +61,17 @@ def test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with
     assert not (tmp_path / "stalled.json").exists()
 
 
+def test_a_collective_that_a_rank_leaves_out_is_told_by_both_places(tmp_path):
+    run = train(tmp_path, "SkippingTrial", stalling(), ranks=2, module="stalling_trials")
+    assert run.returncode == 1
+    (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.output)
+    assert "rank 0 is in barrier of train_batch (stalling_trials.py:" in line
+    assert "rank 1 is in all" in line
+    assert "left a collective out" in line
+    assert "failed first (exit code 1" in run.output
+    assert "RankStalledError" in run.output or line in run.output.replace("dstrial.launch: ", "", 1)
+
+
 @pytest.mark.exhaustive("[1]")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_that_never_answers_is_named_with_its_rank(tmp_path, num_workers):
