@@ -155,7 +155,7 @@ _CHECKPOINTS = frozenset(
 
 
 def is_recomputed() -> bool:
-    """Return whether the current operation, in a backward pass, recomputes an activation.
+    """Return whether the current operation, in a backward pass, is a recomputation.
 
     Takes some microseconds: all functions on this thread's stack are inspected, because a backward pass may be part of a
     recomputed function.

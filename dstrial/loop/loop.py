@@ -591,7 +591,6 @@ class TrainingLoop:
         self._reports.guard = NonFiniteGuard(
             checks.non_finite,
             checks.non_finite_patience,
-            self._runtime.train_calls_per_batch,
             is_chief=self._is_chief,
             counts=step_counts(self._context),
             is_resumed=self._progress.batches_trained > 0,

@@ -20,24 +20,11 @@ from determined import pytorch
 from dstrial.trial.determined_errors import InvalidTrialError, MetricNamesError
 
 _MAX_LOSSES_HELD = 4096
-"""Number of newest losses held until the next report, to count the trailing ones that are not finite."""
+"""Number of newest losses held until the next report, which checks whether any is finite."""
 
 _MAX_BYTES_HELD = 64  # tensor storage that one held loss may keep alive; a larger one is copied
 
 _IMMUTABLE = (float, int, str, bool, type(None))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrailingNonFinite:
-    """How many of a loss's newest values are NaN or infinite without interruption.
-
-    Attributes:
-        num_bad: number of values after the newest finite value.
-        num_seen: number of values that were checked.
-    """
-
-    num_bad: int
-    num_seen: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,25 +34,23 @@ class MetricTotals:
     Attributes:
         values: metric name -> total so far; None for a metric that is no number.
         weights: metric name -> divisor of the total for a mean.
-        tails: loss name -> count of non-finite newest values; empty unless losses are checked.
+        finite: loss name -> whether any of its values is finite; empty unless losses are checked.
     """
 
     values: dict[str, float | None]
     weights: dict[str, float]
-    tails: dict[str, TrailingNonFinite] = dataclasses.field(default_factory=dict)
+    finite: dict[str, bool] = dataclasses.field(default_factory=dict)
 
     def pack(self) -> PackedTotals:
         """Return the totals as builtins, which decode ten times as fast as dataclasses."""
-        tails = {name: (tail.num_bad, tail.num_seen) for name, tail in self.tails.items()}
-        return self.values, self.weights, tails
+        return self.values, self.weights, self.finite
 
     @classmethod
     def unpack(cls, packed: PackedTotals) -> MetricTotals:
-        values, weights, tails = packed
-        return cls(values, weights, {name: TrailingNonFinite(*tail) for name, tail in tails.items()})
+        return cls(*packed)
 
 
-PackedTotals: TypeAlias = tuple[dict[str, float | None], dict[str, float], dict[str, tuple[int, int]]]
+PackedTotals: TypeAlias = tuple[dict[str, float | None], dict[str, float], dict[str, bool]]
 
 
 def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
@@ -143,17 +128,13 @@ def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
     return amount
 
 
-def _tail(losses: Sequence[torch.Tensor | float], total: float | None) -> TrailingNonFinite:
-    """Count the newest losses that are not finite; a finite ``total`` means none."""
+def _has_finite(losses: Iterable[torch.Tensor | float], total: float | None) -> bool:
+    """Return whether any loss is finite; a finite ``total`` means all."""
     if total is not None and math.isfinite(total):
-        return TrailingNonFinite(0, len(losses))
-    tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
-    moved = iter(torch.stack([loss.double() for loss in tensors]).tolist() if tensors else ())
-    num_bad = 0
-    for loss in losses:
-        value = next(moved) if isinstance(loss, torch.Tensor) else loss
-        num_bad = 0 if math.isfinite(value) else num_bad + 1
-    return TrailingNonFinite(num_bad, len(losses))
+        return True
+    tensors = [loss.double() for loss in losses if isinstance(loss, torch.Tensor)]
+    numbers = [loss for loss in losses if not isinstance(loss, torch.Tensor)]
+    return any(map(math.isfinite, [*numbers, *(torch.stack(tensors).tolist() if tensors else ())]))
 
 
 ReducerOf = Callable[[str], pytorch.Reducer]
@@ -187,8 +168,10 @@ class AsyncTotals:
                 is_copied.synchronize()
             moved.update(zip(names, totals.tolist(), strict=True))
         values = {name: moved.get(name, held) for name, held in self._held.items()}
-        tails = {name: _tail(losses, values.get(name)) for name, losses in self._losses.items() if losses}
-        return MetricTotals(values, dict.fromkeys(values, self._weight), tails)
+        finite = {
+            name: _has_finite(losses, values.get(name)) for name, losses in self._losses.items() if losses
+        }
+        return MetricTotals(values, dict.fromkeys(values, self._weight), finite)
 
 
 def _start_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -210,7 +193,7 @@ class MetricWindow:
         where: the method that returns the metrics, for error messages.
         reducer_of: metric name -> how its values are combined; a mean by default.
         keep_batches: also keep every dict of metrics that ``add`` gets, for callbacks.
-        watches_losses: fill ``MetricTotals.tails``, for ``NonFiniteGuard``.
+        watches_losses: fill ``MetricTotals.finite``, for ``NonFiniteGuard``.
     """
 
     def __init__(

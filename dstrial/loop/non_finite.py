@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from dstrial.engine.finite_weights import StepCounts
 from dstrial.errors import NonFiniteError
-from dstrial.loop.metrics import TrailingNonFinite
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -36,7 +35,6 @@ class NonFiniteGuard:
 
     Args:
         mode: ``fail`` raises an error, ``warn`` logs a warning, ``ignore`` does nothing.
-        calls_per_batch: how often a rank adds metrics for one batch.
         counts: step counts of every engine before the first batch of this process.
         is_resumed: whether earlier attempts trained batches; their losses and steps count as good.
     """
@@ -45,7 +43,6 @@ class NonFiniteGuard:
         self,
         mode: Literal["fail", "warn", "ignore"],
         patience: int,
-        calls_per_batch: int,
         *,
         is_chief: bool,
         counts: Sequence[StepCounts],
@@ -53,7 +50,6 @@ class NonFiniteGuard:
     ) -> None:
         self._mode = mode
         self._patience = patience
-        self._calls_per_batch = calls_per_batch
         self._is_chief = is_chief
         self._counts = tuple(counts)
         self._losses = _Streak()
@@ -63,31 +59,30 @@ class NonFiniteGuard:
 
     def judge(
         self,
-        tails: Sequence[Mapping[str, TrailingNonFinite]],
+        finite: Sequence[Mapping[str, bool]],
         averages: Mapping[str, Any],
         counts: Sequence[StepCounts],
-        window: tuple[int, int],
+        start: int,
         *,
         is_last: bool,
     ) -> None:
         """Check one report. Ranks: all, with the same arguments; no communication.
 
         Args:
-            tails: for each rank that reports metrics: loss name -> number of newest values that are not finite.
+            finite: for each rank that reports metrics: loss name -> whether any of its values is finite.
             averages: the reported values.
             counts: step counts of every engine; empty if unknown.
-            window: finished batches at the previous report and at this report.
+            start: finished batches at the previous report.
             is_last: whether training ends here. A run without any good report then fails, even below ``patience``.
 
         Raises:
             NonFiniteError: ``patience`` is reached; raised on all ranks.
         """
-        start, batches = window
-        self._judge_losses(tails, start, batches)
+        self._judge_losses(finite, start)
         self._judge_steps(counts, start)
         if self._mode == "ignore" or not (self._losses.length or self._steps.length):
             return
-        name = _shown_loss(tails)
+        name = _shown_loss(finite)
         self._act(
             self._losses,
             f"no finite loss ({name} is {averages.get(name)!r})",
@@ -102,26 +97,15 @@ class NonFiniteGuard:
             fix=_LOWER if skipped else "Call engine.step() after every engine.backward() in train_batch",
         )
 
-    def _judge_losses(
-        self, tails: Sequence[Mapping[str, TrailingNonFinite]], start: int, batches: int
-    ) -> None:
-        every = [tail for of_rank in tails for tail in of_rank.values()]
-        streak = self._losses
-        num_bad = min((tail.num_bad for tail in every), default=0)
-        if not num_bad:
+    def _judge_losses(self, finite: Sequence[Mapping[str, bool]], start: int) -> None:
+        every = [has_finite for of_rank in finite for has_finite in of_rank.values()]
+        if not every or any(every):
             self._has_good_loss = True
             self._losses = _Streak()
             return
-        is_bad = all(tail.num_bad >= tail.num_seen for tail in every)
-        if not is_bad:
-            self._has_good_loss = True
-            streak.length, streak.since, streak.has_warned = 0, None, False
-        if streak.since is None:
-            since = batches - (num_bad - 1) // self._calls_per_batch
-            # Only the newest losses are held. If all of them are bad, earlier losses may also be bad.
-            streak.since = start + 1 if is_bad else since
-        if is_bad:
-            streak.length += 1
+        if self._losses.since is None:
+            self._losses.since = start + 1
+        self._losses.length += 1
 
     def _judge_steps(self, counts: Sequence[StepCounts], start: int) -> None:
         if not counts:
@@ -159,8 +143,8 @@ class NonFiniteGuard:
         streak.has_warned = True
 
 
-def _shown_loss(tails: Sequence[Mapping[str, TrailingNonFinite]]) -> str:
-    names = [name for of_rank in tails[:1] for name in of_rank]
+def _shown_loss(finite: Sequence[Mapping[str, bool]]) -> str:
+    names = [name for of_rank in finite[:1] for name in of_rank]
     return "loss" if "loss" in names or not names else names[0]
 
 

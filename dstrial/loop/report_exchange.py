@@ -274,10 +274,10 @@ class ReportExchange:
         if skipped and self._is_chief and kept is not None:
             self.writer.submit(functools.partial(kept.note_steps, taken, skipped))
         guard.judge(
-            [of_rank.tails for of_rank in totals if of_rank is not None],
+            [of_rank.finite for of_rank in totals if of_rank is not None],
             averages,
             chief_counts,
-            (exchange.start, exchange.batches),
+            exchange.start,
             is_last=self.batches_total is not None and exchange.batches >= self.batches_total,
         )
 

@@ -132,29 +132,14 @@ class ResumedRun:
                                              "Micro batch size per gpu: 0")):  # fmt: skip
             return None
         saved = self.saved.engines[min(num_wrapped, len(self.saved.engines) - 1)]
-        replicas = saved.batch_replicas(self._world_size, saved.replica_with(self._section, None))
-        if saved.train_batch_size % replicas:
-            sizes = f"train_batch_size {saved.train_batch_size}"
-        else:
-            solution = keep_batch(
-                {"train_batch_size": saved.train_batch_size},
-                saved,
-                replicas,
-                checkpoint=self.saved.checkpoint,
-            )
-            sizes = solution.equation
-        return ConfigError(
-            [
-                ConfigProblem(
-                    f"DeepSpeed config of engine {num_wrapped}",
-                    f"one whose batch sizes do not fit {self._world_size} ranks ({text})",
-                    f"sizes that keep the batch of checkpoint {self.saved.checkpoint}: {sizes}",
-                    "Take the config from context.get_deepspeed_config(), or merge "
-                    "hyperparameters.overwrite_deepspeed_args into it, where the sizes stand; with pipeline stages or "
-                    "model parallelism name them in data.dstrial.",
-                )
-            ]
+        problem = ConfigProblem(
+            f"DeepSpeed config of engine {num_wrapped}",
+            f"one whose batch sizes do not fit {self._world_size} ranks ({text})",
+            f"sizes that keep train_batch_size {saved.train_batch_size} of checkpoint {self.saved.checkpoint}",
+            "Take the config from context.get_deepspeed_config(), or merge hyperparameters.overwrite_deepspeed_args into it, "
+            "where the sizes stand; with pipeline stages or model parallelism name them in data.dstrial.",
         )
+        return ConfigError([problem])
 
     def _solve(self, merged: Mapping[str, Any], *, is_main: bool) -> BatchSolution | None:
         engine = engine_of(merged, self.saved, is_main=is_main)

@@ -11,7 +11,7 @@ import pytest
 from determined import core
 from rank_processes import names_in, on_ranks
 
-from dstrial.errors import CheckpointError, RankError
+from dstrial.errors import CheckpointError
 from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.checkpoint_store import open_checkpoint_store
 from dstrial.local.json_files import read_json
@@ -121,17 +121,8 @@ def upload_a_file_that_vanishes(dist: core.DistributedContext, path: Path) -> No
     store.upload(path / f"source-{dist.rank}", {"steps_completed": 1}, shard=True, selector=is_selected)
 
 
-def fail_to_begin_on_one_rank(dist: core.DistributedContext, path: Path) -> None:
-    store = open_checkpoint_store(dist, path / "store")
-    if dist.rank == 1:
-        store._storage_manager._inode = -1
-    with store.store_path({"steps_completed": 1}, shard=True):
-        pass
-
-
 CHIEF_FULL = "rank 0: OSError: [Errno 27] File too large"
 GONE = "a checkpoint could not be begun: rank {rank}: StorageGoneError: checkpoint storage "
-GONE_ON_ONE = GONE.format(rank=1)
 VANISHED = "a checkpoint could not be listed: rank 1: FileNotFoundError"
 METADATA = "refusing to upload with metadata conflicts"
 
@@ -142,7 +133,6 @@ METADATA = "refusing to upload with metadata conflicts"
         (fail_in_user_code, (CheckpointError, KeyError), ("rank 1: KeyError: 'mine'", "mine")),
         (fail_to_complete, (CheckpointError, CheckpointError), (CHIEF_FULL, CHIEF_FULL)),
         (fail_to_begin, (CheckpointError, CheckpointError), (GONE, GONE)),
-        (fail_to_begin_on_one_rank, (CheckpointError, CheckpointError), (GONE_ON_ONE, GONE_ON_ONE)),
         (upload_a_file_that_vanishes, (CheckpointError, CheckpointError), (VANISHED, VANISHED)),
         (disagree_about_metadata, (RuntimeError, RuntimeError), (METADATA, METADATA)),
         (upload_different_files, (CheckpointError, CheckpointError), ("file 'a' differs between ranks 0 and 1",) * 2),
@@ -162,22 +152,6 @@ def test_failure_on_one_rank_fails_all_and_leaves_nothing(
     assert not [
         path for path in tmp_path.rglob("*") if path.name not in ("store", "source-0", "source-1", "a")
     ]
-
-
-def save_alone(dist: core.DistributedContext, path: Path) -> Any:
-    store = open_checkpoint_store(dist, path)
-    try:
-        with store.store_path({"steps_completed": 1}) as (_, name):
-            return name
-    finally:
-        dist.allgather(None)
-
-
-def test_saving_without_shards_is_for_the_chief(tmp_path: Path) -> None:
-    chief, worker = on_ranks(2, save_alone, tmp_path)
-    assert [entry.uuid for entry in list_checkpoints(tmp_path)] == [chief]
-    assert isinstance(worker, RankError)
-    assert "store_path(shard=False) is called on rank 1; expected rank 0" in str(worker)
 
 
 def upload_together(dist: core.DistributedContext, path: Path, contents: list[dict[str, str] | None]) -> str:

@@ -89,22 +89,6 @@ def test_a_training_that_is_shorter_than_a_window_is_reported_at_its_end(
     assert all(row["time"].endswith("+00:00") and len(row["time"]) == 32 for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"sampling_interval": 0.05}, "0.05"),
-        ({"samples_per_report": 0}, "0"),
-        ({"samples_per_report": 1.5}, "1.5"),
-    ],
-)
-def test_wrong_arguments_are_refused(options: dict[str, Any], words: str) -> None:
-    profiler = NodeProfiler("node", core.DummyDistributedContext(), Told())
-    with pytest.raises(ValueError, match="must be") as found:
-        profiler.on(**options)
-    assert words in str(found.value)
-    assert not collectors()
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_cannot_be_reported_ends_the_collecting_and_nothing_else() -> None:
     profiler = NodeProfiler("node", core.DummyDistributedContext(), Told(OSError("the disk is full")))

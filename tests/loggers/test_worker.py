@@ -194,19 +194,3 @@ def test_beginning_draws_no_random_numbers_from_training() -> None:
     with RunLoggers([("wandb", Kept(on_begin=draw))]) as loggers:
         loggers.begin(RUN)
         assert (random.random(), float(np.random.rand())) == expected
-
-
-def test_what_is_no_number_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    kept = Kept()
-    with caplog.at_level("INFO"), RunLoggers([("wandb", kept)]) as loggers:
-        loggers.begin(RUN)
-        for batch in (1, 2):
-            loggers.report("training", batch, {"loss": 1.0, "text": "a", "list": [1], "huge": 10**400})
-    assert kept.rows == [("training", 1, {"loss": 1.0}), ("training", 2, {"loss": 1.0})]
-    said = [record.getMessage() for record in caplog.records if "not told" in record.getMessage()]
-    assert said == ["loggers are not told of huge, list, text: not a number"]
-
-
-def test_no_loggers_are_no_sink() -> None:
-    with RunLoggers([]) as loggers:
-        assert loggers.sinks == []

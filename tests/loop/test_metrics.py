@@ -54,7 +54,7 @@ def test_unpacked_totals_equal_the_packed_ones():
     window.add({"loss": torch.tensor(math.nan), "note": "words"})
     totals = window.totals()
     unpacked = MetricTotals.unpack(totals.pack())
-    assert (repr(unpacked), unpacked.tails["loss"].num_bad) == (repr(totals), 1)
+    assert (repr(unpacked), unpacked.finite) == (repr(totals), {"loss": False})
 
 
 def test_nested_lists_count_with_their_mean_and_words_are_kept_as_none():
@@ -174,5 +174,5 @@ def test_totals_that_are_leaving_are_those_of_their_window():
     totals = leaving.wait()
     assert (math.isnan(totals.values["loss"]), totals.values["held"]) == (True, 4.0)
     assert totals.weights == {"loss": 2.0, "held": 2.0}
-    assert (totals.tails["loss"].num_bad, totals.tails["loss"].num_seen) == (1, 2)
+    assert totals.finite == {"loss": True}
     assert window.totals().values == {"loss": 8.0}

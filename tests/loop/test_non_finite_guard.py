@@ -1,31 +1,30 @@
 import math
 
-import pytest
 import torch
 
 from dstrial.engine.finite_weights import StepCounts
 from dstrial.errors import NonFiniteError
-from dstrial.loop.metrics import MetricWindow, TrailingNonFinite
+from dstrial.loop.metrics import MetricWindow
 from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, unsafe_to_save_reason
 
 NAN = float("nan")
-GOOD, BAD = TrailingNonFinite(0, 2), TrailingNonFinite(2, 2)
+GOOD, BAD = True, False
 
 
 def guard(mode="fail", patience=3, **options):
     return NonFiniteGuard(
-        mode, patience, 1, is_chief=True, counts=[StepCounts(0, 0, 1.0)], is_resumed=False, **options
+        mode, patience, is_chief=True, counts=[StepCounts(0, 0, 1.0)], is_resumed=False, **options
     )
 
 
 def judge(watch, *reports, scale=lambda _idx: 1.0, skips=lambda _idx: False):
     """Hand in reports of two batches each; returns the batch of the report that failed, or None."""
     num_skipped = 0
-    for idx, tails in enumerate(reports):
+    for idx, finite in enumerate(reports):
         num_skipped += 2 * skips(idx)
         counts = [StepCounts(2 * (idx + 1), num_skipped, scale(idx))]
         try:
-            watch.judge(tails, {"loss": NAN}, counts, (2 * idx, 2 * idx + 2), is_last=False)
+            watch.judge(finite, {"loss": NAN}, counts, 2 * idx, is_last=False)
         except NonFiniteError:
             return 2 * idx + 2
     return None
@@ -52,36 +51,16 @@ def test_a_loss_scale_on_its_way_down_is_how_loss_scaling_begins():
     assert judge(guard(), *[one] * 9, skips=lambda idx: idx % 3 != 0) is None
 
 
-def test_the_first_batch_is_that_after_the_newest_finite_loss():
-    watch = guard()
-    with pytest.raises(NonFiniteError, match="since batch 2: 3 reports"):
-        for idx, tail in enumerate([TrailingNonFinite(1, 2), BAD, BAD, BAD]):
-            watch.judge(
-                [{"loss": tail}],
-                {"loss": NAN},
-                [StepCounts(2 * idx + 2, 0, 1.0)],
-                (2 * idx, 2 * idx + 2),
-                is_last=False,
-            )
-
-
-def test_a_window_says_how_its_losses_end():
+def test_a_window_says_whether_any_loss_is_finite():
     window = MetricWindow("train_batch", watches_losses=True)
     for value in (1.0, NAN, 2.0, math.inf, NAN):
         window.add({"loss": torch.tensor(value), "lr": 0.1})
-    assert window.totals().tails == {"loss": TrailingNonFinite(2, 5)}
+    assert window.totals().finite == {"loss": True}
     assert window.newest_is_finite() is False
     window.reset()
     assert window.newest_is_finite() is False
-    window.add({"loss": 1.0, "lr": NAN})
-    assert window.totals().tails == {"loss": TrailingNonFinite(0, 1)}
-    assert window.newest_is_finite() is True
-
-
-def test_without_a_loss_by_name_every_metric_counts():
-    window = MetricWindow("train_batch", watches_losses=True)
-    window.add({"nll": NAN, "lr": 0.1})
-    assert window.totals().tails == {"nll": TrailingNonFinite(1, 1), "lr": TrailingNonFinite(0, 1)}
+    window.add({"nll": NAN, "lr": 0.1})  # without a loss by name every metric counts
+    assert window.totals().finite == {"nll": False, "lr": True}
 
 
 def test_a_loss_that_is_an_element_of_a_large_tensor_does_not_keep_it():

@@ -229,11 +229,3 @@ def test_a_checkpoint_of_a_run_elsewhere_is_found_by_the_process_that_wrote_it(t
     first = fit(max_length=Batch(3), run_dir=elsewhere.path)
     again = fit(max_length=Batch(4), latest_checkpoint=first.result.checkpoint_uuid)
     assert again.result.batches_trained == 4
-
-
-def test_private_attributes_that_trials_read_are_there():
-    with init(hparams={"deepspeed_config": deepspeed_config()}, exp_conf=EXP_CONF) as context:
-        assert context._train_micro_batch_size_per_gpu is None
-        trial_class()(context)
-        assert context._train_micro_batch_size_per_gpu == 4
-        assert context._num_micro_batches_per_slot == 2

@@ -47,9 +47,10 @@ def two_engines(stage: int, has_remedy: bool) -> str:
     import torch
 
     import dstrial
+    from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
 
     try:
-        with dstrial.init():
+        with dstrial.init(), observe_engines(LostGradientCheck()):
             engines = []
             for sizes in ((2, 3), (3, 1)):
                 model = torch.nn.Linear(*sizes)

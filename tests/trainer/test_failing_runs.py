@@ -156,10 +156,3 @@ def test_wrong_metric_at_the_end_keeps_the_checkpoint_and_resumes(caplog):
     again = fit(run_dir=run.parent, latest_checkpoint="latest")
     assert again.result.batches_trained == 4
     assert list(again.rows("validation")) == [4]
-
-
-def test_two_backwards_before_a_step_train_in_zero_0():
-    import small_trials
-
-    config = deepspeed_config(0, gradient_accumulation_steps=1)
-    assert fit(small_trials.TwoLossesTrial, {"deepspeed_config": config}).result.is_complete

@@ -129,7 +129,7 @@ def test_resume_equals_uninterrupted_run_bitwise(kind, stop):
     # A loader worker that is forked beside the threads of earlier tests may crash; a new process has none of them.
     if "workers" in kind:
         path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-        whole, parts = run_function(run_whole_and_parts, 1, kind, stop, env=path)[0].value
+        whole, parts = run_function(run_whole_and_parts, 1, kind, stop, env=path, deadline_s=300)[0].value
     else:
         whole, parts = run_whole_and_parts(kind, stop)
     assert parts == whole

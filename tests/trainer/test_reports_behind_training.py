@@ -1,7 +1,6 @@
 """Reports are written behind training: none is lost or doubled, whatever ends the run, and failures end all ranks."""
 
 import dataclasses
-import itertools
 import json
 import shutil
 import time
@@ -128,34 +127,6 @@ class Slow:
 
     def close(self):
         self.seen.append("closed")
-
-
-def test_the_loop_does_not_wait_for_a_sink():
-    sink, began_s = Slow(0.6), []
-
-    def train_batch(self, iterator, epoch_idx, batch_idx):
-        began_s.append(time.monotonic())
-        return super(trial_type, self).train_batch(iterator, epoch_idx, batch_idx)
-
-    trial_type = trial_class(train_batch=train_batch)
-    fit(trial=trial_type, metric_sinks=[sink], max_length=Batch(10), reporting_period=Batch(2))
-    gaps_s = [after - before for before, after in itertools.pairwise(began_s)]
-    assert sum(gap_s > 0.5 for gap_s in gaps_s) <= 1, "only the first report is waited for"
-    assert sink.seen == [*(("training", batch) for batch in range(2, 11, 2)), ("validation", 10), "closed"]
-
-
-def test_reports_before_an_error_are_written():
-    sink = Slow(0.2)
-
-    def train_batch(self, iterator, epoch_idx, batch_idx):
-        if batch_idx == 9:
-            raise RuntimeError("the tenth batch is bad")
-        return super(trial_type, self).train_batch(iterator, epoch_idx, batch_idx)
-
-    trial_type = trial_class(train_batch=train_batch)
-    with pytest.raises(RuntimeError, match="the tenth batch is bad"):
-        fit(trial=trial_type, metric_sinks=[sink], max_length=Batch(20), reporting_period=Batch(2))
-    assert sink.seen == [*(("training", batch) for batch in range(2, 9, 2)), "closed"]
 
 
 class LastValues(pytorch.MetricReducer):

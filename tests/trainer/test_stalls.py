@@ -102,17 +102,6 @@ def test_a_first_validation_that_differs_by_rank_is_named_and_ended(tmp_path):
     assert "failed first (exit code 1" in run.output
 
 
-def test_a_first_batch_that_takes_long_is_one_line_and_nothing_is_ended(tmp_path):
-    config = stalling(batches=8, timeout=2, first_batch_s=8)
-    run = train(tmp_path, "SlowFirstBatchTrial", config, ranks=2, module="stalling_trials")
-    assert run.returncode == 0, run.output
-    lines = re.findall("dstrial.launch: (slow: .*)", run.output)
-    assert 1 <= len(lines) <= 4
-    assert "stalled: " not in run.output
-    assert "no batch has ended so far, and the first may take long" in lines[0]
-    assert "stack of rank" not in run.output
-
-
 @pytest.mark.exhaustive("[while it is waited for]")
 @pytest.mark.parametrize(
     "batch_sleep_s", [0.5, 0.0], ids=["while training goes on", "while it is waited for"]

@@ -211,14 +211,6 @@ def test_initialize_of_an_unfit_model_is_refused(monkeypatch, change, stage, kin
         fit(hparams={"deepspeed_config": deepspeed_config(stage)})
 
 
-def test_nan_is_never_the_best():
-    losses = iter([float("nan"), 1.0, float("nan"), 0.5])
-    trial = trial_class(evaluate_full_dataset=lambda self, loader: {"validation_loss": next(losses)})
-    done = fit(trial, validation_period=Batch(2), max_length=Batch(8))
-    assert done.checkpoints() == [4, 8]
-    assert str(done.rows("validation")[2]["validation_loss"]).lower() == "nan"
-
-
 def test_files_of_a_write_callback_are_in_the_manifest():
     class Extra(PyTorchCallback):
         def on_checkpoint_write_end(self, checkpoint_dir):

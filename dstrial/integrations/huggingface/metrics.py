@@ -14,7 +14,6 @@ from determined import core
 from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.errors import TrialContractError
 from dstrial.local.train_context import LocalTrainContext
-from dstrial.loop.metrics import TrailingNonFinite
 from dstrial.loop.non_finite import NonFiniteGuard
 
 if TYPE_CHECKING:
@@ -258,7 +257,6 @@ class LossWatch:
         self._guard = NonFiniteGuard(
             self._mode,
             self._checks.non_finite_patience,
-            1,
             is_chief=self._is_chief,
             counts=[],
             is_resumed=step > 0,
@@ -269,13 +267,12 @@ class LossWatch:
         loss = logs.get("loss")
         if self._guard is None or not isinstance(loss, (int, float)):
             return
-        window, self._last_step = (self._last_step, step), step
+        start, self._last_step = self._last_step, step
         self._is_bad = not _is_finite(float(loss), logs.get("grad_norm"))
-        tail = TrailingNonFinite(1 if self._is_bad else 0, 1)
         shown = {
             "loss": loss if not math.isfinite(loss) or not self._is_bad else "filtered out by transformers"
         }
-        self._guard.judge([{"loss": tail}], shown, [], window, is_last=step >= max_steps > 0)
+        self._guard.judge([{"loss": not self._is_bad}], shown, [], start, is_last=step >= max_steps > 0)
 
     def is_save_unsafe(self, step: int) -> bool:
         """Return whether the newest loss is not finite, so that nothing may be saved.
