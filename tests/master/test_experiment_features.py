@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from submitting import config, experiment, log_of, steps_of, submit, trials, wait_until
+from submitting import TRAIN, config, experiment, log_of, steps_of, submit, trials, wait_until
 
 from dstrial.errors import DstrialError
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -57,50 +57,21 @@ def master(settings: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
 
 
-def ended_log(
-    master: MasterForTest, given: dict[str, Any], script: str, state: str = "COMPLETED", **body: Any
-) -> str:
-    experiment_id = submit(master, given, script, **body)
-    wait_until(master, experiment_id, state)
-    return log_of(master, experiment_id)
+def test_settings_of_the_master_reach_trials_and_experiments_win_over_them(
+    master: MasterForTest, settings: Path
+) -> None:
+    given = config(environment={"environment_variables": ["FROM_EXPERIMENT=2"]}, hyperparameters={"steps": 2})
 
-
-def test_settings_of_the_master_reach_trials_and_experiments_win_over_them(master: MasterForTest) -> None:
-    given = config(environment={"environment_variables": ["FROM_EXPERIMENT=2"]})
-
-    text = ended_log(master, given, SHOW)
-
-    assert "variables 1 2 master" in text
-
-
-def test_checkpoints_go_where_the_settings_say(master: MasterForTest, settings: Path) -> None:
-    experiment_id = submit(master, config(hyperparameters={"steps": 2}))
+    experiment_id = submit(master, given, SHOW + TRAIN)
     wait_until(master, experiment_id, "COMPLETED")
 
+    assert "variables 1 2 master" in log_of(master, experiment_id)
     storage = experiment(master, experiment_id)["config"]["checkpoint_storage"]
     (saved,) = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
-
     assert storage["save_trial_best"] == 2
     assert (settings.parent / "saved" / saved["uuid"] / "state.json").is_file()
-
-
-def test_the_pool_has_the_name_of_the_settings(master: MasterForTest) -> None:
     assert master.client().get("/api/v1/resource-pools")["resourcePools"][0]["name"] == "machine"
     assert "machine" in master.det("slot", "list").stdout
-
-
-def test_an_unknown_setting_is_refused_with_a_suggestion(tmp_path: Path) -> None:
-    (tmp_path / "master.yaml").write_text("launch_eror: false\nlog: {levle: info}\n")
-
-    with (
-        pytest.raises(DstrialError) as raised,
-        master_for_test(tmp_path, options=("--config-file", str(tmp_path / "master.yaml"))),
-    ):
-        pass
-
-    assert "launch_error" in str(raised.value)
-    assert "level" in str(raised.value)
-    assert not (tmp_path / "state" / "master.db").exists()
 
 
 @pytest.mark.parametrize("source", ["source_trial_id", "source_checkpoint_uuid"])
@@ -140,7 +111,9 @@ def test_another_python_runs_the_trial(master: MasterForTest, tmp_path: Path) ->
     packages = [path for path in sys.path if path.endswith("site-packages")]
     (site / "these.pth").write_text("\n".join([*packages, str(Path(__file__).parents[2])]))
 
-    assert f"executable {python}" in ended_log(master, given, SHOW)
+    experiment_id = submit(master, given, SHOW)
+    wait_until(master, experiment_id, "COMPLETED")
+    assert f"executable {python}" in log_of(master, experiment_id)
 
 
 def test_the_startup_hook_of_a_model_definition_runs_first_and_its_failure_ends_the_trial(

@@ -37,6 +37,11 @@ def test_the_settings_file_is_read_by_up(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=1, options=("--config-file", str(settings))) as master:
         assert "serving at" not in master.state.log_path.read_text()
         assert master.dstrial("down").returncode == 0
+        settings.write_text("launch_eror: false\nlog: {levle: info}\n")
+        refused = master.dstrial("up", "--config-file", str(settings))
+        assert refused.returncode != 0
+        assert "launch_error" in refused.stderr
+        assert "level" in refused.stderr
 
         settings.write_text(yaml.safe_dump({"port": port, "launch_error": False, "log": {"level": "info"}}))
         up = master.dstrial("up", "--slots", "1", "--config-file", str(settings))
@@ -57,33 +62,21 @@ def test_the_settings_file_is_read_by_up(tmp_path: Path) -> None:
         assert (shown["port"], shown["launch_error"]) == (port, False)
 
 
-@pytest.mark.parametrize(
-    ("resources", "reason"),
-    [
-        ({"slots_per_trial": 5}, "resources.slots_per_trial is 5; expected at most 4"),
-        ({"slots_per_trial": 2, "max_slots": 1}, "resources.max_slots is 1; expected at least 2"),
-    ],
-)
-def test_an_experiment_that_never_fits_is_refused_with_the_reason(
-    shared_master: MasterForTest, resources: dict[str, int], reason: str
-) -> None:
-    with pytest.raises(DstrialError) as raised:
-        submit(shared_master, config("true", resources=resources))
-
-    assert reason in str(raised.value)
-
-
-def test_every_log_policy_that_would_do_nothing_is_refused(shared_master: MasterForTest) -> None:
+def test_what_can_never_run_or_would_do_nothing_is_refused(shared_master: MasterForTest) -> None:
     good = [{"name": "CUDA OOM", "pattern": None}, {"pattern": "d", "action": "exclude_node"}]
+    few = {"slots_per_trial": 2, "max_slots": 1}
     with pytest.raises(DstrialError) as raised:
-        submit(shared_master, config("true", log_policies=[*POLICIES, *good]))
+        submit(shared_master, config("true", resources=few, log_policies=[*POLICIES, *good]))
 
     text = str(raised.value)
+    assert "resources.max_slots is 1; expected at least 2" in text
     assert 'log_policies[0].pattern is "a("; expected a regular expression' in text
     assert "log_policies[1].action is" in text
     assert "log_policies[2].actions" in text
     assert "log_policies[3]" not in text
     assert "log_policies[4]" not in text
+    with pytest.raises(DstrialError, match=r"resources\.slots_per_trial is 5; expected at most 4"):
+        submit(shared_master, config("true", resources={"slots_per_trial": 5}))
 
 
 def seen(master: MasterForTest, seed: int) -> list[Any]:

@@ -72,7 +72,7 @@ def by_rank(
 
 
 def _chosen(connection: sqlite3.Connection, trial_id: int) -> list[int]:
-    """Return the ids of the reports that ``by_rank`` reads, at most ``MAX_REPORTS`` + 1."""
+    """Return ids of the reports that ``by_rank`` reads, at most ``MAX_REPORTS`` + 1."""
     newest_id = f"SELECT id FROM metrics WHERE {_WHERE} ORDER BY steps DESC, run_id DESC LIMIT 1"  # noqa: S608 - constants
     # Without a condition on ``archived``, the index alone answers; ``by_rank`` leaves archived reports out.
     spaced = (
