@@ -137,7 +137,7 @@ def submit(script: Path) -> int:
 
 
 def lacks_nodes(said: str) -> bool:
-    """Return whether sbatch's message means that the nodes lack what a job asks for. Pure."""
+    """Return whether sbatch rejects a job for nodes that no partition has. Pure."""
     return any(words in said.lower() for words in _NODES_MISSING)
 
 
