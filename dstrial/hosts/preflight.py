@@ -41,7 +41,6 @@ class Facts:
     skew_s: float  # its clock minus this machine's, seconds
     environment: Mapping[str, str]  # variables of programs that ssh starts there
     machine: str  # id of the machine, equal if two host names mean the same one
-    greeting: str  # random text that the host sends on each test connection
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ def check_hosts(
             [one.host for one in known], facts, own_versions(), environ=environ, interface=named
         )
         places = [place_of(fact, named) for fact in facts]
-        problems += _connectivity(known, places, [fact.greeting for fact in facts])
+        problems += _connectivity(known, places)
         problems += _shared_problems(known, shared_directory)
     finally:
         _map_concurrently(connections, HostConnection.close)
@@ -130,7 +129,6 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
         skew_s=float(answer["time_s"]) - time.time(),
         environment=dict(answer["environment"]),
         machine=str(answer["boot"]),
-        greeting=str(answer["greeting"]),
     )
 
 
@@ -232,9 +230,7 @@ def _network_problems(fact: Facts, interface: str | None, *, is_alone: bool) -> 
 
 
 def _connectivity(
-    connections: Sequence[HostConnection],
-    places: Sequence[tuple[str, str]],
-    greetings: Sequence[str],
+    connections: Sequence[HostConnection], places: Sequence[tuple[str, str]]
 ) -> list[HostProblem]:
     """Make every host connect to every other one; return a problem per failure."""
 
@@ -246,7 +242,7 @@ def _connectivity(
     ports = _map_concurrently(numbers, listen)
 
     def connect(number: int) -> list[str | None]:
-        targets = [[*one] for one in zip((address for address, _ in places), ports, greetings, strict=True)]
+        targets = [[address, port] for (address, _), port in zip(places, ports, strict=True)]
         message = {"do": "connect", "targets": targets, "timeout_s": _CONNECT_S}
         answer = connections[number].ask(message, _ANSWER_S)
         silent = f"no answer from {connections[number].host.name}"

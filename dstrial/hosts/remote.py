@@ -19,7 +19,6 @@ import secrets
 import socket
 import struct
 import sys
-import threading
 import time
 
 PREFIX = "dstrial-host "
@@ -27,7 +26,7 @@ PREFIX = "dstrial-host "
 PACKAGES = ("torch", "deepspeed", "dstrial")
 """Packages that must have the same version on all hosts."""
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_GREETING_BYTES = 16
+_BACKLOG = 4096
 _KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -96,40 +95,31 @@ def _boot_and_namespace() -> str:
         return ""
 
 
-def listen(address: str, greeting: str) -> int | None:
-    """Listen on a free port; send ``greeting`` to clients. Return the port, or None."""
+def listen(address: str, listeners: list[socket.socket]) -> int | None:
+    """Listen on a free port until the program ends; return the port, or None."""
     with contextlib.suppress(OSError):
-        listener = socket.create_server((address, 0))
-        threading.Thread(target=_greet, args=(listener, greeting), daemon=True).start()
-        return int(listener.getsockname()[1])
+        # The kernel completes connections that nobody accepts: one of each host.
+        listeners.append(socket.create_server((address, 0), backlog=_BACKLOG))
+        return int(listeners[-1].getsockname()[1])
     return None
-
-
-def _greet(listener: socket.socket, greeting: str) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            peer, _ = listener.accept()
-            with peer, contextlib.suppress(OSError):
-                peer.sendall(greeting.encode())
 
 
 def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
     """Connect to other hosts; return for each what is wrong, or None.
 
-    ``targets`` are ``[address, port, greeting]``. The port is None if the host does not listen; another greeting is an error.
+    ``targets`` are ``[address, port]``; the port is None if the host does not listen.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     def attempt(target: list[Any]) -> str | None:
-        address, port, greeting = target
+        address, port = target
         if port is None:
             return "not listening"
         try:
-            with socket.create_connection((address, port), timeout_s) as one:
-                word = one.recv(_GREETING_BYTES).decode(errors="replace")
+            socket.create_connection((address, port), timeout_s).close()
         except OSError as error:
             return (error.strerror or str(error)).lower()
-        return None if word == greeting else "another program answers there"
+        return None
 
     with ThreadPoolExecutor(len(targets)) as threads:
         return list(threads.map(attempt, targets))
@@ -196,8 +186,8 @@ def main() -> None:
         user_site = site.getusersitepackages()
         if os.path.isdir(user_site):  # -I excludes it; the trial's own Python does not
             sys.path.append(user_site)
-    greeting = secrets.token_hex(_GREETING_BYTES // 2)  # identifies this host to those that connect
-    _answer({**facts(), "greeting": greeting})
+    listeners: list[socket.socket] = []
+    _answer(facts())
     while True:
         line = _read_line()
         if not line.strip():  # `transport.GOODBYE` follows an empty line
@@ -205,7 +195,7 @@ def main() -> None:
         request = json.loads(line)
         what = request.pop("do")
         if what == "listen":
-            _answer({"port": listen(request["address"], greeting)})
+            _answer({"port": listen(request["address"], listeners)})
         elif what == "connect":
             _answer({"verdicts": connect(request["targets"], request["timeout_s"])})
         elif what == "write_probe":

@@ -26,7 +26,6 @@ GOOD = Facts(
     skew_s=0.01,
     environment={},
     machine="boot/1",
-    greeting="word",
 )
 HOSTS = (Host("host1", (0, 1)), Host("host2", (0, 1)))
 
@@ -129,7 +128,7 @@ def test_host_that_does_not_answer_is_named() -> None:
 
     connections: Any = [Connection(HOSTS[0], answers=True), Connection(HOSTS[1], answers=False)]
     places = [("10.77.0.11", "eth0"), ("10.77.0.12", "eth0")]
-    (problem,) = _connectivity(connections, places, ["a", "b"])
+    (problem,) = _connectivity(connections, places)
     assert (problem.host, problem.got) == (
         "host2",
         "unable to connect to host1 (10.77.0.11 no answer from host2)",

@@ -46,8 +46,6 @@ def test_fix_for_full_queue_differs_from_job_limit() -> None:
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """Return what puts a command of that name before Slurm's."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
-        monkeypatch.delenv(name, raising=False)
 
     def write(name: str, body: str) -> None:
         path = tmp_path / name
@@ -58,21 +56,13 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 
 @pytest.mark.process
-def test_a_job_of_another_cluster_is_none_of_ours(
-    command: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_submit_asks_the_cluster_of_all_commands(
+    command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command("sbatch", "echo '123;far'")
-    command("scancel", 'echo "$@" > cancelled')
-    with pytest.raises(LaunchError, match=r"has given job 123 to cluster far; .* The job is cancelled\."):
-        client.submit(Path("/x.sh"))
-    assert (tmp_path / "cancelled").read_text() == "--clusters=far 123\n"
-    command("scancel", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(LaunchError, match="`scancel --clusters=far 123` ends the job") as raised:
-        client.submit(Path("/x.sh"))
-    assert not client.is_away(str(raised.value)), "it would be asked again"
-    # The commands use this variable, too: the job is of the cluster that they mean.
-    command("sbatch", "echo '123;near'")
+    """``SBATCH_CLUSTERS`` is for sbatch alone, ``SLURM_CLUSTERS`` for all commands."""
+    monkeypatch.setenv("SBATCH_CLUSTERS", "far")
     monkeypatch.setenv("SLURM_CLUSTERS", "near")
+    command("sbatch", 'echo "123;${SBATCH_CLUSTERS:-$SLURM_CLUSTERS}"; test -z "$SBATCH_CLUSTERS"')
     assert client.submit(Path("/x.sh")) == 123
 
 

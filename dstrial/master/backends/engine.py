@@ -85,11 +85,9 @@ class Engine(Protocol):
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
         """Return the number of slots and the state of each node, by name."""
-        ...
 
     def job_name(self, job_id: str) -> str:
         """Return a job's name for users: ``job 12``."""
-        ...
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
         """Return why a job does not fit on the nodes that are up; empty if it fits.
@@ -97,7 +95,6 @@ class Engine(Protocol):
         Raises:
             OSError: Slurm or Ray does not answer, or cannot tell now.
         """
-        ...
 
     def submit(self, request: JobRequest) -> str:
         """Submit a job; return the id that Slurm or Ray gives it.
@@ -105,27 +102,21 @@ class Engine(Protocol):
         Raises:
             EngineRefusedError: Slurm or Ray rejects the job.
         """
-        ...
 
     def max_pending(self, num_slots: int) -> int:
         """Return how many jobs, of at most ``num_slots`` each, may be pending at a time.
 
         The master queues the others, and submits them in the order of its own queue.
         """
-        ...
 
     def jobs(self) -> Sequence[EngineJob]:
         """Return the jobs of this master and its predecessors; ended ones may be missing."""
-        ...
 
     def cancel(self, job_id: str) -> None:
         """Cancel a pending or running job. Idempotent."""
-        ...
 
     def transport(self, job_id: str) -> Transport:
         """Return the transport that starts programs on a running job's nodes."""
-        ...
 
     def close(self) -> None:
         """Disconnect from Slurm or Ray; jobs continue."""
-        ...

@@ -422,7 +422,6 @@ class LocalBackend(OwnNodes):
         on_exit: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_exit = on_exit
-        self._watched: set[SupervisorHandle] = set()  # supervisors with a thread that waits for their end
         self._node = Node(OWN_NODE, name, "127.0.0.1", slots, None, now_us())
         self._fork_servers = fork_servers
         self._is_warm = is_warm
@@ -453,10 +452,8 @@ class LocalBackend(OwnNodes):
         """Call ``on_exit`` in a new thread when a supervisor ends, if the system allows."""
 
         def wait() -> None:
-            self._watched.add(handle)
             ended.poll()
             os.close(descriptor)
-            self._watched.discard(handle)
             try:
                 self._on_exit()
             except Exception:  # the scheduler's next poll finds the end
@@ -477,8 +474,6 @@ class LocalBackend(OwnNodes):
 
     def observe(self, run: RunRef) -> AllocationExit | None:
         name, handle = run.allocation_id, self.find(run)
-        if handle in self._watched:
-            return None
         if name not in self._exits and (exit_ := poll_exit(run.directory, handle)) is not None:
             self._exits[name] = exit_
         return self._exits.get(name)

@@ -157,16 +157,6 @@ def test_what_is_silent_is_given_up_and_comes_back(fresh_master: Master) -> None
     assert say(fresh_master, one, "COMPLETED") == "COMPLETED"
 
 
-def test_what_a_person_has_ended_stays_ended(fresh_master: Master) -> None:
-    number = experiment(fresh_master)
-    one = trial(fresh_master, number)
-    started(fresh_master, one)
-    send(fresh_master, "POST", f"/experiments/{number}/cancel")
-    assert say(fresh_master, one, None) == "CANCELED"
-    assert say(fresh_master, one, "COMPLETED") == "CANCELED"
-    assert state_of(fresh_master, number) == "CANCELED"
-
-
 @pytest.mark.parametrize("end", ["COMPLETED", "ERROR"])
 def test_the_late_end_of_an_earlier_script_does_not_close_the_current_run(
     fresh_master: Master, end: str
