@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
-import torch
-from torch.utils._pytree import tree_map_only
 
 
 class ModelWorkload:
@@ -18,13 +16,11 @@ class ModelWorkload:
         self._make_model, self._make_batch = map(_load, (model, batch))
         self._shape: dict[str, Any] = {}
         self._engine: Any = None
-        self._device = torch.device("cpu")
 
     def prepare(self, shape: Mapping[str, Any] | None = None) -> None:
         self._shape = dict(shape or {})
 
-    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        self._device = device
+    def build(self, deepspeed_config: Mapping[str, Any]) -> Sequence[Any]:
         model = self._make_model(**self._shape)
         self._engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=dict(deepspeed_config)
@@ -33,7 +29,6 @@ class ModelWorkload:
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
         batch = self._make_batch(micro_batch_size, **self._shape)
-        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
         self._engine.backward(self._engine(*batch))
         self._engine.step()
         return batch

@@ -49,6 +49,7 @@ class TrialWorkload:
     """A DeepSpeedTrial as an ``engine.dryrun.measure.Workload``."""
 
     def __init__(self, world: FakeWorld, trial: str, context_dir: str, num_stages: int = 1) -> None:
+        self.epoch_records = 0
         self._trial_name = trial
         self._is_fake = world.is_fake
         self.num_stages = num_stages
@@ -88,7 +89,9 @@ class TrialWorkload:
             if sample_batch is not None:
                 self._batch = load(Path(sample_batch), trusts_code=trusts_code)
             else:
-                self._batch = _largest_batch(self._trial.build_training_data_loader(), num_batches)
+                loader = self._trial.build_training_data_loader()
+                self._batch = _largest_batch(loader, num_batches)
+                self.epoch_records = _num_records(loader)
             self._num_records = self._trial.get_batch_length(self._batch)
 
     def _capture(self, call: CapturedInitialize) -> None:
@@ -97,19 +100,18 @@ class TrialWorkload:
         call.stand_in.stand_for_trial(self._context.get_train_micro_batch_size_per_gpu())
         self._calls.append(call)
 
-    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
+    def build(self, deepspeed_config: Mapping[str, Any]) -> Sequence[Any]:
         """Build and return the engines, with the arguments that the trial has passed.
 
         A single engine gets ``deepspeed_config``. Several engines keep their own configs, except for the batch sizes.
         """
-        self._context.device = device
         batch_sizes = {key: value for key, value in deepspeed_config.items() if key in _BATCH_KEYS}
         engines = []
         for call in self._calls:
             config = deepspeed_config
             if len(self._calls) > 1:
                 config = {key: value for key, value in call.config.items() if key not in _BATCH_KEYS}
-                config |= batch_sizes
+                config |= {**batch_sizes, "zero_optimization": deepspeed_config["zero_optimization"]}
             engines.append(call.build(copy.deepcopy(dict(config))))
         self._pipelines = [engine for engine in engines if isinstance(engine, PipelineEngine)]
         for engine in self._pipelines:
@@ -152,7 +154,6 @@ class ScriptWorkload:
         self._world = world
         self._call: CapturedInitialize | None = None
         self._engine: Any = None
-        self._device = torch.device("cpu")
 
     def prepare(
         self,
@@ -188,9 +189,8 @@ class ScriptWorkload:
         call.stand_in.stand_for_script(_end_script)
         self._call = call
 
-    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
+    def build(self, deepspeed_config: Mapping[str, Any]) -> Sequence[Any]:
         """Return the script's engine; values that it has passed replace ``"auto"``."""
-        self._device = device
         assert self._call is not None  # else ``prepare`` has raised
         self._engine = self._call.build(_without_auto(deepspeed_config, self._call.config))
         return [self._engine]
@@ -202,7 +202,6 @@ class ScriptWorkload:
             self.num_records,
             micro_batch_size,
             is_fake=self._world.is_fake,
-            device=self._device,
         )
         self._engine.backward(self._loss(self._engine(*args, **kwargs)))
         self._engine.step()
@@ -221,9 +220,7 @@ class ScriptWorkload:
         return torch.stack([leaf.float().mean() for leaf in leaves if leaf.requires_grad]).sum()
 
 
-def _resized(
-    batch: Any, num_records: int, wanted: int, *, is_fake: bool, device: torch.device | None = None
-) -> Any:
+def _resized(batch: Any, num_records: int, wanted: int, *, is_fake: bool) -> Any:
     """Return a batch whose tensors of ``num_records`` rows have ``wanted`` rows."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,12 +228,20 @@ def _resized(
         if shape and shape[0] == num_records:
             shape[0] = wanted
         if is_fake:
-            return torch.empty(shape, dtype=tensor.dtype, device=device)
+            return torch.empty(shape, dtype=tensor.dtype)
         if list(tensor.shape) == shape:
             return tensor
         return torch.cat([tensor] * -(-wanted // len(tensor)))[:wanted]
 
     return tree_map_only(torch.Tensor, resized, batch)
+
+
+def _num_records(loader: Any) -> int:
+    """Return the number of records of a loader's data set; 0 if it has no length."""
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return 0
 
 
 def _largest_batch(loader: Any, num_batches: int) -> Any:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import psutil  # type: ignore[import-untyped]  # no stubs are installed
 
-from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
+from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, ModelTrace
 from dstrial.engine.host_memory import available_bytes
 from dstrial.errors import DstrialError
 
@@ -44,7 +44,7 @@ _Pair = tuple[DryRunRequest, Path]  # a request and the file for its answer
 def main(num_parallel: int, paths: Sequence[str]) -> None:
     """Run each request in a fork, which writes its answer file.
 
-    At most ``num_parallel`` forks run at once. ``paths`` alternates request and answer files. An answer is a ``DryRunResult`` in
+    At most ``num_parallel`` forks run at once. ``paths`` alternates request and answer files. An answer is a ``ModelTrace`` in
     JSON, or ``{"error": {kind, message, place}}``. A fork that dies leaves no answer file.
     """
     importlib.import_module("dstrial.engine.dryrun.imported_ahead")
@@ -85,7 +85,7 @@ def _answer_together(pairs: Sequence[_Pair], num_parallel: int) -> None:
         _run_all([functools.partial(_answer, *pair, measure) for pair in pairs], num_parallel)
 
 
-def _answer(request: DryRunRequest, path: Path, measure: Callable[[DryRunRequest], DryRunResult]) -> None:
+def _answer(request: DryRunRequest, path: Path, measure: Callable[[DryRunRequest], ModelTrace]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     limit_bytes = limit_memory() if request.is_real else None
     answer: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Simulate ranks, a device, compiled kernels and tensor values for a dry run.
+"""Simulate ranks, compiled kernels and tensor values for a dry run.
 
 This module has all patches of torch and DeepSpeed for dry runs. ``FakeWorld`` undoes the patches when it exits. Each dry run
 has its own process (``dstrial.engine.dryrun.process``).
@@ -23,7 +23,6 @@ import torch
 import torch.distributed
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from deepspeed import DeepSpeedEngine, PipelineModule
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
@@ -31,16 +30,12 @@ from torch.utils._pytree import tree_map_only
 from dstrial.engine.deepspeed_internals import process
 from dstrial.engine.deepspeed_internals.engines import load_config_file
 from dstrial.engine.dryrun.tracker import Tracker
-from dstrial.engine.dryrun.values import Bypass, Target
+from dstrial.engine.dryrun.values import Bypass
 from dstrial.errors import TrialContractError
-
-DEVICE_NAME = "cpu:0"
-"""The simulated GPU of a dry run with target ``cuda``. Torch treats it as a CPU device distinct from ``cpu``, the host."""
 
 USER_CONSTANT = 1.0
 """Value that user code gets from ``.item()`` of a fake tensor."""
 
-_UNLIMITED_BYTES = 1 << 50
 _TORCH, _DEEPSPEED = (
     str(pathlib.Path(str(module.__file__)).resolve().parent) + os.sep for module in (torch, deepspeed)
 )
@@ -66,9 +61,7 @@ class FakeWorld(contextlib.ExitStack):
     Args:
         tracker: gets the phases that engines begin; the caller must enter the tracker itself.
         world_size: number of virtual ranks; collectives return at once, and leave their outputs unchanged.
-        target: ``cpu`` or ``cuda``; see ``DryRunRequest``.
         is_fake: whether the dry run uses fake tensors.
-        device_bytes: memory of the device on target ``cuda``; None for no limit.
         rank: rank of this process.
     """
 
@@ -77,17 +70,13 @@ class FakeWorld(contextlib.ExitStack):
         tracker: Tracker,
         *,
         world_size: int = 1,
-        target: Target = "cpu",
         is_fake: bool = True,
-        device_bytes: int | None = None,
         rank: int = 0,
     ) -> None:
         super().__init__()
         self.is_fake = is_fake
         self._tracker = tracker
         self._size_and_rank = world_size, rank
-        self._has_device = is_fake and target == "cuda"
-        self._device_bytes = _UNLIMITED_BYTES if device_bytes is None else device_bytes
 
     def __enter__(self) -> FakeWorld:
         super().__enter__()
@@ -98,9 +87,7 @@ class FakeWorld(contextlib.ExitStack):
                 self._give_collectives_kernels()
                 self._leave_out_compiled_code()
                 self._convert_fake_modules()
-                self._answer_comparisons()
-            if self._has_device:
-                self._tell_device_from_host()
+                self._skip_argument_checks()
         except BaseException:
             self.close()
             raise
@@ -147,12 +134,10 @@ class FakeWorld(contextlib.ExitStack):
         self.callback(torch.distributed.destroy_process_group)
 
     def _observe_phases(self) -> None:
-        """Report forward, backward, step and their nested phases to the tracker."""
-        for name, phase in process.ENGINE_PHASES:
+        """Report the phases of an engine to the tracker."""
+        for name, phase in (*process.ENGINE_PHASES, ("allreduce_gradients", "reduce")):
             self._wrap(DeepSpeedEngine, name, functools.partial(_begin, self._tracker, phase))
         self._wrap(torch.Tensor, "backward", functools.partial(_begin, self._tracker, "backward"))
-        for owner, name, phase in process.nested_phases():
-            self._wrap(owner, name, functools.partial(self._tracker.within, phase))
 
     def _wrap(
         self, owner: Any, name: str, around: Callable[[], contextlib.AbstractContextManager[None]]
@@ -183,34 +168,11 @@ class FakeWorld(contextlib.ExitStack):
 
         self._replace(FakeTensor, "data", property(base.__get__, assign))
 
-    def _answer_comparisons(self) -> None:
-        """Skip checks that read values: lists compared across ranks, distributions."""
-        compare, take_from_rank_0 = process.LIST_COMPARISONS
-        self.enter_context(mock.patch(compare, _always(None)))
-        self.enter_context(mock.patch(take_from_rank_0, list))
-        # Gates of mixture-of-experts layers use distributions, which check their arguments.
+    def _skip_argument_checks(self) -> None:
+        """Skip checks of distributions, which gates of mixture-of-experts layers use."""
         set_checked = torch.distributions.Distribution.set_default_validate_args
         set_checked(False)
         self.callback(set_checked, __debug__)  # torch's default
-
-    def _tell_device_from_host(self) -> None:
-        """Make ``DEVICE_NAME`` DeepSpeed's accelerator, with ``device_bytes`` of memory."""
-        accelerator, device = get_accelerator(), torch.device(DEVICE_NAME)
-
-        def pinned(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
-            return tensor.clone()
-
-        for name in ("tensor", "as_tensor"):
-            self._replace(torch, name, _on_asked_device(getattr(torch, name)))
-        for name in ("current_device_name", "device_name"):
-            self._replace(accelerator, name, _always(DEVICE_NAME))
-        self._replace(accelerator, "on_accelerator", lambda tensor: tensor.device == device)
-        self._replace(
-            accelerator, "available_memory", lambda *_: self._device_bytes - self._tracker.device_bytes
-        )
-        self._replace(accelerator, "is_fp16_supported", _always(True))
-        self._replace(accelerator, "pin_memory", pinned)
-        self._replace(torch.Tensor, "pin_memory", pinned)
 
     def _give_collectives_kernels(self) -> None:
         """Register no-op kernels for collectives that lack one for fake tensors.
@@ -290,20 +252,6 @@ def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = 
             if buffer is not None:
                 one._buffers[name] = fn(buffer)
     return module
-
-
-def _on_asked_device(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``torch.tensor`` or ``torch.as_tensor`` to honor ``device=DEVICE_NAME``."""
-
-    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = make(*args, **kwargs)
-        device = kwargs.get("device")
-        is_asked = device is not None and torch.device(device) == torch.device(DEVICE_NAME)
-        if not (is_asked and isinstance(tensor, FakeTensor)):
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE_NAME)
-
-    return made
 
 
 class ScalarReads:

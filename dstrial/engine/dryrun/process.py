@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dstrial import determined_imports
-from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
+from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, ModelTrace
 from dstrial.errors import DstrialError
 from dstrial.fork_server.client import ForkedProcess, ForkRefusedError, OwnForkServer
 from dstrial.fork_server.fork import Program
@@ -46,7 +46,7 @@ class DryRunError(DstrialError):
         self.place = place
 
 
-def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResult:
+def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> ModelTrace:
     """Run a request in a process that is killed after ``deadline_s`` seconds.
 
     Raises:
@@ -60,7 +60,7 @@ def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResul
 
 def dry_runs(
     requests: Sequence[DryRunRequest], *, deadline_s: float = 600.0, num_parallel: int = 1
-) -> list[DryRunResult | DryRunError]:
+) -> list[ModelTrace | DryRunError]:
     """Run all requests, ``num_parallel`` at a time; return a result or error for each.
 
     The dry runs are forks of one server process, which later calls reuse. All requests must have the same first entry in
@@ -117,10 +117,10 @@ def _start(
 
 def _answer(
     path: Path, is_late: bool, deadline_s: float, exit_code: int | None, output_end: str
-) -> DryRunResult | DryRunError:
+) -> ModelTrace | DryRunError:
     if path.exists():
         answer = json.loads(path.read_text(encoding="utf-8"))
-        return DryRunError(**answer["error"]) if "error" in answer else DryRunResult.from_json(answer)
+        return DryRunError(**answer["error"]) if "error" in answer else ModelTrace.from_json(answer)
     if is_late:
         return DryRunError(
             "deadline",
