@@ -106,7 +106,7 @@ def _memory(
         reducing = buckets + carried + copied + (largest if is_accumulating else 0)
     else:
         settled += width * here + buckets
-        reducing = 2 * largest
+        reducing = held + 2 * largest
     if stage in (1, 2):
         stepping = here * (2 * width + (_MASTER_BYTES if is_half else 0)) + copied
     elif stage == 3:
