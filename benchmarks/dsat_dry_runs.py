@@ -48,12 +48,12 @@ def inputs_of(workload: Workload) -> dict[str, Any]:
         }
         return DryRunRequest(
             workload="model_workload:ModelWorkload",
-            shared_options={
+            options={
                 "model": "gpt_model:scored_model" if model.keeps_scores else "gpt_model:model",
                 "batch": "gpt_model:batch",
+                "config": config,
+                "shape": shape,
             },
-            options={"shape": shape},
-            deepspeed_config=config,
             world_size=machine.num_ranks,
             module_paths=(str(_ROOT / "benchmarks"), str(_ROOT / "tests" / "programs")),
         )

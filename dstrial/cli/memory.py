@@ -36,8 +36,6 @@ _DEADLINE_S = 900.0
 _NUM_PARALLEL = 2
 _MEASURE = "Train some batches, and read what the run has measured by `dstrial memory RUN_DIR`."
 
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -115,7 +113,7 @@ def _show_prediction(args: argparse.Namespace) -> int:
         sys.stdout.write(
             f"{table_unit(placements)} of one device, {alike} alike; predicted in {seconds:.0f} s\n"
         )
-        notes = dict.fromkeys(note for one in placements if one.run is not None for note in one.run.notes)
+        notes = dict.fromkeys(note for one in placements for note in one.notes)
         sys.stdout.writelines(f"{note}\n" for note in notes)
     return 0 if any(one.run is not None for one in placements) else 1
 
@@ -231,12 +229,6 @@ def _planned_of(experiment: ExperimentConfig, num_slots: int) -> list[_Planned]:
     assert experiment.deepspeed is not None  # ensured by _require_dry_runnable()
     merged = experiment.deepspeed.merged
     batch = None if checked is None else checked.batch
-    solved = {} if batch is None else {key: getattr(batch, key) for key in _BATCH_KEYS}
-    config = {
-        key: value
-        for key, value in {**merged, **solved}.items()
-        if not (key in _BATCH_KEYS and value == "auto")
-    }
     num_stages = experiment.sizes.pp
     return [
         _Planned(
@@ -250,7 +242,6 @@ def _planned_of(experiment: ExperimentConfig, num_slots: int) -> list[_Planned]:
                 entrypoint.trial or _python_words(entrypoint.words),
                 Path(experiment.context_dir),
                 experiment.hyperparameters,
-                config,
                 world_size=num_slots,
                 exp_conf=experiment.raw,
                 num_stages=num_stages,
@@ -299,7 +290,7 @@ def _with_result(planned: _Planned, found: object, capacity_bytes: float) -> Pla
     run = zero_run(found, zero, is_accumulating=is_accumulating)
     size = placement.micro_batch_size or found.num_records
     need = needed_memory(run, zero, size, capacity_bytes)
-    return dataclasses.replace(placement, run=run, micro_batch_size=size, need=need)
+    return dataclasses.replace(placement, run=run, micro_batch_size=size, need=need, notes=found.notes)
 
 
 def _require_dry_runnable(experiment: ExperimentConfig, entrypoint: Entrypoint) -> None:

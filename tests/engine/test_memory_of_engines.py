@@ -178,9 +178,11 @@ def trace() -> ModelTrace:
     """The dry run of the layers in bf16."""
     request = DryRunRequest(
         workload="model_workload:ModelWorkload",
-        shared_options={"model": "memory_program:layers", "batch": "memory_program:records"},
-        options={},
-        deepspeed_config={"optimizer": {"type": "Adam", "params": {"torch_adam": True}}, **BF16},
+        options={
+            "model": "memory_program:layers",
+            "batch": "memory_program:records",
+            "config": {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}, **BF16},
+        },
         world_size=2,
         module_paths=(TRACE_PATH,),
     )

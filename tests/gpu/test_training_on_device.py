@@ -145,9 +145,12 @@ def test_predicted_memory_is_within_15_percent_of_the_measured_one(tmp_path):
     requests = [
         DryRunRequest(
             workload="model_workload:ModelWorkload",
-            shared_options={"model": "memory_program:model", "batch": "memory_program:batch"},
-            options={"shape": memory_program.SHAPE},
-            deepspeed_config=memory_program.config(stage, precision),
+            options={
+                "model": "memory_program:model",
+                "batch": "memory_program:batch",
+                "config": memory_program.config(stage, precision),
+                "shape": memory_program.SHAPE,
+            },
             world_size=1,
             module_paths=(str(Path(__file__).parent), str(Path(__file__).parents[1] / "programs")),
         )

@@ -175,7 +175,7 @@ def request_maker(settings: SearchConfig) -> RequestOf:
             if key not in MEASURING_KEYS
         }
         code = settings.trial or python_words(settings.experiment.entrypoint)
-        return dry_run_request(code, settings.context_dir, hparams, space.config(candidate), **shared)
+        return dry_run_request(code, settings.context_dir, hparams, **shared)
 
     return request_of
 

@@ -59,15 +59,10 @@ def zero_run(
         last_collectives=collectives.last(),
         flops=trace.flops,
         tokens=trace.tokens,
-        is_fake=trace.is_fake,
-        is_linear=trace.is_linear,
-        bypasses=trace.bypasses,
-        notes=trace.notes,
         inner_operations=inner_operations if is_accumulating else 0,
         last_operations=inner_operations + _STEP_OPERATIONS[zero.stage] * trace.num_tensors,
         device_parts=parts,
         activations=_highest(trace, "forward"),
-        num_records=trace.num_records,
     )
 
 

@@ -24,7 +24,6 @@ def dry_run_request(
     code: str | Sequence[str],
     context_dir: Path,
     hparams: Mapping[str, Any],
-    deepspeed_config: Mapping[str, Any],
     *,
     world_size: int,
     exp_conf: Mapping[str, Any] | None = None,
@@ -40,7 +39,6 @@ def dry_run_request(
         code: ``module:Class`` of a trial, or the words of a script, which runs until its engine gets the first batch.
         context_dir: directory of the model definition.
         hparams: hyperparameters that the code reads.
-        deepspeed_config: the config to dry-run.
         world_size: number of virtual ranks.
         exp_conf: experiment config that the code reads.
         num_batches: number of first batches of a trial's loader, of which the largest is used.
@@ -56,20 +54,19 @@ def dry_run_request(
         "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),
         "trusts_code": trusts_code,
     }
-    shared: dict[str, Any] = {}
     if isinstance(code, str):
-        options["num_batches"] = num_batches
-        shared = {"trial": code, "context_dir": directory}
-        if num_stages > 1:
-            shared["num_stages"] = num_stages
+        options |= {
+            "trial": code,
+            "context_dir": directory,
+            "num_batches": num_batches,
+            "num_stages": num_stages,
+        }
     else:
         options["words"] = list(code)
     return DryRunRequest(
         workload=_TRIAL if isinstance(code, str) else _SCRIPT,
-        shared_options=shared,
         options=options,
         rank=stage * (world_size // num_stages),
-        deepspeed_config=deepspeed_config,
         world_size=world_size,
         module_paths=(directory,),
     )

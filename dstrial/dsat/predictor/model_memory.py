@@ -31,6 +31,7 @@ class Placement:
     problem: str | None = None
     stage: int | None = None  # of a pipeline
     need: MemoryPrediction | None = None  # with context and fragmentation, as ``dsat plan`` predicts it
+    notes: tuple[str, ...] = ()  # sentences for the user
 
     @property
     def peak_bytes(self) -> float:

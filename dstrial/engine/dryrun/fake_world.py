@@ -7,6 +7,7 @@ has its own process (``dstrial.engine.dryrun.process``).
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -24,7 +25,7 @@ import torch.distributed
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from deepspeed import DeepSpeedEngine, PipelineModule
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from dstrial.engine.deepspeed_internals import process
@@ -59,9 +60,10 @@ class FakeWorld(contextlib.ExitStack):
     Enter an instance only once.
 
     Args:
-        tracker: gets the phases that engines begin; the caller must enter the tracker itself.
+        tracker: records what engines do in ``running``.
         world_size: number of virtual ranks; collectives return at once, and leave their outputs unchanged.
         is_fake: whether the dry run uses fake tensors.
+        micro_batch_size: of the engines.
         rank: rank of this process.
     """
 
@@ -71,10 +73,13 @@ class FakeWorld(contextlib.ExitStack):
         *,
         world_size: int = 1,
         is_fake: bool = True,
+        micro_batch_size: int = 2,
         rank: int = 0,
     ) -> None:
         super().__init__()
         self.is_fake = is_fake
+        self.micro_batch_size = micro_batch_size
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext()
         self._tracker = tracker
         self._size_and_rank = world_size, rank
 
@@ -94,23 +99,53 @@ class FakeWorld(contextlib.ExitStack):
         return self
 
     @contextlib.contextmanager
-    def before_engines(self, answer: Callable[[CapturedInitialize], Any]) -> Iterator[None]:
-        """Patch ``deepspeed.initialize`` in the block to return stand-ins for engines.
+    def running(self) -> Iterator[None]:
+        """Track the operations in the block, on fake tensors in a fake world."""
+        with self._mode, self._tracker:
+            yield
 
-        ``answer`` is called with each call of ``deepspeed.initialize``, and raises an exception to reject the call. In a fake
-        world, models that are built in the block keep only the shapes of their parameters.
+    @contextlib.contextmanager
+    def building(self, on_engine: Callable[[Any], None], *, pipeline_refusal: str | None) -> Iterator[None]:
+        """Let ``deepspeed.initialize`` build engines of ZeRO stage 0 in the block.
+
+        In a fake world, models that are built in the block keep only the shapes of their parameters; their engines have fake
+        ones. ``on_engine`` is called with each engine. ``pipeline_refusal`` is the error for a pipeline; None to accept it.
         """
+        initialize = deepspeed.initialize
 
-        def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-            call = CapturedInitialize(dict(_INITIALIZE.bind(*args, **kwargs).arguments), is_fake=self.is_fake)
-            answer(call)
-            return call.stand_in, call.arguments.get("optimizer"), None, call.arguments.get("lr_scheduler")
+        def build(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+            arguments = dict(_INITIALIZE.bind(*args, **kwargs).arguments)
+            if pipeline_refusal is not None and isinstance(arguments["model"], PipelineModule):
+                raise TrialContractError(pipeline_refusal)
+            given = [arguments.pop(name, None) for name in ("config", "config_params")]
+            given.append(getattr(arguments.pop("args", None), "deepspeed_config", None))
+            config = next((one for one in given if one), {})
+            if isinstance(config, str):
+                config = load_config_file(config)
+            arguments["config"] = self._stage_0_config(config, arguments["model"])
+            if arguments.get("model_parameters") is not None:
+                arguments["model_parameters"] = list(arguments["model_parameters"])
+            with self.running():
+                if self.is_fake:
+                    _make_fake(arguments)
+                found: tuple[Any, Any, Any, Any] = initialize(**arguments)
+            on_engine(found[0])
+            return found
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(deepspeed, "initialize", initialize))
+            stack.enter_context(mock.patch.object(deepspeed, "initialize", build))
             if self.is_fake:
                 stack.enter_context(shapes_only())
             yield
+
+    def _stage_0_config(self, config: Mapping[str, Any], model: Any) -> dict[str, Any]:
+        """Return a config for the first size; a pipeline has a micro batch per stage."""
+        changed = copy.deepcopy({key: value for key, value in config.items() if key != "train_batch_size"})
+        changed["train_micro_batch_size_per_gpu"] = self.micro_batch_size
+        changed["gradient_accumulation_steps"] = model.num_stages if isinstance(model, PipelineModule) else 1
+        changed["zero_optimization"] = {"stage": 0}
+        changed.setdefault("steps_per_print", 1_000_000_000)
+        return changed
 
     # ---- what is replaced ------------------------------------------------------------------------
 
@@ -294,107 +329,6 @@ def _reader() -> tuple[str, int]:
             return file, frame.f_lineno
         frame = frame.f_back
     return "", 0
-
-
-# ---- before there is an engine -------------------------------------------------------------------
-
-
-class CapturedInitialize:
-    """A call of ``deepspeed.initialize``; ``build`` makes it with another config."""
-
-    def __init__(self, arguments: dict[str, Any], *, is_fake: bool) -> None:
-        self.arguments = arguments
-        self._is_fake = is_fake
-        given = arguments.get("model_parameters")
-        if given is not None:
-            arguments["model_parameters"] = list(given)
-        config = arguments.get("config") or arguments.get("config_params") or {}
-        self.config: Mapping[str, Any] = load_config_file(config) if isinstance(config, str) else config
-        self.stand_in = EngineStandIn(arguments["model"], self.config)
-
-    def refuse_pipeline(self, whose: str) -> None:
-        if isinstance(self.arguments["model"], PipelineModule):
-            raise TrialContractError(
-                f"the {whose} trains a pipeline; expected a model in one piece. Measure pipelines with method asha."
-            )
-
-    def build(self, config: dict[str, Any]) -> Any:
-        """Build the engine with ``config``; the stand-in then forwards to the engine."""
-        arguments = {**self.arguments, "config": config}
-        arguments.pop("config_params", None)
-        if self._is_fake:
-            _make_fake(arguments)
-        engine, *_ = deepspeed.initialize(**arguments)
-        self.stand_in.stand_for(engine)
-        return engine
-
-
-class EngineStandIn:
-    """Replaces an engine until it is built, then forwards to it (``stand_for``)."""
-
-    def __init__(self, module: nn.Module, config: Mapping[str, Any]) -> None:
-        self._engine: Any = None
-        micro = config.get("train_micro_batch_size_per_gpu")
-        self._micro_batch_size = micro if isinstance(micro, int) else 1
-        self._on_call: Callable[..., Any] | None = None
-        stage = int((config.get("zero_optimization") or {}).get("stage") or 0)
-        self._early = {
-            "module": module,
-            "device": torch.device("cpu"),
-            **dict.fromkeys(("local_rank", "global_rank", "global_steps"), 0),
-            "train_micro_batch_size_per_gpu": lambda: self._micro_batch_size,
-            "gradient_accumulation_steps": lambda: 1,
-            "train_batch_size": lambda: self._micro_batch_size,
-            # ``compile`` does nothing: the dry run measures operations before fusion.
-            "compile": _always(None),
-            "train": lambda *_: self,
-            # Trials call these methods in their constructor; the values come from the trial's DeepSpeed config.
-            "fp16_enabled": lambda: bool((config.get("fp16") or {}).get("enabled")),
-            "bfloat16_enabled": lambda: bool((config.get("bf16") or {}).get("enabled")),
-            "zero_optimization": lambda: stage > 0,
-            "zero_optimization_stage": lambda: stage,
-        }
-        if isinstance(module, PipelineModule):
-            grid = module.mpu()
-            stage_id, num_stages = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()
-            self._early |= {
-                "grid": grid,
-                "mpu": grid,
-                "stage_id": stage_id,
-                "num_stages": num_stages,
-                "is_first_stage": lambda: stage_id == 0,
-                "is_last_stage": lambda: stage_id == num_stages - 1,
-            }
-
-    def stand_for_script(self, on_call: Callable[..., Any]) -> None:
-        """Pass calls of the engine to ``on_call``, and unknown attributes to its model."""
-        self._on_call = on_call
-
-    def stand_for_trial(self, micro_batch_size: int) -> None:
-        self._micro_batch_size = micro_batch_size
-
-    def stand_for(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        if self._engine is not None:
-            return getattr(self._engine, name)
-        if name in self._early:
-            return self._early[name]
-        if name == "forward":
-            return self.__call__
-        # An engine forwards unknown attributes to its model.
-        if self._on_call is not None:
-            return getattr(self._early["module"], name)
-        raise AttributeError(f"the engine of a described trial has no {name!r} before its first step")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._engine if self._engine is not None else self._on_call
-        if call is None:
-            raise TrialContractError(
-                "the engine is called while the trial is built; expected its first call in train_batch."
-            )
-        return call(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from deepspeed import PipelineEngine
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dstrial.engine.deepspeed_internals.engines import observe_instructions
@@ -24,19 +22,12 @@ from dstrial.engine.memory import memory_parts
 
 
 class Workload(Protocol):
-    """Builds engines and trains with them in a ``FakeWorld``.
+    """Engines in a ``FakeWorld``, and how to train with them.
 
-    ``workload(world, **shared_options)`` imports the user's code. Requests that differ only in options of ``prepare`` and in
-    the engine share this import: they run in forks of one process.
+    It is made by ``workload(world, **options)`` of a request, which builds the engines in ``world.building``.
     """
 
-    def prepare(self, **options: Any) -> None:
-        """Run the steps before :meth:`build`, with the request's ``options``."""
-        ...
-
-    def build(self, deepspeed_config: Mapping[str, Any]) -> Sequence[Any]:
-        """Return the engines for a merged DeepSpeed config; do not modify the config."""
-        ...
+    engines: Sequence[Any]
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
         """Train on a micro batch of this many records, and return the micro batch.
@@ -51,43 +42,30 @@ def measure(request: DryRunRequest) -> ModelTrace:
 
     Raises what the workload, torch or DeepSpeed raises; fake tensors do not support all code.
     """
-    with begun(request) as measure_begun:
-        return measure_begun(request)
-
-
-@contextlib.contextmanager
-def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], ModelTrace]]:
-    """Patch the process and import user code; yield a function that runs a request.
-
-    The function may be called with ``request``, or with any request for which ``request.is_begun_like`` is true.
-    """
+    low, high = request.micro_batch_sizes
     reads = ScalarReads()
     tracker = Tracker(None if request.is_real else reads)
-    world = FakeWorld(tracker, world_size=request.world_size, is_fake=not request.is_real, rank=request.rank)
+    world = FakeWorld(
+        tracker,
+        world_size=request.world_size,
+        is_fake=not request.is_real,
+        micro_batch_size=low,
+        rank=request.rank,
+    )
     with world, _collector_disabled():
         module, _, name = request.workload.partition(":")
         make: Callable[..., Workload] = getattr(importlib.import_module(module), name)
-        workload = make(world, **request.shared_options)
-        yield functools.partial(_measure, workload, tracker, reads)
-
-
-def _measure(workload: Workload, tracker: Tracker, reads: ScalarReads, request: DryRunRequest) -> ModelTrace:
-    with contextlib.ExitStack() as stack:
-        workload.prepare(**request.options)
-        if not request.is_real:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(tracker)
-        engines = workload.build(_stage_0_config(request, int(getattr(workload, "num_stages", 1))))
-        for engine in engines:
+        workload = make(world, **request.options)
+        for engine in workload.engines:
             if isinstance(engine, PipelineEngine):
                 observe_instructions(engine, functools.partial(_in_phase, tracker))
-        parameters = [parameter for engine in engines for parameter in engine.module.parameters()]
+        parameters = [parameter for engine in workload.engines for parameter in engine.module.parameters()]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(tracker.mark_gradient)
-        low, high = request.micro_batch_sizes
-        tokens = _train(workload, tracker, [low, high])
-        state, _ = memory_parts(engines, lambda _device: False)
+        with world.running():
+            tokens = _train(workload, tracker, [low, high])
+        state, _ = memory_parts(workload.engines, lambda _device: False)
     memory, is_linear = memory_form(tracker.trace, low, high)
     operations = tracker.operations[-1]
     step_operations = operations.pop("step", 0)
@@ -137,17 +115,6 @@ def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> N
     if part in PHASES:
         tracker.enter_phase(part)
     instruction()
-
-
-def _stage_0_config(request: DryRunRequest, num_stages: int) -> dict[str, Any]:
-    """Return the config for the first size; a pipeline has a micro batch per stage."""
-    config = copy.deepcopy(dict(request.deepspeed_config))
-    config["train_micro_batch_size_per_gpu"] = request.micro_batch_sizes[0]
-    config["gradient_accumulation_steps"] = num_stages
-    config["zero_optimization"] = {"stage": 0}
-    config.pop("train_batch_size", None)
-    config.setdefault("steps_per_print", 1_000_000_000)
-    return config
 
 
 @contextlib.contextmanager

@@ -102,38 +102,26 @@ class Bypass:
 class DryRunRequest:
     """A model to dry-run, on one rank of a training.
 
+    Its engines have ZeRO stage 0; ``dsat.predictor.closed_form`` computes what the other stages change.
+
     Attributes:
-        workload: ``module:callable``; called with ``shared_options``, returns a ``Workload``.
-        options: keyword arguments of the workload's ``prepare``; JSON values.
-        deepspeed_config: merged DeepSpeed config. Its batch sizes and its ZeRO section are ignored: the engine has stage 0, and
-            ``dsat.predictor.closed_form`` computes what the other stages change.
+        workload: ``module:callable``; called with a ``FakeWorld`` and ``options``, returns a ``Workload``.
+        options: keyword arguments of the workload; JSON values.
         world_size: number of virtual ranks.
         micro_batch_sizes: two different sizes to run. Avoid 1, which many kernels treat specially.
         is_real: run with real tensors, for user code that fake tensors do not support; needs the memory and time of a real
             batch.
         module_paths: directories put first in ``sys.path``; the first is the working directory.
         rank: the rank to run. To measure a later stage of a pipeline, choose one of its ranks.
-        shared_options: keyword arguments of the workload; JSON values. Requests with equal shared options share the import of
-            user code.
     """
 
     workload: str
     options: Mapping[str, Any]
-    deepspeed_config: Mapping[str, Any]
     world_size: int
     micro_batch_sizes: tuple[int, int] = (2, 4)
     is_real: bool = False
     module_paths: tuple[str, ...] = ()
     rank: int = 0
-    shared_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def is_begun_like(self, other: DryRunRequest) -> bool:
-        """Return whether requests differ only in options, config and micro batch sizes.
-
-        Such requests run in forks of one process, which imports the user's code once.
-        """
-        own: dict[str, Any] = {"options": {}, "deepspeed_config": {}, "micro_batch_sizes": (2, 4)}
-        return dataclasses.replace(self, **own) == dataclasses.replace(other, **own)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -221,18 +209,11 @@ class DryRunResult:
         last_collectives: collectives of the last micro batch of a step, with the optimizer step.
         flops: FLOPs of one micro batch.
         tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
-        is_fake: whether fake tensors were used.
-        is_linear: whether the steps at both micro batch sizes made the same allocations. If so, the memory lines are exact.
-            If not, each line connects the peaks that were measured at the two sizes.
-        bypasses: places where user code read a fake tensor's value and got a constant.
-        notes: sentences for the user.
         inner_operations: torch operations of a micro batch before the last one of a step; 0 if a step has one micro batch.
         last_operations: torch operations of the last micro batch of a step, with the optimizer step.
         device_parts: name -> largest bytes on the device of ``parameters``, ``gradients``, ``optimizer`` and ``buffers``.
-        host_parts: name -> bytes of these parts on the host.
         activations: device bytes that are live after a forward pass and belong to none of these parts, such as the micro batch;
             None if unknown.
-        num_records: records in the micro batch that a script itself makes; 0 for other workloads.
     """
 
     device: MemoryForm
@@ -243,16 +224,10 @@ class DryRunResult:
     last_collectives: tuple[Collective, ...]
     flops: Flops
     tokens: Line | None
-    is_fake: bool
-    is_linear: bool
-    bypasses: tuple[Bypass, ...] = ()
-    notes: tuple[str, ...] = ()
     inner_operations: int = 0
     last_operations: int = 0
     device_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    host_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     activations: Line | None = None
-    num_records: int = 0
 
     def collectives(self, accumulation_steps: int) -> tuple[Collective, ...]:
         """Return the collectives of a whole step of ``accumulation_steps`` micro batches."""
@@ -292,8 +267,6 @@ class DryRunResult:
                 "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
                 "tokens": None if tokens is None else Line(**tokens),
                 "activations": None if activations is None else Line(**activations),
-                "bypasses": tuple(Bypass(**each) for each in value["bypasses"]),
-                "notes": tuple(value["notes"]),
             }
         )
 

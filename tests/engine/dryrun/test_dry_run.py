@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dstrial.engine.dryrun.process import DryRunError, dry_run, dry_runs
+from dstrial.engine.dryrun.process import DryRunError, _answer, dry_run, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, ModelTrace
 
 pytestmark = pytest.mark.process
 
 PROGRAMS = str(Path(__file__).parents[2] / "programs")
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 _FOUND: dict[str, ModelTrace] = {}
 
 
-def request(kind: str = "plain", **more: Any) -> DryRunRequest:
+def request(
+    kind: str = "plain", *, is_real: bool = False, module: str = "dry_run_models", paths: tuple[str, ...] = ()
+) -> DryRunRequest:
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "bf16": {"enabled": True},
@@ -32,12 +32,15 @@ def request(kind: str = "plain", **more: Any) -> DryRunRequest:
     }
     return DryRunRequest(
         workload="model_workload:ModelWorkload",
-        shared_options={"model": "dry_run_models:tower", "batch": "dry_run_models:records"},
-        options={"shape": {"kind": kind, "width": 64}},
-        deepspeed_config=config,
+        options={
+            "model": f"{module}:tower",
+            "batch": f"{module}:records",
+            "config": config,
+            "shape": {"kind": kind, "width": 64},
+        },
         world_size=8,
-        module_paths=(PROGRAMS,),
-        **more,
+        module_paths=(*paths, PROGRAMS),
+        is_real=is_real,
     )
 
 
@@ -88,14 +91,14 @@ def test_reading_a_scalar_is_told_with_its_line() -> None:
     assert [Path(each.place.rsplit(":", 1)[0]).name for each in result.bypasses] == ["dry_run_models.py"]
 
 
-def test_dry_runs_in_forks_of_one_interpreter_find_the_same_and_fail_alone() -> None:
+def test_dry_runs_in_parallel_find_the_same_and_fail_alone() -> None:
     asked = [request(), request(kind="raises"), request(kind="values")]
 
     apart, raised, unsupported = dry_runs(asked, deadline_s=200, num_parallel=2)
 
     assert isinstance(apart, ModelTrace)
     assert apart.memory == measured(request()).memory
-    assert apart.pass_operations > apart.step_operations > 0
+    assert min(apart.pass_operations, apart.step_operations) > 0
     for failed, kind in ((raised, "error"), (unsupported, "unsupported")):
         assert isinstance(failed, DryRunError)
         assert failed.kind == kind
@@ -103,48 +106,14 @@ def test_dry_runs_in_forks_of_one_interpreter_find_the_same_and_fail_alone() -> 
         assert re.search(r"dry_run_models\.py:\d+", str(failed))
 
 
-@pytest.mark.parametrize(
-    ("more", "num_imports"),
-    [
-        ("", 1),
-        # What a fork does not have, or would share with the others, each has by itself.
-        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", 3),
-        ("FILE = open(__file__)", 3),
-    ],
-    ids=["nothing else", "a thread", "an open file"],
-)
-def test_code_is_imported_once_for_requests_that_begin_alike(
-    more: str, num_imports: int, tmp_path: Path
-) -> None:
-    code = f"{more}\nwith open({str(tmp_path / 'imports')!r}, 'a') as imports:\n    imports.write('imported\\n')\n"
-    (tmp_path / "counted.py").write_text(f"from dry_run_models import *\n{code}")
-    options = {"model": "counted:tower", "batch": "counted:records"}
-    paths = (str(tmp_path), PROGRAMS)
-    asked = [
-        dataclasses.replace(request(kind), shared_options=options, module_paths=paths)
-        for kind in ("plain", "checkpoints")
-    ]
-
-    found = dry_runs(asked, deadline_s=200, num_parallel=2)
-
-    assert (tmp_path / "imports").read_text() == "imported\n" * num_imports
-    for one, kind in zip(found, ("plain", "checkpoints"), strict=True):
-        assert isinstance(one, ModelTrace), one
-        assert one.memory == measured(request(kind)).memory
-
-
-def test_code_that_cannot_be_imported_is_the_error_of_each_request(tmp_path: Path) -> None:
+def test_code_that_cannot_be_imported_is_the_error_of_the_request(tmp_path: Path) -> None:
     (tmp_path / "broken_code.py").write_text("import a_module_that_is_not_there\n")
-    options = {"model": "broken_code:tower", "batch": "broken_code:records"}
-    asked = [
-        dataclasses.replace(request(kind), shared_options=options, module_paths=(str(tmp_path), PROGRAMS))
-        for kind in ("plain", "checkpoints")
-    ]
 
-    for failed in dry_runs(asked, deadline_s=200, num_parallel=2):
-        assert isinstance(failed, DryRunError)
-        assert "a_module_that_is_not_there" in str(failed)
-        assert str(tmp_path / "broken_code.py") + ":1" in str(failed)
+    (failed,) = dry_runs([request(module="broken_code", paths=(str(tmp_path),))], deadline_s=200)
+
+    assert isinstance(failed, DryRunError)
+    assert "a_module_that_is_not_there" in str(failed)
+    assert str(tmp_path / "broken_code.py") + ":1" in str(failed)
 
 
 def test_a_run_that_takes_too_long_is_ended() -> None:
@@ -157,3 +126,11 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
 def test_whoever_asks_for_a_dry_run_needs_no_torch() -> None:
     program = "import sys, dstrial.engine.dryrun.process, dstrial.dsat.predictor.models; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_dry_run_without_answer_names_exit_code(tmp_path: Path) -> None:
+    error = _answer(tmp_path / "answer-0.json", False, 1.0, -9, "")
+
+    assert isinstance(error, DryRunError)
+    assert error.kind == "died"
+    assert "exit code -9" in str(error)

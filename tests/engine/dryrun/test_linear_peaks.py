@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from dstrial.engine.dryrun.linear_peaks import Trace, memory_form, same_before_update
 from dstrial.engine.dryrun.values import (
     PHASES,
-    Bypass,
     Collective,
     DryRunRequest,
     DryRunResult,
@@ -114,16 +113,11 @@ def result() -> DryRunResult:
         ),
         flops=Flops(Line(0.0, 4800.0), Line(0.0, 6400.0)),
         tokens=Line(0.0, 10.0),
-        is_fake=True,
-        is_linear=True,
-        bypasses=(Bypass("train.py:3", 1.0),),
     )
 
 
 def test_request_and_result_survive_json() -> None:
-    asked = DryRunRequest(
-        "module:name", {"depth": 3}, {"bf16": {"enabled": True}}, 64, module_paths=("here",)
-    )
+    asked = DryRunRequest("module:name", {"depth": 3}, 64, module_paths=("here",))
     for value in (result(), asked):
         assert type(value).from_json(json.loads(json.dumps(value.to_json()))) == value
 
