@@ -105,7 +105,7 @@ def trace_graphs(
             source = f"the batch in {settings.flags.sample_batch}"
         described += f" ({len(traces.found)} of {number} kinds of graphs; {source})"
     print_line(f"described by:  {described}")
-    return dataclasses.replace(traces, described_by=described, notes=(f"described by {described}", *lines))
+    return dataclasses.replace(traces, notes=(f"described by {described}", *lines))
 
 
 def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str]:

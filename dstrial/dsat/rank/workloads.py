@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import determined as det
 import torch
 from deepspeed import PipelineEngine
@@ -68,9 +67,6 @@ class TrialWorkload:
         with world.building(
             self._add_engine, pipeline_refusal=_refusal("trial") if num_stages == 1 else None
         ):
-            deepspeed.init_distributed(
-                auto_mpi_discovery=False
-            )  # PipelineModule needs it to place its layers
             trial_class = import_trial(trial, Path(context_dir))
             world_size = torch.distributed.get_world_size()
             self._trial = trial_class(_DryRunContext(world_size, hparams, exp_conf, world.micro_batch_size))

@@ -132,6 +132,8 @@ class FakeWorld(contextlib.ExitStack):
             on_engine(found[0])
             return found
 
+        # PipelineModule and scripts need DeepSpeed's communication before there is an engine.
+        deepspeed.init_distributed(auto_mpi_discovery=False)
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(deepspeed, "initialize", build))
             if self.is_fake:

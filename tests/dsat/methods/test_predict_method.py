@@ -21,7 +21,7 @@ from dstrial.dsat.methods.base import MethodOptions, measures
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, structure_of
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.predictor.plan import headline, make_plan, to_json
+from dstrial.dsat.predictor.plan import PROBABILITY, headline, make_plan, needed_memory, to_json
 from dstrial.dsat.predictor.predictor import Predictor
 from dstrial.dsat.space.filters import Filters, needs_no_less_memory
 from dstrial.dsat.space.knobs import ZERO
@@ -349,6 +349,21 @@ def test_plan_reports_fit_margin_and_fastest() -> None:
     assert found["epoch_hours"] == pytest.approx(10 / roomy.best[0].throughput)
     assert found["epoch_cost"] == pytest.approx(8 * 2.5 * found["epoch_hours"])
     assert not any(cell.strip() for cell in tight.rows[0].cells(100, 2.5)[2:6])
+
+
+def test_plan_and_memory_command_predict_equal_bytes() -> None:
+    searched, found = space(stages=(0, 1, 2, 3)), inputs(80e9)
+    groups = ConfigGroups(searched)
+    plan = make_plan(searched, found, num_slots=8)
+
+    assert plan.rows
+    for row in plan.rows:
+        structure, batch = structure_of(row.candidate), row.candidate.batch
+        key = groups.run_key(structure, is_accumulating=batch.accumulation > 1)
+        zero = groups.setup(structure)
+        need = needed_memory(found.runs[key], zero, batch.micro_batch_size, 80e9)
+        assert need.median_bytes == pytest.approx(row.memory_bytes)
+        assert 80e9 - need.quantile(PROBABILITY) == pytest.approx(row.margin_bytes)
 
 
 @pytest.mark.parametrize(
