@@ -73,7 +73,7 @@ def test_a_script_is_predicted_with_the_batch_that_it_makes(capsys: pytest.Captu
 EXAMPLES = sorted(path.stem for path in (ROOT / "experiment_configs").glob("*.yaml"))
 NOT_DRY_RUN = {
     "accelerate_clm": "a loop with Reporter cannot be dry-run",
-    "hf_generate": "ends without a batch for an engine of deepspeed.initialize",  # trains nothing
+    "hf_generate": "memory.py:25",  # reads what only ZeRO 3 sets, and trains nothing
 }
 
 

@@ -87,9 +87,9 @@ class HardwarePlan:
     notes: tuple[str, ...]
 
     def shown(self, number: int) -> list[PlanRow]:
-        """Return ``number`` rows: the best, then other fitting ones, then the nearest."""
-        rows = {(row.description, row.num_slots): row for row in (*self.best, *self.rows)}
-        return list(rows.values())[:number]
+        """Return ``number`` rows: fitting ones, the fastest first, then the nearest."""
+        rows = {row.description: row for row in (*self.best, *self.rows)}.values()
+        return sorted(rows, key=lambda row: (not row.fits, -row.throughput if row.fits else 0.0))[:number]
 
 
 def make_plan(

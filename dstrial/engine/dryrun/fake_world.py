@@ -119,7 +119,7 @@ class FakeWorld(contextlib.ExitStack):
                 raise TrialContractError(pipeline_refusal)
             given = [arguments.pop(name, None) for name in ("config", "config_params")]
             given.append(getattr(arguments.pop("args", None), "deepspeed_config", None))
-            config = next((one for one in given if one), {})
+            config: Any = next((one for one in given if one), {})
             if isinstance(config, str):
                 config = load_config_file(config)
             arguments["config"] = self._stage_0_config(config, arguments["model"])
