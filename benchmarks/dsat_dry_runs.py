@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dsat_workloads import WORKLOADS, Workload
 
-from dstrial.dsat.driver.dry_runs import dry_run_space
+from dstrial.dsat.driver.dry_runs import trace_space
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.space.space import Structure
@@ -35,11 +35,10 @@ def inputs_of(workload: Workload) -> dict[str, Any]:
     """Return what ``predict`` starts from: dry runs, and what makers publish of the machine."""
     space, machine, model = workload.space(), workload.machine, workload.model
 
-    def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
+    def request_of(structure: Structure) -> DryRunRequest:
         config = space.config(space.candidate(structure, 0))
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
             config.pop(key, None)
-        config["gradient_accumulation_steps"] = 4 if is_accumulating else 1
         shape = {
             "num_layers": model.num_layers,
             "width": model.width,
@@ -49,19 +48,18 @@ def inputs_of(workload: Workload) -> dict[str, Any]:
         }
         return DryRunRequest(
             workload="model_workload:ModelWorkload",
-            shared_options={
+            options={
                 "model": "gpt_model:scored_model" if model.keeps_scores else "gpt_model:model",
                 "batch": "gpt_model:batch",
+                "config": config,
+                "shape": shape,
             },
-            options={"shape": shape},
-            deepspeed_config=config,
             world_size=machine.num_ranks,
-            target="cuda",
-            device_bytes=int(machine.device_bytes),
             module_paths=(str(_ROOT / "benchmarks"), str(_ROOT / "tests" / "programs")),
         )
 
-    found = dry_run_space(ConfigGroups(space), request_of, deadline_s=_DEADLINE_S)
+    groups = ConfigGroups(space)
+    found = trace_space(groups, request_of, deadline_s=_DEADLINE_S).inputs(groups)
     device = DEVICES["a100" if machine.flops_per_s > 200e12 else "v100"]
     network = machine.network_bytes_per_s / machine.ranks_per_node if machine.num_nodes > 1 else 50e9
     nominal = nominal_machine(device, machine.num_ranks, network_bytes_per_s=network)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,6 @@ _DEFAULT_DEVICE_GIB = 80.0
 _DEADLINE_S = 900.0
 _NUM_PARALLEL = 2
 _MEASURE = "Train some batches, and read what the run has measured by `dstrial memory RUN_DIR`."
-
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,9 +88,9 @@ def _show_prediction(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     numbers = _slots(_DEFAULT_SLOTS if args.slots is None else args.slots)
     settings_text = _settings_text(_load(args, None))
-    planned = [one for num_slots in numbers for one in _planned_runs(args, num_slots)]
-    placements = _run_planned(planned, args.deadline)
     capacity_bytes = args.device_gib * _GIB
+    planned = [one for num_slots in numbers for one in _planned_runs(args, num_slots)]
+    placements = _run_planned(planned, args.deadline, capacity_bytes)
     lines = answer(placements, capacity_bytes, settings_text)
     seconds = time.monotonic() - began_s
     if args.as_json:
@@ -101,6 +100,8 @@ def _show_prediction(args: argparse.Namespace) -> int:
                 "stage": one.stage,
                 "problem": one.problem,
                 **one.parts(),
+                "needs": None if one.need is None else one.need.median_bytes,
+                "fits": one.fits(capacity_bytes),
                 "largest": one.largest(),
             }
             for one in placements
@@ -112,7 +113,7 @@ def _show_prediction(args: argparse.Namespace) -> int:
         sys.stdout.write(
             f"{table_unit(placements)} of one device, {alike} alike; predicted in {seconds:.0f} s\n"
         )
-        notes = dict.fromkeys(note for one in placements if one.run is not None for note in one.run.notes)
+        notes = dict.fromkeys(note for one in placements for note in one.notes)
         sys.stdout.writelines(f"{note}\n" for note in notes)
     return 0 if any(one.run is not None for one in placements) else 1
 
@@ -148,15 +149,14 @@ def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int)
     Returns the problem as text; None if the prediction succeeded.
     """
     try:
-        planned = _requests_of(experiment, num_slots, int(_DEFAULT_DEVICE_GIB * _GIB))
-        return _predict_stages(run, planned)[1]
+        return _predict_stages(run, _planned_of(experiment, num_slots))[1]
     except DstrialError as error:
         return str(error)
 
 
 def _predict_stages(
     run: RunDirectory,
-    planned: Sequence[tuple[Placement, DryRunRequest | None]],
+    planned: Sequence[_Planned],
     deadline_s: float = _DEADLINE_S,
 ) -> tuple[list[dict[str, float]], str | None]:
     """Run the dry runs, store the result, and return (result, first problem or None).
@@ -189,14 +189,25 @@ def _load(args: argparse.Namespace, num_slots: int | None) -> ExperimentConfig:
     )
 
 
-def _planned_runs(args: argparse.Namespace, num_slots: int) -> list[tuple[Placement, DryRunRequest | None]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Planned:
+    """A placement, and the dry run from which its memory is computed."""
+
+    placement: Placement
+    request: DryRunRequest | None = None  # None if the placement has a problem
+    effective: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # DeepSpeed config with defaults
+    replicas: int = 1
+    is_accumulating: bool = False
+
+
+def _planned_runs(args: argparse.Namespace, num_slots: int) -> list[_Planned]:
     from dstrial.dsat.predictor.model_memory import Placement
 
     try:
         experiment = _load(args, num_slots)
     except ConfigError as error:
-        return [(Placement(num_slots, 0, None, str(error.problems[0])), None)]
-    return [*_requests_of(experiment, num_slots, int(args.device_gib * _GIB))]
+        return [_Planned(Placement(num_slots, 0, None, str(error.problems[0])))]
+    return _planned_of(experiment, num_slots)
 
 
 def _settings_text(experiment: ExperimentConfig) -> str:
@@ -207,13 +218,8 @@ def _settings_text(experiment: ExperimentConfig) -> str:
     return f"ZeRO stage {stage} and {kinds[0] if kinds else 'float32'}"
 
 
-def _requests_of(
-    experiment: ExperimentConfig, num_slots: int, device_bytes: int
-) -> list[tuple[Placement, DryRunRequest]]:
-    """Return (placement, dry run) of each pipeline stage; one pair without a pipeline.
-
-    ``device_bytes`` is the memory of one device.
-    """
+def _planned_of(experiment: ExperimentConfig, num_slots: int) -> list[_Planned]:
+    """Return the placement of each pipeline stage; one without a pipeline."""
     from dstrial.dsat.predictor.inputs import dry_run_request
     from dstrial.dsat.predictor.model_memory import Placement
 
@@ -221,66 +227,70 @@ def _requests_of(
     _require_dry_runnable(experiment, entrypoint)
     checked = experiment.deepspeed_check
     assert experiment.deepspeed is not None  # ensured by _require_dry_runnable()
+    merged = experiment.deepspeed.merged
     batch = None if checked is None else checked.batch
-    solved = {} if batch is None else {key: getattr(batch, key) for key in _BATCH_KEYS}
-    config = {
-        key: value
-        for key, value in {**experiment.deepspeed.merged, **solved}.items()
-        if not (key in _BATCH_KEYS and value == "auto")
-    }
-    micro_batch_size = 0 if batch is None else batch.train_micro_batch_size_per_gpu
-    context_dir = Path(experiment.context_dir)
-    shared: dict[str, Any] = {
-        "world_size": num_slots,
-        "target": "cuda",
-        "exp_conf": experiment.raw,
-        "device_bytes": device_bytes,
-    }
-    if entrypoint.trial is None:
-        words = _python_words(entrypoint.words)
-        request = dry_run_request(words, context_dir, experiment.hyperparameters, config, **shared)
-        return [(Placement(num_slots, micro_batch_size, None), request)]
     num_stages = experiment.sizes.pp
-    stages = [None] if num_stages == 1 else list(range(num_stages))
     return [
-        (
-            Placement(num_slots, micro_batch_size, None, stage=stage),
-            dry_run_request(
-                entrypoint.trial,
-                context_dir,
-                experiment.hyperparameters,
-                config,
-                num_stages=num_stages,
-                stage=stage or 0,
-                **shared,
+        _Planned(
+            Placement(
+                num_slots,
+                0 if batch is None else batch.train_micro_batch_size_per_gpu,
+                None,
+                stage=None if num_stages == 1 else stage,
             ),
+            dry_run_request(
+                entrypoint.trial or _python_words(entrypoint.words),
+                Path(experiment.context_dir),
+                experiment.hyperparameters,
+                world_size=num_slots,
+                exp_conf=experiment.raw,
+                num_stages=num_stages,
+                stage=stage,
+            ),
+            merged if checked is None else checked.effective,
+            num_slots // num_stages,
+            batch is not None and batch.gradient_accumulation_steps > 1,
         )
-        for stage in stages
+        for stage in range(num_stages)
     ]
 
 
 def _run_planned(
-    planned: Sequence[tuple[Placement, DryRunRequest | None]], deadline_s: float = _DEADLINE_S
+    planned: Sequence[_Planned], deadline_s: float = _DEADLINE_S, capacity_bytes: float = math.inf
 ) -> list[Placement]:
-    """Run all dry runs; return each placement with its result or problem.
-
-    An entry without a dry run already has a problem and is returned unchanged.
-    """
+    """Dry-run each pipeline stage once; return all placements with result or problem."""
     from dstrial.engine.dryrun.process import dry_runs
 
-    requests = [request for _, request in planned if request is not None]
-    found = iter(dry_runs(requests, deadline_s=deadline_s, num_parallel=_NUM_PARALLEL))
-    return [one if request is None else _with_result(one, next(found)) for one, request in planned]
+    requests: dict[int | None, DryRunRequest] = {}
+    for one in planned:
+        if one.request is not None:
+            requests.setdefault(one.placement.stage, one.request)
+    found = dry_runs([*requests.values()], deadline_s=deadline_s, num_parallel=_NUM_PARALLEL)
+    answers = dict(zip(requests, found, strict=True))
+    return [
+        one.placement
+        if one.request is None
+        else _with_result(one, answers[one.placement.stage], capacity_bytes)
+        for one in planned
+    ]
 
 
-def _with_result(placement: Placement, found: object) -> Placement:
-    from dstrial.engine.dryrun.values import DryRunResult
+def _with_result(planned: _Planned, found: object, capacity_bytes: float) -> Placement:
+    from dstrial.dsat.predictor.closed_form import zero_run
+    from dstrial.dsat.predictor.features import ZeroFeatures
+    from dstrial.dsat.predictor.plan import needed_memory
+    from dstrial.engine.dryrun.values import ModelTrace
 
-    if isinstance(found, DryRunResult):
-        size = placement.micro_batch_size or found.num_records
-        return dataclasses.replace(placement, run=found, micro_batch_size=size)
-    problem = f"{str(found).splitlines()[0]} {_MEASURE}"
-    return dataclasses.replace(placement, problem=problem)
+    placement = planned.placement
+    if not isinstance(found, ModelTrace):
+        return dataclasses.replace(placement, problem=f"{str(found).splitlines()[0]} {_MEASURE}")
+    width = 2 if found.state_bytes["parameters"] <= 3 * found.parameters else 4
+    zero = ZeroFeatures.from_config(planned.effective, replicas=planned.replicas, bytes_per_value=width)
+    is_accumulating = planned.is_accumulating or placement.stage is not None
+    run = zero_run(found, zero, is_accumulating=is_accumulating)
+    size = placement.micro_batch_size or found.num_records
+    need = needed_memory(run, zero, size, capacity_bytes)
+    return dataclasses.replace(placement, run=run, micro_batch_size=size, need=need, notes=found.notes)
 
 
 def _require_dry_runnable(experiment: ExperimentConfig, entrypoint: Entrypoint) -> None:

@@ -45,6 +45,17 @@ def parse_bytes(text: str) -> int:
     return int(number)
 
 
+def _slots(text: str) -> tuple[int, ...]:
+    """Convert numbers of ranks such as ``8`` or ``1,2,4,8``."""
+    try:
+        numbers = tuple(map(int, text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; expected 8 or 1,2,4,8")
+    return numbers
+
+
 def _count_or_path(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
@@ -153,8 +164,8 @@ class SearchFlags:
         "load the file of --sample-batch also where it holds other classes than tensors and plain values, which can run any "
         "code: for files of people whom you trust",
     )
-    slots: int | None = _flag(
-        None, "ranks in all (the config's slots_per_trial)", least=1, resumes=True, type=int
+    slots: Sequence[int] | None = _flag(
+        None, "numbers of ranks (the config's slots_per_trial)", resumes=True, metavar="N,…", type=_slots
     )
     device: str | None = _flag(
         None,
@@ -170,6 +181,13 @@ class SearchFlags:
         type=parse_bytes,
     )
     per_machine: int = _flag(8, "devices of one machine (8)", least=1, resumes=True)
+    price: float | None = _flag(
+        None,
+        "price of a device for one hour, for the cost of an epoch",
+        resumes=True,
+        metavar="2.5",
+        type=float,
+    )
     is_plan: bool = False
     own: Mapping[str, Any] = dataclasses.field(
         default_factory=dict
@@ -188,7 +206,7 @@ class SearchFlags:
 FIELDS = {field.name: field for field in dataclasses.fields(SearchFlags) if field.metadata}
 """Name of a flag -> its field of ``SearchFlags``."""
 _DESCRIBING = ("sample_batch", "trust_code")
-_OF_PLAN = ("slots", "device", "device_memory", "per_machine")
+_OF_PLAN = ("slots", "device", "device_memory", "per_machine", "price")
 _PLAN_ORDER = (*_OF_PLAN, "zero_stages", "train_batch_size", "free_batch", "space", "output", *_DESCRIBING)
 _PLAN_HELP = {
     "train_batch_size": "global batch, instead of the config's own",

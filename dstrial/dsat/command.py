@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,13 +22,14 @@ from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import TrialResult, best_of
 from dstrial.dsat.driver.driver import Driver, recorded_inputs
-from dstrial.dsat.driver.dry_runs import gather_inputs, target_here
+from dstrial.dsat.driver.dry_runs import gather_inputs, target_here, trace_graphs
 from dstrial.dsat.methods import METHODS
+from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan
+from dstrial.dsat.predictor.plan import MAX_ROWS, HardwarePlan, columns, headline, make_plan, to_json
 from dstrial.dsat.report.live import LiveProgress, summary
-from dstrial.errors import LaunchError, SearchError
+from dstrial.errors import ConfigError, LaunchError, SearchError
 from dstrial.file_writes import replace_file
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import write_json_atomically
@@ -216,56 +217,89 @@ def _print_line(line: str) -> None:
     sys.stdout.flush()
 
 
-_COLUMNS = ("configuration", "verdict", "GiB, phase", "host GiB", "records/s (80 %)", "largest micro batch")
-
-
 def run_plan(flags: SearchFlags) -> int:
     """Print and write a hardware plan; return 0 if any configuration fits, else 1."""
     name = flags.device
     device = DEVICES[name or "a100"]
     device_bytes = flags.device_memory or int(device.memory_bytes)
-    settings = read_config(flags)
-    space = settings.space
-    inputs = gather_inputs(settings, target="cuda", capacity_bytes=device_bytes, print_line=_print_line)
-    if not inputs.runs:
-        reason = next(iter(inputs.failures.values()), "nothing was dry-run")
+    notes = [f"speed of the {name or 'a100'}: {device.source}, 70 % of it assumed to be reached"]
+    if name is None:
+        notes.append("name the device with --device")
+    planned: dict[int, SearchConfig] = {}
+    for num_slots in flags.slots or (None,):
+        try:
+            asked = flags if num_slots is None else dataclasses.replace(flags, slots=(num_slots,))
+            settings = read_config(asked)
+            planned[settings.num_slots] = settings
+        except ConfigError as error:
+            if len(flags.slots or ()) < 2:
+                raise
+            notes.append(f"{num_slots} slot(s): {error.problems[0]}")
+    if not planned:
+        raise SearchError("no number of --slots suits the experiment: " + "; ".join(notes[1:]))
+    settings = next(iter(planned.values()))
+    traces = trace_graphs(settings, ConfigGroups(settings.space), print_line=_print_line)
+    if not traces.found:
+        reason = next(iter(traces.failures.values()), "nothing was dry-run")
         raise SearchError(f"the plan needs a description of the training code, and there is none: {reason}")
-    machine = nominal_machine(
-        device, settings.num_slots, per_machine=flags.per_machine, bytes_per_value=space.bytes_per_value
+    plans = {}
+    for num_slots, settings in planned.items():
+        width = settings.space.bytes_per_value
+        machine = nominal_machine(device, num_slots, per_machine=flags.per_machine, bytes_per_value=width)
+        inputs = traces.inputs(ConfigGroups(settings.space))
+        plans[num_slots] = make_plan(
+            settings.space,
+            dataclasses.replace(inputs, machine=machine, capacity_bytes=float(device_bytes)),
+            num_slots=num_slots,
+            peak_flops_per_s=device.half_flops_per_s if width == 2 else device.single_flops_per_s,
+        )
+    epoch_records = settings.experiment.raw.get("records_per_epoch") or max(
+        trace.epoch_records for trace in traces.found.values()
     )
-    plan = make_plan(space, dataclasses.replace(inputs, machine=machine))
-    title = headline(plan, settings.num_slots, name or "device", device_bytes)
-    _print(plan, title, None if name else "times are those of an a100; name the device with --device")
+    title = headline(plans, name or "device", device_bytes)
+    notes = [*dict.fromkeys(note for plan in plans.values() for note in plan.notes), *notes]
+    if not epoch_records:
+        notes.append("the length of an epoch is unknown: set records_per_epoch in the config")
+    _print_plan(plans, title, notes, epoch_records, flags.price)
     output = Path(flags.output or "plan") / "report.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     facts = {
         "title": title,
-        "slots": settings.num_slots,
+        "is_measured": False,
+        "slots": list(plans),
         "device": name,
+        "device_source": device.source,
         "device_memory_bytes": device_bytes,
-        "described_by": inputs.described_by,
-        "train_batch_size": space.own().batch.train_batch_size,
+        "described_by": traces.described_by,
+        "num_params": max(plan.num_params for plan in plans.values()),
+        "epoch_records": epoch_records,
+        "price": flags.price,
+        "notes": notes,
     }
-    write_json_atomically(output, {**facts, **plan.to_json()})
+    found = [to_json(plan, epoch_records, flags.price) for plan in plans.values()]
+    lists = {key: [row for one in found for row in one[key]] for key in ("rows", "best")}
+    write_json_atomically(output, {**facts, **lists})
     _print_line(f"report:        {output.absolute()}")
-    return 0 if any(row.fits for row in plan.rows) else 1
+    return 0 if any(row.fits for plan in plans.values() for row in plan.rows) else 1
 
 
-def _print(plan: HardwarePlan, title: str, note: str | None) -> None:
+def _print_plan(
+    plans: Mapping[int, HardwarePlan],
+    title: str,
+    notes: Sequence[str],
+    epoch_records: int,
+    price: float | None,
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 160)
+    rows = [row for plan in plans.values() for row in plan.shown(max(MAX_ROWS // len(plans), 1))]
     table = Table(title=f"{title} (predicted, not measured)", title_justify="left")
-    for idx, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if idx < 2 else "right")
-    for row in plan.rows:
-        table.add_row(*row.cells())
+    for idx, column in enumerate(columns(rows)):
+        table.add_column(column, justify="left" if idx == 1 else "right")
+    for row in rows:
+        table.add_row(*row.cells(epoch_records, price))
     console.print(table)
-    for number, row in enumerate(plan.best, 1):
-        console.print(
-            f"predicted best {number}: {row.description}: {row.throughput:.4g} records/s "
-            f"({row.throughput_low:.3g} to {row.throughput_high:.3g}), not measured"
-        )
-    for text in (*plan.notes, *([note] if note else [])):
+    for text in notes:
         console.print(f"note: {text}")

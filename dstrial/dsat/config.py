@@ -133,7 +133,7 @@ def with_parallel(settings: SearchConfig, num_parallel: int) -> SearchConfig:
 
 def _overrides(flags: SearchFlags) -> list[str]:
     above = "hyperparameters.overwrite_deepspeed_args"
-    found = [] if flags.slots is None else [f"resources.slots_per_trial={flags.slots}"]
+    found = [] if flags.slots is None else [f"resources.slots_per_trial={flags.slots[0]}"]
     if flags.train_batch_size is not None:
         found += [
             f"{above}.train_batch_size={flags.train_batch_size}",

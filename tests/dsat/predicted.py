@@ -26,8 +26,6 @@ def dry_run(**fields: Any) -> DryRunResult:
         "last_collectives": (),
         "flops": Flops(Line(0.0, 1e13), Line(0.0, 1e13)),
         "tokens": None,
-        "is_fake": True,
-        "is_linear": True,
     }
     return DryRunResult(**{**usual, **fields})
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from deepspeed_release import needs_0_19_8
 from forked_ranks import RunningProgram
+
+from dstrial.dsat.predictor.closed_form import zero_run
+from dstrial.dsat.predictor.features import ZeroFeatures
+from dstrial.engine.dryrun.process import dry_run
+from dstrial.engine.dryrun.values import DryRunRequest, ModelTrace
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -162,3 +168,40 @@ def test_activations_are_what_backward_needs(
         # The records, what comes of tanh, and what is squared.
         expected = num_bytes * RECORDS * (WIDTH + hidden + WIDTH)
         assert expected <= measured["bytes"]["activations_bytes"] <= expected + 64
+
+
+TRACE_PATH = str(Path(__file__).parents[1] / "programs")
+
+
+@pytest.fixture(scope="module")
+def trace() -> ModelTrace:
+    """The dry run of the layers in bf16."""
+    request = DryRunRequest(
+        workload="model_workload:ModelWorkload",
+        options={
+            "model": "memory_program:layers",
+            "batch": "memory_program:records",
+            "config": {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}, **BF16},
+        },
+        world_size=2,
+        module_paths=(TRACE_PATH,),
+    )
+    return dry_run(request, deadline_s=300)
+
+
+@pytest.mark.parametrize(
+    "case", ["bf16", "bf16, ZeRO 1", "bf16, ZeRO 2", "bf16, ZeRO 3", "offloaded, ZeRO 2", "offloaded, ZeRO 3"]
+)
+def test_memory_in_closed_form_is_that_of_engines(
+    program: RunningProgram, trace: ModelTrace, case: str
+) -> None:
+    options, _ = CASES[case]
+    zero = {"stage": options["stage"], "reduce_bucket_size": BUCKET, **options.get("zero", {})}
+    features = ZeroFeatures.from_config({"zero_optimization": zero}, replicas=2, bytes_per_value=2)
+    run = zero_run(trace, features, is_accumulating=False, is_cpu=True)
+    for measured in program.result(case):
+        found = measured["bytes"]
+        if "offloaded" not in case:
+            for part in ("parameters", "optimizer"):
+                assert run.device_parts[part] == pytest.approx(found[f"{part}_bytes"], abs=256)
+        assert run.device.peak(RECORDS) == pytest.approx(found["tensors_peak_bytes"], rel=0.15)

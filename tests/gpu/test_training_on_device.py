@@ -19,6 +19,8 @@ from programs import environment, facts, finish, launch, needs_cuda, reports
 
 from dstrial.doctor.proof import Target, experiment
 from dstrial.dsat.core.journal import RESULTS_NAME
+from dstrial.dsat.predictor.closed_form import zero_run
+from dstrial.dsat.predictor.features import ZeroFeatures
 from dstrial.engine.dryrun.process import dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest
 from dstrial.local.json_files import read_json_lines
@@ -144,16 +146,23 @@ def test_predicted_memory_is_within_15_percent_of_the_measured_one(tmp_path):
     requests = [
         DryRunRequest(
             workload="model_workload:ModelWorkload",
-            shared_options={"model": "memory_program:model", "batch": "memory_program:batch"},
-            options={"shape": memory_program.SHAPE},
-            deepspeed_config=memory_program.config(stage, precision),
+            options={
+                "model": "memory_program:model",
+                "batch": "memory_program:batch",
+                "config": memory_program.config(stage, precision),
+                "shape": memory_program.SHAPE,
+            },
             world_size=1,
-            target="cuda",
             module_paths=(str(Path(__file__).parent), str(Path(__file__).parents[1] / "programs")),
         )
         for precision, stage in chosen
     ]
-    predicted = [one.device.peak(memory_program.RECORDS) for one in dry_runs(requests, num_parallel=4)]
+    predicted = []
+    for (precision, stage), trace in zip(chosen, dry_runs(requests, num_parallel=4), strict=True):
+        config, width = memory_program.config(stage, precision), 4 if precision == "fp32" else 2
+        zero = ZeroFeatures.from_config(config, replicas=1, bytes_per_value=width)
+        run = zero_run(trace, zero, is_accumulating=False)
+        predicted.append(run.device.peak(memory_program.RECORDS))
     printed, status = launch("memory_program.py", 1, json.dumps(chosen), tmp_path=tmp_path)
     assert status == 0, printed
     measured = facts(printed)["peaks"]

@@ -260,7 +260,7 @@ def test_a_search_describes_the_same_file_without_a_gpu(tmp_path: Path) -> None:
         "deepspeed_config": deepspeed,
         "overwrite_deepspeed_args": {"zero_optimization.stage": 1},
     }
-    asked = dry_run_request("model_def:DigitsTrial", tmp_path, hparams, deepspeed, world_size=2)
+    asked = dry_run_request("model_def:DigitsTrial", tmp_path, hparams, world_size=2)
 
     assert dry_run(asked, deadline_s=200).parameters == 64 * 64 + 64 + 64 * 10 + 10
 

@@ -31,6 +31,21 @@ class Layers(nn.Module):
         return self.down_proj(torch.tanh(self.up_proj(records)))
 
 
+class MeanSquare(Layers):
+    """The layers with their loss, for a dry run."""
+
+    def forward(self, records: torch.Tensor) -> torch.Tensor:
+        return super().forward(records.to(self.up_proj.weight.dtype)).pow(2).mean()
+
+
+def layers() -> nn.Module:
+    return MeanSquare()
+
+
+def records(num_records: int) -> tuple[torch.Tensor]:
+    return (torch.randn(num_records, WIDTH, dtype=torch.bfloat16),)
+
+
 class Mixture(nn.Module):
     """The layers, and two experts of the same kind on two ranks."""
 

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
-import torch
-from torch.utils._pytree import tree_map_only
+
+from dstrial.engine.dryrun.fake_world import FakeWorld
 
 
 class ModelWorkload:
     """``model`` and ``batch`` are ``module:function``; the batch's first argument is the micro batch size."""
 
-    def __init__(self, _world: object, model: str, batch: str) -> None:
-        self._make_model, self._make_batch = map(_load, (model, batch))
-        self._shape: dict[str, Any] = {}
-        self._engine: Any = None
-        self._device = torch.device("cpu")
-
-    def prepare(self, shape: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        world: FakeWorld,
+        model: str,
+        batch: str,
+        config: Mapping[str, Any],
+        shape: Mapping[str, Any] | None = None,
+    ) -> None:
+        make_model, self._make_batch = map(_load, (model, batch))
         self._shape = dict(shape or {})
-
-    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        self._device = device
-        model = self._make_model(**self._shape)
-        self._engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=dict(deepspeed_config)
-        )
-        return [self._engine]
+        self.engines: list[Any] = []
+        with world.building(self.engines.append, pipeline_refusal=None):
+            net = make_model(**self._shape)
+            deepspeed.initialize(model=net, model_parameters=net.parameters(), config=dict(config))
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
+        (engine,) = self.engines
         batch = self._make_batch(micro_batch_size, **self._shape)
-        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
-        self._engine.backward(self._engine(*batch))
-        self._engine.step()
+        engine.backward(engine(*batch))
+        engine.step()
         return batch
 
 

@@ -1,83 +1,111 @@
-"""Dry-run each kind of structure in child processes, without importing torch here."""
+"""Dry-run each kind of model graph in child processes, without importing torch here."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dstrial.dsat.backends.trial_spec import measuring_spec, python_words
 from dstrial.dsat.config import SearchConfig
+from dstrial.dsat.predictor.closed_form import zero_run
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.inputs import NUM_BATCHES, UNDESCRIBED, PredictInputs, dry_run_request
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space.space import Structure
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
-from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
+from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, ModelTrace
 from dstrial.local.script_variables import MEASURING_KEYS
 
 _DEADLINE_S = 900.0
 _MAX_PARALLEL = 4
 _USUAL_FLOPS_RATIO = 0.5, 2.0
-_PIPELINE_NOTE = "pipelines are not dry-run; `dstrial memory` tells what each stage takes"
+_PIPELINE_NOTE = "pipelines have no predicted times; `dstrial memory` tells what each stage takes"
 
-RequestOf = Callable[[Structure, bool], DryRunRequest]
+Target = Literal["cpu", "cuda"]
+"""``cpu`` has one kind of memory; ``cuda`` has device and host memory."""
+RequestOf = Callable[[Structure], DryRunRequest]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphTraces:
+    """Dry runs of a search's model, one for each kind of graph."""
+
+    found: Mapping[str, ModelTrace] = dataclasses.field(default_factory=dict)  # by ``_graph_key``
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> why there is no trace
+    described_by: str = UNDESCRIBED
+    notes: tuple[str, ...] = ()
+
+    def inputs(self, groups: ConfigGroups, *, is_cpu: bool = False) -> PredictInputs:
+        """Return the inputs of method ``predict``, with ZeRO's part in closed form."""
+        runs = {}
+        for key, (structure, is_accumulating) in groups.representatives().items():
+            trace = self.found.get(_graph_key(groups, structure))
+            if trace is not None:
+                zero = groups.setup(structure)
+                runs[key] = zero_run(trace, zero, is_accumulating=is_accumulating, is_cpu=is_cpu)
+        micro_batch_size = groups.space.own().batch.micro_batch_size
+        return PredictInputs(
+            runs=runs,
+            failures=self.failures,
+            is_cpu=is_cpu,
+            described_by=self.described_by,
+            notes=(*self.notes, *flops_notes(runs.values(), micro_batch_size)),
+        )
 
 
 def gather_inputs(
     settings: SearchConfig,
     *,
     target: Target,
-    capacity_bytes: int | None = None,
     deadline_s: float = _DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> PredictInputs:
-    """Dry-run one configuration of each kind; return the inputs of method ``predict``.
+    """Dry-run the model of a search; return the inputs of method ``predict``."""
+    groups = ConfigGroups(settings.space, is_cpu=target == "cpu")
+    traces = trace_graphs(settings, groups, deadline_s=deadline_s, print_line=print_line)
+    return traces.inputs(groups, is_cpu=target == "cpu")
 
-    A dry run builds the engine and trains a batch on fake tensors. If all fail, method ``asha`` replaces ``predict``.
-    ``deadline_s`` limits all dry runs together; ``capacity_bytes`` is the memory of one device.
+
+def trace_graphs(
+    settings: SearchConfig,
+    groups: ConfigGroups,
+    *,
+    deadline_s: float = _DEADLINE_S,
+    print_line: Callable[[str], None] = lambda _line: None,
+) -> GraphTraces:
+    """Dry-run each kind of graph on fake tensors, or on real ones if fake ones fail.
+
+    If all fail, method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs together.
     """
     if settings.space.sizes.has_pipeline_engine:
         # The predictor has no model of pipelines: its dry runs would describe one stage, not the step.
         print_line(f"described by:  the first measurement ({_PIPELINE_NOTE})")
-        return PredictInputs(
-            failures={"pipeline": _PIPELINE_NOTE}, is_cpu=target == "cpu", notes=(_PIPELINE_NOTE,)
-        )
-    request_of = request_maker(settings, target=target, capacity_bytes=capacity_bytes)
-    groups = ConfigGroups(settings.space, is_cpu=target == "cpu")
-    number = len(groups.representatives())
-    print_line(
-        f"describe:      {number} kinds of structures at {settings.num_slots} rank(s), with fake tensors"
-    )
+        return GraphTraces(failures={"pipeline": _PIPELINE_NOTE}, notes=(_PIPELINE_NOTE,))
     until_s = time.monotonic() + deadline_s
-    inputs = dry_run_space(groups, request_of, deadline_s=deadline_s)
-    if not inputs.runs and inputs.failures and time.monotonic() < until_s:
-        inputs = _by_real_batch(groups, request_of, inputs, target, until_s)
-    lines = list(inputs.notes)
-    failed = len(inputs.failures)
-    if failed and inputs.runs:
-        first = next(iter(inputs.failures.values())).splitlines()[0]
-        lines.append(f"{failed} of {number} kinds of structures could not be dry-run: {first}")
-    bypasses = {bypass.place for run in inputs.runs.values() for bypass in run.bypasses}
+    request_of = request_maker(settings)
+    number = len(_structures(groups))
+    print_line(f"describe:      {number} kind(s) of graphs, with fake tensors")
+    traces = trace_space(groups, request_of, deadline_s=deadline_s)
+    if not traces.found and time.monotonic() < until_s:
+        traces = _by_real_batch(groups, request_of, traces, until_s)
+    described, lines = traces.described_by, list(traces.notes)
+    if traces.failures and traces.found:
+        first = next(iter(traces.failures.values())).splitlines()[0]
+        lines.append(f"{len(traces.failures)} of {number} kinds of graphs could not be dry-run: {first}")
+    bypasses = {bypass.place for trace in traces.found.values() for bypass in trace.bypasses}
     if bypasses:
         lines.append(f"values read while fake, told a constant: {', '.join(sorted(bypasses))}")
-    described = inputs.described_by
-    if inputs.runs:
+    if traces.found:
         source = "of a loader's first batches the largest" if settings.trial else "a script's first batch"
         if isinstance(settings.flags.sample_batch, str):
             source = f"the batch in {settings.flags.sample_batch}"
-        described += f" ({len(inputs.runs)} of {number} kinds of structures; {source})"
+        described += f" ({len(traces.found)} of {number} kinds of graphs; {source})"
     print_line(f"described by:  {described}")
-    lines.insert(0, f"described by {described}")
-    lines += flops_notes(inputs.runs.values(), settings.space.own().batch.micro_batch_size)
-    return dataclasses.replace(
-        inputs,
-        capacity_bytes=None if capacity_bytes is None else float(capacity_bytes),
-        is_cpu=target == "cpu",
-        notes=tuple(lines),
-    )
+    return dataclasses.replace(traces, notes=(f"described by {described}", *lines))
 
 
 def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str]:
@@ -99,86 +127,71 @@ def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str
     return [note]
 
 
-def dry_run_space(
-    groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S
-) -> PredictInputs:
-    """Dry-run one configuration of each kind; return the results and failures.
-
-    ``groups`` says which configurations are of a kind. ``request_of`` returns the request for a structure and whether it
-    accumulates gradients. ``deadline_s`` limits all dry runs together.
-    """
-    asked = groups.representatives()
-    requests = [request_of(structure, is_accumulating) for structure, is_accumulating in asked.values()]
-    num_parallel = min(os.cpu_count() or 1, _MAX_PARALLEL)
-    found = dry_runs(requests, deadline_s=deadline_s, num_parallel=num_parallel)
-    return _inputs(dict(zip(asked, found, strict=True)), "fake tensors")
-
-
-def _inputs(found: Mapping[str, DryRunResult | DryRunError], described_by: str) -> PredictInputs:
-    runs = {key: run for key, run in found.items() if isinstance(run, DryRunResult)}
-    return PredictInputs(
-        runs=runs,
-        failures={key: str(error) for key, error in found.items() if isinstance(error, DryRunError)},
-        described_by=described_by if runs else UNDESCRIBED,
-        notes=tuple(sorted({note for run in runs.values() for note in run.notes})),
+def trace_space(
+    groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S, is_real: bool = False
+) -> GraphTraces:
+    """Dry-run one structure of each kind of graph, on real tensors if ``is_real``."""
+    asked = _structures(groups)
+    requests = [dataclasses.replace(request_of(structure), is_real=is_real) for structure in asked.values()]
+    num_parallel = 1 if is_real else min(os.cpu_count() or 1, _MAX_PARALLEL)
+    answers = dict(
+        zip(asked, dry_runs(requests, deadline_s=deadline_s, num_parallel=num_parallel), strict=True)
+    )
+    found = {key: one for key, one in answers.items() if isinstance(one, ModelTrace)}
+    described_by = "one real batch" if is_real else "fake tensors"
+    return GraphTraces(
+        found,
+        {key: str(one) for key, one in answers.items() if isinstance(one, DryRunError)},
+        described_by if found else UNDESCRIBED,
+        tuple(sorted({note for trace in found.values() for note in trace.notes})),
     )
 
 
-def request_maker(settings: SearchConfig, *, target: Target, capacity_bytes: int | None = None) -> RequestOf:
-    space: Space = settings.space
-    asked = settings.flags.sample_batch
+def _structures(groups: ConfigGroups) -> dict[str, Structure]:
+    """Return the structures to dry-run, by kind of graph."""
+    return {_graph_key(groups, structure): structure for structure in reversed(groups.bases())}
+
+
+def _graph_key(groups: ConfigGroups, structure: Structure) -> str:
+    """Return a key of the settings that may change the graph: those of unknown effect."""
+    return json.dumps(groups.unknown_settings(structure))
+
+
+def request_maker(settings: SearchConfig) -> RequestOf:
+    space, asked = settings.space, settings.flags.sample_batch
     shared: dict[str, Any] = {
         "world_size": settings.num_slots,
-        "target": target,
         "exp_conf": settings.experiment.raw,
         "sample_batch": Path(asked) if isinstance(asked, str) else None,
         "num_batches": asked if isinstance(asked, int) else NUM_BATCHES,
         "trusts_code": settings.flags.trust_code,
-        "device_bytes": capacity_bytes,
     }
 
-    def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
-        candidate = space.candidate(structure, 0 if is_accumulating else space.batch_size_grid.last)
+    def request_of(structure: Structure) -> DryRunRequest:
+        candidate = space.candidate(structure, 0)
         hparams = {
             key: value
             for key, value in measuring_spec(settings, candidate, 0, "described").hparams.items()
             if key not in MEASURING_KEYS
         }
-        config = space.config(candidate)
         code = settings.trial or python_words(settings.experiment.entrypoint)
-        return dry_run_request(code, settings.context_dir, hparams, config, **shared)
+        return dry_run_request(code, settings.context_dir, hparams, **shared)
 
     return request_of
 
 
 def _by_real_batch(
-    groups: ConfigGroups,
-    request_of: RequestOf,
-    failed: PredictInputs,
-    target: Target,
-    until_s: float,
-) -> PredictInputs:
-    """Train one real batch per kind of configuration on the CPU, the user's own first."""
+    groups: ConfigGroups, request_of: RequestOf, failed: GraphTraces, until_s: float
+) -> GraphTraces:
     failure = next(iter(failed.failures.values())).splitlines()[0]
-    notes = [f"fake tensors do not do, so one real batch was trained: {failure}"]
-    if target != "cpu":
-        notes.append("memory of device and host is not told apart: what is offloaded counts as the device's")
-    found: dict[str, DryRunResult | DryRunError] = {}
-    for key, (structure, is_accumulating) in groups.representatives().items():
-        # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
-        request = dataclasses.replace(request_of(structure, is_accumulating), is_real=True, target="cpu")
-        (run,) = dry_runs([request], deadline_s=max(until_s - time.monotonic(), 0.0))
-        found[key] = run
-        if isinstance(run, DryRunResult):
-            found[key] = dataclasses.replace(run, notes=(*run.notes, *notes))
-        elif len(found) == 1:
-            break
-    inputs = _inputs(found, "one real batch")
-    if inputs.runs:
-        return inputs
-    reason = next(iter(inputs.failures.values()), "").partition("\n")[0]
+    deadline_s = max(until_s - time.monotonic(), 0.0)
+    traces = trace_space(groups, request_of, deadline_s=deadline_s, is_real=True)
+    if traces.found:
+        note = f"fake tensors do not do, so one real batch was trained: {failure}"
+        return dataclasses.replace(traces, notes=(*traces.notes, note))
+    reason = next(iter(traces.failures.values()), "").partition("\n")[0]
     note = f"it cannot be described, so that asha searches in place of predict: {reason}"
-    return dataclasses.replace(failed, failures=inputs.failures, notes=(note,))
+    return dataclasses.replace(traces, notes=(note,))
 
 
 def target_here(environment: Mapping[str, str]) -> Target:

@@ -84,20 +84,21 @@ class Device:
     memory_bytes_per_s: float
     peer_bytes_per_s: float  # to the other devices of a machine, in one direction
     host_bytes_per_s: float
+    source: str
 
 
 DEVICES: dict[str, Device] = {
-    "v100": Device(125e12, 15.7e12, 32 * 2**30, 0.9e12, 150e9, 16e9),
-    "t4": Device(65e12, 8.1e12, 16 * 2**30, 0.32e12, 16e9, 16e9),
-    "a10": Device(125e12, 31.2e12, 24 * 2**30, 0.6e12, 32e9, 32e9),
-    "a100": Device(312e12, 19.5e12, 80 * 2**30, 2.0e12, 300e9, 32e9),
-    "l40s": Device(362e12, 91.6e12, 48 * 2**30, 0.864e12, 32e9, 32e9),
-    "rtx4090": Device(165e12, 82.6e12, 24 * 2**30, 1.0e12, 32e9, 32e9),
-    "h100": Device(989e12, 67e12, 80 * 2**30, 3.35e12, 450e9, 64e9),
-    "h200": Device(989e12, 67e12, 141e9, 4.8e12, 450e9, 64e9),
-    "b200": Device(2250e12, 75e12, 180e9, 8.0e12, 900e9, 64e9),
+    "v100": Device(125e12, 15.7e12, 32 * 2**30, 0.9e12, 150e9, 16e9, "NVIDIA V100 datasheet, 2020, SXM2"),
+    "t4": Device(65e12, 8.1e12, 16 * 2**30, 0.32e12, 16e9, 16e9, "NVIDIA T4 product brief, 2020"),
+    "a10": Device(125e12, 31.2e12, 24 * 2**30, 0.6e12, 32e9, 32e9, "NVIDIA A10 datasheet, 2021"),
+    "a100": Device(312e12, 19.5e12, 80 * 2**30, 2.0e12, 300e9, 32e9, "NVIDIA A100 datasheet, 2021, SXM4"),
+    "l40s": Device(362e12, 91.6e12, 48 * 2**30, 0.864e12, 32e9, 32e9, "NVIDIA L40S datasheet, 2023"),
+    "rtx4090": Device(165e12, 82.6e12, 24 * 2**30, 1.0e12, 32e9, 32e9, "NVIDIA Ada architecture paper, 2023"),
+    "h100": Device(989e12, 67e12, 80 * 2**30, 3.35e12, 450e9, 64e9, "NVIDIA H100 datasheet, 2023, SXM5"),
+    "h200": Device(989e12, 67e12, 141e9, 4.8e12, 450e9, 64e9, "NVIDIA H200 datasheet, 2024, SXM5"),
+    "b200": Device(2250e12, 75e12, 180e9, 8.0e12, 900e9, 64e9, "NVIDIA Blackwell datasheet, 2025, HGX B200"),
 }
-"""Source: data sheets of the makers; without sparsity."""
+"""FLOPs without sparsity; bytes between devices and to the host in one direction, half of what is published."""
 
 _REACHED = 0.7  # share of a published rate that large operations reach; assumed
 _HIDDEN_ON_DEVICES = 0.7

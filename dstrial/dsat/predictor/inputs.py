@@ -10,7 +10,7 @@ from typing import Any
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import Machine
 from dstrial.dsat.space.space import Space
-from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
+from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 
 UNDESCRIBED = "nothing"
 NUM_BATCHES = 4  # first batches of a training loader, of which the largest is dry-run
@@ -24,15 +24,12 @@ def dry_run_request(
     code: str | Sequence[str],
     context_dir: Path,
     hparams: Mapping[str, Any],
-    deepspeed_config: Mapping[str, Any],
     *,
     world_size: int,
-    target: Target = "cpu",
     exp_conf: Mapping[str, Any] | None = None,
     num_batches: int = NUM_BATCHES,
     sample_batch: Path | None = None,
     trusts_code: bool = False,
-    device_bytes: int | None = None,
     num_stages: int = 1,
     stage: int = 0,
 ) -> DryRunRequest:
@@ -42,14 +39,11 @@ def dry_run_request(
         code: ``module:Class`` of a trial, or the words of a script, which runs until its engine gets the first batch.
         context_dir: directory of the model definition.
         hparams: hyperparameters that the code reads.
-        deepspeed_config: the config to dry-run.
         world_size: number of virtual ranks.
-        target: ``cpu`` or ``cuda``; see ``DryRunRequest``.
         exp_conf: experiment config that the code reads.
         num_batches: number of first batches of a trial's loader, of which the largest is used.
         sample_batch: file of a batch to use instead; for a script, the arguments of its engine.
         trusts_code: load ``sample_batch`` even if it holds other classes than tensors.
-        device_bytes: memory of a device; None for no limit.
         num_stages: stages of a trial's pipeline; 1 for none.
         stage: the stage to dry-run.
     """
@@ -60,23 +54,20 @@ def dry_run_request(
         "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),
         "trusts_code": trusts_code,
     }
-    shared: dict[str, Any] = {}
     if isinstance(code, str):
-        options["num_batches"] = num_batches
-        shared = {"trial": code, "context_dir": directory}
-        if num_stages > 1:
-            shared["num_stages"] = num_stages
+        options |= {
+            "trial": code,
+            "context_dir": directory,
+            "num_batches": num_batches,
+            "num_stages": num_stages,
+        }
     else:
         options["words"] = list(code)
     return DryRunRequest(
         workload=_TRIAL if isinstance(code, str) else _SCRIPT,
-        shared_options=shared,
         options=options,
         rank=stage * (world_size // num_stages),
-        deepspeed_config=deepspeed_config,
         world_size=world_size,
-        target=target,
-        device_bytes=device_bytes,
         module_paths=(directory,),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from dstrial.dsat.predictor.models import MemoryPrediction
+from dstrial.dsat.predictor.plan import PROBABILITY
 from dstrial.engine.dryrun.values import DryRunResult
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -28,11 +30,17 @@ class Placement:
     run: DryRunResult | None  # None if it failed
     problem: str | None = None
     stage: int | None = None  # of a pipeline
+    need: MemoryPrediction | None = None  # with context and fragmentation, as ``dsat plan`` predicts it
+    notes: tuple[str, ...] = ()  # sentences for the user
 
     @property
     def peak_bytes(self) -> float:
         """The most bytes of tensors alive at once on one device; 0 if unknown."""
         return 0.0 if self.run is None else self.run.device.peak(self.micro_batch_size)
+
+    def fits(self, capacity_bytes: float) -> bool:
+        """Return whether a device of this memory is enough, as in ``dsat plan``."""
+        return self.need is not None and self.need.quantile(PROBABILITY) <= capacity_bytes
 
     def parts(self) -> dict[str, float]:
         """Return part -> bytes at the peak of one device, with ``peak`` and ``host``.
@@ -71,9 +79,10 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
     known = _largest_stages(placements)
     if not known:
         return [f"It cannot be told: {placements[0].problem}"] if placements else []
-    fitting = [one for one in known if one.peak_bytes <= capacity_bytes]
+    fitting = [one for one in known if one.fits(capacity_bytes)]
     first, run = known[0], known[0].run
     assert run is not None
+    assert first.need is not None
     size = f"{_count(run.parameters)} parameters, {_count(run.trainable_parameters)} of them trained"
     if first.stage is not None:
         size = f"{size}, in stage {first.stage}, which needs most"
@@ -91,7 +100,7 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
     most = max(parts, key=lambda name: parts[name])
     return [
         verdict,
-        f"{size}: with {deepspeed} a device needs {_gib(first.peak_bytes)} at {first.num_slots} device(s), and has "
+        f"{size}: with {deepspeed} a device needs {_gib(first.need.median_bytes)} at {first.num_slots} device(s), and has "
         f"{_gib(capacity_bytes)}.",
         f"Most of it at {chosen.num_slots} device(s): {most}, {_gib(parts[most])}; {_REMEDIES[most]}.",
     ]
@@ -102,7 +111,7 @@ def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
     by_slots: dict[int, list[Placement]] = {}
     for one in placements:
         by_slots.setdefault(one.num_slots, []).append(one)
-    known = [stages for stages in by_slots.values() if all(one.run is not None for one in stages)]
+    known = [stages for stages in by_slots.values() if all(one.need is not None for one in stages)]
     return [max(stages, key=lambda one: one.peak_bytes) for stages in known]
 
 
@@ -110,7 +119,7 @@ def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
     """Return the lines of a table with each placement's memory, in ``table_unit``."""
     divisor = _GIB if table_unit(placements) == "GiB" else _GIB // 1024
     has_stages = any(one.stage is not None for one in placements)
-    heads = ["devices", *["stage"] * has_stages, "micro batch", *PARTS, "peak", "of device", "host"]
+    heads = ["devices", *["stage"] * has_stages, "micro batch", *PARTS, "peak", "needs", "of device", "host"]
     rows = [heads]
     for one in placements:
         parts = one.parts()
@@ -118,7 +127,9 @@ def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
             rows.append([str(one.num_slots), one.problem or "unknown"])
             continue
         sizes = [_cell(parts[name] / divisor) for name in (*PARTS, "peak")]
-        share = f"{100 * parts['peak'] / capacity_bytes:.0f} %"
+        assert one.need is not None
+        sizes.append(_cell(one.need.median_bytes / divisor))
+        share = f"{100 * one.need.median_bytes / capacity_bytes:.0f} %"
         first = [str(one.num_slots), *[str(one.stage)] * has_stages, str(one.micro_batch_size)]
         rows.append([*first, *sizes, share, _cell(parts["host"] / divisor)])
     full = [row for row in rows if len(row) == len(heads)]

@@ -1,8 +1,8 @@
 """Workloads of dry runs: a DeepSpeedTrial, or a script's model and first batch.
 
-The code of the trial or script runs for real, so that data is read as usual. But parameters keep only their shapes, and
-``deepspeed.initialize`` returns a stand-in. Then the parameters are replaced by fake tensors, the real engine is built behind
-the stand-in, and a batch of the right shape is trained. If code needs values of tensors, the dry run names its line.
+The code of the trial or script runs for real, so that data is read as usual. But parameters keep only their shapes, until
+``deepspeed.initialize`` builds the real engine on fake ones; then a batch of the right shape is trained. If code needs values of
+tensors, the dry run names its line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import determined as det
 import torch
 from deepspeed import PipelineEngine
@@ -31,7 +30,7 @@ from dstrial import runtime
 from dstrial.dsat.rank.standalone_script import run_script, stand_in_cluster
 from dstrial.engine.checkpoint_reader.safe_load import load
 from dstrial.engine.deepspeed_internals.engines import compute_dtype, earlier_layers, leave_out_shapes
-from dstrial.engine.dryrun.fake_world import CapturedInitialize, FakeWorld
+from dstrial.engine.dryrun.fake_world import FakeWorld
 from dstrial.errors import TrialContractError
 from dstrial.launch.trial_import import import_trial
 from dstrial.local.run_directory import RUN_DIR_VARIABLE
@@ -41,88 +40,62 @@ from dstrial.scratch import scratch_directory
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.runtime import ModelParallelUnit
 
-_BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-_AUTO = "auto"
-
 
 class TrialWorkload:
-    """A DeepSpeedTrial as an ``engine.dryrun.measure.Workload``."""
+    """A DeepSpeedTrial as an ``engine.dryrun.measure.Workload``.
 
-    def __init__(self, world: FakeWorld, trial: str, context_dir: str, num_stages: int = 1) -> None:
-        self._trial_name = trial
-        self._is_fake = world.is_fake
-        self.num_stages = num_stages
-        self._calls: list[CapturedInitialize] = []
-        self._pipelines: list[PipelineEngine] = []
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(world.before_engines(self._capture))
-            deepspeed.init_distributed(
-                auto_mpi_discovery=False
-            )  # PipelineModule needs it to place its layers
-            self._trial_class = import_trial(trial, Path(context_dir))
-            self._until_prepared = stack.pop_all()
+    The batch is the largest of the first ``num_batches``, or the one in the file ``sample_batch``; ``trusts_code`` loads it even
+    if it holds other classes than tensors. ``num_stages`` is that of a pipeline.
+    """
 
-    def prepare(
+    def __init__(
         self,
+        world: FakeWorld,
+        *,
+        trial: str,
+        context_dir: str,
         hparams: Mapping[str, Any],
         exp_conf: Mapping[str, Any] | None = None,
-        micro_batch_size: int = 2,  # the context's answer in the trial's constructor
         num_batches: int = 4,
         sample_batch: str | None = None,
         trusts_code: bool = False,
+        num_stages: int = 1,
     ) -> None:
-        """Build the trial; keep the largest of its first ``num_batches`` batches.
-
-        ``micro_batch_size`` is what the trial's constructor reads. ``sample_batch`` is the file of a batch to use instead;
-        ``trusts_code`` loads it even if it holds other classes than tensors.
-        """
-        world_size = torch.distributed.get_world_size()
-        self._context = _DryRunContext(world_size, hparams, exp_conf, micro_batch_size)
-        with self._until_prepared:
-            self._trial = self._trial_class(self._context)
-            if not self._calls:
+        self.engines: list[Any] = []
+        self.epoch_records = 0
+        self._is_fake = world.is_fake
+        with world.building(
+            self._add_engine, pipeline_refusal=_refusal("trial") if num_stages == 1 else None
+        ):
+            trial_class = import_trial(trial, Path(context_dir))
+            world_size = torch.distributed.get_world_size()
+            self._trial = trial_class(_DryRunContext(world_size, hparams, exp_conf, world.micro_batch_size))
+            if not self.engines:
                 raise TrialContractError(
-                    f"{self._trial_name} is built without deepspeed.initialize; expected at least one engine. "
+                    f"{trial} is built without deepspeed.initialize; expected at least one engine. "
                     "Call it in __init__."
                 )
             if sample_batch is not None:
                 self._batch = load(Path(sample_batch), trusts_code=trusts_code)
             else:
-                self._batch = _largest_batch(self._trial.build_training_data_loader(), num_batches)
+                loader = self._trial.build_training_data_loader()
+                self._batch = _largest_batch(loader, num_batches)
+                self.epoch_records = _num_records(loader)
             self._num_records = self._trial.get_batch_length(self._batch)
 
-    def _capture(self, call: CapturedInitialize) -> None:
-        if self.num_stages == 1:
-            call.refuse_pipeline("trial")
-        call.stand_in.stand_for_trial(self._context.get_train_micro_batch_size_per_gpu())
-        self._calls.append(call)
-
-    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Build and return the engines, with the arguments that the trial has passed.
-
-        A single engine gets ``deepspeed_config``. Several engines keep their own configs, except for the batch sizes.
-        """
-        self._context.device = device
-        batch_sizes = {key: value for key, value in deepspeed_config.items() if key in _BATCH_KEYS}
-        engines = []
-        for call in self._calls:
-            config = deepspeed_config
-            if len(self._calls) > 1:
-                config = {key: value for key, value in call.config.items() if key not in _BATCH_KEYS}
-                config |= batch_sizes
-            engines.append(call.build(copy.deepcopy(dict(config))))
-        self._pipelines = [engine for engine in engines if isinstance(engine, PipelineEngine)]
-        for engine in self._pipelines:
+    def _add_engine(self, engine: Any) -> None:
+        self.engines.append(engine)
+        if isinstance(engine, PipelineEngine):
             leave_out_shapes(engine, functools.partial(self._received, engine))
-        return engines
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
         """Call the trial's ``train_batch`` on a batch of this size; return the batch."""
         self._current = _resized(self._batch, self._num_records, micro_batch_size, is_fake=self._is_fake)
         batches = itertools.repeat(self._current)
-        for engine in self._pipelines:
-            engine.reset_activation_shape()
-            engine.set_dataiterator(batches)
+        for engine in self.engines:
+            if isinstance(engine, PipelineEngine):
+                engine.reset_activation_shape()
+                engine.set_dataiterator(batches)
         self._trial.train_batch(batches, 0, 0)
         return self._current
 
@@ -144,68 +117,52 @@ class ScriptWorkload:
     """A script's model and first batch as an ``engine.dryrun.measure.Workload``.
 
     The script's code after the engine's first call does not run. The loss is the output's ``loss``, else a single number in the
-    output, else the mean of the output.
+    output, else the mean of the output. ``sample_batch`` is the file of a batch to use instead of the script's;
+    ``trusts_code`` loads it even if it holds other classes than tensors.
     """
 
-    def __init__(self, world: FakeWorld) -> None:
-        self.notes: list[str] = []
-        self._world = world
-        self._call: CapturedInitialize | None = None
-        self._engine: Any = None
-        self._device = torch.device("cpu")
-
-    def prepare(
+    def __init__(
         self,
+        world: FakeWorld,
+        *,
         words: Sequence[str],
         hparams: Mapping[str, Any],
         exp_conf: Mapping[str, Any] | None = None,
         sample_batch: str | None = None,
         trusts_code: bool = False,
     ) -> None:
-        """Run the script, imports included, until it calls an engine; keep that batch.
-
-        ``sample_batch`` is the file of a batch to use instead; ``trusts_code`` loads it even if it holds other classes than
-        tensors.
-        """
+        self.engines: list[Any] = []
+        self.notes: list[str] = []
+        self._is_fake = world.is_fake
         size = torch.distributed.get_world_size()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_core_api_off_cluster(size, hparams, exp_conf or {}))
-            stack.enter_context(self._world.before_engines(self._capture))
+            stack.enter_context(world.building(self._add_engine, pipeline_refusal=_refusal("script")))
             batch = _first_batch(words)
         if batch is None:
             raise TrialContractError(
                 f"{' '.join(words[:2])} ends without a batch for an engine of deepspeed.initialize; expected one. "
                 "Call the engine."
             )
+        del self.engines[0].forward
         if sample_batch is not None:
             batch = _arguments(load(Path(sample_batch), trusts_code=trusts_code))
         self._batch = batch
         tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
         self.num_records = len(next(tensors, ()))
 
-    def _capture(self, call: CapturedInitialize) -> None:
-        call.refuse_pipeline("script")
-        call.stand_in.stand_for_script(_end_script)
-        self._call = call
-
-    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the script's engine; values that it has passed replace ``"auto"``."""
-        self._device = device
-        assert self._call is not None  # else ``prepare`` has raised
-        self._engine = self._call.build(_without_auto(deepspeed_config, self._call.config))
-        return [self._engine]
+    def _add_engine(self, engine: Any) -> None:
+        engine.forward = _end_script
+        self.engines = [engine]
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
         """Train on the script's first batch, resized to this size; return the batch."""
+        (engine,) = self.engines
         args, kwargs = batch = _resized(
-            self._batch,
-            self.num_records,
-            micro_batch_size,
-            is_fake=self._world.is_fake,
-            device=self._device,
+            self._batch, self.num_records, micro_batch_size, is_fake=self._is_fake
         )
-        self._engine.backward(self._loss(self._engine(*args, **kwargs)))
-        self._engine.step()
+        engine.backward(self._loss(engine(*args, **kwargs)))
+        engine.step()
         return batch
 
     def _loss(self, output: Any) -> torch.Tensor:
@@ -221,9 +178,7 @@ class ScriptWorkload:
         return torch.stack([leaf.float().mean() for leaf in leaves if leaf.requires_grad]).sum()
 
 
-def _resized(
-    batch: Any, num_records: int, wanted: int, *, is_fake: bool, device: torch.device | None = None
-) -> Any:
+def _resized(batch: Any, num_records: int, wanted: int, *, is_fake: bool) -> Any:
     """Return a batch whose tensors of ``num_records`` rows have ``wanted`` rows."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,12 +186,20 @@ def _resized(
         if shape and shape[0] == num_records:
             shape[0] = wanted
         if is_fake:
-            return torch.empty(shape, dtype=tensor.dtype, device=device)
+            return torch.empty(shape, dtype=tensor.dtype)
         if list(tensor.shape) == shape:
             return tensor
         return torch.cat([tensor] * -(-wanted // len(tensor)))[:wanted]
 
     return tree_map_only(torch.Tensor, resized, batch)
+
+
+def _num_records(loader: Any) -> int:
+    """Return the number of records of a loader's data set; 0 if it has no length."""
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return 0
 
 
 def _largest_batch(loader: Any, num_batches: int) -> Any:
@@ -298,18 +261,10 @@ def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]
     return None
 
 
-def _without_auto(config: Mapping[str, Any], captured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config whose ``"auto"`` values come from ``captured``, or are left out."""
-    filled: dict[str, Any] = {}
-    for key, value in config.items():
-        known = captured.get(key)
-        if isinstance(value, Mapping):
-            filled[key] = _without_auto(value, known if isinstance(known, Mapping) else {})
-        elif value != _AUTO:
-            filled[key] = copy.deepcopy(value)
-        elif known is not None and known != _AUTO:
-            filled[key] = copy.deepcopy(known)
-    return filled
+def _refusal(whose: str) -> str:
+    return (
+        f"the {whose} trains a pipeline; expected a model in one piece. Measure pipelines with method asha."
+    )
 
 
 @contextlib.contextmanager

@@ -25,15 +25,6 @@ SHARED_MEMORY_OP = ("deepspeed.comm.torch", "build_shm_op")
 FUSED_ADAM_KERNEL = ("deepspeed.ops.adam.fused_adam", "multi_tensor_applier")
 """Module and name of the object that calls ``FusedAdam``'s kernel; missing without CUDA."""
 
-LIST_COMPARISONS = (
-    "deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks",
-    "deepspeed.runtime.zero.utils.get_lst_from_rank0",
-)
-"""Functions with which ZeRO 3 compares lists between ranks; the second returns rank 0's list."""
-
-LATE_MODULES = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3")
-"""Modules whose import is slow; DeepSpeed imports them only at first use."""
-
 MODULES_OF_ENGINES = ("deepspeed.module_inject.auto_ep_config", "deepspeed.moe.ep_repack")
 """Modules that DeepSpeed imports when it creates the first engine of any model; takes 40 ms."""
 
@@ -156,30 +147,6 @@ def op_builder() -> Any:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return OpBuilder
-
-
-def nested_phases() -> list[tuple[Any, str, str]]:
-    """Return DeepSpeed's functions that reduce gradients or gather parameters.
-
-    Each entry is (class or module with the function, the function's name, ``reduce`` or ``gather``).
-    """
-    from deepspeed import DeepSpeedEngine
-    from deepspeed.runtime import bf16_optimizer
-    from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
-
-    coordinator = partitioned_param_coordinator.PartitionedParameterCoordinator
-    return [
-        (DeepSpeedEngine, "allreduce_gradients", "reduce"),
-        (stage_1_and_2.DeepSpeedZeroOptimizer, "reduce_ipg_grads", "reduce"),
-        (
-            stage3.DeepSpeedZeroOptimizer_Stage3,
-            "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
-            "reduce",
-        ),
-        (coordinator, "_PartitionedParameterCoordinator__all_gather_params", "gather"),
-        (stage_1_and_2, "all_gather_dp_groups", "gather"),
-        (bf16_optimizer, "all_gather_dp_groups", "gather"),
-    ]
 
 
 def reset_globals() -> None:

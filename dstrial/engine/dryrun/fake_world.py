@@ -1,4 +1,4 @@
-"""Simulate ranks, a device, compiled kernels and tensor values for a dry run.
+"""Simulate ranks, compiled kernels and tensor values for a dry run.
 
 This module has all patches of torch and DeepSpeed for dry runs. ``FakeWorld`` undoes the patches when it exits. Each dry run
 has its own process (``dstrial.engine.dryrun.process``).
@@ -7,6 +7,7 @@ has its own process (``dstrial.engine.dryrun.process``).
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -23,24 +24,19 @@ import torch
 import torch.distributed
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from deepspeed import DeepSpeedEngine, PipelineModule
-from deepspeed.accelerator import get_accelerator
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from dstrial.engine.deepspeed_internals import process
 from dstrial.engine.deepspeed_internals.engines import load_config_file
 from dstrial.engine.dryrun.tracker import Tracker
-from dstrial.engine.dryrun.values import Bypass, Target
+from dstrial.engine.dryrun.values import Bypass
 from dstrial.errors import TrialContractError
-
-DEVICE_NAME = "cpu:0"
-"""The simulated GPU of a dry run with target ``cuda``. Torch treats it as a CPU device distinct from ``cpu``, the host."""
 
 USER_CONSTANT = 1.0
 """Value that user code gets from ``.item()`` of a fake tensor."""
 
-_UNLIMITED_BYTES = 1 << 50
 _TORCH, _DEEPSPEED = (
     str(pathlib.Path(str(module.__file__)).resolve().parent) + os.sep for module in (torch, deepspeed)
 )
@@ -64,11 +60,10 @@ class FakeWorld(contextlib.ExitStack):
     Enter an instance only once.
 
     Args:
-        tracker: gets the phases that engines begin; the caller must enter the tracker itself.
+        tracker: records what engines do in ``running``.
         world_size: number of virtual ranks; collectives return at once, and leave their outputs unchanged.
-        target: ``cpu`` or ``cuda``; see ``DryRunRequest``.
         is_fake: whether the dry run uses fake tensors.
-        device_bytes: memory of the device on target ``cuda``; None for no limit.
+        micro_batch_size: of the engines.
         rank: rank of this process.
     """
 
@@ -77,17 +72,16 @@ class FakeWorld(contextlib.ExitStack):
         tracker: Tracker,
         *,
         world_size: int = 1,
-        target: Target = "cpu",
         is_fake: bool = True,
-        device_bytes: int | None = None,
+        micro_batch_size: int = 2,
         rank: int = 0,
     ) -> None:
         super().__init__()
         self.is_fake = is_fake
+        self.micro_batch_size = micro_batch_size
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if is_fake else contextlib.nullcontext()
         self._tracker = tracker
         self._size_and_rank = world_size, rank
-        self._has_device = is_fake and target == "cuda"
-        self._device_bytes = _UNLIMITED_BYTES if device_bytes is None else device_bytes
 
     def __enter__(self) -> FakeWorld:
         super().__enter__()
@@ -98,32 +92,62 @@ class FakeWorld(contextlib.ExitStack):
                 self._give_collectives_kernels()
                 self._leave_out_compiled_code()
                 self._convert_fake_modules()
-                self._answer_comparisons()
-            if self._has_device:
-                self._tell_device_from_host()
+                self._skip_argument_checks()
         except BaseException:
             self.close()
             raise
         return self
 
     @contextlib.contextmanager
-    def before_engines(self, answer: Callable[[CapturedInitialize], Any]) -> Iterator[None]:
-        """Patch ``deepspeed.initialize`` in the block to return stand-ins for engines.
+    def running(self) -> Iterator[None]:
+        """Track the operations in the block, on fake tensors in a fake world."""
+        with self._mode, self._tracker:
+            yield
 
-        ``answer`` is called with each call of ``deepspeed.initialize``, and raises an exception to reject the call. In a fake
-        world, models that are built in the block keep only the shapes of their parameters.
+    @contextlib.contextmanager
+    def building(self, on_engine: Callable[[Any], None], *, pipeline_refusal: str | None) -> Iterator[None]:
+        """Let ``deepspeed.initialize`` build engines of ZeRO stage 0 in the block.
+
+        In a fake world, models that are built in the block keep only the shapes of their parameters; their engines have fake
+        ones. ``on_engine`` is called with each engine. ``pipeline_refusal`` is the error for a pipeline; None to accept it.
         """
+        initialize = deepspeed.initialize
 
-        def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-            call = CapturedInitialize(dict(_INITIALIZE.bind(*args, **kwargs).arguments), is_fake=self.is_fake)
-            answer(call)
-            return call.stand_in, call.arguments.get("optimizer"), None, call.arguments.get("lr_scheduler")
+        def build(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+            arguments = dict(_INITIALIZE.bind(*args, **kwargs).arguments)
+            if pipeline_refusal is not None and isinstance(arguments["model"], PipelineModule):
+                raise TrialContractError(pipeline_refusal)
+            given = [arguments.pop(name, None) for name in ("config", "config_params")]
+            given.append(getattr(arguments.pop("args", None), "deepspeed_config", None))
+            config: Any = next((one for one in given if one), {})
+            if isinstance(config, str):
+                config = load_config_file(config)
+            arguments["config"] = self._stage_0_config(config, arguments["model"])
+            if arguments.get("model_parameters") is not None:
+                arguments["model_parameters"] = list(arguments["model_parameters"])
+            with self.running():
+                if self.is_fake:
+                    _make_fake(arguments)
+                found: tuple[Any, Any, Any, Any] = initialize(**arguments)
+            on_engine(found[0])
+            return found
 
+        # PipelineModule and scripts need DeepSpeed's communication before there is an engine.
+        deepspeed.init_distributed(auto_mpi_discovery=False)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(deepspeed, "initialize", initialize))
+            stack.enter_context(mock.patch.object(deepspeed, "initialize", build))
             if self.is_fake:
                 stack.enter_context(shapes_only())
             yield
+
+    def _stage_0_config(self, config: Mapping[str, Any], model: Any) -> dict[str, Any]:
+        """Return a config for the first size; a pipeline has a micro batch per stage."""
+        changed = copy.deepcopy({key: value for key, value in config.items() if key != "train_batch_size"})
+        changed["train_micro_batch_size_per_gpu"] = self.micro_batch_size
+        changed["gradient_accumulation_steps"] = model.num_stages if isinstance(model, PipelineModule) else 1
+        changed["zero_optimization"] = {"stage": 0}
+        changed.setdefault("steps_per_print", 1_000_000_000)
+        return changed
 
     # ---- what is replaced ------------------------------------------------------------------------
 
@@ -147,12 +171,10 @@ class FakeWorld(contextlib.ExitStack):
         self.callback(torch.distributed.destroy_process_group)
 
     def _observe_phases(self) -> None:
-        """Report forward, backward, step and their nested phases to the tracker."""
-        for name, phase in process.ENGINE_PHASES:
+        """Report the phases of an engine to the tracker."""
+        for name, phase in (*process.ENGINE_PHASES, ("allreduce_gradients", "reduce")):
             self._wrap(DeepSpeedEngine, name, functools.partial(_begin, self._tracker, phase))
         self._wrap(torch.Tensor, "backward", functools.partial(_begin, self._tracker, "backward"))
-        for owner, name, phase in process.nested_phases():
-            self._wrap(owner, name, functools.partial(self._tracker.within, phase))
 
     def _wrap(
         self, owner: Any, name: str, around: Callable[[], contextlib.AbstractContextManager[None]]
@@ -183,34 +205,11 @@ class FakeWorld(contextlib.ExitStack):
 
         self._replace(FakeTensor, "data", property(base.__get__, assign))
 
-    def _answer_comparisons(self) -> None:
-        """Skip checks that read values: lists compared across ranks, distributions."""
-        compare, take_from_rank_0 = process.LIST_COMPARISONS
-        self.enter_context(mock.patch(compare, _always(None)))
-        self.enter_context(mock.patch(take_from_rank_0, list))
-        # Gates of mixture-of-experts layers use distributions, which check their arguments.
+    def _skip_argument_checks(self) -> None:
+        """Skip checks of distributions, which gates of mixture-of-experts layers use."""
         set_checked = torch.distributions.Distribution.set_default_validate_args
         set_checked(False)
         self.callback(set_checked, __debug__)  # torch's default
-
-    def _tell_device_from_host(self) -> None:
-        """Make ``DEVICE_NAME`` DeepSpeed's accelerator, with ``device_bytes`` of memory."""
-        accelerator, device = get_accelerator(), torch.device(DEVICE_NAME)
-
-        def pinned(tensor: torch.Tensor, *_args: object, **_kwargs: object) -> torch.Tensor:
-            return tensor.clone()
-
-        for name in ("tensor", "as_tensor"):
-            self._replace(torch, name, _on_asked_device(getattr(torch, name)))
-        for name in ("current_device_name", "device_name"):
-            self._replace(accelerator, name, _always(DEVICE_NAME))
-        self._replace(accelerator, "on_accelerator", lambda tensor: tensor.device == device)
-        self._replace(
-            accelerator, "available_memory", lambda *_: self._device_bytes - self._tracker.device_bytes
-        )
-        self._replace(accelerator, "is_fp16_supported", _always(True))
-        self._replace(accelerator, "pin_memory", pinned)
-        self._replace(torch.Tensor, "pin_memory", pinned)
 
     def _give_collectives_kernels(self) -> None:
         """Register no-op kernels for collectives that lack one for fake tensors.
@@ -292,20 +291,6 @@ def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = 
     return module
 
 
-def _on_asked_device(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``torch.tensor`` or ``torch.as_tensor`` to honor ``device=DEVICE_NAME``."""
-
-    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = make(*args, **kwargs)
-        device = kwargs.get("device")
-        is_asked = device is not None and torch.device(device) == torch.device(DEVICE_NAME)
-        if not (is_asked and isinstance(tensor, FakeTensor)):
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE_NAME)
-
-    return made
-
-
 class ScalarReads:
     """Chooses the value that ``.item()`` and similar reads of fake tensors return.
 
@@ -346,107 +331,6 @@ def _reader() -> tuple[str, int]:
             return file, frame.f_lineno
         frame = frame.f_back
     return "", 0
-
-
-# ---- before there is an engine -------------------------------------------------------------------
-
-
-class CapturedInitialize:
-    """A call of ``deepspeed.initialize``; ``build`` makes it with another config."""
-
-    def __init__(self, arguments: dict[str, Any], *, is_fake: bool) -> None:
-        self.arguments = arguments
-        self._is_fake = is_fake
-        given = arguments.get("model_parameters")
-        if given is not None:
-            arguments["model_parameters"] = list(given)
-        config = arguments.get("config") or arguments.get("config_params") or {}
-        self.config: Mapping[str, Any] = load_config_file(config) if isinstance(config, str) else config
-        self.stand_in = EngineStandIn(arguments["model"], self.config)
-
-    def refuse_pipeline(self, whose: str) -> None:
-        if isinstance(self.arguments["model"], PipelineModule):
-            raise TrialContractError(
-                f"the {whose} trains a pipeline; expected a model in one piece. Measure pipelines with method asha."
-            )
-
-    def build(self, config: dict[str, Any]) -> Any:
-        """Build the engine with ``config``; the stand-in then forwards to the engine."""
-        arguments = {**self.arguments, "config": config}
-        arguments.pop("config_params", None)
-        if self._is_fake:
-            _make_fake(arguments)
-        engine, *_ = deepspeed.initialize(**arguments)
-        self.stand_in.stand_for(engine)
-        return engine
-
-
-class EngineStandIn:
-    """Replaces an engine until it is built, then forwards to it (``stand_for``)."""
-
-    def __init__(self, module: nn.Module, config: Mapping[str, Any]) -> None:
-        self._engine: Any = None
-        micro = config.get("train_micro_batch_size_per_gpu")
-        self._micro_batch_size = micro if isinstance(micro, int) else 1
-        self._on_call: Callable[..., Any] | None = None
-        stage = int((config.get("zero_optimization") or {}).get("stage") or 0)
-        self._early = {
-            "module": module,
-            "device": torch.device("cpu"),
-            **dict.fromkeys(("local_rank", "global_rank", "global_steps"), 0),
-            "train_micro_batch_size_per_gpu": lambda: self._micro_batch_size,
-            "gradient_accumulation_steps": lambda: 1,
-            "train_batch_size": lambda: self._micro_batch_size,
-            # ``compile`` does nothing: the dry run measures operations before fusion.
-            "compile": _always(None),
-            "train": lambda *_: self,
-            # Trials call these methods in their constructor; the values come from the trial's DeepSpeed config.
-            "fp16_enabled": lambda: bool((config.get("fp16") or {}).get("enabled")),
-            "bfloat16_enabled": lambda: bool((config.get("bf16") or {}).get("enabled")),
-            "zero_optimization": lambda: stage > 0,
-            "zero_optimization_stage": lambda: stage,
-        }
-        if isinstance(module, PipelineModule):
-            grid = module.mpu()
-            stage_id, num_stages = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()
-            self._early |= {
-                "grid": grid,
-                "mpu": grid,
-                "stage_id": stage_id,
-                "num_stages": num_stages,
-                "is_first_stage": lambda: stage_id == 0,
-                "is_last_stage": lambda: stage_id == num_stages - 1,
-            }
-
-    def stand_for_script(self, on_call: Callable[..., Any]) -> None:
-        """Pass calls of the engine to ``on_call``, and unknown attributes to its model."""
-        self._on_call = on_call
-
-    def stand_for_trial(self, micro_batch_size: int) -> None:
-        self._micro_batch_size = micro_batch_size
-
-    def stand_for(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        if self._engine is not None:
-            return getattr(self._engine, name)
-        if name in self._early:
-            return self._early[name]
-        if name == "forward":
-            return self.__call__
-        # An engine forwards unknown attributes to its model.
-        if self._on_call is not None:
-            return getattr(self._early["module"], name)
-        raise AttributeError(f"the engine of a described trial has no {name!r} before its first step")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._engine if self._engine is not None else self._on_call
-        if call is None:
-            raise TrialContractError(
-                "the engine is called while the trial is built; expected its first call in train_batch."
-            )
-        return call(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -19,26 +19,26 @@ def _integers() -> array.array[int]:
 
 @dataclasses.dataclass(slots=True)
 class Trace:
-    """Allocations and frees of device and host memory, in order of time.
+    """Allocations and frees of memory, in order of time.
 
     Attributes:
         events: +n if allocation n (counted from 1) is made, -n if it is freed.
         phases: phase of each event, as an index into ``PHASES``.
         sizes: at index n - 1, the bytes of allocation n.
-        on_host: at index n - 1, 1 if allocation n is on the host, else 0.
+        is_gradient: at index n - 1, 1 if allocation n is the gradient of a parameter, else 0.
         marks: number of events before the first step, then at the end of each step.
     """
 
     events: array.array[int] = dataclasses.field(default_factory=_integers)
     phases: array.array[int] = dataclasses.field(default_factory=_integers)
     sizes: array.array[int] = dataclasses.field(default_factory=_integers)
-    on_host: array.array[int] = dataclasses.field(default_factory=_integers)
+    is_gradient: array.array[int] = dataclasses.field(default_factory=_integers)
     marks: list[int] = dataclasses.field(default_factory=list)
 
-    def allocate(self, size: int, on_host: bool, phase_idx: int) -> int:
+    def allocate(self, size: int, phase_idx: int) -> int:
         """Record an allocation and return its number."""
         self.sizes.append(size)
-        self.on_host.append(on_host)
+        self.is_gradient.append(0)
         number = len(self.sizes)
         self.events.append(number)
         self.phases.append(phase_idx)
@@ -49,18 +49,6 @@ class Trace:
         self.phases.append(phase_idx)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MemoryForms:
-    """Peak memory of device and host as functions of the micro batch size.
-
-    ``is_linear``: whether the two compared steps made the same allocations, so that the functions are exact.
-    """
-
-    device: MemoryForm
-    host: MemoryForm
-    is_linear: bool
-
-
 def same_before_update(trace: Trace) -> bool:
     """Return whether the last two steps of a trace make the same allocations.
 
@@ -69,8 +57,8 @@ def same_before_update(trace: Trace) -> bool:
     return _same(_Steps(trace))
 
 
-def memory_forms(trace: Trace, low: int, high: int) -> MemoryForms:
-    """Return the peak bytes of each phase as lines over the micro batch size.
+def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, bool]:
+    """Return (peak bytes of each phase without gradients, whether the lines are exact).
 
     The trace starts with the building of the engines. Steps at the micro batch sizes ``low`` and ``high`` follow. If these two
     steps differ in more than sizes, the trace has a third step at ``low``. The last two steps are compared allocation by
@@ -90,16 +78,14 @@ def memory_forms(trace: Trace, low: int, high: int) -> MemoryForms:
         bases = steps.sizes - slopes * np.where(np.arange(len(slopes)) >= last.start, at_last, at_former)
     else:
         bases = steps.sizes
-    forms = []
-    for of_pool in (~steps.on_host, steps.on_host):
-        signs = np.where(steps.is_made, 1.0, -1.0) * of_pool[steps.numbers]
-        alive = _Alive(
-            base=np.cumsum(signs * bases[steps.numbers]),
-            slope=np.cumsum(signs * slopes[steps.numbers]),
-            is_peak=steps.is_made & of_pool[steps.numbers],
-        )
-        forms.append(_form(alive, steps, (at_former, at_last), is_linear))
-    return MemoryForms(forms[0], forms[1], is_linear)
+    is_counted = ~steps.is_gradient[steps.numbers]
+    signs = np.where(steps.is_made, 1.0, -1.0) * is_counted
+    alive = _Alive(
+        base=np.cumsum(signs * bases[steps.numbers]),
+        slope=np.cumsum(signs * slopes[steps.numbers]),
+        is_peak=steps.is_made & is_counted,
+    )
+    return _form(alive, steps, (at_former, at_last), is_linear), is_linear
 
 
 class _Steps:
@@ -119,7 +105,7 @@ class _Steps:
         self.phases = np.asarray(trace.phases, dtype=np.int64)
         self.phases[: trace.marks[0]] = PHASES.index("init")
         self.sizes = np.asarray(trace.sizes, dtype=np.float64)
-        self.on_host = np.asarray(trace.on_host, dtype=bool)
+        self.is_gradient = np.asarray(trace.is_gradient, dtype=bool)
         self.former, self.last, self.end = trace.marks[-3:]
         self.update_of_former = self._update(self.former, self.last)
         self.update_of_last = self._update(self.last, self.end)
@@ -137,7 +123,7 @@ class _Steps:
 class _Alive:
     """Live bytes after each event: ``base + slope * micro_batch_size``.
 
-    The bytes are of device or host memory; ``is_peak`` marks events that allocate in this memory.
+    ``is_peak`` marks events that allocate memory that is counted.
     """
 
     base: _Floats

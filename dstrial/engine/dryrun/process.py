@@ -8,11 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dstrial import determined_imports
-from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
+from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, ModelTrace
 from dstrial.errors import DstrialError
 from dstrial.fork_server.client import ForkedProcess, ForkRefusedError, OwnForkServer
 from dstrial.fork_server.fork import Program
@@ -24,6 +27,7 @@ _RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
+_STARTING = threading.Lock()
 _SERVER = OwnForkServer(["dstrial.engine.dryrun.imported_ahead"])
 
 
@@ -46,7 +50,7 @@ class DryRunError(DstrialError):
         self.place = place
 
 
-def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResult:
+def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> ModelTrace:
     """Run a request in a process that is killed after ``deadline_s`` seconds.
 
     Raises:
@@ -60,27 +64,26 @@ def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResul
 
 def dry_runs(
     requests: Sequence[DryRunRequest], *, deadline_s: float = 600.0, num_parallel: int = 1
-) -> list[DryRunResult | DryRunError]:
+) -> list[ModelTrace | DryRunError]:
     """Run all requests, ``num_parallel`` at a time; return a result or error for each.
 
-    The dry runs are forks of one server process, which later calls reuse. All requests must have the same first entry in
-    ``module_paths``, which is the working directory. ``deadline_s`` limits all requests together.
+    The dry runs are forks of one server process, which later calls reuse. ``deadline_s`` limits all requests together.
     """
-    if not requests:
-        return []
+    until_s = time.monotonic() + deadline_s
+    with ThreadPoolExecutor(num_parallel) as pool:
+        return list(pool.map(lambda request: _run(request, deadline_s, until_s), requests))
+
+
+def _run(request: DryRunRequest, deadline_s: float, until_s: float) -> ModelTrace | DryRunError:
     with scratch_directory("dstrial-dryrun-") as directory:
-        log = directory / "log"
-        pairs = []
-        for idx, request in enumerate(requests):
-            asked, answered = directory / f"request-{idx}.json", directory / f"answer-{idx}.json"
-            asked.write_text(json.dumps(request.to_json()), encoding="utf-8")
-            pairs += [str(asked), str(answered)]
-        command = [sys.executable, "-m", "dstrial.engine.dryrun", str(num_parallel)]
+        log, asked, answered = (directory / name for name in ("log", "request.json", "answer.json"))
+        asked.write_text(json.dumps(request.to_json()), encoding="utf-8")
+        command = [sys.executable, "-m", "dstrial.engine.dryrun", str(asked), str(answered)]
         with log.open("wb") as output:
-            process = _start([*command, *pairs], requests[0].module_paths, output.fileno(), deadline_s)
+            process = _start(command, request.module_paths, output.fileno(), until_s - time.monotonic())
             is_late = False
             try:
-                process.wait(deadline_s)
+                process.wait(max(until_s - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
                 is_late = True
             finally:
@@ -88,18 +91,17 @@ def dry_runs(
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         output_end = log.read_text(encoding="utf-8", errors="replace")[-_SHOWN_CHARACTERS:]
-        code = process.returncode
-        return [_answer(Path(path), is_late, deadline_s, code, output_end) for path in pairs[1::2]]
+        return _answer(answered, is_late, deadline_s, process.returncode, output_end)
 
 
 def _start(
     command: Sequence[str], module_paths: Sequence[str], output: int, deadline_s: float
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     environment = _environment()
-    server = _SERVER.get(environment, min(deadline_s, _IMPORT_TIMEOUT_S))
-    environment[PARENT_VARIABLE] = str(os.getpid())
     directory = str(Path.cwd() / (module_paths[0] if module_paths else ""))
-    with open(os.devnull, "rb") as null:  # noqa: PTH123
+    with open(os.devnull, "rb") as null, _STARTING:  # noqa: PTH123
+        server = _SERVER.get(environment, min(deadline_s, _IMPORT_TIMEOUT_S))
+        environment[PARENT_VARIABLE] = str(os.getpid())
         if server is not None:
             with contextlib.suppress(ForkRefusedError):
                 program = Program(command[1:], environment, directory, leads="session")
@@ -117,10 +119,10 @@ def _start(
 
 def _answer(
     path: Path, is_late: bool, deadline_s: float, exit_code: int | None, output_end: str
-) -> DryRunResult | DryRunError:
+) -> ModelTrace | DryRunError:
     if path.exists():
         answer = json.loads(path.read_text(encoding="utf-8"))
-        return DryRunError(**answer["error"]) if "error" in answer else DryRunResult.from_json(answer)
+        return DryRunError(**answer["error"]) if "error" in answer else ModelTrace.from_json(answer)
     if is_late:
         return DryRunError(
             "deadline",

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-PHASES = ("init", "forward", "backward", "reduce", "step", "gather")
-"""Building the engine, forward, backward, reducing gradients, the optimizer step, gathering parameters."""
+PHASES = ("init", "forward", "backward", "reduce", "step")
+"""Building the engine, forward, backward, reducing gradients, the optimizer step."""
 
 PARENT_VARIABLE = "DSTRIAL_DRYRUN_PARENT_PID"
 """Environment variable with the process id of a dry run's parent; the dry run ends when this parent ends."""
-
-Target = Literal["cpu", "cuda"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,44 +100,28 @@ class Bypass:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DryRunRequest:
-    """A training configuration to dry-run, on one of its ranks.
+    """A model to dry-run, on one rank of a training.
+
+    Its engines have ZeRO stage 0; ``dsat.predictor.closed_form`` computes what the other stages change.
 
     Attributes:
-        workload: ``module:callable``; called with ``shared_options``, returns a ``Workload``.
-        options: keyword arguments of the workload's ``prepare``; JSON values.
-        deepspeed_config: merged DeepSpeed config. Its micro batch size is ignored, and fewer micro batches are accumulated.
+        workload: ``module:callable``; called with a ``FakeWorld`` and ``options``, returns a ``Workload``.
+        options: keyword arguments of the workload; JSON values.
         world_size: number of virtual ranks.
-        target: ``cpu`` has one kind of memory, the device's; ``cuda`` has device and host memory.
         micro_batch_sizes: two different sizes to run. Avoid 1, which many kernels treat specially.
-        device_bytes: memory of the device on target ``cuda``, by which DeepSpeed decides where it flattens parameters; None for
-            no limit.
         is_real: run with real tensors, for user code that fake tensors do not support; needs the memory and time of a real
             batch.
         module_paths: directories put first in ``sys.path``; the first is the working directory.
         rank: the rank to run. To measure a later stage of a pipeline, choose one of its ranks.
-        shared_options: keyword arguments of the workload; JSON values. Requests with equal shared options share the import of
-            user code.
     """
 
     workload: str
     options: Mapping[str, Any]
-    deepspeed_config: Mapping[str, Any]
     world_size: int
-    target: Target = "cpu"
     micro_batch_sizes: tuple[int, int] = (2, 4)
-    device_bytes: int | None = None
     is_real: bool = False
     module_paths: tuple[str, ...] = ()
     rank: int = 0
-    shared_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def is_begun_like(self, other: DryRunRequest) -> bool:
-        """Return whether requests differ only in options, config and micro batch sizes.
-
-        Such requests run in forks of one process, which imports the user's code once.
-        """
-        own: dict[str, Any] = {"options": {}, "deepspeed_config": {}, "micro_batch_sizes": (2, 4)}
-        return dataclasses.replace(self, **own) == dataclasses.replace(other, **own)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -153,34 +135,85 @@ class DryRunRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DryRunResult:
-    """Memory, FLOPs and communication of one rank in a dry run of one configuration.
+class ModelTrace:
+    """Memory, FLOPs and operations of a model on one rank, before ZeRO divides anything.
 
-    Memory, FLOPs and tokens are functions of the micro batch size. Collectives, operations and parts are those of a measured
-    step.
+    Attributes:
+        memory: peak bytes in each phase, without the gradients of parameters.
+        state_bytes: name -> bytes of ``parameters``, ``optimizer`` (with master weights) and ``buffers`` between steps.
+        parameters: number of parameters of all engines' models.
+        trainable_parameters: number of those parameters that are trained.
+        num_tensors: number of tensors that are trained.
+        largest_tensor: number of elements of the largest of them.
+        flops: FLOPs of one micro batch.
+        tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
+        pass_operations: torch operations of forward and backward.
+        step_operations: torch operations of the optimizer step.
+        is_fake: whether fake tensors were used.
+        is_linear: whether the steps at both micro batch sizes made the same allocations. If so, the memory lines are exact.
+            If not, each line connects the peaks that were measured at the two sizes.
+        bypasses: places where user code read a fake tensor's value and got a constant.
+        notes: sentences for the user.
+        num_records: records in the micro batch that a script itself makes; 0 for other workloads.
+        epoch_records: records of the training loader; 0 if unknown.
+    """
+
+    memory: MemoryForm
+    state_bytes: Mapping[str, int]
+    parameters: int
+    trainable_parameters: int
+    num_tensors: int
+    largest_tensor: int
+    flops: Flops
+    tokens: Line | None
+    pass_operations: int
+    step_operations: int
+    is_fake: bool
+    is_linear: bool
+    bypasses: tuple[Bypass, ...] = ()
+    notes: tuple[str, ...] = ()
+    num_records: int = 0
+    epoch_records: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ModelTrace:
+        flops, tokens = value["flops"], value["tokens"]
+        return cls(
+            **{
+                **value,
+                "memory": memory_form_from_json(value["memory"]),
+                "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
+                "tokens": None if tokens is None else Line(**tokens),
+                "bypasses": tuple(Bypass(**each) for each in value["bypasses"]),
+                "notes": tuple(value["notes"]),
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DryRunResult:
+    """Memory, FLOPs and communication of one rank in one configuration.
+
+    ``dsat.predictor.closed_form`` computes it from a ``ModelTrace``. Memory, FLOPs and tokens are functions of the micro batch
+    size.
 
     Attributes:
         device: peak bytes on the device in each phase.
-        host: peak bytes on the host in each phase; empty on target ``cpu``.
+        host: peak bytes on the host in each phase.
         parameters: number of parameters of all engines' models; a partitioned parameter counts whole.
         trainable_parameters: number of those parameters that are trained.
         inner_collectives: collectives of a micro batch before the last one of a step; empty if a step has one micro batch.
         last_collectives: collectives of the last micro batch of a step, with the optimizer step.
         flops: FLOPs of one micro batch.
         tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
-        is_fake: whether fake tensors were used.
-        is_linear: whether the steps at both micro batch sizes made the same allocations. If so, the memory lines are exact.
-            If not, each line connects the peaks that were measured at the two sizes.
-        bypasses: places where user code read a fake tensor's value and got a constant.
-        notes: sentences for the user.
         inner_operations: torch operations of a micro batch before the last one of a step; 0 if a step has one micro batch.
         last_operations: torch operations of the last micro batch of a step, with the optimizer step.
-        device_parts: name -> bytes on the device of ``parameters``, ``gradients``, ``optimizer`` and ``buffers``. Each is the
-            part's own maximum in the measured steps.
-        host_parts: name -> bytes of these parts on the host.
+        device_parts: name -> largest bytes on the device of ``parameters``, ``gradients``, ``optimizer`` and ``buffers``.
         activations: device bytes that are live after a forward pass and belong to none of these parts, such as the micro batch;
             None if unknown.
-        num_records: records in the micro batch that a script itself makes; 0 for other workloads.
     """
 
     device: MemoryForm
@@ -191,16 +224,10 @@ class DryRunResult:
     last_collectives: tuple[Collective, ...]
     flops: Flops
     tokens: Line | None
-    is_fake: bool
-    is_linear: bool
-    bypasses: tuple[Bypass, ...] = ()
-    notes: tuple[str, ...] = ()
     inner_operations: int = 0
     last_operations: int = 0
     device_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    host_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     activations: Line | None = None
-    num_records: int = 0
 
     def collectives(self, accumulation_steps: int) -> tuple[Collective, ...]:
         """Return the collectives of a whole step of ``accumulation_steps`` micro batches."""
@@ -240,8 +267,6 @@ class DryRunResult:
                 "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
                 "tokens": None if tokens is None else Line(**tokens),
                 "activations": None if activations is None else Line(**activations),
-                "bypasses": tuple(Bypass(**each) for each in value["bypasses"]),
-                "notes": tuple(value["notes"]),
             }
         )
 

@@ -21,7 +21,7 @@ from dstrial.dsat.methods.base import MethodOptions, measures
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, structure_of
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.predictor.plan import headline, make_plan
+from dstrial.dsat.predictor.plan import PROBABILITY, headline, make_plan, needed_memory, to_json
 from dstrial.dsat.predictor.predictor import Predictor
 from dstrial.dsat.space.filters import Filters, needs_no_less_memory
 from dstrial.dsat.space.knobs import ZERO
@@ -328,7 +328,8 @@ def test_predicted_seconds_follow_first_measurement(five_trials: Played) -> None
 
 
 def test_plan_reports_fit_margin_and_fastest() -> None:
-    roomy, tight = make_plan(space(stages=(0, 1, 2, 3)), inputs(80e9)), make_plan(space(), inputs(3e9))
+    roomy = make_plan(space(stages=(0, 1, 2, 3)), inputs(80e9), num_slots=8, peak_flops_per_s=312e12)
+    tight = make_plan(space(), inputs(3e9), num_slots=8)
 
     assert roomy.rows[0].fits
     assert all(row.margin_bytes >= 0 for row in roomy.rows if row.fits)
@@ -339,8 +340,30 @@ def test_plan_reports_fit_margin_and_fastest() -> None:
     assert not any(row.fits for row in tight.rows)
     assert tight.best == ()
     assert all(row.margin_bytes < 0 for row in tight.rows)
-    assert "do not fit on 8 x a100" in headline(tight, 8, "a100", 3e9)
-    assert json.loads(json.dumps(roomy.to_json()))["is_measured"] is False
+    assert "do not fit on 8 x a100" in headline({8: tight}, "a100", 3e9)
+    assert "fit on 8 x a100" in headline({4: tight, 8: roomy}, "a100", 80e9)
+    shown = roomy.shown(10)
+    assert shown[0] == roomy.best[0]
+    assert 0 < (shown[0].mfu or 0) < 0.7
+    found = json.loads(json.dumps(to_json(roomy, 36_000, 2.5)))["best"][0]
+    assert found["epoch_hours"] == pytest.approx(10 / roomy.best[0].throughput)
+    assert found["epoch_cost"] == pytest.approx(8 * 2.5 * found["epoch_hours"])
+    assert not any(cell.strip() for cell in tight.rows[0].cells(100, 2.5)[2:6])
+
+
+def test_plan_and_memory_command_predict_equal_bytes() -> None:
+    searched, found = space(stages=(0, 1, 2, 3)), inputs(80e9)
+    groups = ConfigGroups(searched)
+    plan = make_plan(searched, found, num_slots=8)
+
+    assert plan.rows
+    for row in plan.rows:
+        structure, batch = structure_of(row.candidate), row.candidate.batch
+        key = groups.run_key(structure, is_accumulating=batch.accumulation > 1)
+        zero = groups.setup(structure)
+        need = needed_memory(found.runs[key], zero, batch.micro_batch_size, 80e9)
+        assert need.median_bytes == pytest.approx(row.memory_bytes)
+        assert 80e9 - need.quantile(PROBABILITY) == pytest.approx(row.margin_bytes)
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,7 @@ def search(tmp_path_factory: pytest.TempPathFactory, shared_master: MasterForTes
 @pytest.mark.ranks
 def test_predict_records_inputs_and_machine(search: Search, shared_master: MasterForTest) -> None:
     output = search.output
-    described = (
-        "described by fake tensors (4 of 4 kinds of structures; of a loader's first batches the largest)"
-    )
+    described = "described by fake tensors (1 of 1 kinds of graphs; of a loader's first batches the largest)"
     assert described.replace("by ", "by:  ", 1) in search.printed
     notes = json.loads((output / "report.json").read_text())["notes"]
     assert described in notes
@@ -122,16 +120,18 @@ def test_plan_command_prints_and_writes_report(tmp_path: Path) -> None:
     space.write_text(
         "zero_optimization.overlap_comm: [false]\nzero_optimization.offload_optimizer.device: [cpu]\n"
     )
-    flags = ("--slots", "8", "--device", "h100", "-z", "3", "--space", str(space))
+    flags = ("--slots", "4,8", "--device", "h100", "--price", "2.5", "-z", "3", "--space", str(space))
 
     planned = run(command("plan", tmp_path, *flags, config=shallow(tmp_path, "planned")))
 
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert "not measured" in planned.stdout
-    assert "predicted best 1" in planned.stdout
+    assert "NVIDIA H100 datasheet" in planned.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["is_measured"] is False
-    assert report["slots"] == 8
+    assert report["slots"] == [4, 8]
+    assert {row["num_slots"] for row in report["best"]} == {4, 8}
+    assert all(row["mfu"] > 0 and row["epoch_cost"] > 0 for row in report["best"])
     assert report["device_memory_bytes"] == 80 * 2**30
     stages = {row["candidate"]["stage"] for row in report["rows"]}
     assert stages == {1, 3}

@@ -20,7 +20,7 @@ from dstrial.dsat.predictor.inputs import PredictInputs, dry_run_request
 from dstrial.dsat.space.space import Structure
 from dstrial.engine.dryrun.__main__ import user_place
 from dstrial.engine.dryrun.process import DryRunError, dry_run, dry_runs
-from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
+from dstrial.engine.dryrun.values import DryRunRequest, ModelTrace
 
 pytestmark = pytest.mark.process
 
@@ -35,10 +35,10 @@ CONFIG = {
 }
 
 
-def described(trial: str, sample_batch: Path | None = None) -> DryRunResult:
+def described(trial: str, sample_batch: Path | None = None) -> ModelTrace:
     hparams = {"width": WIDTH, "deepspeed_config": CONFIG}
     asked = dry_run_request(
-        f"described_trials:{trial}", HERE, hparams, CONFIG, world_size=4, sample_batch=sample_batch
+        f"described_trials:{trial}", HERE, hparams, world_size=4, sample_batch=sample_batch
     )
     return dry_run(asked, deadline_s=120)
 
@@ -53,8 +53,9 @@ def test_dry_run_describes_trial_with_fake_tensors() -> None:
     assert result.tokens is not None
     assert result.tokens.at(8) == 8 * 16
     assert [Path(each.place.rsplit(":", 1)[0]).name for each in result.bypasses] == ["described_trials.py"]
-    # Weights on every rank, Adam's two moments on a quarter of them.
-    assert result.device.settled == pytest.approx((4 + (4 + 8) / 4) * result.parameters, rel=0.1)
+    assert result.epoch_records == 50
+    # Weights and Adam's two moments, before ZeRO divides them.
+    assert result.memory.settled == pytest.approx((4 + 8) * result.parameters, rel=0.1)
 
 
 def test_sample_batch_file_replaces_loader(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_trial_reading_values_uses_real_batch(
 
     assert inputs.described_by == "one real batch"
     assert any(line.startswith("described by:  one real batch") for line in lines)
-    assert not any(run.is_fake for run in inputs.runs.values())
+    assert inputs.runs
     assert any("described_trials.py" in note and "real batch was trained" in note for note in inputs.notes)
 
 
@@ -107,17 +108,16 @@ def test_dry_run_of_pipeline_needs_its_stages() -> None:
     hparams = yaml.safe_load((MODEL_DEFS.parent / "experiment_configs" / "stdlib_lm.yaml").read_text())[
         "hyperparameters"
     ]
-    config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
 
     def asked(num_stages: int) -> DryRunRequest:
         trial = "model_def:StdlibLmTrial"
-        return dry_run_request(trial, folder, hparams, config, world_size=2, num_stages=num_stages)
+        return dry_run_request(trial, folder, hparams, world_size=2, num_stages=num_stages)
 
     one, two = dry_runs([asked(1), asked(2)], deadline_s=300, num_parallel=1)
 
     assert isinstance(one, DryRunError)
     assert "the trial trains a pipeline" in str(one)
-    assert isinstance(two, DryRunResult)
+    assert isinstance(two, ModelTrace)
 
 
 def test_pipeline_search_is_not_dry_run(tmp_path: Path) -> None:
@@ -133,12 +133,11 @@ def test_pipeline_search_is_not_dry_run(tmp_path: Path) -> None:
     inputs = gather_inputs(settings, target="cpu", print_line=lines.append)
 
     assert (inputs.described_by, inputs.runs) == ("nothing", {})
-    assert "pipelines are not dry-run" in lines[0]
+    assert "pipelines have no predicted times" in lines[0]
 
 
 def test_dry_run_of_two_engines_uses_both_configs() -> None:
     folder = MODEL_DEFS / "digits_gan"
-    config = json.loads((folder / "generator.json").read_text(encoding="utf-8"))
     hparams = {
         "deepspeed_config": "generator.json",
         "discriminator_deepspeed_config": "discriminator.json",
@@ -148,12 +147,11 @@ def test_dry_run_of_two_engines_uses_both_configs() -> None:
         "split_seed": 1,
     }
 
-    asked = dry_run_request("model_def:DigitsGanTrial", folder, hparams, config, world_size=2)
+    asked = dry_run_request("model_def:DigitsGanTrial", folder, hparams, world_size=2)
     result = dry_run(asked)
 
     assert result.is_fake
-    # Both engines reduce their gradients with buckets of DeepSpeed's default size.
-    assert result.device.peak(8) >= 2 * 500_000_000
+    assert result.state_bytes["optimizer"] == pytest.approx(2 * result.state_bytes["parameters"], rel=0.01)
 
 
 def test_dry_run_describes_script_with_sample_batch(tmp_path: Path) -> None:
@@ -162,7 +160,7 @@ def test_dry_run_describes_script_with_sample_batch(tmp_path: Path) -> None:
 
     torch.save(torch.zeros(6, 5, 16), tmp_path / "batch.pt")
 
-    asked = dry_run_request(words, HERE, hparams, CONFIG, world_size=4, sample_batch=tmp_path / "batch.pt")
+    asked = dry_run_request(words, HERE, hparams, world_size=4, sample_batch=tmp_path / "batch.pt")
     result = dry_run(asked)
 
     assert result.is_fake
@@ -177,7 +175,7 @@ def test_dry_run_of_script_with_config_file(tmp_path: Path) -> None:
     hparams = {"width": WIDTH, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
     words = ["-m", "core_api_script", "--records", "40", "--config-file", str(HERE / "ds_config.json")]
 
-    result = dry_run(dry_run_request(words, HERE, hparams, CONFIG, world_size=4))
+    result = dry_run(dry_run_request(words, HERE, hparams, world_size=4))
 
     assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
 
@@ -192,13 +190,14 @@ def test_dry_run_of_trainer_script_leaves_no_files(
     settings = settings_of(config, method="predict", model_dir=folder)
     assert settings.space.base["optimizer"]["params"]["lr"] == "auto"
 
-    asked = request_maker(settings, target="cpu")(Structure(settings.space.own_stage, ()), True)
+    asked = request_maker(settings)(Structure(settings.space.own_stage, ()))
     result = dry_run(asked)
 
     assert result.is_fake
-    assert result.flops_ratio(8) == pytest.approx(1.09, abs=0.05)
-    # Weights on both ranks, Adam's two moments and the master weights of each on half of them.
-    assert result.device.settled == pytest.approx((4 + (4 + 8) / 2) * result.parameters, rel=0.1)
+    assert result.tokens is not None
+    rule = 6 * result.parameters * result.tokens.at(8)
+    assert result.flops.model.at(8) / rule == pytest.approx(1.09, abs=0.05)
+    assert result.memory.settled == pytest.approx((4 + 8) * result.parameters, rel=0.1)
     assert sorted(path.name for path in folder.iterdir()) == before
 
 

@@ -6,6 +6,7 @@ import pytest
 from predicted import dry_run
 
 from dstrial.dsat.predictor.model_memory import Placement, answer, table
+from dstrial.dsat.predictor.models import MemoryPrediction
 from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
 
 GIB = float(2**30)
@@ -31,7 +32,8 @@ def placement(num_slots: int, *, gradients: float = 20.0, activations: float = 2
         },
         activations=Line(GIB, 3 * GIB),
     )
-    return Placement(num_slots, 4, run)
+    need = MemoryPrediction(run.device.peak(4) + GIB, 0.001, "step", ())
+    return Placement(num_slots, 4, run, need=need)
 
 
 def test_placement_parts_sum_to_peak() -> None:
@@ -63,7 +65,7 @@ def test_answer_names_fitting_number_and_largest_part() -> None:
 
     assert lines == [
         "One device is not enough; 2 are.",
-        "5.00 B parameters, 5.00 B of them trained: with ZeRO stage 3 and bf16 a device needs 98.0 GiB at 1 device(s), and has "
+        "5.00 B parameters, 5.00 B of them trained: with ZeRO stage 3 and bf16 a device needs 99.0 GiB at 1 device(s), and has "
         "80.0 GiB.",
         "Most of it at 2 device(s): optimizer, 30.0 GiB; ZeRO stage 1 divides it, and offload_optimizer takes it to the host.",
     ]
@@ -87,8 +89,8 @@ def test_table_shows_problem_of_failed_placement() -> None:
 
     heads, one, three, four = (" ".join(line.split()) for line in lines)
     parts = "parameters gradients optimizer activations buffers"
-    assert heads == f"devices micro batch {parts} peak of device host"
-    assert one == "1 4 10.0 15.0 60.0 8.0 5.0 98.0 122 % 0.00"
+    assert heads == f"devices micro batch {parts} peak needs of device host"
+    assert one == "1 4 10.0 15.0 60.0 8.0 5.0 98.0 99.0 124 % 0.00"
     assert three == "3 the batch cannot be divided by 3"
-    assert four.endswith(" 30.5 38 % 0.00")
+    assert four.endswith(" 30.5 31.5 39 % 0.00")
     assert answer([unknown], 80 * GIB, "fp16") == ["It cannot be told: the batch cannot be divided by 3"]

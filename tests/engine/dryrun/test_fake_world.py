@@ -10,16 +10,13 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero import utils as zero_utils
 from packaging.version import Version
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from dstrial.engine.dryrun.fake_world import (
-    DEVICE_NAME,
     FakeWorld,
     ScalarReads,
     renew_parameters,
@@ -29,7 +26,7 @@ from dstrial.engine.dryrun.tracker import Tracker
 
 
 def tracker(**more: Any) -> Tracker:
-    return Tracker(lambda device: device != torch.device(DEVICE_NAME), **more)
+    return Tracker(**more)
 
 
 def test_world_patches_and_restores_process() -> None:
@@ -42,7 +39,6 @@ def test_world_patches_and_restores_process() -> None:
         assert torch.distributed.get_world_size() == 64
         assert os.environ["WORLD_SIZE"] == "64"
         assert backend.build_shm_op() is None
-        zero_utils.assert_ints_same_as_other_ranks([3, 1, 2])
         assert all(
             getattr(owner, name) is not old for (owner, name), old in zip(patched, before, strict=True)
         )
@@ -94,10 +90,10 @@ def test_assigned_data_brings_its_device_along() -> None:
     with FakeTensorMode():
         parameter = nn.Parameter(torch.zeros(2))
         with FakeWorld(tracker()):
-            parameter.data = parameter.data.to(DEVICE_NAME)
-        assert parameter.device == torch.device(DEVICE_NAME)
+            parameter.data = parameter.data.to("cpu:0")
+        assert parameter.device == torch.device("cpu:0")
         other = nn.Parameter(torch.zeros(2))
-        other.data = other.data.to(DEVICE_NAME)
+        other.data = other.data.to("cpu:0")
         assert other.device == torch.device("cpu")
 
 
@@ -108,23 +104,6 @@ def test_unvalidated_distributions_take_fake_tensors() -> None:
             torch.distributions.Uniform(low, high)
         with FakeWorld(tracker()):
             assert torch.distributions.Uniform(low, high).rsample((3,)).shape == (3,)
-
-
-def test_the_device_is_another_memory_than_the_host_and_fills_up() -> None:
-    accelerator = get_accelerator()
-    name_before = accelerator.current_device_name()
-    watching = tracker()
-    with FakeWorld(watching, target="cuda", device_bytes=10_000), FakeTensorMode(), watching:
-        on_device = torch.empty(1000, dtype=torch.uint8, device=accelerator.current_device_name())
-        on_host = torch.empty(5000, dtype=torch.uint8)
-        assert accelerator.on_accelerator(on_device)
-        assert not accelerator.on_accelerator(on_host)
-        assert accelerator.available_memory() == 9_000
-        assert on_host.pin_memory() is not on_host
-        assert on_host.to(on_device.device).device == on_device.device
-        assert torch.tensor([1.0], device=on_device.device).device == on_device.device
-        assert torch.tensor([1.0]).device != on_device.device
-    assert accelerator.current_device_name() == name_before
 
 
 def test_user_code_reads_the_declared_constant_and_its_line_is_noted() -> None:
@@ -149,14 +128,6 @@ def test_deepspeed_reads_no_overflow_and_torch_optimizers_a_first_step() -> None
             told.append(namespace["read"](torch.zeros(())))
     assert told == [0.0, 1.0]
     assert not reads.bypasses
-
-
-def test_a_phase_within_another_ends_with_its_block() -> None:
-    watching = tracker()
-    watching.enter_phase("backward")
-    with watching.within("reduce"):
-        assert watching.phase == "reduce"
-    assert watching.phase == "backward"
 
 
 def test_shapes_only_keeps_shape_type_and_gradient_flag() -> None:

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.engine.dryrun.linear_peaks import Trace, memory_forms, same_before_update
+from dstrial.engine.dryrun.linear_peaks import Trace, memory_form, same_before_update
 from dstrial.engine.dryrun.values import (
     PHASES,
-    Bypass,
     Collective,
     DryRunRequest,
     DryRunResult,
@@ -39,55 +38,63 @@ def test_the_envelope_is_the_greatest_of_all_lines_everywhere(
 
 def train(trace: Trace, size: int, *, kept: int, first: bool = False, extra: bool = False) -> None:
     """Play a step: activations of 10 bytes a record, a scratch of 100 at once, an optimizer that keeps ``kept`` bytes."""
-    activation = trace.allocate(10 * size, False, FORWARD)
+    activation = trace.allocate(10 * size, FORWARD)
     if extra:
-        trace.free(trace.allocate(7, False, FORWARD), FORWARD)
-    scratch = trace.allocate(100, False, BACKWARD)
+        trace.free(trace.allocate(7, FORWARD), FORWARD)
+    scratch = trace.allocate(100, BACKWARD)
     trace.free(activation, BACKWARD)
     trace.free(scratch, BACKWARD)
     if first:
-        trace.allocate(kept, False, STEP)
-    trace.free(trace.allocate(30, False, STEP), STEP)
+        trace.allocate(kept, STEP)
+    trace.free(trace.allocate(30, STEP), STEP)
     trace.marks.append(len(trace.events))
 
 
 def played(*, extra_in_second: bool = False) -> Trace:
     trace = Trace()
-    trace.allocate(1000, False, PHASES.index("gather"))
-    trace.allocate(500, True, PHASES.index("init"))
+    trace.allocate(1000, PHASES.index("reduce"))
     trace.marks.append(len(trace.events))
     train(trace, 2, kept=60, first=True)
     train(trace, 4, kept=60, extra=extra_in_second)
     return trace
 
 
-def test_memory_forms_hold_at_other_sizes() -> None:
-    forms = memory_forms(played(), 2, 4)
+def test_memory_form_holds_at_other_sizes() -> None:
+    form, is_linear = memory_form(played(), 2, 4)
 
-    assert forms.is_linear
-    assert forms.device.in_phase("forward", 100) == 1000 + 60 + 10 * 100
-    assert forms.device.peak(100) == 1000 + 60 + 10 * 100 + 100
-    assert forms.device.peak_phase(100) == "backward"
-    assert forms.device.in_phase("step", 100) == 1000 + 60 + 30
-    assert forms.device.settled == 1060
+    assert is_linear
+    assert form.in_phase("forward", 100) == 1000 + 60 + 10 * 100
+    assert form.peak(100) == 1000 + 60 + 10 * 100 + 100
+    assert form.peak_phase(100) == "backward"
+    assert form.in_phase("step", 100) == 1000 + 60 + 30
+    assert form.settled == 1060
     # Everything before the first step belongs to building.
-    assert forms.device.in_phase("init", 2) == 1000
-    assert forms.device.in_phase("gather", 2) == 0
-    assert forms.host.peak(50) == forms.host.settled == 500
+    assert form.in_phase("init", 2) == 1000
+    assert form.in_phase("reduce", 2) == 0
+
+
+def test_memory_form_leaves_out_gradients() -> None:
+    trace = played()
+    trace.is_gradient[0] = 1
+
+    form, _ = memory_form(trace, 2, 4)
+
+    assert form.settled == 60
+    assert form.peak(100) == 60 + 10 * 100 + 100
 
 
 def test_third_step_makes_differing_steps_linear() -> None:
     trace = played(extra_in_second=True)
 
     assert not same_before_update(trace)
-    forms = memory_forms(trace, 2, 4)
-    assert not forms.is_linear
+    form, is_linear = memory_form(trace, 2, 4)
+    assert not is_linear
     # The line passes through both peaks.
-    assert forms.device.in_phase("backward", 2) == pytest.approx(1000 + 20 + 100)
-    assert forms.device.in_phase("backward", 4) == pytest.approx(1060 + 40 + 100)
+    assert form.in_phase("backward", 2) == pytest.approx(1000 + 20 + 100)
+    assert form.in_phase("backward", 4) == pytest.approx(1060 + 40 + 100)
     train(trace, 2, kept=60, extra=True)
     assert same_before_update(trace)
-    assert memory_forms(trace, 2, 4).device.peak(50) == 1000 + 60 + 500 + 100
+    assert memory_form(trace, 2, 4)[0].peak(50) == 1000 + 60 + 500 + 100
 
 
 def result() -> DryRunResult:
@@ -106,16 +113,11 @@ def result() -> DryRunResult:
         ),
         flops=Flops(Line(0.0, 4800.0), Line(0.0, 6400.0)),
         tokens=Line(0.0, 10.0),
-        is_fake=True,
-        is_linear=True,
-        bypasses=(Bypass("train.py:3", 1.0),),
     )
 
 
 def test_request_and_result_survive_json() -> None:
-    asked = DryRunRequest(
-        "module:name", {"depth": 3}, {"bf16": {"enabled": True}}, 64, module_paths=("here",)
-    )
+    asked = DryRunRequest("module:name", {"depth": 3}, 64, module_paths=("here",))
     for value in (result(), asked):
         assert type(value).from_json(json.loads(json.dumps(value.to_json()))) == value
 

@@ -1,0 +1,188 @@
+"""Compute what each ZeRO stage makes of a model's memory, communication and operations.
+
+The dry run of a model says what its graph needs; ZeRO's bytes per parameter follow from that in closed form.
+docs/how-to/memory.md has the table.
+
+Source: Rajbhandari et al. 2020 (ZeRO), section 3, and DeepSpeed 0.19 ``runtime/zero``.
+``tests/engine/test_memory_of_engines.py`` compares it with DeepSpeed's engines.
+"""
+
+from __future__ import annotations
+
+import math
+
+from dstrial.dsat.predictor.features import ZeroFeatures
+from dstrial.engine.dryrun.values import (
+    Collective,
+    DryRunResult,
+    Line,
+    MemoryForm,
+    ModelTrace,
+    PhaseMemory,
+    upper_envelope,
+)
+
+_MASTER_BYTES = 4  # of a float32 weight; ZeRO keeps one in fp32, too
+_FLAT_ELEMENTS = 5e8  # gradients that stage 0 reduces at once; DeepSpeed has no key for it
+_PASS_OPERATIONS = {0: -9, 1: -6, 2: 9, 3: 75}
+_STEP_OPERATIONS = {0: 45, 1: 40, 2: 28, 3: 39}
+"""Operations of forward and backward, besides those of stage 0 with its reduction, and of a step; per tensor. Counted."""
+_GATHERS = 0.54  # gathers of stage 3 per tensor and pass, because small tensors stay and others are gathered together; counted
+
+
+def zero_run(
+    trace: ModelTrace, zero: ZeroFeatures, *, is_accumulating: bool, is_cpu: bool = False
+) -> DryRunResult:
+    """Return memory, FLOPs and communication of one rank with these ZeRO settings.
+
+    ``is_accumulating``: a step has several micro batches. ``is_cpu``: the device's memory is the host's.
+    """
+    gradients = zero.bytes_per_value * trace.trainable_parameters
+    collectives = _Collectives(trace, zero, gradients)
+    device, host, parts = _memory(trace, zero, gradients, is_accumulating=is_accumulating)
+    if is_cpu and host:
+        device = MemoryForm(
+            tuple(
+                PhaseMemory(each.phase, tuple(Line(line.base + host, line.per_record) for line in each.lines))
+                for each in device.phases
+            ),
+            device.settled + host,
+        )
+        host = 0.0
+    inner_operations = max(trace.pass_operations + _PASS_OPERATIONS[zero.stage] * trace.num_tensors, 0)
+    return DryRunResult(
+        device=device,
+        host=MemoryForm((PhaseMemory("step", (Line(host, 0.0),)),) if host else (), host),
+        parameters=trace.parameters,
+        trainable_parameters=trace.trainable_parameters,
+        inner_collectives=collectives.inner() if is_accumulating else (),
+        last_collectives=collectives.last(),
+        flops=trace.flops,
+        tokens=trace.tokens,
+        inner_operations=inner_operations if is_accumulating else 0,
+        last_operations=inner_operations + _STEP_OPERATIONS[zero.stage] * trace.num_tensors,
+        device_parts=parts,
+        activations=_highest(trace, "forward"),
+    )
+
+
+def _memory(
+    trace: ModelTrace, zero: ZeroFeatures, gradients: float, *, is_accumulating: bool
+) -> tuple[MemoryForm, float, dict[str, int]]:
+    """Return (peaks on the device, bytes on the host, part -> bytes on the device)."""
+    stage, width, trained = zero.stage, zero.bytes_per_value, trace.trainable_parameters
+    is_half = width == 2
+    owned = trained / (zero.replicas if stage else 1)
+    here = owned * (1 - zero.host_share)  # whose optimizer state is on the device
+    masters = _MASTER_BYTES if is_half or stage else 0
+    state = masters + _moment_bytes(trace, is_half=is_half)
+    largest = width * trace.largest_tensor
+    copied = largest if trace.largest_tensor > zero.reduce_elements else 0  # is reduced beside the bucket
+    buckets = zero.bucket_bytes
+    whole = float(trace.state_bytes["parameters"])
+    weights = whole / zero.replicas if stage == 3 else whole
+    on_host = (owned - here) * (state + _MASTER_BYTES + width) + (weights if zero.has_host_params else 0)
+    weights = 0.0 if zero.has_host_params else weights
+    held = 0.0
+    if stage == 3:
+        live = min(zero.live_elements, zero.reuse_elements) + zero.prefetch_elements + trace.largest_tensor
+        held = min(whole, width * live)
+    settled = weights + trace.state_bytes["buffers"] + state * here
+    # ``carried``: gradients in the next forward pass of a step. ``reducing``: what the end of a backward pass adds.
+    carried = reducing = 0.0
+    if stage == 0:
+        carried, reducing = gradients, gradients + min(gradients, width * _FLAT_ELEMENTS)
+        stepping = gradients + (8 * trained if is_half else 0)
+    elif stage == 1:
+        carried, reducing = gradients + buckets, gradients + buckets + copied
+    elif stage == 2:
+        # A tensor that a rank owns a part of stays as a whole.
+        carried = max(width * owned, largest) if here else 0.0
+        reducing = buckets + carried + copied + (largest if is_accumulating else 0)
+    else:
+        settled += width * here + buckets
+        reducing = held + 2 * largest
+    if stage in (1, 2):
+        stepping = here * (2 * width + (_MASTER_BYTES if is_half else 0)) + copied
+    elif stage == 3:
+        stepping = min(zero.group_elements, here) * (_MASTER_BYTES + (width if is_half else 0))
+    if zero.host_share and stage < 3:
+        settled += largest
+        reducing += 8 * min(owned, trace.largest_tensor) - (copied if stage == 1 else 0)
+    start = settled + held + (carried if is_accumulating else 0)
+    beside = buckets if stage == 2 or (stage == 1 and not is_accumulating) else 0
+    phases = [
+        _phase("forward", start, trace.memory),
+        _phase("backward", start + beside, trace.memory),
+        PhaseMemory("reduce", (Line(settled + reducing, 0.0),)),
+        PhaseMemory("step", (Line(settled + stepping, 0.0),)),
+    ]
+    parts = {
+        "parameters": weights,
+        "gradients": gradients if stage < 2 else width * here if stage == 3 else carried,
+        "optimizer": state * here,
+        "buffers": trace.state_bytes["buffers"] + buckets + held,
+    }
+    form = MemoryForm(tuple(each for each in phases if each.lines), settled)
+    return form, on_host, {name: int(value) for name, value in parts.items()}
+
+
+def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
+    """Return the bytes of optimizer state per trained parameter, without masters."""
+    if not trace.trainable_parameters:
+        return 0.0
+    measured = trace.state_bytes["optimizer"] / trace.trainable_parameters
+    return max(measured - (_MASTER_BYTES if is_half else 0), 0.0)
+
+
+def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
+    """Return a phase of the dry run, with other bytes in place of its settled ones."""
+    lines = [line for each in form.phases if each.phase == name for line in each.lines]
+    moved = upper_envelope((start + line.base - form.settled, line.per_record) for line in lines)
+    return PhaseMemory(name, moved)
+
+
+def _highest(trace: ModelTrace, phase: str) -> Line | None:
+    """Return the bytes that a phase adds at large micro batches; None without it."""
+    lines = _phase(phase, 0.0, trace.memory).lines
+    return lines[-1] if lines else None
+
+
+class _Collectives:
+    """Collectives of micro batches and of the optimizer step."""
+
+    def __init__(self, trace: ModelTrace, zero: ZeroFeatures, gradients: float) -> None:
+        self._trace, self._zero, self._gradients = trace, zero, int(gradients)
+        self._weights = trace.state_bytes["parameters"]
+
+    def inner(self) -> tuple[Collective, ...]:
+        """Return those of each micro batch but the last."""
+        stage = self._zero.stage
+        if stage < 2:
+            return ()
+        kind = "reduce_scatter" if stage == 3 else "all_reduce"
+        reduced = self._one(kind, "reduce", self._buckets(self._zero.reduce_elements), self._gradients)
+        if stage == 2:
+            return (reduced,)
+        # What stage 3 keeps after the forward pass is not gathered again.
+        kept = self._zero.kept_elements(self._trace.parameters) / max(self._trace.parameters, 1)
+        num_calls = max(round((2 - kept) * _GATHERS * self._trace.num_tensors), 1)
+        return (self._one("all_gather", "gather", num_calls, int((2 - kept) * self._weights)), reduced)
+
+    def last(self) -> tuple[Collective, ...]:
+        """Return those of the last micro batch, with the optimizer step."""
+        stage = self._zero.stage
+        if stage == 3:
+            return self.inner()
+        elements = _FLAT_ELEMENTS if stage == 0 else self._zero.reduce_elements
+        reduced = self._one("all_reduce", "reduce", self._buckets(elements), self._gradients)
+        if stage == 0:
+            return (reduced,)
+        gathered = self._one("all_gather", "gather", self._buckets(self._zero.gather_elements), self._weights)
+        return reduced, gathered
+
+    def _one(self, kind: str, phase: str, num_calls: int, num_bytes: int) -> Collective:
+        return Collective(kind, self._zero.replicas, phase, num_calls, num_bytes)
+
+    def _buckets(self, elements: float) -> int:
+        return max(math.ceil(self._trace.trainable_parameters / max(elements, 1.0)), 1)
