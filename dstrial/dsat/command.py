@@ -194,7 +194,7 @@ def _train_best(
 
 
 def _train_here(settings: SearchConfig, path: Path, runs: list[RunDirectory]) -> NoReturn:
-    """Become the launcher of a training; resume the newest of ``runs`` with a checkpoint."""
+    """Become the launcher of a training; resume the newest run with a checkpoint."""
     directory = path.parent / "runs"
     variables = {RUNS_DIR_VARIABLE: str(directory)}
     saved = next((run for run in runs if newest_checkpoint(run.checkpoints_path) is not None), None)

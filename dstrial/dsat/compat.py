@@ -1,4 +1,4 @@
-"""The constants of ``determined.pytorch.dsat._defaults``, and a function for scripts."""
+"""Constants of ``determined.pytorch.dsat``, and a function for scripts."""
 
 from __future__ import annotations
 

@@ -31,11 +31,12 @@ def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
     from determined import core
 
     from dstrial import dsat
+    from dstrial.errors import TrialContractError
 
     os.environ["DSTRIAL_DSAT_HPARAMS"] = json.dumps(
         {
             "_use_dsat_mode": case != "off",
-            "_dsat": {"max_s": 60.0 if case.endswith("short") else 0.3, "window_s": 0.02},
+            "_dsat": {"max_s": 60.0 if case.endswith("short") else 3.0, "window_s": 0.02},
         }
     )
     os.environ["DSTRIAL_DSAT_RESULT"] = str(result_path)
@@ -56,60 +57,35 @@ def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
     num_micro_steps = {"off": 4, "short": 12, "each short": 12, "each shortest": 3}.get(case, 4000)
     left = "by its end"
     is_chief = torch.distributed.get_rank() == 0
-    if case.startswith("each"):
-        return _train_step_by_step(engine, num_micro_steps, before)
-    with core.init() as core_context:
-        # A dummy context has no other ranks, so that each would have to complete its own operation.
-        op = core.DummySearcherOperation(num_micro_steps, is_chief)
-        try:
-            with dsat.dsat_reporting_context(core_context, op):
-                for micro_step in range(num_micro_steps):
-                    loss = engine(torch.randn(4, 32)).square().mean()
-                    if case == "nan" and micro_step > 10:
-                        loss = loss * float("nan")
-                    if case == "error" and micro_step > 10:
-                        raise KeyError("mine")
-                    if case == "memory" and micro_step > 10:
-                        torch.empty(2**50)
-                    engine.backward(loss)
-                    engine.step()
-        except SystemExit as exit_:
-            left = f"by exit {exit_.code}"
-        except (KeyError, ArithmeticError, RuntimeError) as error:
-            left = type(error).__name__
-    return {
-        "left": left,
-        "steps": int(engine.global_steps),
-        "is_restored": deepspeed.DeepSpeedEngine.step is before,
-        "is_completed": op._completed,
-    }
+    # A dummy context has no other ranks, so that each would have to complete its own operation.
+    op = core.DummySearcherOperation(num_micro_steps, is_chief)
 
+    def step(micro_step: int) -> None:
+        loss = engine(torch.randn(4, 32)).square().mean()
+        if case == "nan" and micro_step > 10:
+            loss = loss * float("nan")
+        if case == "error" and micro_step > 10:
+            raise KeyError("mine")
+        if case == "memory" and micro_step > 10:
+            torch.empty(2**50)
+        engine.backward(loss)
+        engine.step()
 
-def _train_step_by_step(engine: Any, num_micro_steps: int, before: Any) -> dict[str, Any]:
-    """Open the block for each micro batch, as Determined's example of the Core API does."""
-    import deepspeed
-    import torch
-    from determined import core
-
-    from dstrial import dsat
-    from dstrial.errors import TrialContractError
-
-    left = "by its end"
-    op = core.DummySearcherOperation(num_micro_steps, torch.distributed.get_rank() == 0)
-    losses = []
     try:
         with core.init() as core_context:
-            for _ in range(num_micro_steps):
+            if case.startswith("each"):  # as Determined's example of the Core API does
+                for micro_step in range(num_micro_steps):
+                    with dsat.dsat_reporting_context(core_context, op):
+                        step(micro_step)
+                if is_chief:
+                    op.report_completed(1.0)
+            else:
                 with dsat.dsat_reporting_context(core_context, op):
-                    loss = engine(torch.randn(4, 32)).square().mean()
-                    engine.backward(loss)
-                    engine.step()
-                losses.append(loss.item())
-            if torch.distributed.get_rank() == 0:
-                op.report_completed(sum(losses))
+                    for micro_step in range(num_micro_steps):
+                        step(micro_step)
     except SystemExit as exit_:
         left = f"by exit {exit_.code}"
-    except TrialContractError as error:
+    except (KeyError, ArithmeticError, RuntimeError, TrialContractError) as error:
         left = type(error).__name__
     return {
         "left": left,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def make_backend(
     settings: SearchConfig, record: SearchRecord, master: Callable[[], ClusterBackend]
 ) -> Backend | RemoteSearch:
-    """Return persistent ranks for ``predict`` on a trial class, else a launch per trial."""
+    """Return persistent ranks if ``predict`` tunes a trial class, else launches."""
     is_launched_anew = (
         settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts
     )

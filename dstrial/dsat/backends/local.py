@@ -1,4 +1,4 @@
-"""Measure trials on this machine: a launcher per trial, or persistent ranks for all trials.
+"""Measure trials on this machine: launchers, or persistent ranks for all trials.
 
 Persistent ranks measure until a rank fails, hangs or leaks memory; the next task then starts new ranks. The search appends tasks
 to a file that rank 0 reads, and reads the results that rank 0 appends to another file. Ranks end with the search. They work on a

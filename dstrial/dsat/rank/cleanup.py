@@ -108,7 +108,7 @@ class ProcessState:
         self._settings = Settings()
 
     def restore(self, engines: list[Any]) -> None:
-        """Destroy engines, empty their list, and undo what they did, except to random states.
+        """Destroy engines, empty their list, and undo all but changes of random states.
 
         The caller must keep no other reference to the engines or to their models.
 

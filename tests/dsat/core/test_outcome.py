@@ -70,22 +70,16 @@ def test_classify_traceback_returns_kind(kind: FailureKind) -> None:
         assert classify(text, phase="init").kind is kind, text
 
 
-def test_classify_assertion_while_training_is_user_error() -> None:
+def test_classify_reads_phase_and_requested_bytes() -> None:
     text = _FRAME + "AssertionError: something else"
-
     assert classify(text, phase="backward").kind is FailureKind.USER_ERROR
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.", int(2.5 * 2**30)),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", 20 * 2**20),
-        ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes.", 4000),
-    ],
-)
-def test_classify_reads_requested_bytes(text: str, num_bytes: int) -> None:
-    assert classify(text, phase="forward") == Failure(classify(text).kind, text, "forward", num_bytes)
+    sizes = {
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.": int(2.5 * 2**30),
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.": 20 * 2**20,
+        "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes.": 4000,
+    }
+    for text, num_bytes in sizes.items():
+        assert classify(text, phase="forward") == Failure(classify(text).kind, text, "forward", num_bytes)
 
 
 def test_failure_from_log_prefers_root_cause() -> None:
@@ -94,6 +88,7 @@ def test_failure_from_log_prefers_root_cause() -> None:
     lines = ["[rank=0] " + failure_line(lost), "noise", "2026-01-01 [rank=1] || " + failure_line(cause)]
 
     assert failure_from_log(lines, exit_code=1) == cause
+    assert failure_from_log(["nothing"], exit_code=137).kind is FailureKind.HOST_OOM
 
 
 def test_failure_from_log_strips_master_prefixes() -> None:
@@ -126,10 +121,6 @@ def test_classify_elided_deepspeed_frames_is_bad_config() -> None:
     assert found == Failure(
         FailureKind.BAD_CONFIG, "AssertionError: DeepSpeed refuses this pair; expected another"
     )
-
-
-def test_failure_from_log_killed_rank_is_host_oom() -> None:
-    assert failure_from_log(["nothing"], exit_code=137).kind is FailureKind.HOST_OOM
 
 
 def test_outcomes_survive_json_without_non_finite_values() -> None:
