@@ -3,7 +3,7 @@
 A surface is a workload and a seed. The formulas are those of ``dsat_surface_costs``; the seed draws by how much this machine
 and this model differ from them: constants of the machine; systematic errors per group of configurations (stage and offload),
 per value of a knob in a stage, and per structure; noise per measurement. Searches see measurements only;
-``Surface.optimum`` looks at every configuration of the space without noise.
+``Surface.ranked`` looks at every configuration of the space without noise.
 """
 
 from __future__ import annotations
@@ -194,16 +194,22 @@ class Surface:
         records = knobs.micro * knobs.accumulation * machine.num_ranks
         return np.where(fits, records / times_.all, 0.0)
 
-    def optimum(self, grid: Grid) -> Optimum:
-        best: Optimum | None = None
+    def ranked(self, grid: Grid, count: int = 1) -> list[Optimum]:
+        """Return the ``count`` best configurations of a space, the best first."""
+        found = []
         for knobs, candidates in grid.stages.values():
             worth = self.throughputs(knobs)
-            at = int(worth.argmax())
-            if worth[at] > 0 and (best is None or worth[at] > best.throughput):
-                best = Optimum(candidates[at], float(worth[at]))
-        if best is None:
+            best = np.argsort(worth)[-count:]
+            found += [Optimum(candidates[at], float(worth[at])) for at in best if worth[at] > 0]
+        if not found:
             raise ValueError(f"nothing of {self.workload.name} fits with seed {self._seed}")
-        return best
+        return sorted(found, key=lambda one: -one.throughput)[:count]
+
+    def by_formulas(self) -> Surface:
+        """Return the surface with the same constants, and without errors that no formula says."""
+        names = ("group_time", "knob_time", "structure_time", "group_memory", "structure_memory")
+        formulas = dataclasses.replace(self._formulas, **dict.fromkeys(names, 0.0))
+        return Surface(self.workload, self._seed, formulas)
 
     def knobs(self, candidates: Sequence[Candidate]) -> Knobs:
         """Return configurations as arrays, with DeepSpeed's defaults for what they and the user's own do not say."""

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dstrial.config.parallel_dims import AUTOTP_KEY
+
 HYPERPARAMETERS = "hyperparameters."  # prefix of paths that are no keys of DeepSpeed's JSON
 
 _LARGEST_FREE_MICRO_BATCH = 4096
@@ -41,6 +43,8 @@ class Candidate:
         for path, value in self.settings:
             if not path.startswith(HYPERPARAMETERS):
                 set_path(result, path, value)
+            if path == AUTOTP_KEY and value != 1:
+                result["train_batch_size"] = None  # DeepSpeed counts each record once per rank of a layer
         return result
 
     def hyperparameters(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections import Counter
@@ -30,19 +29,10 @@ from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.space.filters import Filters, Observation
 from dstrial.dsat.space.space import Space, Structure
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Effort:
-    """Thresholds that decide when a search ends."""
-
-    least_worth: float  # expected gain of a measurement, as a share of the best cost
-    patience: float  # number of measurements without progress that doubles ``least_worth``
-    most_contenders: int  # best configurations that are measured again before the search ends
-    most_repeats: int  # largest number of measurements of each of these
-
-
-_USUAL = _Effort(least_worth=0.0012, patience=2.0, most_contenders=0, most_repeats=1)
-_THOROUGH = _Effort(least_worth=0.0008, patience=3.0, most_contenders=3, most_repeats=2)
+_USUAL, _THOROUGH = (0.0012, 2.0), (0.0008, 3.0)
+"""Least expected gain of a measurement, as a share of the best cost, and the number of measurements without progress that
+doubles it."""
+_CONTENDERS, _REPEATS = 3, 2  # thorough: best configurations that are measured again, and how often at most
 _NEW, _FAR = 2.0, 2.0
 """``_NEW`` multiplies the worth of a measurement if its group has not run with a micro batch within a factor of ``_FAR``,
 because
@@ -78,7 +68,6 @@ class PredictSearch:
         self.groups = ConfigGroups(space, is_cpu=given.is_cpu)
         self.predictor = Predictor(self.groups, given, options.metric)
         self.observations: dict[int, Observation] = {}
-        self._effort = _THOROUGH if options.thorough else _USUAL
         self._forecasts: dict[int, dict[str, Any]] = {}  # trial -> prediction before it was measured
         self._left: list[tuple[Candidate, float]] = []  # unmeasured candidates and likely gains
         self._refused: set[Structure] = set()
@@ -141,15 +130,16 @@ class PredictSearch:
             return
         at = sizes.position(observation.candidate.batch.micro_batch_size)
         is_oom = isinstance(outcome, Failure) and outcome.kind is FailureKind.DEVICE_OOM
-        for position in range(at + (not is_oom), min(at + 1 + _NEXT_SIZES, sizes.last + 1)):
-            one = self.space.candidate(structure_of(observation.candidate), position)
-            margin, memory = self.predictor.margin_bytes(one), self.predictor.memory_of(one)
-            if margin is not None and memory is not None:
+        larger = range(at + (not is_oom), min(at + 1 + _NEXT_SIZES, sizes.last + 1))
+        structure = structure_of(observation.candidate)
+        for one in self.predictor.predictions([self.space.candidate(structure, at) for at in larger]):
+            margin = self.predictor.margin_bytes(one.candidate)
+            if margin is not None and one.memory is not None:
                 yield {
                     "trial_id": trial_id,
-                    "micro_batch_size": one.batch.micro_batch_size,
+                    "micro_batch_size": one.candidate.batch.micro_batch_size,
                     "missing_bytes": -margin,
-                    "phase": memory.phase,
+                    "phase": one.memory.phase,
                 }
 
     # ---- learning --------------------------------------------------------------------------------
@@ -244,12 +234,7 @@ class PredictSearch:
             self._skipped.add(candidate)
             if rejection.kind in ("illegal", "hopeless"):
                 actions.append(Skip(candidate, rejection.reason))
-        # Without predictions, only the user's structure with the smallest micro batch is likely to fit.
-        smallest = self.space.smallest()
-        is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
-        if best is not None or is_open or not is_smaller or len(self.observations) > 1:
-            return None
-        return self._measure(smallest, "your structure with the smallest micro batch")
+        return None
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
         """Return the candidates worth a measurement, the most promising first.
@@ -271,7 +256,8 @@ class PredictSearch:
             known = self.predictor.predictions([best[0]])
             cost = max(best[1], known[0].cost) if known else best[1]
             # After disappointing measurements, a candidate must promise more and more.
-            least = self._effort.least_worth * 2 ** (self._num_since_progress() / self._effort.patience)
+            least, patience = _THOROUGH if self.options.thorough else _USUAL
+            least *= 2 ** (self._num_since_progress() / patience)
             pairs = [pair for pair in self._worths(found, cost) if pair[1] >= least]
         tried = {
             self._identity(one.candidate)
@@ -318,17 +304,17 @@ class PredictSearch:
 
         Repeats end when noise cannot explain the differences, or at a limit.
         """
-        effort, measured = self._effort, self.measured_costs()
+        measured = self.measured_costs()
         # Failures count, too, so that a contender that fails is not measured forever.
         num_tried = Counter(self._identity(one.candidate) for one in self.observations.values())
         num_repeats = sum(num_tried[identity] - 1 for identity in measured)
-        many = sorted(measured.values(), key=_mean_cost)[: effort.most_contenders]
-        if is_open or not many or num_repeats >= effort.most_contenders * (effort.most_repeats - 1):
+        many = sorted(measured.values(), key=_mean_cost)[:_CONTENDERS]
+        if is_open or not many or not self.options.thorough or num_repeats >= _CONTENDERS * (_REPEATS - 1):
             return None
         unsure = [one for one in many[1:] if not self._are_separate(many[0], one)]
         contenders = [one[0][0] for one in (many[0], *unsure)]
         fewest = min(contenders, key=lambda one: num_tried[self._identity(one)])
-        if not unsure or num_tried[self._identity(fewest)] >= effort.most_repeats:
+        if not unsure or num_tried[self._identity(fewest)] >= _REPEATS:
             return None
         return self._measure(fewest, f"one of the best {len(unsure) + 1}, which noise does not separate")
 

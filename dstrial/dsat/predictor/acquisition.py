@@ -50,6 +50,9 @@ class Acquisition:
     def __init__(self, groups: ConfigGroups, predictor: Predictor) -> None:
         self._groups, self._predictor = groups, predictor
         self._ends: dict[tuple[Any, ...], Structure] = {}  # group -> where its last descent ended
+        self._seen: dict[Candidate, Prediction] = {}
+        self._positions: Sequence[int] = ()
+        self._time: StepModel | None = None
 
     def candidates(
         self,
@@ -63,29 +66,18 @@ class Acquisition:
         ``positions`` are grid positions of micro batches. Searches start from ``measured``, among others. ``cost`` is the best
         measured cost; None before anything has run.
         """
+        self._seen, self._positions, self._time = {}, positions, time
         starts: dict[tuple[Any, ...], list[Structure]] = {}
         for structure in (*self._groups.bases(), *map(structure_of, measured)):
             starts.setdefault(self._groups.group(structure), []).append(structure)
-        descent = _Descent(self._groups, self._predictor, positions, time)
         for group, structures in starts.items():
             known = [self._ends[group]] if group in self._ends else []
-            end = descent.run([*known, *structures], cost)
+            end = self._descend([*known, *structures], cost)
             if end is not None:
                 self._ends[group] = end
-        return list(descent.seen.values())
+        return list(self._seen.values())
 
-
-class _Descent:
-    """Coordinate descents over settings and micro batches, one in each group."""
-
-    def __init__(
-        self, groups: ConfigGroups, predictor: Predictor, positions: Sequence[int], time: StepModel
-    ) -> None:
-        self._groups, self._predictor = groups, predictor
-        self._positions, self._time = positions, time
-        self.seen: dict[Candidate, Prediction] = {}
-
-    def run(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
+    def _descend(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
         """Return the structure at which a descent ends; None if the group is hopeless.
 
         The descent begins at the best of ``starts``. A hopeless group cannot reach ``cost``, the best measured cost.
@@ -134,6 +126,6 @@ class _Descent:
             for structure, idx in changes
             if 0 <= idx < len(self._positions)
         }
-        new = [one for one in indices if one not in self.seen]
-        self.seen |= {one.candidate: one for one in self._predictor.predictions(new, self._time)}
-        return [(self.seen[one], idx) for one, idx in indices.items() if one in self.seen]
+        new = [one for one in indices if one not in self._seen]
+        self._seen |= {one.candidate: one for one in self._predictor.predictions(new, self._time)}
+        return [(self._seen[one], idx) for one, idx in indices.items() if one in self._seen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.core.candidate import BatchSplit, Candidate, value_at
@@ -56,7 +56,7 @@ class ConfigGroups:
         Of the sizes (such as buckets) above the model's ``num_params``, only the smallest is tried.
         """
         found, settings = [], dict(structure.settings)
-        effective = self._effective_of(_without_sizes(structure))
+        effective = self._effective_of(_without(structure, _SIZES))
         for knob in self.space.knobs(structure.stage):
             if knob.path in _OFFLOADS or knob.path not in KNOWN_PATHS:
                 continue
@@ -71,17 +71,22 @@ class ConfigGroups:
         """Return the ZeRO features of a structure, from which predictions are made."""
         if structure not in self._setups:
             # Sizes change nothing else in a config, so the config is checked only once for all sizes.
-            effective = dict(self._effective_of(_without_sizes(structure)))
+            effective = dict(self._effective_of(_without(structure, _SIZES)))
             sizes = {_SIZES[path]: value for path, value in structure.settings if path in _SIZES}
             effective[ZERO] = {**(effective.get(ZERO) or {}), **sizes}
+            dims = self.space.sizes_of(self.space.candidate(structure, 0))
             self._setups[structure] = ZeroFeatures.from_config(
-                effective, replicas=self.space.replicas, bytes_per_value=width_of(effective)
+                effective,
+                replicas=dims.dp * dims.sp,
+                bytes_per_value=width_of(effective),
+                layer_ranks=dims.tp,
+                sequence_ranks=dims.sp,
             )
         return self._setups[structure]
 
     def is_legal(self, structure: Structure) -> bool:
         """Return whether DeepSpeed accepts a structure, and all settings have an effect."""
-        checked = _without_sizes(structure)
+        checked = _without(structure, _SIZES)
         if checked not in self._legal:
             self._legal[checked] = self.space.illegal_reason(self.space.candidate(checked, 0)) is None
         return self._legal[checked]
@@ -110,16 +115,22 @@ class ConfigGroups:
         Structures with other sizes or switches have the same key. ``is_accumulating``: a step has several micro batches.
         """
         setup = self.setup(structure)
-        unknown = [list(pair) for pair in self.unknown_settings(structure)]
+        unknown = [list(pair) for pair in self.unknown_settings(structure) if pair[0] not in self.space.axes]
         on_host = float(setup.host_share > 0)
         return json.dumps([setup.stage, on_host, setup.has_host_params, unknown, is_accumulating])
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
-        """Return the structures to dry-run: run key -> (structure, is accumulating)."""
+        """Return the structures to dry-run: run key -> (structure, is accumulating).
+
+        Parallel dimensions of ``--space`` are left out, because their effect is computed from the dry run without them.
+        """
         sizes = self.space.batch_size_grid
         kinds = sorted({sizes.split(position).accumulation > 1 for position in (0, sizes.last)}, reverse=True)
         return {
-            self.run_key(structure, is_accumulating=is_accumulating): (structure, is_accumulating)
+            self.run_key(structure, is_accumulating=is_accumulating): (
+                _without(structure, self.space.axes),
+                is_accumulating,
+            )
             for structure in self.bases()
             for is_accumulating in kinds
         }
@@ -141,9 +152,9 @@ class ConfigGroups:
         return path not in KNOWN_PATHS
 
 
-def _without_sizes(structure: Structure) -> Structure:
-    """Return a structure without its sizes (such as buckets), which are always legal."""
-    kept = tuple((path, value) for path, value in structure.settings if path not in _SIZES)
+def _without(structure: Structure, paths: Collection[str]) -> Structure:
+    """Return a structure without its settings at ``paths``."""
+    kept = tuple((path, value) for path, value in structure.settings if path not in paths)
     return Structure(structure.stage, kept)
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dstrial.dsat.predictor.hardware import Machine
 from dstrial.dsat.space.knobs import ZERO
-from dstrial.engine.dryrun.values import Collective, DryRunResult, Line
+from dstrial.engine.dryrun.values import DryRunResult, Line
 
 ASSUMED_LAYERS = 50
 """Assumed number of equally large layers of a model, because layers are not counted."""
@@ -53,10 +53,18 @@ class ZeroFeatures:
     reuse_elements: float = 1e9
     group_elements: float = 1e9
     is_round_robin: bool = False
+    layer_ranks: int = 1  # that share each layer (AutoTP)
+    sequence_ranks: int = 1  # that share each sequence (Ulysses)
 
     @classmethod
     def from_config(
-        cls, effective: Mapping[str, Any], *, replicas: int, bytes_per_value: int
+        cls,
+        effective: Mapping[str, Any],
+        *,
+        replicas: int,
+        bytes_per_value: int,
+        layer_ranks: int = 1,
+        sequence_ranks: int = 1,
     ) -> ZeroFeatures:
         zero = effective.get(ZERO) or {}
         stage = int(zero.get("stage") or 0)
@@ -77,6 +85,8 @@ class ZeroFeatures:
             is_contiguous=bool(zero.get("contiguous_gradients", True)),
             has_reduce_scatter=bool(zero.get("reduce_scatter", True)),
             is_round_robin=stage in (1, 2) and bool(zero.get("round_robin_gradients")),
+            layer_ranks=layer_ranks,
+            sequence_ranks=sequence_ranks,
             **sizes,
         )
 
@@ -154,8 +164,8 @@ _MAX_HIDDEN = 0.9  # share of computing that communication can overlap
 _MIN_OVERHEAD = 0.1  # share of the operations' overhead that a busy device does not hide
 _UNSTREAMED = 0.3  # share of prefetching that works without ``overlap_comm``
 _STEP_SHARE = 0.35  # the optimizer's share of the operations of a step without accumulation
-_COPIED_IN, _COPIED_OUT = 2.0, 0.8  # memory copies of a gradient with contiguous gradients, and without
 _FULL = 0.9  # share of the device's memory above which its allocator frees and allocates again; assumed
+_COPIED_IN, _COPIED_OUT = 2.0, 0.8  # memory copies of a gradient with contiguous gradients, and without
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,8 +207,10 @@ def step_parts(
     is_device = machine.host_copy_bytes_per_s is not None
     rate = machine.flops_per_s
     model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
+    rate *= setup.layer_ranks * setup.sequence_ranks  # each rank computes its share of a record
     forward_s = accumulation * model / 3 / rate
     backward_s = accumulation * max(all_flops - model / 3, 0.0) / rate
+    exchange = _exchange_s(run, machine, setup, micro_batch_size * accumulation, accumulation)
     filling = accumulation * max(run.flops.hardware.per_record, 0.0) / rate * _filling(run)
     overheads = _overheads(run, machine, accumulation, (forward_s, backward_s), is_device=is_device)
 
@@ -210,7 +222,7 @@ def step_parts(
     reduce = _Exposed.of(*reduced, hides=machine.hides, able=able * (1 - 1 / buckets), beside_s=beside_s)
     fetched = _fetched_s(run, machine, setup, accumulation)
     gathers, fetches = _gathers(run, machine, setup, gathered, fetched, (forward_s, backward_s))
-    owned = run.trainable_parameters / (setup.replicas if setup.stage else 1)
+    owned = run.trainable_parameters / setup.layer_ranks / (setup.replicas if setup.stage else 1)
     on_host = owned * setup.host_share
     often = accumulation if setup.stage >= 2 else 1
     down, up = _offload_s(machine, setup.bytes_per_value, on_host, often, backward_s)
@@ -225,8 +237,8 @@ def step_parts(
             compute=forward_s,
             unfilled=filling / 3,
             overhead=overheads[0],
-            transfer=gathers[0].moved_s,
-            calls=gathers[0].called_s,
+            transfer=gathers[0].moved_s + exchange[0],
+            calls=gathers[0].called_s + exchange[1],
             unhidden=gathers[0].unhidden_s,
             host_copies=fetches[0],
         ),
@@ -234,9 +246,9 @@ def step_parts(
             compute=backward_s,
             unfilled=filling * 2 / 3,
             overhead=overheads[1],
-            transfer=gathers[1].moved_s,
+            transfer=gathers[1].moved_s + exchange[0],
             reduce=reduce.moved_s,
-            calls=reduce.called_s + gathers[1].called_s,
+            calls=reduce.called_s + gathers[1].called_s + exchange[1],
             unhidden=gathers[1].unhidden_s + reduce.unhidden_s,
             gradient_copies=copies,
             host_copies=fetches[1] + down,
@@ -357,35 +369,49 @@ def _calls(
 ) -> list[tuple[float, float]]:
     """Return (seconds of moving bytes, of calls) of reduce, gather, optimizer step."""
     sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
-    for each in _with_buckets(run.collectives(accumulation), run.parameters, setup, ran):
+    for each in run.collectives(accumulation):
         if each.group_size <= 1:
             continue
-        kind = each.kind
-        if each.phase == "reduce" and not setup.has_reduce_scatter and ran.has_reduce_scatter:
-            kind = "all_reduce"
-        moved, called = machine.link(kind).seconds(each.num_calls, each.num_bytes)
-        where = (
-            each.phase if each.phase == "reduce" or (each.phase == "gather" and setup.stage == 3) else "step"
-        )
+        kind, where, ratio = each.kind, "step", 1.0
+        if each.phase == "reduce":
+            where, ratio = "reduce", _bucket_ratio(run, setup.reduce_elements, ran.reduce_elements)
+            if not setup.has_reduce_scatter and ran.has_reduce_scatter:
+                kind = "all_reduce"
+        elif each.phase == "gather" and setup.stage == 3:
+            where = "gather"
+        elif each.phase == "gather" and setup.stage in (1, 2):
+            ratio = _bucket_ratio(run, setup.gather_elements, ran.gather_elements)
+        num_bytes = each.num_bytes / setup.layer_ranks
+        moved, called = machine.link(kind).seconds(max(round(each.num_calls * ratio), 1), num_bytes)
         sums[where][0] += moved
         sums[where][1] += called
     return [(moved, called) for moved, called in sums.values()]
 
 
-def _with_buckets(
-    collectives: Iterable[Collective], parameters: float, setup: ZeroFeatures, ran: ZeroFeatures
-) -> list[Collective]:
-    """Return a dry run's collectives, with as many calls as ``setup``'s buckets need."""
-    found = []
-    for each in collectives:
-        old = new = 1.0
-        if each.phase == "reduce":
-            old, new = ran.reduce_elements, setup.reduce_elements
-        elif each.phase == "gather" and setup.stage in (1, 2):
-            old, new = ran.gather_elements, setup.gather_elements
-        ratio = max(math.ceil(parameters / max(new, 1.0)), 1) / max(math.ceil(parameters / max(old, 1.0)), 1)
-        found.append(dataclasses.replace(each, num_calls=max(round(each.num_calls * ratio), 1)))
-    return found
+def _exchange_s(
+    run: DryRunResult, machine: Machine, setup: ZeroFeatures, records: int, accumulation: int
+) -> tuple[float, float]:
+    """Return seconds (of bytes, of calls) in which ranks exchange activations, in all forward passes.
+
+    Backward passes take as long. Two all-reduces a layer with AutoTP, or four all-to-alls of a rank's share with Ulysses.
+
+    Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Jacobs et al. 2023 (DeepSpeed-Ulysses), section 3.2.
+    """
+    if setup.layer_ranks * setup.sequence_ranks == 1:
+        return 0.0, 0.0
+    width = math.sqrt(
+        run.parameters / (12 * ASSUMED_LAYERS)
+    )  # a layer of a transformer has 12 width^2 parameters
+    tokens = records * (1.0 if run.tokens is None else run.tokens.per_record)
+    kind, calls = ("all_reduce", 2) if setup.layer_ranks > 1 else ("all_gather", 4)
+    num_bytes = calls * ASSUMED_LAYERS * tokens * width * setup.bytes_per_value / setup.sequence_ranks
+    return machine.link(kind).seconds(calls * ASSUMED_LAYERS * accumulation, num_bytes)
+
+
+def _bucket_ratio(run: DryRunResult, new: float, old: float) -> float:
+    """Return the number of buckets of ``new`` elements over that of ``old`` elements."""
+    new_count, old_count = (max(math.ceil(run.parameters / max(size, 1.0)), 1) for size in (new, old))
+    return new_count / old_count
 
 
 # ---- memory ----------------------------------------------------------------------------------
@@ -462,6 +488,12 @@ def _split(
         others = max(others + 4.0 * change, 0.0)
     grown = max(line.per_record, 0.0) * micro_batch_size
     kept, grown = (grown, 0.0) if phase == "forward" else (0.0, grown)
+    ranks = setup.layer_ranks
+    # AutoTP divides what ZeRO does not: parameters up to stage 2, gradients up to stage 1.
+    spared = (1 - 1 / ranks) * setup.bytes_per_value * run.parameters
+    state = state / ranks if setup.stage == 0 else state - spared * (setup.stage < 3)
+    others = max(others - spared * (setup.stage < 2 and phase in ("backward", "reduce")), 0.0)
+    kept, grown = (size / (ranks * setup.sequence_ranks) for size in (kept, grown))
     if setup.stage >= 2:
         kind = "others_divided"
     elif setup.host_share and phase != "init":

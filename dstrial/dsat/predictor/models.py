@@ -43,16 +43,18 @@ _PHASE_NOISE = 0.001  # share of the whole step, because the device is synchroni
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TimePoint:
-    """The input of the time model for one configuration."""
+class Point:
+    """The input of both models for one configuration."""
 
     parts: StepParts
+    peaks: tuple[PeakParts, ...]  # of phases in the dry run, the highest first; empty if unknown
     group: tuple[Any, ...]  # the stage first; configurations of a group share errors
     knobs: tuple[tuple[str, Any], ...]
     micro_batch_size: int
     extras: tuple[tuple[str, Any], ...] = ()  # settings about which no rule is known
+    is_scattered: bool = False  # gradients are not contiguous
 
-    def row(self, phase: str | None = None) -> Row:
+    def time_row(self, phase: str | None = None) -> Row:
         """Return the regression's input for the time of a step, or of one phase of it."""
         effects = (
             (f"micro {self.micro_batch_size}", _MICRO),
@@ -63,6 +65,27 @@ class TimePoint:
             return Row(self.parts.seconds, effects)
         own = (f"phase {phase} {self.group}", _PHASE)
         return Row(self.parts.phases[PHASES.index(phase)], (*effects, own))
+
+    def memory_row(self, peak: PeakParts) -> Row:
+        """Return the regression's input for the memory peak of one phase."""
+        effects: list[tuple[Hashable, float]] = [
+            (f"phase {peak.phase} {self.group}", _MEMORY_PHASE),
+            (f"slope {self.group}", _MEMORY_SLOPE * math.log2(self.micro_batch_size) / 3),
+            (f"group {self.group}", _MEMORY_GROUP),
+            (f"structure {self.group} {self.knobs} {self.extras}", _MEMORY_STRUCTURE),
+            *((f"setting {path} {value!r}", _MEMORY_UNKNOWN_SETTING) for path, value in self.extras),
+            *([("scattered", _SCATTERED)] if self.is_scattered else []),
+        ]
+        return Row(peak.num_bytes, tuple(effects))
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes of the highest peak in the dry run; 0 without one."""
+        return self.peaks[0].total_bytes if self.peaks else 0.0
+
+    def peak_in(self, phases: Sequence[str]) -> PeakParts | None:
+        """Return the highest peak among these phases; None if there is none."""
+        return next((one for one in self.peaks if one.phase in phases), None)
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -104,7 +127,7 @@ class TimePrediction:
 class Timing:
     """The measured time of a step, and of phases that were timed."""
 
-    point: TimePoint
+    point: Point
     seconds: float
     noise: float  # relative
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)  # phase -> measured seconds
@@ -117,9 +140,13 @@ class StepModel:
     """
 
     def __init__(self, timings: Sequence[Timing] = (), *, is_scaled: bool = False) -> None:
-        samples = [Sample(one.point.row(), one.seconds, one.noise) for one in timings]
+        samples = [Sample(one.point.time_row(), one.seconds, one.noise) for one in timings]
         samples += [
-            Sample(one.point.row(phase), seconds, math.hypot(one.noise, _PHASE_NOISE * one.seconds / seconds))
+            Sample(
+                one.point.time_row(phase),
+                seconds,
+                math.hypot(one.noise, _PHASE_NOISE * one.seconds / seconds),
+            )
             for one in timings
             for phase, seconds in one.phases.items()
             if phase in PHASES and seconds > 0
@@ -131,16 +158,16 @@ class StepModel:
         """Ratio of the learned uncertainty of predictions to the assumed uncertainty."""
         return self._regression.scale
 
-    def predict(self, points: Sequence[TimePoint], phase: str | None = None) -> list[TimePrediction]:
-        medians, deviations = self._regression.predict([point.row(phase) for point in points])
+    def predict(self, points: Sequence[Point], phase: str | None = None) -> list[TimePrediction]:
+        medians, deviations = self._regression.predict([point.time_row(phase) for point in points])
         return [
             TimePrediction(float(median), float(deviation))
             for median, deviation in zip(medians, deviations, strict=True)
         ]
 
-    def parts(self, point: TimePoint, phase: str | None = None) -> dict[str, float]:
+    def parts(self, point: Point, phase: str | None = None) -> dict[str, float]:
         """Return part -> seconds of a step or phase; the sum is the predicted time."""
-        seconds = point.row(phase).parts
+        seconds = point.time_row(phase).parts
         corrected = [factor * part for factor, part in zip(self.factors().values(), seconds, strict=True)]
         total, (prediction,) = sum(corrected), self.predict([point], phase)
         rescale = prediction.median_s / total if total else 0.0
@@ -164,7 +191,7 @@ _MEMORY_FACTORS = {
     "held": (0.75, 0.6),
 }
 """Mean and relative standard deviation of each part's factor before anything was measured. Assumed."""
-_MEMORY_GROUP, _MEMORY_STRUCTURE, _MEMORY_KNOB, _MEMORY_PHASE = 0.03, 0.01, 0.003, 0.03
+_MEMORY_GROUP, _MEMORY_STRUCTURE, _MEMORY_PHASE = 0.03, 0.01, 0.03
 _MEMORY_UNKNOWN_SETTING, _MEMORY_SLOPE = 0.1, 0.015
 _MEMORY_NOISE = 0.004
 _SCATTERED = 0.03  # share of memory that non-contiguous gradients leave unusable between them
@@ -222,34 +249,6 @@ class MemoryPrediction:
         return statistics.NormalDist().cdf(math.log(capacity_bytes / self.median_bytes) / self.log_std)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MemoryPoint:
-    """The input of the memory model for one configuration."""
-
-    peaks: tuple[PeakParts, ...]  # of phases in the dry run, the highest first
-    group: tuple[Any, ...]
-    knobs: tuple[tuple[str, Any], ...]
-    micro_batch_size: int
-    extras: tuple[tuple[str, Any], ...] = ()
-    is_scattered: bool = False  # gradients are not contiguous
-
-    def row(self, peak: PeakParts) -> Row:
-        """Return the regression's input for the memory peak of one phase."""
-        effects: list[tuple[Hashable, float]] = [
-            (f"phase {peak.phase} {self.group}", _MEMORY_PHASE),
-            (f"slope {self.group}", _MEMORY_SLOPE * math.log2(self.micro_batch_size) / 3),
-            (f"group {self.group}", _MEMORY_GROUP),
-            (f"structure {self.group} {self.knobs} {self.extras}", _MEMORY_STRUCTURE),
-            *((f"setting {path} {value!r}", _MEMORY_UNKNOWN_SETTING) for path, value in self.extras),
-            *([("scattered", _SCATTERED)] if self.is_scattered else []),
-        ]
-        return Row(peak.num_bytes, tuple(effects))
-
-    def peak_in(self, phases: Sequence[str]) -> PeakParts | None:
-        """Return the highest peak among these phases; None if there is none."""
-        return next((one for one in self.peaks if one.phase in phases), None)
-
-
 class MemoryModel:
     """Predicts memory peaks from measured peaks and out-of-memory errors."""
 
@@ -258,20 +257,18 @@ class MemoryModel:
         self._samples: list[Sample] = []
         self._errors: list[Row] = []
         # group -> dry-run bytes: the fewest that ran out of memory, and the most that ran
-        self._min_failed_bytes: dict[tuple[Any, ...], float] = {}
-        self._max_run_bytes: dict[tuple[Any, ...], float] = {}
+        self._failed_bytes: dict[tuple[Any, ...], float] = {}
+        self._run_bytes: dict[tuple[Any, ...], float] = {}
         self._wastes: list[float] = []
         self._regression: Regression | None = None
 
-    def measured(self, point: MemoryPoint, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
+    def measured(self, point: Point, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
         """Add the measured peak bytes of tensors, by phase or for ``all`` phases together.
 
         ``reserved_bytes`` is the largest number of bytes that the allocator held.
         """
+        self._run_bytes[point.group] = max(self._run_bytes.get(point.group, 0.0), point.total_bytes)
         whole = phases.get("all") or max(phases.values(), default=0.0)
-        if point.peaks:
-            most = max(self._max_run_bytes.get(point.group, 0.0), point.peaks[0].total_bytes)
-            self._max_run_bytes[point.group] = most
         known = [
             (peak, phases[name])
             for name, where in _MEASURED_PHASES.items()
@@ -279,31 +276,29 @@ class MemoryModel:
         ]
         if not known and whole and point.peaks:
             known = [(point.peaks[0], whole)]
-        self._samples += [Sample(point.row(peak), value, _MEMORY_NOISE) for peak, value in known]
+        self._samples += [Sample(point.memory_row(peak), value, _MEMORY_NOISE) for peak, value in known]
         if whole and reserved_bytes and reserved_bytes >= whole:
-            waste = math.log(reserved_bytes / whole) - (_SCATTERED if point.is_scattered else 0.0)
+            waste = math.log(reserved_bytes / whole) - _SCATTERED * point.is_scattered
             self._wastes.append(min(waste, _MAX_WASTE) + _BEYOND * max(waste - _MAX_WASTE, 0.0))
         self._regression = None
 
-    def ran_out(self, point: MemoryPoint, phase: str) -> None:
+    def ran_out(self, point: Point, phase: str) -> None:
         """Add an out-of-memory error in ``phase``, which is empty if it is unknown."""
-        peak = point.peak_in((*_MEASURED_PHASES.get(phase, ()), phase)) or (
-            point.peaks[0] if point.peaks else None
+        peak = point.peak_in((*_MEASURED_PHASES.get(phase, ()), phase)) or point.peaks[0]
+        self._errors.append(point.memory_row(peak))
+        self._failed_bytes[point.group] = min(
+            self._failed_bytes.get(point.group, math.inf), point.total_bytes
         )
-        if peak is not None:
-            self._errors.append(point.row(peak))
-            least = min(self._min_failed_bytes.get(point.group, math.inf), point.peaks[0].total_bytes)
-            self._min_failed_bytes[point.group] = least
         self._regression = None
 
-    def predict(self, points: Sequence[MemoryPoint]) -> list[MemoryPrediction | None]:
+    def predict(self, points: Sequence[Point]) -> list[MemoryPrediction | None]:
         """Return, per point, the peak of the phase least likely to fit; None if unknown."""
         mean, waste_std = self._waste()
         peaks = [(point, peak) for point in points for peak in point.peaks]
-        medians, deviations = self._fitted().predict([point.row(peak) for point, peak in peaks])
+        medians, deviations = self._fitted().predict([point.memory_row(peak) for point, peak in peaks])
         worst: dict[int, tuple[float, float, str]] = {}
         for median, deviation, (point, peak) in zip(medians, deviations, peaks, strict=True):
-            body = float(median) * math.exp(mean + (_SCATTERED if point.is_scattered else 0.0))
+            body = float(median) * math.exp(mean + _SCATTERED * point.is_scattered)
             whole = body + self.device.context_bytes
             spread = math.hypot(math.hypot(float(deviation), waste_std) * body, self.device.context_std_bytes)
             found = (whole, spread / whole if whole else 0.0, peak.phase)
@@ -311,9 +306,8 @@ class MemoryModel:
             if known is None or whole + 2 * spread > known[0] * (1 + 2 * known[1]):
                 worst[id(point)] = found
         for point in points:
-            failed, ran = (known.get(point.group) for known in (self._min_failed_bytes, self._max_run_bytes))
-            total = point.peaks[0].total_bytes if point.peaks else 0.0
-            if failed and point.peaks and total >= _NEAR * failed and total > (ran or 0.0):
+            least = _NEAR * self._failed_bytes.get(point.group, math.inf)
+            if point.peaks and point.total_bytes >= max(least, self._run_bytes.get(point.group, 0.0) + 1):
                 whole, spread, phase = worst[id(point)]
                 worst[id(point)] = (max(whole, 1.01 * (self.device.capacity_bytes or 0.0)), spread, phase)
         return [

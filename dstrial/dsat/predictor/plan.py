@@ -8,9 +8,9 @@ from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, structure_of
-from dstrial.dsat.predictor.features import ZeroFeatures, peak_parts
+from dstrial.dsat.predictor.features import StepParts, ZeroFeatures, peak_parts
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.predictor.models import DeviceMemory, MemoryModel, MemoryPoint, MemoryPrediction
+from dstrial.dsat.predictor.models import DeviceMemory, MemoryModel, MemoryPrediction, Point
 from dstrial.dsat.predictor.predictor import Predictor
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.engine.dryrun.values import DryRunResult
@@ -159,7 +159,8 @@ def needed_memory(
     run: DryRunResult, zero: ZeroFeatures, micro_batch_size: int, capacity_bytes: float
 ) -> MemoryPrediction:
     """Return the memory that a configuration needs of a device, as a plan predicts it."""
-    point = MemoryPoint(
+    point = Point(
+        StepParts(()),  # its time is not predicted
         tuple(peak_parts(run, zero, zero, micro_batch_size)),
         zero.group,
         zero.clamped(run.parameters).knobs,

@@ -10,16 +10,15 @@ from typing import Any
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, FailureKind, Measured, Outcome
 from dstrial.dsat.predictor.config_groups import ConfigGroups, structure_of
-from dstrial.dsat.predictor.features import PHASES, StepParts, ZeroFeatures, peak_parts, step_parts
+from dstrial.dsat.predictor.features import PHASES, ZeroFeatures, peak_parts, step_parts
 from dstrial.dsat.predictor.hardware import Machine, unknown_machine
 from dstrial.dsat.predictor.inputs import ModelInfo, PredictInputs
 from dstrial.dsat.predictor.models import (
     DeviceMemory,
     MemoryModel,
-    MemoryPoint,
     MemoryPrediction,
+    Point,
     StepModel,
-    TimePoint,
     TimePrediction,
     Timing,
 )
@@ -83,10 +82,7 @@ class Predictor:
         self.outcomes: list[tuple[Candidate, Outcome]] = []
         self._ran = groups.representatives()
         self._views: dict[tuple[Any, ...], _View | None] = {}
-        self._parts: dict[Candidate, StepParts] = {}  # without memory pressure
-        self._memory_points: dict[Candidate, MemoryPoint | None] = {}
-        self._points: dict[Candidate, TimePoint | None] = {}
-        self._memories: dict[Candidate, MemoryPrediction | None] = {}
+        self._points: dict[Candidate, Point | None] = {}
         self._memory = self._new_memory()
         self.time = StepModel()
 
@@ -104,7 +100,7 @@ class Predictor:
         if isinstance(outcome, Measured):
             if self.machine is None:
                 self.machine = Machine.from_metrics(outcome.metrics)
-                self._parts.clear()
+                self._points.clear()
             self.info = self.info or ModelInfo.from_measured(outcome)
             # A measured capacity replaces the guess from an out-of-memory error.
             self.capacity_bytes = (
@@ -113,14 +109,12 @@ class Predictor:
         elif outcome.allocated_bytes and outcome.kind is FailureKind.DEVICE_OOM and not self.inputs.is_cpu:
             most = float(outcome.allocated_bytes + (outcome.requested_bytes or 0))
             self.capacity_bytes = self.capacity_bytes or most + DeviceMemory.cuda(most).context_bytes
-        self._points.clear()
-        self._memories.clear()
         self._memory = self._new_memory()
         self.time = StepModel(self._timings(), is_scaled=self.machine is None)
 
     def fantasize(self, candidates: Sequence[Candidate]) -> StepModel:
         """Return a time model that treats predicted times of ``candidates`` as measured."""
-        points = [point for one in candidates if (point := self.time_point(one)) is not None]
+        points, _ = self._pressed([point for one in candidates if (point := self._point(one)) is not None])
         if not points:
             return self.time
         supposed = [
@@ -133,53 +127,16 @@ class Predictor:
 
     def predictions(self, candidates: Sequence[Candidate], time: StepModel | None = None) -> list[Prediction]:
         """Return a prediction of each candidate whose structure was dry-run, in order."""
-        self._predict_memory(candidates)
-        known = [(one, point) for one in candidates if (point := self.time_point(one)) is not None]
-        found = (time or self.time).predict([point for _, point in known], self._phase)
+        known = [(one, point) for one in candidates if (point := self._point(one)) is not None]
+        points, memories = self._pressed([point for _, point in known])
+        times = (time or self.time).predict(points, self._phase)
         result = []
-        for (candidate, _), prediction in zip(known, found, strict=True):
-            cost = prediction.median_s / (candidate.batch.train_batch_size if self._is_per_record else 1)
-            memory, fits = self.memory_of(candidate), self.probability_to_fit(candidate)
-            result.append(Prediction(candidate, prediction, memory, fits, cost))
+        for (candidate, _), found, memory in zip(known, times, memories, strict=True):
+            cost = found.median_s / (candidate.batch.train_batch_size if self._is_per_record else 1)
+            limit = self.capacity_bytes
+            fits = 1.0 if memory is None or limit is None else memory.probability_to_fit(limit)
+            result.append(Prediction(candidate, found, memory, fits, cost))
         return result
-
-    def time_point(self, candidate: Candidate) -> TimePoint | None:
-        """Return the time model's input for a candidate; None if it was not dry-run."""
-        if candidate in self._points:
-            return self._points[candidate]
-        view, batch = self._view(candidate), candidate.batch
-        if view is None:
-            self._points[candidate] = None
-            return None
-        parts = self._parts.get(candidate)
-        if parts is None:
-            parts = self._parts[candidate] = step_parts(
-                view.run,
-                self.machine or unknown_machine(self.space.replicas, is_cpu=self.inputs.is_cpu),
-                view.setup,
-                view.ran,
-                micro_batch_size=batch.micro_batch_size,
-                accumulation=batch.accumulation,
-            )
-        memory = self.memory_of(candidate)
-        if memory is not None and self.capacity_bytes is not None:
-            parts = parts.pressed(memory.median_bytes / self.capacity_bytes)
-        point = TimePoint(parts, view.group, view.knobs, batch.micro_batch_size, view.extras)
-        self._points[candidate] = point
-        return point
-
-    def memory_of(self, candidate: Candidate) -> MemoryPrediction | None:
-        """Return the predicted memory peak of a candidate; None if it is unknown."""
-        if candidate not in self._memories:
-            self._predict_memory([candidate])
-        return self._memories[candidate]
-
-    def probability_to_fit(self, candidate: Candidate) -> float:
-        """Return the probability that a candidate fits; 1 if peak or limit is unknown."""
-        memory = self.memory_of(candidate)
-        if memory is None or self.capacity_bytes is None:
-            return 1.0
-        return memory.probability_to_fit(self.capacity_bytes)
 
     def cost(self, candidate: Candidate, outcome: Outcome | None) -> float | None:
         """Return a measured cost, usually in seconds per record; None if unmeasured."""
@@ -216,15 +173,15 @@ class Predictor:
 
     def parts(self, candidate: Candidate) -> dict[str, float]:
         """Return part -> predicted seconds of a step or phase; empty if not dry-run."""
-        point = self.time_point(candidate)
-        return {} if point is None else self.time.parts(point, self._phase)
+        point = self._point(candidate)
+        return {} if point is None else self.time.parts(self._pressed([point])[0][0], self._phase)
 
     def margin_bytes(self, candidate: Candidate, probability: float = 0.98) -> float | None:
         """Return the device bytes left with ``probability``; None if unknown.
 
         The number is negative if memory is missing.
         """
-        memory = self.memory_of(candidate)
+        memory = next((one.memory for one in self.predictions([candidate])), None)
         if memory is None or self.capacity_bytes is None:
             return None
         return self.capacity_bytes - memory.quantile(probability)
@@ -252,37 +209,49 @@ class Predictor:
                 self._views[key] = _View(run, setup, ran, group, knobs, extras)
         return self._views[key]
 
-    def _predict_memory(self, candidates: Sequence[Candidate]) -> None:
-        new = [one for one in candidates if one not in self._memories]
-        if not new:
-            return
-        points = [self._memory_point(one) for one in new]
-        found = iter(self._memory.predict([point for point in points if point is not None]))
-        for candidate, point in zip(new, points, strict=True):
-            self._memories[candidate] = None if point is None else next(found)
-
-    def _memory_point(self, candidate: Candidate) -> MemoryPoint | None:
-        if candidate not in self._memory_points:
-            view, micro_batch_size = self._view(candidate), candidate.batch.micro_batch_size
-            self._memory_points[candidate] = None
-            if view is not None and view.run.device.phases:
-                self._memory_points[candidate] = MemoryPoint(
-                    tuple(peak_parts(view.run, view.setup, view.ran, micro_batch_size)),
+    def _point(self, candidate: Candidate) -> Point | None:
+        """Return a candidate's input of the models; None if it was not dry-run."""
+        if candidate not in self._points:
+            view, batch = self._view(candidate), candidate.batch
+            self._points[candidate] = None
+            if view is not None:
+                parts = step_parts(
+                    view.run,
+                    self.machine or unknown_machine(self.space.replicas, is_cpu=self.inputs.is_cpu),
+                    view.setup,
+                    view.ran,
+                    micro_batch_size=batch.micro_batch_size,
+                    accumulation=batch.accumulation,
+                )
+                self._points[candidate] = Point(
+                    parts,
+                    tuple(peak_parts(view.run, view.setup, view.ran, batch.micro_batch_size)),
                     view.group,
                     view.knobs,
-                    micro_batch_size,
+                    batch.micro_batch_size,
                     view.extras,
                     is_scattered=view.setup.stage > 0 and not view.setup.is_contiguous,
                 )
-        return self._memory_points[candidate]
+        return self._points[candidate]
+
+    def _pressed(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
+        """Return points with the time that nearly full memory costs, and their memory peaks."""
+        memories, limit = self._memory.predict(points), self.capacity_bytes
+        pressed = [
+            point
+            if memory is None or limit is None
+            else dataclasses.replace(point, parts=point.parts.pressed(memory.median_bytes / limit))
+            for point, memory in zip(points, memories, strict=True)
+        ]
+        return pressed, memories
 
     def _new_memory(self) -> MemoryModel:
         capacity = self.capacity_bytes
         is_host = self.inputs.is_cpu or capacity is None
         model = MemoryModel(DeviceMemory.cpu(capacity) if is_host else DeviceMemory.cuda(capacity or 0.0))
         for candidate, outcome in self.outcomes:
-            point = self._memory_point(candidate)
-            if point is None:
+            point = self._point(candidate)
+            if point is None or not point.peaks:
                 continue
             if isinstance(outcome, Measured):
                 named = {name: outcome.value(f"{name}_peak_memory_bytes") for name in PHASES}
@@ -299,13 +268,13 @@ class Predictor:
         for candidate, outcome in self.outcomes:
             if not isinstance(outcome, Measured):
                 continue
-            point, seconds = self.time_point(candidate), _step_s(candidate, outcome)
+            point, seconds = self._point(candidate), _step_s(candidate, outcome)
             if point is None or seconds is None:
                 continue
             half_width = outcome.value("half_width")
             noise = _UNKNOWN_NOISE if half_width is None else max(half_width / 1.96, 0.002)
             phases = {name: value / 1e6 for name in PHASES if (value := outcome.value(name))}
-            found.append(Timing(point, seconds, noise, phases))
+            found.append(Timing(self._pressed([point])[0][0], seconds, noise, phases))
         return found
 
 

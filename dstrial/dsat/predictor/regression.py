@@ -29,7 +29,7 @@ _LARGE = 0.03  # standard deviation of an effect that small residuals do not shr
 _MIN_SPREAD = 0.003  # relative, of any prediction
 _OUTLIER = 3.0  # an outlier is this many standard deviations from what all other rows predict
 _OUTLIER_NOISE = 0.05  # relative noise of an outlier's row
-_ROUNDS = 3
+_MAX_ROUNDS, _CONVERGED = 20, 0.003  # rounds end when no sum of parts changes by more than this share
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,10 +119,12 @@ class Regression:
         }
         effects = _effects(rows, names)
         sums = values
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             # Errors are relative to the sums of the parts, estimated in the round before.
             fit = self._solve(names, parts / sums[:, None], values / sums, effects, noise)
-            sums = parts @ self.factors
+            before, sums = sums, parts @ self.factors
+            if np.max(np.abs(sums / before - 1)) < _CONVERGED:
+                break
         # The residual of a row from a fit to all others is its weight over the inverse's diagonal (leave one out).
         far = np.abs(fit.weights) > _OUTLIER * self.scale * np.sqrt(np.diag(fit.inverse))
         if self._is_robust and np.any(far):

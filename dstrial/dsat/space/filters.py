@@ -84,7 +84,8 @@ class Filters:
         if reason is not None:
             return Rejection("illegal", reason, Failure(FailureKind.BAD_CONFIG, reason, "check"))
         known = [(one.candidate, one.outcome) for one in observations]
-        dead = [one for one in knob_effects(self._space, known, self._identity) if one.is_dead]
+        effects = best_knob_effects(self._space, known, self._identity)
+        dead = [one for one in effects if one.is_dead]
         identity = self._identity(_without_dead(candidate, dead, self._space))
         for other, outcome in known:
             if self._identity(_without_dead(other, dead, self._space)) != identity:
@@ -209,53 +210,51 @@ def trials_for_effects(space: Space) -> list[Candidate]:
     for path in unproven_knobs(space):
         for value in space.extra[path]:
             candidate = Candidate(own.stage, ((path, value),), own.batch)
-            if path == space.stages_path:
+            if path in space.axes:
                 position = space.batch_size_grid.position(own.batch.micro_batch_size)
                 candidate = space.candidate(Structure(own.stage, candidate.settings), position)
             found.append(candidate)
     return [candidate for candidate in found if space.illegal_reason(candidate) is None]
 
 
-def knob_effects(
+def best_knob_effects(
     space: Space, observations: Sequence[Pair], identity: Callable[[Candidate], str] | None = None
-) -> Iterator[KnobEffect]:
-    """Yield the effect of a setting for any two measurements that differ only in it.
+) -> list[KnobEffect]:
+    """Return the effect with most changes for each setting and each two of its values.
 
-    Only settings of ``--space`` count whose effect DeepSpeed's rules do not determine. ``identity`` is a faster substitute for
-    ``space.identity``.
+    Measurements are compared that differ in this setting only. Only settings of ``--space`` count whose effect DeepSpeed's rules
+    do not determine. ``identity`` is a faster substitute for ``space.identity``.
     """
-    identity_of = identity or space.identity
+    found: dict[tuple[str, str], KnobEffect] = {}
     for path in unproven_knobs(space):
         groups: dict[str, list[tuple[Any, Measured]]] = {}
         for candidate, outcome in observations:
             value = _effective_value(space, candidate, path)
-            if not isinstance(outcome, Measured) or value is None:
+            if (
+                not isinstance(outcome, Measured)
+                or value is None
+                or not PROBES.keys() & outcome.metrics.keys()
+            ):
                 continue
-            settings = {other: one for other, one in candidate.settings if other != path}
-            rest = _with_settings(candidate, settings)
-            if path == space.stages_path:
-                # Another number of stages has other replicas, so the batch is divided differently.
+            rest = _with_settings(
+                candidate, {other: one for other, one in candidate.settings if other != path}
+            )
+            if path in space.axes:
+                # Another parallel dimension has other replicas, so the batch is divided differently.
                 key = json.dumps([rest.stage, rest.settings, rest.batch.micro_batch_size])
             else:
-                key = identity_of(rest)
+                key = (identity or space.identity)(rest)
             groups.setdefault(key, []).append((value, outcome))
         for group in groups.values():
             for (value, one), (other_value, other) in itertools.combinations(group, 2):
-                if value != other_value and any(name in one.metrics for name in PROBES):
-                    changes = tuple(_changes(one, other))
-                    yield KnobEffect(path, (value, other_value), changes, _noise(one, other))
-
-
-def best_knob_effects(space: Space, observations: Sequence[Pair]) -> list[KnobEffect]:
-    """Return the effect with most changes for each setting and each two of its values.
-
-    Only settings of ``--space`` count whose effect DeepSpeed's rules do not determine.
-    """
-    found: dict[tuple[str, str], KnobEffect] = {}
-    for effect in knob_effects(space, observations):
-        key = (effect.path, str(sorted(map(str, effect.values))))
-        if key not in found or len(effect.changes) > len(found[key].changes):
-            found[key] = effect
+                if value == other_value:
+                    continue
+                effect = KnobEffect(
+                    path, (value, other_value), tuple(_changes(one, other)), _noise(one, other)
+                )
+                name = (path, str(sorted(map(str, effect.values))))
+                if name not in found or len(effect.changes) > len(found[name].changes):
+                    found[name] = effect
     return list(found.values())
 
 

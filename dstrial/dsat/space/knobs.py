@@ -11,6 +11,7 @@ from typing import Any
 
 from dstrial.config.deepspeed_rules.check import CheckResult
 from dstrial.config.deepspeed_rules.ignored import zero_keys_without_effect
+from dstrial.config.parallel_dims import AUTOTP_KEY
 from dstrial.dsat.core.candidate import Candidate
 
 ZERO = "zero_optimization"
@@ -114,7 +115,8 @@ def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[s
     """
     if found.problems:
         return str(found.problems[0])
-    changed = {path for path, _ in candidate.settings}
+    # The only warning about AutoTP is that DeepSpeed counts records differently, which dsat does not.
+    changed = {path for path, _ in candidate.settings} - {AUTOTP_KEY}
     dead = [
         warning
         for warning in found.warnings

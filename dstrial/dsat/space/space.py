@@ -14,7 +14,7 @@ from typing import Any
 
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.merge import merge_deepspeed
-from dstrial.config.parallel_dims import ParallelDims
+from dstrial.config.parallel_dims import AUTOTP_KEY, ParallelDims
 from dstrial.dsat.core.candidate import (
     HYPERPARAMETERS,
     BatchSizeGrid,
@@ -36,6 +36,7 @@ from dstrial.dsat.space.knobs import (
     width_of,
     with_neutral_values,
 )
+from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.search.random_state import SearchRandom
 
 _MAX_COMBINATIONS = 256
@@ -45,6 +46,8 @@ _STAGE_NAMES = ("pipeline_stages", "num_stages", "pipe_parallel_size")
 _LAYER_NAMES = ("num_layers", "num_hidden_layers", "n_layers", "n_layer")
 """Hyperparameters that may set the number of layers, which pipeline stages divide."""
 
+_AXES = {AUTOTP_KEY: "tp", "sequence_parallel_size": "sp"}
+"""Path of ``--space`` that sets a parallel dimension -> field of ``ParallelDims``."""
 _MIN_EFFICIENCY = 0.9
 _PER_STAGE = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
 
@@ -102,6 +105,19 @@ class Space:
             max(batch.gradient_accumulation_steps, enough_accumulation(sizes.pp)),
         )
         self.stages_path = _stages_path(tuple(self.extra), self._hyperparameters, sizes)
+        axes = _AXES if self.stages_path is None else {**_AXES, self.stages_path: "pp"}
+        self.axes = {path: field for path, field in axes.items() if path in self.extra}
+        if AUTOTP_KEY in self.axes and sizes.tp > 1:
+            raise ConfigError(
+                [
+                    ConfigProblem(
+                        AUTOTP_KEY,
+                        f"{sizes.tp} in your own config",
+                        "1, where --space tries other sizes",
+                        "Set it to 1: with another size DeepSpeed counts records more than once.",
+                    )
+                ]
+            )
         self.replicas = batch.data_parallel_size
         legal = (0, 1) if sizes.has_pipeline_engine else ALL_STAGES
         self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self._stage,)
@@ -223,32 +239,35 @@ class Space:
     def candidate(self, structure: Structure, position: int) -> Candidate:
         """Return a structure with the micro batch size at a position of the grid."""
         batch = self.batch_size_grid.split(position)
-        num_stages = self._num_stages(structure.settings)
-        if num_stages != self.sizes.pp and not self.sizes_problem(structure.settings):
-            # Another number of stages means another number of replicas, which divide the same batch.
-            batch = _redivide_batch(batch, self.sizes, num_stages, is_free=self.batch_size_grid.is_free)
+        if self.axes and not self.sizes_problem(structure.settings):
+            sizes = self._sizes(structure.settings)
+            if sizes.dp != self.sizes.dp:
+                # Other sizes mean another number of replicas, which divide the same batch.
+                batch = _redivide_batch(batch, sizes, is_free=self.batch_size_grid.is_free)
         return Candidate(structure.stage, structure.settings, batch)
 
     def sizes_of(self, candidate: Candidate) -> ParallelDims:
         """Return a candidate's parallel dimensions; if impossible, the user's own."""
-        if self.stages_path is None or self.sizes_problem(candidate.settings) is not None:
+        if not self.axes or self.sizes_problem(candidate.settings) is not None:
             return self.sizes
-        return _with_stages(self.sizes, self._num_stages(candidate.settings))
+        return self._sizes(candidate.settings)
 
     def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
-        """Return why pipeline stages cannot divide ranks or layers; None if they can."""
-        if self.stages_path is None:
-            return None
-        num_stages = self._num_stages(settings)
+        """Return why ranks or layers cannot be divided as ``settings`` say; None if they can."""
         try:
-            _with_stages(self.sizes, num_stages)
+            num_stages = self._sizes(settings).pp
         except ValueError as error:
             return str(error)
         is_own = num_stages == self.sizes.pp
         return None if is_own else _layers_problem(num_stages, self._hyperparameters)
 
-    def _num_stages(self, settings: Sequence[tuple[str, Any]]) -> Any:
-        return dict(settings).get(self.stages_path or "", self.sizes.pp)
+    def _sizes(self, settings: Sequence[tuple[str, Any]]) -> ParallelDims:
+        """Return the parallel dimensions with ``settings``; raise ValueError if impossible."""
+        changed = {self.axes[path]: value for path, value in settings if path in self.axes}
+        for value in changed.values():
+            if type(value) is not int:
+                raise ValueError(f"a parallel dimension is {value!r}; expected a whole number. Correct it.")
+        return dataclasses.replace(self.sizes, is_pipeline=self.sizes.has_pipeline_engine, **changed)
 
     def config(self, candidate: Candidate) -> dict[str, Any]:
         """Return a candidate's DeepSpeed config, without keys that its stage ignores."""
@@ -302,7 +321,7 @@ class Space:
         return Structure(stage, with_neutral_values(settings, stage, self.base))
 
 
-# ---- pipeline stages as a knob ----------------------------------------------------------------
+# ---- axes of parallelism as knobs ----------------------------------------------------------------
 
 
 def efficiency(accumulation: int, num_stages: int) -> float:
@@ -338,22 +357,13 @@ def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes
     return None
 
 
-def _with_stages(sizes: ParallelDims, num_stages: Any) -> ParallelDims:
-    """Return sizes with other stages; raise ValueError if these cannot divide ranks."""
-    if not isinstance(num_stages, int) or isinstance(num_stages, bool):
-        raise ValueError(f"pipeline stages are {num_stages!r}; expected a whole number. Correct it.")
-    return dataclasses.replace(sizes, pp=num_stages, is_pipeline=True)
-
-
-def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_free: bool) -> BatchSplit:
-    """Return a batch as divided by the replicas that ``num_stages`` stages leave."""
-    replicas = _with_stages(sizes, num_stages).dp
+def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, *, is_free: bool) -> BatchSplit:
+    """Return a batch as divided by the replicas of ``sizes``."""
+    micro = batch.micro_batch_size
     if is_free:
-        accumulation = max(batch.accumulation, enough_accumulation(num_stages))
-        total = batch.micro_batch_size * accumulation * replicas
-        return BatchSplit(batch.micro_batch_size, accumulation, total)
-    accumulation = max(batch.train_batch_size // (batch.micro_batch_size * replicas), 1)
-    return BatchSplit(batch.micro_batch_size, accumulation, batch.train_batch_size)
+        accumulation = max(batch.accumulation, enough_accumulation(sizes.pp))
+        return BatchSplit(micro, accumulation, micro * accumulation * sizes.dp)
+    return BatchSplit(micro, max(batch.train_batch_size // (micro * sizes.dp), 1), batch.train_batch_size)
 
 
 def _layers_problem(num_stages: int, hyperparameters: Mapping[str, Any]) -> str | None:

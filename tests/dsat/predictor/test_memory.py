@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from predicted import dry_run
 
-from dstrial.dsat.predictor.features import MEMORY_PARTS, PeakParts, ZeroFeatures, peak_parts
-from dstrial.dsat.predictor.models import DeviceMemory, MemoryModel, MemoryPoint, MemoryPrediction
+from dstrial.dsat.predictor.features import MEMORY_PARTS, PeakParts, StepParts, ZeroFeatures, peak_parts
+from dstrial.dsat.predictor.models import DeviceMemory, MemoryModel, MemoryPrediction, Point
 from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
 
 GIB = 2.0**30
@@ -27,12 +27,12 @@ DEVICE = DeviceMemory(40 * GIB, context_bytes=GIB, context_std_bytes=0.2 * GIB, 
 SETUP = ZeroFeatures(2, 8, 1e8, 1e8, False, 0.0, False, 2)
 
 
-def point(micro: float, group: int = 1, state: float = 4.0) -> MemoryPoint:
+def point(micro: float, group: int = 1, state: float = 4.0) -> Point:
     """Forward and backward of a model whose records need 1 and 1.2 GiB."""
     backward = (state * GIB, GIB, 0.0, 0.0, 0.0, 1.2 * micro * GIB, 0.0, 0.0, 0.0)
     forward = (state * GIB, GIB, 0.0, 0.0, micro * GIB, 0.0, 0.0, 0.0, 0.0)
     peaks = (PeakParts("backward", backward), PeakParts("forward", forward))
-    return MemoryPoint(peaks, (group, False, False, ()), (), int(micro))
+    return Point(StepParts(()), peaks, (group, False, False, ()), (), int(micro))
 
 
 def tell(learner: MemoryModel, micro: float, *, grown: float = 1.0, error: float = 0.0) -> None:

@@ -13,7 +13,7 @@ from predicted import dry_run
 
 from dstrial.dsat.predictor.features import PARTS, PHASES, StepParts, ZeroFeatures, step_parts
 from dstrial.dsat.predictor.hardware import DEVICES, Link, Machine, nominal_machine
-from dstrial.dsat.predictor.models import StepModel, TimePoint, Timing
+from dstrial.dsat.predictor.models import Point, StepModel, Timing
 from dstrial.engine.dryrun.values import Collective
 
 MACHINE = Machine(
@@ -142,7 +142,7 @@ def test_nominal_machine_models_rings_and_networks() -> None:
 # ---- learning ---------------------------------------------------------------------------------
 
 
-def point(micro: int, stage: int = 2, bucket: float | None = None, total: int = 64) -> TimePoint:
+def point(micro: int, stage: int = 2, bucket: float | None = None, total: int = 64) -> Point:
     accumulation = total // micro
     passes = {
         "compute": 0.02 * total,
@@ -162,10 +162,10 @@ def point(micro: int, stage: int = 2, bucket: float | None = None, total: int = 
         )
         for phase, share in shares.items()
     )
-    return TimePoint(StepParts(phases), (stage,), settings, micro)
+    return Point(StepParts(phases), (), (stage,), settings, micro)
 
 
-def truth(at: TimePoint, factors: tuple[float, ...]) -> float:
+def truth(at: Point, factors: tuple[float, ...]) -> float:
     return sum(factor * seconds for factor, seconds in zip(factors, at.parts.seconds, strict=True))
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
-from surfaces import play, space, surface
+from predicted import inputs
+from surfaces import BASE, play, space, surface
 
 from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, Measured, Outcome
 from dstrial.dsat.methods.base import Note
-from dstrial.dsat.space.filters import KnobEffect, best_knob_effects, knob_effects
+from dstrial.dsat.predictor.config_groups import ConfigGroups
+from dstrial.dsat.predictor.predictor import Predictor
+from dstrial.dsat.space.filters import KnobEffect, best_knob_effects
 from dstrial.dsat.space.space import Space, Structure, efficiency, enough_accumulation, first_position
+from dstrial.engine.dryrun.values import Line
+from dstrial.errors import ConfigError
 
 RECOMPUTES, UNREAD, WORKERS = (f"hyperparameters.{name}" for name in ("recomputes", "unread", "workers"))
 PIPELINE: dict[str, Any] = {
@@ -84,7 +90,7 @@ def test_knob_effects_compare_single_changes_with_probes() -> None:
     found = best_knob_effects(searched, [(one, _outcome(one)) for one in (own, other, unread, both)])
 
     assert [(one.path, one.values, one.is_dead) for one in found] == [(UNREAD, ("a", "b"), True)]
-    assert list(knob_effects(searched, [(own, bare), (unread, bare)])) == []
+    assert best_knob_effects(searched, [(own, bare), (unread, bare)]) == []
     assert not KnobEffect(UNREAD, (0, 1), (("modules", 1.0, 2.0),)).is_dead
     assert not KnobEffect(UNREAD, (0, 1), (), noise=0.5).is_dead
     assert "is not proved" in str(KnobEffect(UNREAD, (0, 1), (), noise=0.5))
@@ -140,3 +146,50 @@ def test_pipeline_stages_redivide_the_batch() -> None:
     assert free.candidate(Structure(1, ((stage, 4),)), 0).batch.accumulation == 32
     assert free.candidate(Structure(1, ()), 0).batch.accumulation == 16
     assert stages(2).stages == (1,)
+
+
+def test_axes_are_knobs_with_terms_of_their_own() -> None:
+    tensor, sequence = "tensor_parallel.autotp_size", "sequence_parallel_size"
+    searched = space(extra={tensor: [1, 2, 3, 4], sequence: [1, 2]})
+
+    def candidate(path: str, size: int, stage: int = 1) -> Candidate:
+        return searched.candidate(Structure(stage, ((path, size),)), 2)
+
+    plain, halves, quarters, sequences = (
+        candidate(*axis) for axis in ((tensor, 1), (tensor, 2), (tensor, 4), (sequence, 2))
+    )
+    assert [(one.batch.micro_batch_size, one.batch.accumulation) for one in (plain, halves, quarters)] == [
+        (4, 8),
+        (4, 16),
+        (4, 32),
+    ]
+    assert {one.batch.train_batch_size for one in (plain, halves, sequences)} == {256}
+    assert [searched.illegal_reason(one) for one in (plain, halves, quarters, sequences)] == [None] * 4
+    assert "multiple of 3" in (searched.illegal_reason(candidate(tensor, 3)) or "")
+    both = searched.candidate(Structure(1, ((sequence, 2), (tensor, 2))), 2)
+    assert "Keep one of the two" in (searched.illegal_reason(both) or "")
+    # DeepSpeed counts a record once per rank of a layer, so it solves this size by itself.
+    assert halves.overwrite()["train_batch_size"] is None
+    assert "train_batch_size" not in searched.config(halves)
+    assert searched.config(sequences)["train_batch_size"] == 256
+    with pytest.raises(ConfigError, match="autotp_size is 2 in your own config"):
+        Space(BASE, ParallelDims(8, tp=2), extra={tensor: [1, 2]})
+
+    known = inputs(searched=searched)
+    groups = ConfigGroups(searched)
+    assert not {path for one, _ in groups.representatives().values() for path, _ in one.settings} & {
+        tensor,
+        sequence,
+    }
+    runs = {key: dataclasses.replace(run, tokens=Line(0.0, 2048.0)) for key, run in known.runs.items()}
+    predictor = Predictor(groups, dataclasses.replace(known, runs=runs), "throughput")
+    candidates = [plain, halves, quarters, sequences]
+    one, two, four, shared = (
+        each.memory.median_bytes for each in predictor.predictions(candidates) if each.memory is not None
+    )
+    assert one > two > four
+    assert one > shared
+    parts = [predictor.parts(each) for each in candidates]
+    # Ranks of a layer or sequence exchange activations; each computes its share of more records.
+    assert parts[0]["transfer"] < min(part["transfer"] for part in parts[1:])
+    assert [part["compute"] for part in parts] == pytest.approx([parts[0]["compute"]] * 4)
