@@ -77,7 +77,7 @@ HANGING = "import pathlib, os, time\npathlib.Path({!r}).write_text(str(os.getpid
 @pytest.mark.process
 @pytest.mark.parametrize("ends", ["minutes", "interrupt", "kill"])
 def test_whatever_ends_the_proof_ends_all_that_it_started(tmp_path, ends):
-    shadow = tmp_path / "shadow" / "deepspeed"
+    shadow = tmp_path / "shadow" / "torch"
     shadow.mkdir(parents=True)
     note = tmp_path / "pid"
     (shadow / "__init__.py").write_text(HANGING.format(str(note)))
