@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.experiment_config.command import interpreter_of, seconds_of
-from dstrial.master.backends.environment import TENSORBOARD_PORTS
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.store import commands
@@ -22,12 +21,6 @@ if TYPE_CHECKING:
     from dstrial.master.services import Services
 
 _CONNECT_TIMEOUT_S = 0.2  # timeout of a probe whether a TensorBoard listens
-
-
-def first_ports(connection: Connection, task_id: str) -> dict[str, int]:
-    """Return, for a command's ports, environment variable -> first port of its range."""
-    kind = commands.require(connection, task_id).kind
-    return dict(TENSORBOARD_PORTS) if kind == "TENSORBOARD" else {}
 
 
 def request(

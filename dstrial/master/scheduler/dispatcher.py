@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dstrial.master.backends.backend import Answer, Key, Node
-from dstrial.master.backends.environment import choose_ports
+from dstrial.master.backends.environment import TENSORBOARD_PORTS, choose_ports
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings, resume
@@ -283,12 +283,9 @@ class Dispatcher:
         started = []
         for key, slots in begins:
             row = rows[key]
-            num_wanted = None
-            if isinstance(row, jobs.WaitingTrial):
-                if self._storage_wait.holds_up(row):
-                    continue
-                num_wanted = row.slots_per_trial
-            allocation = self._start(key, slots, ports, num_wanted)
+            if isinstance(row, jobs.WaitingTrial) and self._storage_wait.holds_up(row):
+                continue
+            allocation = self._start(row, slots, ports)
             if allocation is not None:
                 ports |= set(allocation.ports.values())
                 started.append(allocation)
@@ -325,16 +322,15 @@ class Dispatcher:
             return describe(connection, key)
 
     def _start(
-        self, key: Key, slots: list[int], used_ports: Iterable[int], num_wanted: int | None
+        self, waiting: jobs.WaitingTrial | commands.CommandInfo, slots: list[int], used_ports: Iterable[int]
     ) -> Allocation | None:
         """Start a trial or command on slots; return None if it no longer waits.
 
-        ``used_ports`` are those of other allocations. ``num_wanted`` is a trial's configured number of slots.
+        ``used_ports`` are those of other allocations.
         """
-        first_ports: Mapping[str, int] | None = None  # the ports of a trial
-        if isinstance(key, str):
-            with self._database.read() as connection:
-                first_ports = command_start.first_ports(connection, key)
+        first_ports = None  # the ports of a trial
+        if isinstance(waiting, commands.CommandInfo):
+            first_ports = TENSORBOARD_PORTS if waiting.kind == "TENSORBOARD" else {}
         tokens, hashes = _new_tokens()
         resources: dict[str, Any] = {
             "slots": slots,
@@ -348,15 +344,14 @@ class Dispatcher:
             # Checked in the transaction, so that `Scheduler.stop` sees every allocation.
             if self.is_draining:
                 return None
-            allocation = (
-                life.assign(tx, key, **resources)
-                if isinstance(key, str)
-                else allocations.assign(tx, key, **resources)
-            )
+            if isinstance(waiting, commands.CommandInfo):
+                allocation = life.assign(tx, waiting.task_id, **resources)
+            else:
+                allocation = allocations.assign(tx, waiting.id, **resources)
             if allocation is not None:
                 _insert_node_allocations(tx, allocation.id, slots)
-                if num_wanted is not None:
-                    note_slots(tx, allocation, len(slots), num_wanted)
+                if isinstance(waiting, jobs.WaitingTrial):
+                    note_slots(tx, allocation, len(slots), waiting.slots_per_trial)
             return allocation
 
         row = self._database.write(assign)
