@@ -57,8 +57,10 @@ def same_before_update(trace: Trace) -> bool:
     return _same(_Steps(trace))
 
 
-def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, bool]:
-    """Return (peak bytes of each phase without gradients, whether the lines are exact).
+def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line, bool]:
+    """Return (peak bytes of each phase, bytes of activations, whether the lines are exact).
+
+    Gradients are not counted. Activations are what is alive between forward and backward and not between steps.
 
     The trace starts with the building of the engines. Steps at the micro batch sizes ``low`` and ``high`` follow. If these two
     steps differ in more than sizes, the trace has a third step at ``low``. The last two steps are compared allocation by
@@ -84,7 +86,12 @@ def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, bool]:
         slope=np.cumsum(signs * slopes[steps.numbers]),
         is_peak=steps.is_made & is_counted,
     )
-    return _form(alive, steps, (at_former, at_last), is_linear), is_linear
+    form = _form(alive, steps, (at_former, at_last), is_linear)
+    is_forward = steps.phases == PHASES.index("forward")
+    ends = np.flatnonzero(is_forward[steps.last : -1] & ~is_forward[steps.last + 1 :]) + steps.last
+    lines = upper_envelope(_highest(alive.base[ends], alive.slope[ends]) if len(ends) else [(0.0, 0.0)])
+    activations = max(lines, key=lambda line: line.at(high))
+    return form, Line(activations.base - form.settled, activations.per_record), is_linear
 
 
 class _Steps:
