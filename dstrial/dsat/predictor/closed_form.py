@@ -1,4 +1,4 @@
-"""Compute what each ZeRO stage makes of a model's memory, communication and operations.
+"""Compute memory, communication and operations of each ZeRO stage.
 
 The dry run of a model says what its graph needs; ZeRO's bytes per parameter follow from that in closed form.
 docs/how-to/memory.md has the table.

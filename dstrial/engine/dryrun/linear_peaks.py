@@ -58,7 +58,7 @@ def same_before_update(trace: Trace) -> bool:
 
 
 def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line, bool]:
-    """Return (peak bytes of each phase, bytes of activations, whether the lines are exact).
+    """Return (peak bytes by phase, activation bytes, whether the lines are exact).
 
     Gradients are not counted. Activations are what is alive between forward and backward and not between steps.
 

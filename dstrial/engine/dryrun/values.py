@@ -136,7 +136,7 @@ class DryRunRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelTrace:
-    """Memory, FLOPs and operations of a model on one rank, before ZeRO divides anything.
+    """Memory, FLOPs and operations of a model on one rank, undivided by ZeRO.
 
     Attributes:
         memory: peak bytes in each phase, without the gradients of parameters.
