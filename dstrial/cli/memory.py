@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import Entrypoint, parse_entrypoint
+from dstrial.cli.streams import text_table
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.parallel_dims import CONFIG_KEYS, config_sizes
 from dstrial.errors import ConfigError, DstrialError, LaunchError
@@ -108,7 +109,11 @@ def _show_prediction(args: argparse.Namespace) -> int:
         ]
         sys.stdout.write(json.dumps({"answer": lines, "devices": rows, "seconds": seconds}, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join([*lines, "", *table(placements, capacity_bytes), ""]))
+        header, *cells = table(placements, capacity_bytes)
+        sys.stdout.write("\n".join([*lines, "", text_table(header, cells, right=range(len(header)))]))
+        sys.stdout.writelines(
+            f"{one.num_slots} device(s): {one.problem}\n" for one in placements if one.problem
+        )
         alike = "the ranks of a stage" if any(one.stage is not None for one in placements) else "all ranks"
         sys.stdout.write(
             f"{table_unit(placements)} of one device, {alike} alike; predicted in {seconds:.0f} s\n"

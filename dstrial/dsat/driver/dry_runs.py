@@ -1,4 +1,4 @@
-"""Dry-run each kind of model graph in child processes, without importing torch here."""
+"""Dry-run each kind of model graph in child processes; import no torch here."""
 
 from __future__ import annotations
 

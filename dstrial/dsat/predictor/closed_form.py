@@ -1,4 +1,4 @@
-"""Compute what each ZeRO stage makes of a model's memory, communication and operations.
+"""Compute memory, communication and operations of each ZeRO stage.
 
 The dry run of a model says what its graph needs; ZeRO's bytes per parameter follow from that in closed form.
 docs/how-to/memory.md has the table.
@@ -62,7 +62,7 @@ def zero_run(
         inner_operations=inner_operations if is_accumulating else 0,
         last_operations=inner_operations + _STEP_OPERATIONS[zero.stage] * trace.num_tensors,
         device_parts=parts,
-        activations=_highest(trace, "forward"),
+        activations=trace.activations,
     )
 
 
@@ -140,12 +140,6 @@ def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
     lines = [line for each in form.phases if each.phase == name for line in each.lines]
     moved = upper_envelope((start + line.base - form.settled, line.per_record) for line in lines)
     return PhaseMemory(name, moved)
-
-
-def _highest(trace: ModelTrace, phase: str) -> Line | None:
-    """Return the bytes that a phase adds at large micro batches; None without it."""
-    lines = _phase(phase, 0.0, trace.memory).lines
-    return lines[-1] if lines else None
 
 
 class _Collectives:

@@ -115,32 +115,22 @@ def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
     return [max(stages, key=lambda one: one.peak_bytes) for stages in known]
 
 
-def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
-    """Return the lines of a table with each placement's memory, in ``table_unit``."""
+def table(placements: Sequence[Placement], capacity_bytes: float) -> list[list[str]]:
+    """Return header and rows of the placements with a result, in ``table_unit``."""
     divisor = _GIB if table_unit(placements) == "GiB" else _GIB // 1024
     has_stages = any(one.stage is not None for one in placements)
-    heads = ["devices", *["stage"] * has_stages, "micro batch", *PARTS, "peak", "needs", "of device", "host"]
-    rows = [heads]
+    rows = [["devices", *["stage"] * has_stages, "micro batch", *PARTS, "peak", "needs", "of device", "host"]]
     for one in placements:
-        parts = one.parts()
-        if not parts:
-            rows.append([str(one.num_slots), one.problem or "unknown"])
+        if one.need is None:
             continue
-        sizes = [_cell(parts[name] / divisor) for name in (*PARTS, "peak")]
-        assert one.need is not None
-        sizes.append(_cell(one.need.median_bytes / divisor))
-        share = f"{100 * one.need.median_bytes / capacity_bytes:.0f} %"
+        parts, needed = one.parts(), one.need.median_bytes
+        sizes = [*(parts[name] for name in (*PARTS, "peak")), needed]
         first = [str(one.num_slots), *[str(one.stage)] * has_stages, str(one.micro_batch_size)]
-        rows.append([*first, *sizes, share, _cell(parts["host"] / divisor)])
-    full = [row for row in rows if len(row) == len(heads)]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    # The problem of a failed placement spans the other columns.
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        if len(row) == len(heads)
-        else f"{row[0]:>{widths[0]}}  {row[1]}"
-        for row in rows
-    ]
+        cells = [_cell(size / divisor) for size in sizes]
+        rows.append(
+            [*first, *cells, f"{100 * needed / capacity_bytes:.0f} %", _cell(parts["host"] / divisor)]
+        )
+    return rows
 
 
 def table_unit(placements: Sequence[Placement]) -> str:

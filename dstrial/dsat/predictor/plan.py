@@ -1,4 +1,4 @@
-"""Predict for ``dsat plan`` what fits, how fast and at which cost, on other hardware."""
+"""Predict for ``dsat plan`` what fits, how fast and at which cost."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class HardwarePlan:
 def make_plan(
     space: Space, inputs: PredictInputs, *, num_slots: int = 1, peak_flops_per_s: float | None = None
 ) -> HardwarePlan:
-    """Predict the structures of a space; ``peak_flops_per_s`` is the device's, for MFU."""
+    """Predict a space's structures; ``peak_flops_per_s`` is the device's, for MFU."""
     groups = ConfigGroups(space)
     predictor = Predictor(groups, inputs, "throughput")
     facts = num_slots, peak_flops_per_s

@@ -1,4 +1,4 @@
-"""Run the dry run of a request file: ``python -m dstrial.engine.dryrun REQUEST ANSWER``."""
+"""Run a request file: ``python -m dstrial.engine.dryrun REQUEST ANSWER``."""
 
 from __future__ import annotations
 

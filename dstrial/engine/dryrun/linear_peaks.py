@@ -57,14 +57,15 @@ def same_before_update(trace: Trace) -> bool:
     return _same(_Steps(trace))
 
 
-def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, bool]:
-    """Return (peak bytes of each phase without gradients, whether the lines are exact).
+def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line, bool]:
+    """Return (peak bytes by phase, activation bytes, whether the lines are exact).
+
+    Gradients are not counted. Activations are what is alive between forward and backward and not between steps.
 
     The trace starts with the building of the engines. Steps at the micro batch sizes ``low`` and ``high`` follow. If these two
     steps differ in more than sizes, the trace has a third step at ``low``. The last two steps are compared allocation by
     allocation until the optimizer step, which does not depend on the micro batch. The size of each allocation is linear in the
     micro batch size; so is the sum of all live allocations at any time. A phase's peak is the maximum of these sums over time.
-    If a phase peaks higher in an earlier step, this peak is assumed to grow like the same phase of the last step.
     """
     steps = _Steps(trace)
     is_linear = _same(steps)
@@ -85,7 +86,12 @@ def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, bool]:
         slope=np.cumsum(signs * slopes[steps.numbers]),
         is_peak=steps.is_made & is_counted,
     )
-    return _form(alive, steps, (at_former, at_last), is_linear), is_linear
+    form = _form(alive, steps, (at_former, at_last), is_linear)
+    is_forward = steps.phases == PHASES.index("forward")
+    ends = np.flatnonzero(is_forward[steps.last : -1] & ~is_forward[steps.last + 1 :]) + steps.last
+    lines = upper_envelope(_highest(alive.base[ends], alive.slope[ends]) if len(ends) else [(0.0, 0.0)])
+    activations = max(lines, key=lambda line: line.at(high))
+    return form, Line(activations.base - form.settled, activations.per_record), is_linear
 
 
 class _Steps:
@@ -144,29 +150,19 @@ def _same(steps: _Steps) -> bool:
 
 
 def _form(alive: _Alive, steps: _Steps, at: tuple[int, int], is_linear: bool) -> MemoryForm:
-    at_former, at_last = at
     found = []
     for phase_idx, phase in enumerate(PHASES):
         in_phase = (steps.phases == phase_idx) & alive.is_peak
-        early = np.flatnonzero(in_phase[: steps.former])
         former = np.flatnonzero(in_phase[steps.former : steps.last]) + steps.former
         last = np.flatnonzero(in_phase[steps.last :]) + steps.last
-        points: list[tuple[float, float]] = []
-        if is_linear and len(last):
-            points = _highest(alive.base[last], alive.slope[last])
-        elif len(last):
+        if not len(last):
+            continue
+        if is_linear:
+            lines = upper_envelope(_highest(alive.base[last], alive.slope[last]))
+        else:
             peaks = [float(alive.base[idx].max()) if len(idx) else 0.0 for idx in (former, last)]
-            line = line_through(peaks[0], peaks[1], at_former, at_last)
-            points = [(line.base, line.per_record)]
-        for before, size in ((former, at_former), (early, at_last)):
-            if not len(before) or (before is former and not is_linear):
-                continue
-            peak = float((alive.base[before] + alive.slope[before] * size).max())
-            known = max(((base + slope * size, slope) for base, slope in points), default=(-1.0, 0.0))
-            if peak > known[0]:
-                points.append((peak - known[1] * size, known[1]))
-        if points:
-            found.append(PhaseMemory(phase, upper_envelope(points)))
+            lines = (line_through(peaks[0], peaks[1], *at),)
+        found.append(PhaseMemory(phase, lines))
     return MemoryForm(tuple(found), settled=float(alive.base[-1]) if len(alive.base) else 0.0)
 
 

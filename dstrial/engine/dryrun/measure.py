@@ -66,7 +66,7 @@ def measure(request: DryRunRequest) -> ModelTrace:
         with world.running():
             tokens = _train(workload, tracker, [low, high])
         state, _ = memory_parts(workload.engines, lambda _device: False)
-    memory, is_linear = memory_form(tracker.trace, low, high)
+    memory, activations, is_linear = memory_form(tracker.trace, low, high)
     operations = tracker.operations[-1]
     step_operations = operations.pop("step", 0)
     lines = [
@@ -75,6 +75,7 @@ def measure(request: DryRunRequest) -> ModelTrace:
     ]
     return ModelTrace(
         memory=memory,
+        activations=activations,
         state_bytes=state,
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable_parameters=sum(parameter.numel() for parameter in trained),

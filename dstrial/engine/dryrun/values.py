@@ -136,10 +136,11 @@ class DryRunRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelTrace:
-    """Memory, FLOPs and operations of a model on one rank, before ZeRO divides anything.
+    """Memory, FLOPs and operations of a model on one rank, undivided by ZeRO.
 
     Attributes:
         memory: peak bytes in each phase, without the gradients of parameters.
+        activations: bytes that are alive between forward and backward, and not between steps; such as the micro batch.
         state_bytes: name -> bytes of ``parameters``, ``optimizer`` (with master weights) and ``buffers`` between steps.
         parameters: number of parameters of all engines' models.
         trainable_parameters: number of those parameters that are trained.
@@ -159,6 +160,7 @@ class ModelTrace:
     """
 
     memory: MemoryForm
+    activations: Line
     state_bytes: Mapping[str, int]
     parameters: int
     trainable_parameters: int
@@ -185,6 +187,7 @@ class ModelTrace:
             **{
                 **value,
                 "memory": memory_form_from_json(value["memory"]),
+                "activations": Line(**value["activations"]),
                 "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
                 "tokens": None if tokens is None else Line(**tokens),
                 "bypasses": tuple(Bypass(**each) for each in value["bypasses"]),

@@ -25,6 +25,7 @@ TRACE = ModelTrace(
         ),
         settled=14.0 * NUM,
     ),
+    activations=Line(0.0, ACTIVATIONS),
     state_bytes={"parameters": 2 * NUM, "optimizer": 12 * NUM, "buffers": 0, "gradients": 0},
     parameters=NUM,
     trainable_parameters=NUM,

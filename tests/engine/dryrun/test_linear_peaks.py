@@ -60,24 +60,24 @@ def played(*, extra_in_second: bool = False) -> Trace:
 
 
 def test_memory_form_holds_at_other_sizes() -> None:
-    form, is_linear = memory_form(played(), 2, 4)
+    form, activations, is_linear = memory_form(played(), 2, 4)
 
     assert is_linear
+    assert activations == Line(0.0, 10.0)
     assert form.in_phase("forward", 100) == 1000 + 60 + 10 * 100
     assert form.peak(100) == 1000 + 60 + 10 * 100 + 100
     assert form.peak_phase(100) == "backward"
     assert form.in_phase("step", 100) == 1000 + 60 + 30
     assert form.settled == 1060
-    # Everything before the first step belongs to building.
-    assert form.in_phase("init", 2) == 1000
-    assert form.in_phase("reduce", 2) == 0
+    # Everything before the first step belongs to building, which has no peak of its own.
+    assert [each.phase for each in form.phases] == ["forward", "backward", "step"]
 
 
 def test_memory_form_leaves_out_gradients() -> None:
     trace = played()
     trace.is_gradient[0] = 1
 
-    form, _ = memory_form(trace, 2, 4)
+    form, *_ = memory_form(trace, 2, 4)
 
     assert form.settled == 60
     assert form.peak(100) == 60 + 10 * 100 + 100
@@ -87,7 +87,7 @@ def test_third_step_makes_differing_steps_linear() -> None:
     trace = played(extra_in_second=True)
 
     assert not same_before_update(trace)
-    form, is_linear = memory_form(trace, 2, 4)
+    form, _, is_linear = memory_form(trace, 2, 4)
     assert not is_linear
     # The line passes through both peaks.
     assert form.in_phase("backward", 2) == pytest.approx(1000 + 20 + 100)
