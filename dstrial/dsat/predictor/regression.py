@@ -1,4 +1,4 @@
-"""Bayesian regression on logarithms, by Gauss-Newton rounds of linear regression in closed form.
+"""Bayesian regression on logarithms, by rounds of Gauss-Newton.
 
 A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0. Effects e stand for what the parts
 do not model: ``log y = log(p . f) + e + noise``. Near an estimate of p . f this is linear in f and e, so that one solve gives a

@@ -215,7 +215,7 @@ def test_outlier_moves_prediction_little() -> None:
 
 
 def test_small_noisy_steps_are_fitted_near_measurements() -> None:
-    """Two trials of a tiny net on a busy CPU: calls and operations take far longer than assumed, noise is 9 %."""
+    """Calls and operations of a tiny net on a busy CPU take far longer than assumed."""
     timings = []
     for size, seconds, phases in (
         (2, 0.0611, (0.0106, 0.0288, 0.0239)),
