@@ -391,17 +391,17 @@ def _calls(
 def _exchange_s(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, records: int, accumulation: int
 ) -> tuple[float, float]:
-    """Return seconds (of bytes, of calls) in which ranks exchange activations, in all forward passes.
+    """Return seconds (of bytes, of calls) of exchanged activations, in forward passes.
 
-    Backward passes take as long. Two all-reduces a layer with AutoTP, or four all-to-alls of a rank's share with Ulysses.
+    Backward passes take as long. Ranks that share a layer (AutoTP) need two all-reduces a layer; ranks that share a sequence
+    (Ulysses) need four all-to-alls of a rank's share.
 
     Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Jacobs et al. 2023 (DeepSpeed-Ulysses), section 3.2.
     """
     if setup.layer_ranks * setup.sequence_ranks == 1:
         return 0.0, 0.0
-    width = math.sqrt(
-        run.parameters / (12 * ASSUMED_LAYERS)
-    )  # a layer of a transformer has 12 width^2 parameters
+    # A layer of a transformer has 12 width^2 parameters.
+    width = math.sqrt(run.parameters / (12 * ASSUMED_LAYERS))
     tokens = records * (1.0 if run.tokens is None else run.tokens.per_record)
     kind, calls = ("all_reduce", 2) if setup.layer_ranks > 1 else ("all_gather", 4)
     num_bytes = calls * ASSUMED_LAYERS * tokens * width * setup.bytes_per_value / setup.sequence_ranks

@@ -235,7 +235,7 @@ class Predictor:
         return self._points[candidate]
 
     def _pressed(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
-        """Return points with the time that nearly full memory costs, and their memory peaks."""
+        """Return points with the time that nearly full memory costs, and their peaks."""
         memories, limit = self._memory.predict(points), self.capacity_bytes
         pressed = [
             point

@@ -1,9 +1,8 @@
-"""Bayesian linear regression on relative errors, in closed form.
+"""Bayesian regression on logarithms, by rounds of Gauss-Newton.
 
 A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0. Effects e stand for what the parts
-do not model: ``y = (p . f) (1 + e + noise)``. Divided by an estimate of p . f, this is linear in f and e, so that one solve
-gives the posterior. The first estimate is y itself, each later one comes from the previous solve.
-docs/explanation/dsat-model.md has the equations.
+do not model: ``log y = log(p . f) + e + noise``. Near an estimate of p . f this is linear in f and e, so that one solve gives a
+better estimate. The first estimate is y itself. docs/explanation/dsat-model.md has the equations.
 
 Source: Rasmussen and Williams 2006, chapter 2 (kernel form); O'Hagan and Forster 2004, chapter 11 (unknown scale of variances).
 """
@@ -120,8 +119,8 @@ class Regression:
         effects = _effects(rows, names)
         sums = values
         for _ in range(_MAX_ROUNDS):
-            # Errors are relative to the sums of the parts, estimated in the round before.
-            fit = self._solve(names, parts / sums[:, None], values / sums, effects, noise)
+            # Gauss-Newton: the logarithm of a sum of parts is linear near the sum estimated in the round before.
+            fit = self._solve(names, parts / sums[:, None], 1 + np.log(values / sums), effects, noise)
             before, sums = sums, parts @ self.factors
             if np.max(np.abs(sums / before - 1)) < _CONVERGED:
                 break
@@ -129,7 +128,7 @@ class Regression:
         far = np.abs(fit.weights) > _OUTLIER * self.scale * np.sqrt(np.diag(fit.inverse))
         if self._is_robust and np.any(far):
             noise = np.where(far, np.maximum(noise, _OUTLIER_NOISE**2), noise)
-            fit = self._solve(names, parts / sums[:, None], values / sums, effects, noise)
+            fit = self._solve(names, parts / sums[:, None], 1 + np.log(values / sums), effects, noise)
         self._fit = fit
 
     def _solve(

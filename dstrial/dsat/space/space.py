@@ -253,7 +253,7 @@ class Space:
         return self._sizes(candidate.settings)
 
     def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
-        """Return why ranks or layers cannot be divided as ``settings`` say; None if they can."""
+        """Return why ``settings`` cannot divide ranks or layers; None if they can."""
         try:
             num_stages = self._sizes(settings).pp
         except ValueError as error:
@@ -262,7 +262,7 @@ class Space:
         return None if is_own else _layers_problem(num_stages, self._hyperparameters)
 
     def _sizes(self, settings: Sequence[tuple[str, Any]]) -> ParallelDims:
-        """Return the parallel dimensions with ``settings``; raise ValueError if impossible."""
+        """Return dimensions changed by ``settings``; raise ValueError if impossible."""
         changed = {self.axes[path]: value for path, value in settings if path in self.axes}
         for value in changed.values():
             if type(value) is not int:

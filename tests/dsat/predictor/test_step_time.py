@@ -214,6 +214,27 @@ def test_outlier_moves_prediction_little() -> None:
     assert after.median_s == pytest.approx(before.median_s, rel=0.02)
 
 
+def test_small_noisy_steps_are_fitted_near_measurements() -> None:
+    """Calls and operations of a tiny net on a busy CPU take far longer than assumed."""
+    timings = []
+    for size, seconds, phases in (
+        (2, 0.0611, (0.0106, 0.0288, 0.0239)),
+        (4, 0.0502, (0.0081, 0.0237, 0.0195)),
+    ):
+        parts = [
+            {"overhead": share * 2.7e-3 * (4 / size), "calls": share * 1.5e-2 * (4 / size)}
+            for share in (0.2, 0.4, 0.4)
+        ]
+        found = StepParts(tuple(tuple(each.get(part, 1e-6) for part in PARTS) for each in parts))
+        known = dict(zip(PHASES, phases, strict=True))
+        timings.append(Timing(Point(found, (), (1,), (), size), seconds, 0.09, known))
+
+    for one, prediction in zip(
+        timings, StepModel(timings).predict([one.point for one in timings]), strict=True
+    ):
+        assert prediction.median_s == pytest.approx(one.seconds, rel=0.25)
+
+
 def test_noisy_measurement_moves_prediction_little() -> None:
     sure = [Timing(point(size), truth(point(size), (1.0,) * len(PARTS)), 0.004) for size in (4, 16)]
     doubted = StepModel([*sure, Timing(point(8), 20.0, 1.0)])
