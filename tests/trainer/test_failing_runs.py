@@ -100,10 +100,10 @@ FAILURES = {
         has_reports=None,  # rank 0 may have written the report in whose callback rank 1 fails
     ),
     "losses are NaN": Failure(
-        "Poisoned", "poisoned_trials", ("since batch 5", "NonFiniteError: "), NAN, stage=1, saved=(2, 4)
+        "Poisoned", "poisoned_trials", ("since batch 6", "NonFiniteError: "), NAN, stage=1, saved=(2, 4)
     ),
     "weights of a pipeline are NaN": Failure(
-        "PoisonedPipeline", "poisoned_trials", ("since batch 5", "NonFiniteError: "), NAN, saved=(2, 4)
+        "PoisonedPipeline", "poisoned_trials", ("since batch 6", "NonFiniteError: "), NAN, saved=(2, 4)
     ),
 }
 
