@@ -39,7 +39,7 @@ def test_local_core_api_script_is_tuned_and_trained(tmp_path: Path) -> None:
     assert json.loads(record.read_text())["state"] == "completed", ended
     reports = [json.loads(line) for line in (record.parent / "metrics.jsonl").read_text().splitlines()]
     assert [(report["group"], report["steps_completed"]) for report in reports] == [("validation", 84)]
-    assert f"full run:      {record.parent}" in ended
+    assert f"full run:      {output / 'runs'}" in ended
 
 
 @pytest.mark.ranks

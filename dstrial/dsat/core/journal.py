@@ -115,6 +115,7 @@ class SearchRecord:
     def lock(self) -> Iterator[None]:
         """Lock the search in the block; raise LaunchError if another process holds it."""
         descriptor = os.open(self.path / "search.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        os.set_inheritable(descriptor, True)  # with --run-full-experiment the process becomes a launcher
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

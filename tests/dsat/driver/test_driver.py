@@ -8,6 +8,8 @@ import functools
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import yaml
 from searching import events, settings_of, write_experiment
 from surfaces import BASE, surface
+from waiting import wait_for
 
 from dstrial.config.documents import read_yaml
 from dstrial.dsat.backends.base import Ended
@@ -315,6 +318,24 @@ def test_a_search_begins_where_another_was_killed_and_in_no_directory_or_process
     (record.path / "search.json").rename(record.path / "thesis.tex")
     with pytest.raises(ConfigError, match="holds something else"):
         opened()
+
+
+@pytest.mark.process
+def test_search_stays_locked_while_its_process_trains(experiment: Path) -> None:
+    """With --run-full-experiment the process of the search becomes a launcher."""
+    record = SearchRecord.open(experiment.parent / "out", "", "asha", is_fresh=False)
+    program = (
+        "import os, pathlib, sys; from dstrial.dsat.core.journal import SearchRecord; "
+        "lock = SearchRecord(pathlib.Path(sys.argv[1]), 'id').lock(); lock.__enter__(); "
+        "os.execv('/bin/sleep', ['sleep', '600'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(record.path)]) as process:
+        try:
+            wait_for(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n", deadline_s=60.0)
+            with pytest.raises(LaunchError, match="another process"), record.lock():
+                pass
+        finally:
+            process.kill()
 
 
 def test_torn_last_line_is_no_event_and_finished_search_starts_nothing(experiment: Path) -> None:
