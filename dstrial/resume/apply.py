@@ -137,7 +137,7 @@ class ResumedRun:
             sizes = f"train_batch_size {saved.train_batch_size}"
         else:
             solution = keep_batch(
-                {"train_batch_size": saved.train_batch_size},
+                saved.own_batch,
                 saved,
                 replicas,
                 checkpoint=self.saved.checkpoint,
