@@ -133,7 +133,8 @@ def build_engine(cell: Cell) -> Any:
     arguments: dict[str, Any] = {}
     group = None
     if cell.axis == "sp" and cell.size > 1:
-        parallel_state_sp.initialize_sequence_parallel(cell.size)
+        if not parallel_state_sp.sequence_parallel_is_initialized():
+            parallel_state_sp.initialize_sequence_parallel(cell.size)
         group, arguments["mpu"] = parallel_state_sp.get_sequence_parallel_group(), parallel_state_sp
     third = Experts(cell.size) if cell.axis == "ep" else Mlp()
     model: Any = nn.Sequential(Attention(group), Mlp(), third, nn.Linear(WIDTH, CLASSES))

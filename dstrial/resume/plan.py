@@ -415,7 +415,7 @@ def compatible(saved: Layout, now: Layout) -> list[str]:
 
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
     """Return why ``saved`` state cannot be split anew as in ``now``; empty if it can."""
-    problems = []
+    problems: list[str] = []
     before, after = saved.slices(), now.slices()
     is_recut = saved.model_parallel_size != now.model_parallel_size
     if is_recut:

@@ -181,6 +181,8 @@ class AxisTrial(DeepSpeedTrial):
     def __init__(self, context):
         self.context = context
         self.hparams = context.get_hparams()
+        if self.hparams["axis"] == "sharded":
+            context.disable_dataset_reproducibility_checks()
         config = context.get_deepspeed_config()
         self.engine = context.wrap_model_engine(
             build_engine(config, self.hparams["axis"], self.hparams["size"])
@@ -222,7 +224,6 @@ class AxisTrial(DeepSpeedTrial):
 
     def sharded_loader(self, size):
         """Return DeepSpeed's adapter around a loader that is divided among all ranks."""
-        self.context.disable_dataset_reproducibility_checks()
         ranks = self.context.distributed
         tokens = [
             dict.fromkeys(("input_ids", "labels"), torch.full((LENGTH,), number))

@@ -103,7 +103,7 @@ def lora_under_autotp(stage: int) -> str:
     import dstrial
     from dstrial.errors import TrialContractError
 
-    layers = [{"patterns": [".*base_layer.weight"], "partition_type": "column"}]
+    layers = [{"patterns": [".*0.weight"], "partition_type": "column"}]
     partition = {"use_default_specs": False, "layer_specs": layers}
     given = {
         "train_micro_batch_size_per_gpu": 2,

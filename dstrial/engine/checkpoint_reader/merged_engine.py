@@ -66,7 +66,7 @@ class MergedEngine(SavedEngine):
         merged = torch.cat(whole, dims[0]) if len(whole) > 1 else whole[0]
         sizes = [place.shape[dims[0]] for place in self._slices[owner]]
         if len(sizes) > 1:
-            merged = merged.split(sizes, dims[0])[self._part]
+            merged = merged.narrow(dims[0], sum(sizes[: self._part]), sizes[self._part])
         return merged.reshape(-1)
 
     @staticmethod
