@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import zlib
@@ -89,6 +90,9 @@ class Cell:
         return dataclasses.replace(self, stage=stage, ranks=ranks, size=min(self.size, ranks))
 
 
+share_sequences = functools.cache(parallel_state_sp.initialize_sequence_parallel)  # once in a process
+
+
 class Attention(nn.Module):
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -133,8 +137,7 @@ def build_engine(cell: Cell) -> Any:
     arguments: dict[str, Any] = {}
     group = None
     if cell.axis == "sp" and cell.size > 1:
-        if not parallel_state_sp.sequence_parallel_is_initialized():
-            parallel_state_sp.initialize_sequence_parallel(cell.size)
+        share_sequences(cell.size)
         group, arguments["mpu"] = parallel_state_sp.get_sequence_parallel_group(), parallel_state_sp
     third = Experts(cell.size) if cell.axis == "ep" else Mlp()
     model: Any = nn.Sequential(Attention(group), Mlp(), third, nn.Linear(WIDTH, CLASSES))
