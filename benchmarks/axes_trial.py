@@ -204,7 +204,8 @@ class AxisTrial(dstrial.DeepSpeedTrial):
         if self.cell.axis == "pp":
             return {"loss": self.engine.train_batch()}
         loss = self.loss(dataloader_iter)
-        self.engine.backward(loss)
+        # DeepSpeed adds gradients over the ranks of a sequence.
+        self.engine.backward(loss / self.cell.size if self.cell.axis == "sp" else loss)
         self.engine.step()
         return {"loss": loss}
 

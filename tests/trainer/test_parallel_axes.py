@@ -181,7 +181,6 @@ def test_sequence_parallel_size_without_its_groups_is_refused(tmp_path, axis, sa
         ("tensor", 2, 4),
         ("sequence", 2, 4),
         ("tiled", 2, 2),
-        ("sharded", 2, 4),
         ("expert", 1, 2),
         ("expert", 2, 2),
         ("expert", 2, 4),
