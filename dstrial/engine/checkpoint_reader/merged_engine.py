@@ -1,4 +1,4 @@
-"""Read the saved state of AutoTP's ranks as slices of another tensor-parallel size."""
+"""Read the saved state of AutoTP's ranks as slices of another size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 
 
 class MergedEngine(SavedEngine):
-    """The saved state of one engine, for a rank whose slices differ from the saved ones.
+    """Saved state of one engine, for a rank with other slices than the saved ones.
 
     Parameters have the shape of this rank's slices; one whole parameter at a time is in memory.
 
@@ -39,7 +39,7 @@ class MergedEngine(SavedEngine):
         yield self._last(name, key, True)[begin : begin + numel]
 
     def unequal_copies(self) -> list[str]:
-        """Return names of parameters that AutoTP does not cut and that differ between its ranks."""
+        """Return names of uncut parameters that differ between AutoTP's ranks."""
         return [
             name
             for name, place in self.places.items()
@@ -53,7 +53,10 @@ class MergedEngine(SavedEngine):
         ]
 
     def _merge(self, name: str, key: str, is_recorded: bool) -> torch.Tensor:
-        """Return this rank's flat slice; ``is_recorded``: as located by DeepSpeed's own records."""
+        """Return this rank's flat slice.
+
+        ``is_recorded``: whether the elements are located by DeepSpeed's own records.
+        """
         owner = self.place(name).name
         whole = [self._read(part, owner, key, is_recorded) for part in self._parts]
         dims = [
