@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/reference: experiment config, settings of the master, command line.
+"""Write the generated pages of docs/reference: experiment config, settings of the master, command line, parallel axes.
 
     python tools/reference_pages.py
 
@@ -18,9 +18,13 @@ from typing import Any
 from unittest import mock
 
 from dstrial.cli.app import COMMANDS, build_parser
+from dstrial.config.deepspeed_rules.check import check_deepspeed
 from dstrial.config.keys import json_schema
+from dstrial.config.parallel_dims import ParallelDims
 from dstrial.config.schema import EXPERIMENT
 from dstrial.master.settings import SETTINGS
+from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings
+from dstrial.resume.plan import resume_problems
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -52,6 +56,37 @@ user's error, 2 on wrong usage, and 130 after Ctrl-C.
 | command | |
 |---|---|
 """
+_AXES_HEAD = """\
+# Parallel axes: what trains, what resumes
+
+What `dstrial check` decides for each axis, ZeRO stage and optimizer, on four slots.
+[Parallelism](../how-to/parallelism.md) says how an axis is set up.
+
+- *yes*: accepted. The ranks still compare what only code shows, such as the groups of an engine and fused layers.
+- *refused in the ranks*: before the first batch, since only the trial's code shows experts and `ep_size`.
+- A resume in the same layout is always possible, to the bit. The last columns say whether a checkpoint is loaded on eight
+  slots, in another ZeRO stage, and without the axis.
+- A number refers to the message below the table, with which the combination is refused before a process starts.
+- *optimizer of the trial*: an SGD of torch that the trial passes to `deepspeed.initialize`.
+
+| axis | ZeRO | optimizer | trains | resumes on eight slots | in another stage | without the axis |
+|---|---|---|---|---|---|---|
+"""
+_OPTIMIZERS = {
+    "Adam": "FusedAdam",
+    "AdamW": "FusedAdam",
+    "Muon": "MuonWithAuxAdam",
+    "optimizer of the trial": "SGD",
+}
+_WRAPPERS = ("", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
+# Name of an axis -> fields of ParallelDims, and settings of the DeepSpeed config, for two ranks.
+_AXES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "data": ({}, {}),
+    "pipeline": ({"pp": 2}, {}),
+    "tensor (AutoTP)": ({"tp": 2}, {"tensor_parallel": {"autotp_size": 2}}),
+    "sequence (Ulysses)": ({"sp": 2}, {"sequence_parallel_size": 2}),
+    "expert (MoE)": ({"ep": 2}, {}),
+}
 _ROW = "| key | type | default | |\n|---|---|---|---|\n"
 
 
@@ -133,10 +168,85 @@ def help_of(*words: str) -> str:
     return printed.getvalue()
 
 
+def parallel_axes() -> str:
+    """Return the page of the parallel axes."""
+    notes: dict[str, int] = {}
+    lines = [_AXES_HEAD]
+    for axis in _AXES:
+        for stage in range(4):
+            rows: dict[str, list[str]] = {}
+            for optimizer in _OPTIMIZERS:
+                cells = [
+                    f"[{notes.setdefault(one, len(notes) + 1)}](#messages)" if one.endswith(".") else one
+                    for one in _decisions(axis, stage, optimizer)
+                ]
+                cells += [""] * (4 - len(cells))
+                rows.setdefault(" | ".join(cells), []).append(optimizer)
+            lines += [f"| {axis} | {stage} | {', '.join(names)} | {row} |\n" for row, names in rows.items()]
+    lines.append("\n## Messages\n\n")
+    lines += [f"{number}. {text}\n" for text, number in notes.items()]
+    return "".join(lines)
+
+
+def _decisions(axis: str, stage: int, optimizer: str) -> Iterator[str]:
+    """Yield what the check says of the config, then of three resumes: yes, or a message."""
+    sizes, sections = _AXES[axis]
+    dims = ParallelDims(4, **sizes, is_pipeline="pp" in sizes)
+    config = _deepspeed_config(stage, optimizer, sections)
+    problems = check_deepspeed(config, dims, auto="warning").problems
+    is_code_refused = "ep" in sizes and stage == 3  # by DeepSpeed, for its MoE
+    yield str(problems[0]) if problems else "refused in the ranks" if is_code_refused else "yes"
+    if problems or is_code_refused:
+        return
+    engine = EngineRecord(
+        engine_kind="pipeline" if dims.is_pipeline else "data_parallel",
+        zero_stage=stage,
+        offload_optimizer="none",
+        offload_parameters="none",
+        optimizer=_OPTIMIZERS[optimizer],
+        wrapper=_WRAPPERS[stage],
+        lr_scheduler="",
+        train_batch_size=4 * (4 if "tp" in sizes else dims.dp),
+        micro_batch_size=1,
+        micro_batches_per_batch=4,
+        expert_parallel_size=sizes.get("ep", 0),
+        **dims.to_layout(),
+        given=given_settings(config),
+    )
+    saved = SavedRun("C", 100, None, (engine,))
+    other = _deepspeed_config((stage + 1) % (2 if dims.is_pipeline else 4), optimizer, sections)
+    changes: list[Any] = [(8, config, {}), (4, other, {})]
+    if "ep" in sizes:
+        changes.append(None)
+    elif sizes:
+        changes.append((4, _deepspeed_config(stage, optimizer, {}), {"pipeline_stages": 1}))
+    for change in changes:
+        if change is None:  # only the trial's code has the size
+            yield "refused in the ranks"
+            continue
+        num_slots, changed, extents = change
+        found = resume_problems(saved, num_slots=num_slots, extents=extents, configs=[changed])
+        yield str(found[0]) if found else "yes"
+
+
+def _deepspeed_config(stage: int, optimizer: str, sections: dict[str, Any]) -> dict[str, Any]:
+    zero = {"stage": stage, **({"reduce_scatter": False} if (stage, optimizer) == (3, "Muon") else {})}
+    kind = {} if optimizer == "optimizer of the trial" else {"optimizer": {"type": optimizer}}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": zero,
+        **({} if kind else {"zero_allow_untested_optimizer": True}),
+        **kind,
+        **sections,
+    }
+
+
 PAGES = {
     "experiment-config.md": experiment_config,
     "master-settings.md": master_settings,
     "command-line.md": command_line,
+    "parallel-axes.md": parallel_axes,
 }
 
 

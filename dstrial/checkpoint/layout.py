@@ -7,7 +7,7 @@ read a checkpoint. ``engine.parameter_table`` builds the table from an engine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dstrial.resume.metadata import EngineArrangement
@@ -57,6 +57,8 @@ class ParameterPlace:
             parameter group if there is no buffer, which gives the optimizer's order of parameters.
         partition_numel: elements of one rank's partition, with padding (ZeRO 3); rank p's partition begins
         at element ``p * partition_numel`` of the flattened parameter. None if the parameter is not partitioned.
+        tensor_dim: dimension along which the ranks of AutoTP share the parameter; ``shape`` is that of this part's slice.
+            None if each rank has the whole parameter, -1 if a slice is not one interval of the dimension.
     """
 
     name: str
@@ -71,6 +73,7 @@ class ParameterPlace:
     buffer_idx: int | None
     offset: int | None
     partition_numel: int | None
+    tensor_dim: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,6 +114,21 @@ class Layout(EngineArrangement):
             buffers=tuple(one for one in self.buffers if one.model_part == model_part),
             parameters=tuple(one for one in self.parameters if one.model_part == model_part),
         )
+
+    def slices(self) -> dict[str, list[ParameterPlace]]:
+        """Return parameter name -> its places, by model-parallel part."""
+        found: dict[str, list[ParameterPlace]] = {}
+        for place in sorted(self.parameters, key=lambda place: place.model_part):
+            found.setdefault(place.name, []).append(place)
+        return found
+
+    @staticmethod
+    def whole_shape(slices: Sequence[ParameterPlace]) -> tuple[int, ...]:
+        """Return the shape of a parameter that AutoTP has cut into ``slices``."""
+        shape, dim = slices[0].shape, slices[0].tensor_dim
+        if dim is None or dim < 0:
+            return shape
+        return (*shape[:dim], sum(one.shape[dim] for one in slices), *shape[dim + 1 :])
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Layout:

@@ -1,7 +1,8 @@
 """Load a checkpoint into another layout: ranks, ZeRO stage, offload or stages.
 
 Each rank copies the elements that it owns from the mapped files into its live tensors, parameter by parameter. Extra memory is
-at most one shard of a parameter. Afterwards all values are read back through DeepSpeed's own mapping and compared bit by bit.
+at most one shard of a parameter; if AutoTP's size changes, one whole parameter. Afterwards all values are read back through
+DeepSpeed's own mapping and compared bit by bit.
 ``deepspeed_internals.optimizers`` finds the live tensors.
 """
 

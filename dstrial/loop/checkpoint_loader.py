@@ -13,6 +13,7 @@ anybody can make one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -36,6 +37,7 @@ from dstrial.checkpoint.manifest import (
 )
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.adapters.batch_sizes import recount_micro_batches
+from dstrial.engine.checkpoint_reader.merged_engine import read_for_rank
 from dstrial.engine.checkpoint_reader.open import read_rank_state
 from dstrial.engine.checkpoint_reader.safe_load import (
     load,
@@ -105,14 +107,19 @@ class CheckpointLoader:
             now = [Layout.from_json(values) for values in self._state.layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
             _require_ranks(path, manifest.files, saved_size)
-            name = rank_state_name(context.distributed.rank % saved_size)
+            # With another size of AutoTP, the ranks of a replica need the random states of one rank.
+            sizes = [one[0].model_parallel_size for one in (saved, now) if one]
+            source = context.distributed.rank
+            if len(set(sizes)) > 1:
+                source = source // sizes[1] * sizes[0]
+            name = rank_state_name(source % saved_size)
             state: dict[str, Any] = load(path / name, map_location=self._place, trusts_code=trusts)
             continues = state["trial_id"] == self._state.trial_id
             if continues:
                 require_same_batch(path, saved, now)
             is_reshaped = self._must_reshape(path, saved, now)
             if is_reshaped:
-                self._reshape_rank_state(path, state, saved_size)
+                self._reshape_rank_state(path, state, saved_size, source, is_recut=len(set(sizes)) > 1)
             state["loop"] = rescale_micro_batches(state["loop"], saved, now)
             state["window"] = rescale_window(
                 state["window"], self._calls_per_batch(now) / self._calls_per_batch(saved)
@@ -198,8 +205,12 @@ class CheckpointLoader:
         is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself
         return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
 
-    def _reshape_rank_state(self, path: pathlib.Path, state: dict[str, Any], saved_size: int) -> None:
+    def _reshape_rank_state(
+        self, path: pathlib.Path, state: dict[str, Any], saved_size: int, source: int, *, is_recut: bool
+    ) -> None:
         """Convert ``state``, in place, from the saved ranks to this run's ranks.
+
+        ``source`` is the saved rank whose random states this rank continues. ``is_recut``: whether AutoTP has another size.
 
         Ranks: all, collectively.
         """
@@ -214,12 +225,16 @@ class CheckpointLoader:
         mine = windows[reporters.index(rank) :: len(reporters)] if rank in reporters else []
         state["window"] = merge_windows(mine)
         state["all_engines"] = [one["engines"] for one in states]
-        if rank >= saved_size:
+        if source >= saved_size:
             # The checkpoint has no state of this rank. The rank keeps the random states that its seed gave.
             state["random_states"] = None
+        absent_states = states[context.distributed.size :][rank :: context.distributed.size]
+        if is_recut:
+            absent_states = states if rank == 0 else []
+        if is_recut or rank >= saved_size:
             state["reducers"] = []
             state["reductions_of_absent_ranks"] = []
-        for absent in states[context.distributed.size :][rank :: context.distributed.size]:
+        for absent in absent_states:
             state["reductions_of_absent_ranks"] += absent["reductions_of_absent_ranks"]
             if absent.get("collects_copies"):
                 continue
@@ -242,11 +257,10 @@ class CheckpointLoader:
     ) -> None:
         for engine_idx, engine in enumerate(self._state.context.models):
             tied = merged_tied_modules([of_rank[engine_idx] for of_rank in extras])
-            layout, tag = saved[engine_idx], self._state.trial._engine_tag(engine_idx)
-            if layout.model_parallel_size > 1:  # the same in this run, so that this rank needs its part alone
-                layout = layout.of_part(engines.checkpoint_part(engine))
-            saved_engine = SavedEngine(path, tag, layout, tied, trusts_code=self._is_trusted)
-            load_reshaped(engine, saved_engine, now[engine_idx])
+            tag = self._state.trial._engine_tag(engine_idx)
+            read = functools.partial(SavedEngine, path, tag, tied=tied, trusts_code=self._is_trusted)
+            part, after = engines.checkpoint_part(engine), now[engine_idx]
+            load_reshaped(engine, read_for_rank(read, saved[engine_idx], after, part), after)
 
     def _extra_state(
         self, state: Mapping[str, Any], engine_idx: int, saved: list[Layout], now: list[Layout]

@@ -142,7 +142,7 @@ def resume_problems(
             replicas = engine.batch_replicas(num_slots, replica)
             try:
                 keep_batch(
-                    {"train_batch_size": engine.train_batch_size} if config is None else config,
+                    engine.own_batch if config is None else config,
                     engine,
                     replicas,
                     checkpoint=saved.checkpoint,
@@ -266,15 +266,14 @@ def _reshard_problems(
     slots_key: str,
 ) -> Iterator[ConfigProblem]:
     name = f"checkpoint {saved.checkpoint}"
-    if replica.tp != engine.model_parallel_size:
-        is_autotp = AUTOTP_KEY in engine.given or "model_parallel_size" in config_sizes(config)
-        # A unit of one's own of the same size does not continue AutoTP, which counts train_batch_size otherwise.
-        size = "AutoTP's size" if AUTOTP_KEY in engine.given else "the tensor-parallel size"
+    was_autotp = AUTOTP_KEY in engine.given or engine.model_parallel_size == 1
+    is_autotp = config_sizes(config).get("model_parallel_size", 1) == replica.tp
+    # The ranks say whether all layers can be cut anew.
+    if replica.tp != engine.model_parallel_size and not (was_autotp and is_autotp):
         yield ConfigProblem(
-            f"deepspeed config: {AUTOTP_KEY}" if is_autotp else "data.dstrial.model_parallel_size",
+            "data.dstrial.model_parallel_size",
             str(replica.tp),
-            f"{engine.model_parallel_size}, as in {name}, whose layers are cut so ({size} was "
-            f"{engine.model_parallel_size}, is {replica.tp})",
+            f"{engine.model_parallel_size}, as in {name}, whose layers are cut so: only AutoTP's can be cut anew",
             f"Set it to {engine.model_parallel_size}.",
         )
     devices: tuple[str, ...] = ()
@@ -366,12 +365,23 @@ def plan_load(
 def require_same_batch(checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout]) -> None:
     """Raise CheckpointLayoutError if an engine's ``train_batch_size`` has changed."""
     for idx, (before, after) in enumerate(zip(saved, now, strict=False)):
-        if before.train_batch_size != after.train_batch_size:
+        # AutoTP of another size counts the same records otherwise.
+        is_recut = before.model_parallel_size != after.model_parallel_size
+        is_same = (
+            _records(before) == _records(after)
+            if is_recut
+            else before.train_batch_size == after.train_batch_size
+        )
+        if not is_same:
             raise CheckpointLayoutError(
                 f"engine {idx}: train_batch_size is {after.train_batch_size}; expected {before.train_batch_size}, the batch of "
                 f"checkpoint {checkpoint}, in which its progress, schedule and order of records are counted. Set it back, or "
                 "name the checkpoint in dstrial.init(latest_checkpoint=...), which keeps the batch on any number of ranks."
             )
+
+
+def _records(layout: Layout) -> int:
+    return layout.micro_batch_size * layout.micro_batches_per_batch * layout.data_parallel_size
 
 
 def compatible(saved: Layout, now: Layout) -> list[str]:
@@ -405,11 +415,11 @@ def compatible(saved: Layout, now: Layout) -> list[str]:
 
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
     """Return why ``saved`` state cannot be split anew as in ``now``; empty if it can."""
-    problems = []
-    if saved.model_parallel_size != now.model_parallel_size:
-        problems.append(
-            f"tensor-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}: set it back"
-        )
+    problems: list[str] = []
+    before, after = saved.slices(), now.slices()
+    is_recut = saved.model_parallel_size != now.model_parallel_size
+    if is_recut:
+        problems += _recut_problems(saved, now, before, after)
     elif saved.model_parallel_size > 1 and saved.engine_kind == "pipeline":
         problems.append(
             f"layers are cut over {saved.model_parallel_size} tensor-parallel ranks: resume with the layout that wrote them"
@@ -436,19 +446,19 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
     ):
         problems.append("offload to NVMe: set the offload device to cpu or none on both sides")
     changed: dict[str, list[str]] = {"trained": [], "frozen": []}
-    before, after = _by_name(saved), _by_name(now)
     for name in sorted(before.keys() | after.keys()):
-        was_place, is_place = before.get(name), after.get(name)
-        if was_place is None or is_place is None:
+        if name not in before or name not in after:
             problems.append(
-                f"parameter {name} is {'new' if was_place is None else 'gone'}: use the same model"
+                f"parameter {name} is {'new' if name not in before else 'gone'}: use the same model"
             )
-        elif was_place.shape != is_place.shape:
-            problems.append(
-                f"parameter {name} had shape {was_place.shape}, has {is_place.shape}: use the same model"
-            )
-        elif _is_trained(was_place) != _is_trained(is_place):
-            changed["trained" if _is_trained(is_place) else "frozen"].append(name)
+            continue
+        was, is_ = before[name][0].shape, after[name][0].shape
+        if is_recut:
+            was, is_ = saved.whole_shape(before[name]), now.whole_shape(after[name])
+        if was != is_:
+            problems.append(f"parameter {name} had shape {was}, has {is_}: use the same model")
+        elif _is_trained(before[name][0]) != (is_trained := _is_trained(after[name][0])):
+            changed["trained" if is_trained else "frozen"].append(name)
     problems += [
         f"{len(names)} parameters are {state} now and were not ({', '.join(names[:3])}{', …' if names[3:] else ''}): set their "
         "requires_grad as it was, or begin a new trial with the weights that `dstrial checkpoint export` writes"
@@ -464,8 +474,29 @@ def _is_trained(place: ParameterPlace) -> bool:
     return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
 
 
-def _by_name(layout: Layout) -> dict[str, ParameterPlace]:
-    places: dict[str, ParameterPlace] = {}
-    for place in layout.parameters:
-        places.setdefault(place.name, place)
-    return places
+def _recut_problems(
+    saved: Layout,
+    now: Layout,
+    before: Mapping[str, Sequence[ParameterPlace]],
+    after: Mapping[str, Sequence[ParameterPlace]],
+) -> Iterator[str]:
+    """Yield why AutoTP's slices of parameters cannot be cut anew for another size.
+
+    ``before`` and ``after`` are the slices of the layouts ``saved`` and ``now``.
+    """
+    change = f"tensor-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}"
+    for layout, slices in ((saved, before), (now, after)):
+        dims = {name: places[0].tensor_dim for name, places in slices.items()}
+        is_cut_otherwise = layout.model_parallel_size > 1 and not any(
+            dim is not None for dim in dims.values()
+        )
+        if layout.engine_kind == "pipeline" or is_cut_otherwise:
+            yield f"{change}, and only AutoTP's layers can be cut anew: set it back"
+            return
+        fused = [name for name, dim in dims.items() if dim == -1]
+        if fused:
+            yield f"{change}, and AutoTP has fused or uneven slices of {', '.join(fused[:3])}: set it back"
+    if saved.optimizer == "MuonWithAuxAdam":
+        yield f"{change}, and Muon orthogonalises the slices of a matrix, not the matrix: set it back"
+    if saved.frozen_checksums:
+        yield f"{change}, and the checkpoint holds no frozen parameters: set it back"

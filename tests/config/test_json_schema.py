@@ -54,7 +54,7 @@ def test_schema_refuses_wrong_config(wrong):
         VALIDATOR.validate({**GOOD, **wrong})
 
 
-@pytest.mark.parametrize("name", ["experiment-config", "master-settings", "command-line"])
+@pytest.mark.parametrize("name", ["experiment-config", "master-settings", "command-line", "parallel-axes"])
 def test_reference_page_is_up_to_date(name, monkeypatch):
     if name == "command-line" and sys.version_info[:2] != (3, 11):
         pytest.skip("argparse of other Pythons prints help otherwise")

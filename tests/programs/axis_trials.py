@@ -8,6 +8,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, UlyssesSPDataLoaderAdapter
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from torch import distributed, nn
@@ -17,6 +18,8 @@ from dstrial import DataLoader, DeepSpeedTrial, MetricReducer
 from dstrial.ranks.process_group import without_compiled_collectives
 
 WIDTH, HEADS, LENGTH = 8, 4, 8
+SHARED = ("tensor", "sequence", "tiled", "sharded", "llama")
+"""Axes of which a replica has several ranks."""
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -52,12 +55,13 @@ class Mlp(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, sequence_group=None, expert_size=0):
+    def __init__(self, sequence_group=None, expert_size=0, is_tiled=False):
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.mlp = Mlp()
         self.head = nn.Linear(WIDTH, 4)
         self.experts = None
+        self.is_tiled = is_tiled
         if expert_size:
             self.experts = MoE(
                 WIDTH,
@@ -73,7 +77,8 @@ class Model(nn.Module):
         if sequence_group is not None:
             self.attention = DistributedAttention(attend, sequence_group, scatter_idx=2, gather_idx=1)
 
-    def forward(self, x):
+    def forward(self, x, targets=None):
+        """Return the outputs; with ``is_tiled`` the loss, for which the outputs are computed in tiles."""
         x = torch.cat([x[..., :-1], torch.zeros_like(x[..., :1])], -1)
         parts = [part.unflatten(-1, (HEADS, -1)) for part in self.qkv(x).chunk(3, -1)]
         # DeepSpeed checks the batch dimension only if it is told which one it is.
@@ -82,7 +87,14 @@ class Model(nn.Module):
         )
         x = x + attended.flatten(-2)
         x = x + self.mlp(x)
+        if self.is_tiled:
+            parameters = [self.head.weight, self.head.bias]
+            return TiledFusedLogitsLoss.apply(head_loss, self, x, targets, None, 2, parameters, "mean")
         return self.head(x if self.experts is None else x + self.experts(x)[0])
+
+
+def head_loss(model, x, targets):
+    return nn.functional.mse_loss(model.head(x), targets)
 
 
 def llama():
@@ -111,7 +123,7 @@ def build_engine(config, axis, size):
     torch.manual_seed(11)
     arguments = {}
     group = None
-    if axis == "sequence" and size > 1:
+    if axis in ("sequence", "tiled", "sharded") and size > 1:
         parallel_state_sp.initialize_sequence_parallel(size)
         group = parallel_state_sp.get_sequence_parallel_group()
         arguments["mpu"] = parallel_state_sp
@@ -122,7 +134,7 @@ def build_engine(config, axis, size):
             (num_replicas, size), ("data_parallel", "sequence_parallel")
         )
         group = mesh.get_group("sequence_parallel")
-    model = llama() if axis == "llama" else Model(group, size if axis == "expert" else 0)
+    model = llama() if axis == "llama" else Model(group, size if axis == "expert" else 0, axis == "tiled")
     parameters = model.parameters()
     if axis == "expert":
         parameters = split_params_into_different_moe_groups_for_optimizer(
@@ -134,11 +146,18 @@ def build_engine(config, axis, size):
 
 def loss_of(engine, batch):
     """Return the loss of this rank's part of the sequences, and their numbers."""
-    features, targets = batch
-    numbers = features[:, 0, -1].int().tolist()
-    size = engine.sequence_parallel_size
-    rank = groups._get_sequence_parallel_rank()
-    features, targets = (tensor.chunk(size, 1)[rank] for tensor in (features, targets))
+    if isinstance(batch, dict):  # of DeepSpeed's adapter, which cuts sequences itself
+        numbers = batch["input_ids"][:, 0].tolist()
+        whole = default_collate([Sequences(64)[number] for number in numbers])
+        features, targets = (part[:, batch["position_ids"][0]] for part in whole)
+    else:
+        features, targets = batch
+        numbers = features[:, 0, -1].int().tolist()
+        size = engine.sequence_parallel_size
+        rank = groups._get_sequence_parallel_rank()
+        features, targets = (tensor.chunk(size, 1)[rank] for tensor in (features, targets))
+    if getattr(engine.module, "is_tiled", False):
+        return engine(features, targets), numbers
     return nn.functional.mse_loss(engine(features), targets), numbers
 
 
@@ -162,6 +181,8 @@ class AxisTrial(DeepSpeedTrial):
     def __init__(self, context):
         self.context = context
         self.hparams = context.get_hparams()
+        if self.hparams["axis"] == "sharded":
+            context.disable_dataset_reproducibility_checks()
         config = context.get_deepspeed_config()
         self.engine = context.wrap_model_engine(
             build_engine(config, self.hparams["axis"], self.hparams["size"])
@@ -185,19 +206,37 @@ class AxisTrial(DeepSpeedTrial):
     def require_groups(self):
         """Hold dstrial's unit of this rank against DeepSpeed's groups."""
         rank, num_ranks = self.context.distributed.get_rank(), self.context.distributed.get_size()
-        per_replica = self.hparams["size"] if self.hparams["axis"] in ("tensor", "sequence", "llama") else 1
+        per_replica = self.hparams["size"] if self.hparams["axis"] in SHARED else 1
         unit = self.context._mpu
         assert (unit.data_parallel_rank, unit.data_parallel_world_size) == (
             rank // per_replica,
             num_ranks // per_replica,
         )
-        if self.hparams["axis"] == "tensor":
+        if self.hparams["axis"] == "tensor" and self.hparams["size"] > 1:
             assert unit.data_parallel_rank == groups.get_data_parallel_rank()
             assert unit.should_report_metrics == (groups.get_tensor_model_parallel_rank() == 0)
 
     def build_training_data_loader(self):
         size = self.context.get_train_micro_batch_size_per_gpu()
+        if self.hparams["axis"] == "sharded":
+            return self.sharded_loader(size)
         return DataLoader(Sequences(64), batch_size=size, shuffle=True)
+
+    def sharded_loader(self, size):
+        """Return DeepSpeed's adapter around a loader that is divided among all ranks."""
+        ranks = self.context.distributed
+        tokens = [
+            dict.fromkeys(("input_ids", "labels"), torch.full((LENGTH,), number))
+            | {"position_ids": torch.arange(LENGTH)}
+            for number in range(ranks.get_rank(), 64, ranks.get_size())
+        ]
+        return UlyssesSPDataLoaderAdapter(
+            torch.utils.data.DataLoader(tokens, batch_size=size),
+            parallel_state_sp.get_sequence_parallel_rank(),
+            parallel_state_sp.get_sequence_parallel_group(),
+            parallel_state_sp.get_sequence_parallel_world_size(),
+            "cpu",
+        )
 
     def build_validation_data_loader(self):
         return DataLoader(Sequences(6, seed=6), batch_size=self.context.get_train_micro_batch_size_per_gpu())

@@ -218,9 +218,17 @@ def test_a_unit_of_ones_own_does_not_continue_autotp():
     saved = engine(world_size=2, data_parallel_size=1, model_parallel_size=2, given=given_settings(config))
     assert resume_problems(run(saved), num_slots=2, configs=[config]) == []
     found = resume_problems(run(saved), num_slots=2, configs=[CONFIG], extents={"model_parallel_size": 2})
-    assert any(
-        "autotp_size is 1; expected 2" in str(one) and "AutoTP's size was 2" in str(one) for one in found
-    )
+    assert any("model_parallel_size is 2" in str(one) and "only AutoTP's" in str(one) for one in found)
+
+
+def test_another_autotp_size_keeps_the_records_of_a_batch():
+    """DeepSpeed counts a record once for each rank of AutoTP: 24 records are a ``train_batch_size`` of 48."""
+    config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
+    saved = engine(world_size=4, data_parallel_size=2, model_parallel_size=2, train_batch_size=48,
+                   micro_batch_size=6, micro_batches_per_batch=2, given=given_settings(config))  # fmt: skip
+    assert resume_problems(run(saved), num_slots=2, configs=[CONFIG]) == []
+    assert keep_batch(CONFIG, saved, 2, checkpoint="C").train_batch_size == 24
+    assert keep_batch(config, saved, 4, checkpoint="C").train_batch_size == 48
 
 
 def test_slots_that_are_no_multiple_of_a_replica_are_refused():

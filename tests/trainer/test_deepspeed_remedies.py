@@ -94,3 +94,38 @@ def test_a_loss_through_a_second_engine_ends_with_the_module_to_call() -> None:
 def test_the_remedy_trains(stage: int) -> None:
     (result,) = run_function(two_engines, 1, stage, True)
     assert result.value == "trained"
+
+
+def lora_under_autotp(stage: int) -> str:
+    import deepspeed
+    import peft
+    import torch
+
+    import dstrial
+    from dstrial.errors import TrialContractError
+
+    layers = [{"patterns": [".*0.weight"], "partition_type": "column"}]
+    partition = {"use_default_specs": False, "layer_specs": layers}
+    given = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": config()["optimizer"],
+        "zero_optimization": {"stage": stage},
+        "tensor_parallel": {"autotp_size": 2, "partition_config": partition},
+    }
+    try:
+        with dstrial.init() as context:
+            lora = peft.LoraConfig(r=2, target_modules=["0"])
+            model = peft.inject_adapter_in_model(lora, torch.nn.Sequential(torch.nn.Linear(4, 4)))
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=given)
+            context.wrap_model_engine(engine)
+    except (KeyError, TrialContractError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_adapters_inside_layers_of_autotp_are_refused(stage: int) -> None:
+    pytest.importorskip("peft")
+    for result in run_function(lora_under_autotp, 2, stage, deadline_s=300):
+        assert "AutoTP does not train adapters (LoRA) inside the layers that it cuts" in result.value

@@ -112,6 +112,13 @@ def _check(
     batch = _solve(batch_given, settings, filler)
     effective.update({key: getattr(batch, key) if batch else None for key in BATCH_KEYS})
     check_pairs(settings)
+    key = "sequence_parallel_size"
+    settings.reject(
+        filler is not None and (settings.value(key) or 1) > 1,
+        key,
+        f"1 with {filler.name if filler else ''}, which passes DeepSpeed no sequence-parallel groups",
+        "Train in a trial with parallel_state_sp (docs/how-to/parallelism.md).",
+    )
     check_optimizer_and_scheduler(settings, rules, dialect)
     check_ignored(settings)
     for key in ("optimizer", "scheduler"):

@@ -254,6 +254,9 @@ def _parallelism(s: Settings) -> None:
         "1 with a PipelineModule",
         "Remove it; a pipeline's layers are cut by the model itself.",
     )
+    # Trained so, losses differ from those of one rank: Muon orthogonalises each rank's slice of a matrix.
+    expected = "another optimizer with tensor_parallel.autotp_size, since Muon needs whole matrices"
+    s.reject(tensor > 1 and s.optimizer == "muon", "optimizer.type", expected, "Use AdamW, or remove AutoTP.")
     key = "tensor_parallel.tp.tp_size"
     is_wrong = tensor > 1 and (s.value(key) or 1) not in (1, tensor)
     s.reject(is_wrong, key, f"1 or autotp_size ({tensor})", "Remove tp.tp_size.")

@@ -10,7 +10,7 @@ from dstrial.config.parallel_dims import config_sizes
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.adapters.pipeline import PipelineAdapter
-from dstrial.engine.deepspeed_internals import engines
+from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.errors import TrialContractError
 
 
@@ -41,6 +41,7 @@ def require_engine(engine: object) -> None:
             "self.model_engine = context.wrap_model_engine(engine)."
         )
     _require_sequence_groups(engine)
+    _require_trained_in_model(engine)
     # This module is loaded only if something was compiled. Importing it here would take seconds.
     loaded = sys.modules.get("torch._dynamo.eval_frame")
     if loaded is None or not engine.zero_optimization_partition_weights():
@@ -49,6 +50,24 @@ def require_engine(engine: object) -> None:
         raise TrialContractError(
             "the model was wrapped by torch.compile(...) before deepspeed.initialize under ZeRO 3; expected a model without such "
             "wrappers, which DeepSpeed cannot train. Call engine.compile() after deepspeed.initialize."
+        )
+
+
+def _require_trained_in_model(engine: DeepSpeedEngine) -> None:
+    """Raise an error if AutoTP has replaced parameters that the optimizer was given.
+
+    DeepSpeed 0.19.8 replaces PEFT's layers as if they were linear ones; without ZeRO the optimizer then trains nothing.
+    """
+    # ZeRO's own parameters are flat buffers; with ZeRO, DeepSpeed itself fails (``append_remedy``).
+    if dims_of(engine).tp == 1 or engine.optimizer is not engines.basic_optimizer(engine):
+        return
+    held = {id(parameter) for parameter in engine.module.parameters()}
+    trained = [parameter for group in optimizers.plain_groups(engine.optimizer) for parameter in group]
+    lost = sum(id(parameter) not in held for parameter in trained)
+    if lost:
+        raise TrialContractError(
+            f"{lost} of the optimizer's {len(trained)} parameters are not in the model, whose layers AutoTP has replaced. "
+            f"{engines.AUTOTP_REMEDY}"
         )
 
 

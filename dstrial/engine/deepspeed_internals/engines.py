@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, comm, load_ds_config
+from deepspeed.checkpoint import constants
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as TorchCheckpointEngine
@@ -197,6 +198,24 @@ def expert_parallel_size(engine: DeepSpeedEngine) -> int:
     """
     names = {parameter.group_name for parameter in engine.module.parameters() if is_moe_param(parameter)}
     return max(map(groups._get_expert_parallel_world_size, names), default=0)
+
+
+def tensor_dim(parameter: torch.nn.Parameter) -> int | None:
+    """Return the dimension along which AutoTP's ranks share a parameter.
+
+    None if each rank has the whole parameter; -1 if a slice is not one interval of the dimension, as of fused weights.
+    Source: ``_set_param_uc_meta`` and ``_build_param_uc_conversion_meta`` of ``module_inject/layers.py``.
+    """
+    found = getattr(
+        parameter, getattr(constants, "DS_AUTOTP_UC_META", ""), None
+    )  # 0.19.0 has no such constant
+    if not found or found["replicated"]:
+        return None
+    details = found["conversion"]
+    is_fused = any(
+        details[key] for key in ("sub_param_shape", "sub_param_shard_widths", "unsupported_reason")
+    )
+    return -1 if is_fused or found["partition_dim"] is None else int(found["partition_dim"])
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
@@ -461,6 +480,10 @@ REMEDIES: Mapping[str, str] = {
 """Fragment of a DeepSpeed 0.19 error message -> remedy, for configs that earlier releases accepted."""
 
 _MISSING_ATTRIBUTE = "deepscale_config"
+AUTOTP_REMEDY = (
+    "AutoTP does not train adapters (LoRA) inside the layers that it cuts: remove tensor_parallel.autotp_size, or train the "
+    "layers themselves."
+)
 
 
 def append_remedy(error: BaseException) -> None:
@@ -469,6 +492,9 @@ def append_remedy(error: BaseException) -> None:
     for fragment, remedy in REMEDIES.items():
         if fragment in text and remedy not in text:
             error.args = (f"{text.rstrip('. ')}. {remedy}", *error.args[1:])
+    if isinstance(error, KeyError) and isinstance(error.args[0], torch.nn.Parameter):
+        # `_create_param_mapping` of runtime/zero/stage_1_and_2.py: the optimizer has a parameter that is not in the model.
+        error.args = (f"a parameter of the optimizer is not in the model. With AutoTP: {AUTOTP_REMEDY}",)
     if isinstance(error, KeyError) and text == _MISSING_ATTRIBUTE:
         # DeepSpeed calls hasattr() on a user's object that raises KeyError for missing attributes.
         error.args = (

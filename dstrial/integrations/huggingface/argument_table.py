@@ -198,8 +198,7 @@ def solve_sizes(
             raise
     assert own is not None or engine is not None, "the Trainer has a default for the micro batch"
     if engine is not None and resumed is not None and _keeps(own, arguments, config, engine):
-        given = {_TOTAL: engine.train_batch_size}
-        return keep_batch(given, engine, replicas, checkpoint=resumed.checkpoint), True
+        return keep_batch(engine.own_batch, engine, replicas, checkpoint=resumed.checkpoint), True
     assert own is not None, "a batch that cannot be solved is kept, or refused above"
     return own, False
 

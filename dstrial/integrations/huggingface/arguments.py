@@ -75,6 +75,16 @@ def problems_of(
                 "Make the TrainingArguments inside `with dstrial.integrations.huggingface.init() as core_context:`.",
             )
         )
+    sequence = getattr(getattr(args, "parallelism_config", None), "sp_size", None) or 1
+    if sequence > 1:
+        found.append(
+            ConfigProblem(
+                "args.parallelism_config.sp_size",
+                str(sequence),
+                "1: a resumed Trainer could not skip trained batches of the loader that cuts sequences",
+                "Train in a trial with parallel_state_sp (docs/how-to/parallelism.md).",
+            )
+        )
     micro, steps = sizes_of(args)
     found += length_problems(searcher, length_of(args), micro * steps * num_ranks)
     if saved is not None and saved.engines and is_seen_whole:
@@ -95,8 +105,7 @@ def batch_problems(micro: int, steps: int, saved: SavedRun, num_ranks: int) -> l
     batch = micro * steps * replicas
     if batch == engine.train_batch_size:
         return []
-    given = {BATCH_KEYS[0]: engine.train_batch_size}
-    solution = keep_batch(given, engine, replicas, checkpoint=saved.checkpoint)
+    solution = keep_batch(engine.own_batch, engine, replicas, checkpoint=saved.checkpoint)
     return [
         ConfigProblem(
             "per_device_train_batch_size x gradient_accumulation_steps x ranks",

@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dstrial.config.auto_values import AutoValues
+from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_rules.check import check_deepspeed, explain
 from dstrial.config.deepspeed_schema import deepspeed_rules
 from dstrial.config.deepspeed_source import DeepSpeedSource
@@ -237,3 +239,12 @@ def test_a_stage_0_pipeline_of_one_stage_is_still_a_pipeline():
     result = check_deepspeed({**BASE, "zero_optimization": {"stage": 2}}, sizes)
 
     assert "expected 0 or 1 with a PipelineModule" in str(result.problems[0])
+
+
+@pytest.mark.parametrize("is_trainer", [True, False], ids=["Trainer", "Accelerate"])
+def test_libraries_that_pass_no_sequence_groups_are_refused(is_trainer):
+    filler = AutoValues("the library", is_trainer, CommandLine(()))
+    result = check_deepspeed({**BASE, "sequence_parallel_size": 2}, ParallelDims(4), filler=filler)
+    assert any(
+        "sequence_parallel_size is 2; expected 1 with the library" in str(one) for one in result.problems
+    )

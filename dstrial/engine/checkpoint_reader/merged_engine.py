@@ -1,0 +1,98 @@
+"""Read the saved state of AutoTP's ranks as slices of another size."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
+
+
+class MergedEngine(SavedEngine):
+    """Saved state of one engine, for a rank with other slices than the saved ones.
+
+    Parameters have the shape of this rank's slices; one whole parameter at a time is in memory.
+
+    Args:
+        parts: the saved state of each tensor-parallel rank, in order.
+        layout: the layout of all parts.
+        now: the layout of this run's engine.
+        part: this rank's tensor-parallel rank.
+    """
+
+    def __init__(self, parts: Sequence[SavedEngine], layout: Layout, now: Layout, part: int) -> None:
+        vars(self).update(vars(parts[0]))  # counters, settings and scalars are equal on all parts
+        self.layout = layout
+        self._parts = parts
+        self._slices = now.slices()
+        self._part = part
+        self._last = functools.lru_cache(maxsize=1)(self._merge)
+
+    def copy(self, name: str, key: str, begin: int, out: torch.Tensor) -> None:
+        out.copy_(self._last(name, key, False)[begin : begin + out.numel()])
+
+    def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
+        yield self._last(name, key, True)[begin : begin + numel]
+
+    def unequal_copies(self) -> list[str]:
+        """Return names of uncut parameters that differ between AutoTP's ranks."""
+        return [
+            name
+            for name, place in self.places.items()
+            if place.tensor_dim is None
+            and self.holds(name)
+            and any(
+                not torch.equal(self._parts[0].full(name, key), other.full(name, key))
+                for key in (MASTER, *self.state_keys(name))
+                for other in self._parts[1:]
+            )
+        ]
+
+    def _merge(self, name: str, key: str, is_recorded: bool) -> torch.Tensor:
+        """Return this rank's flat slice.
+
+        ``is_recorded``: whether the elements are located by DeepSpeed's own records.
+        """
+        owner = self.place(name).name
+        whole = [self._read(part, owner, key, is_recorded) for part in self._parts]
+        dims = [
+            place.tensor_dim
+            for place in (*self._slices[owner], self.place(owner))
+            if place.tensor_dim is not None
+        ]
+        if not dims:
+            return whole[0].reshape(-1)
+        merged = torch.cat(whole, dims[0]) if len(whole) > 1 else whole[0]
+        sizes = [place.shape[dims[0]] for place in self._slices[owner]]
+        if len(sizes) > 1:
+            merged = merged.narrow(dims[0], sum(sizes[: self._part]), sizes[self._part])
+        return merged.reshape(-1)
+
+    @staticmethod
+    def _read(part: SavedEngine, name: str, key: str, is_recorded: bool) -> torch.Tensor:
+        if not is_recorded:
+            return part.full(name, key)
+        shape = part.place(name).shape
+        pieces = list(part.recorded(name, key, 0, math.prod(shape)))
+        return torch.cat(pieces).reshape(shape) if pieces else torch.empty(shape)
+
+
+def read_for_rank(
+    read: Callable[[Layout], SavedEngine], saved: Layout, now: Layout, part: int
+) -> SavedEngine:
+    """Return an engine's saved state with the slices of one rank of this run.
+
+    Args:
+        read: opens the engine's state with a layout.
+        saved: the layout in the checkpoint.
+        now: the layout of this run's engine.
+        part: this rank's model-parallel rank.
+    """
+    if saved.model_parallel_size != now.model_parallel_size:
+        parts = [read(saved.of_part(one)) for one in range(saved.model_parallel_size)]
+        return MergedEngine(parts, saved, now, part)
+    return read(saved if saved.model_parallel_size == 1 else saved.of_part(part))
