@@ -7,7 +7,7 @@ import datetime
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.streams import count_argument, text_table
@@ -69,6 +69,7 @@ def _list(client: Client, args: argparse.Namespace) -> int:
     if args.as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return 0
+    reasons = _reasons(client, [one["id"] for one in found])
     rows = [
         (
             str(one["id"]),
@@ -77,12 +78,19 @@ def _list(client: Client, args: argparse.Namespace) -> int:
             _progress(one),
             str(one["numTrials"]),
             _age(one["startTime"]),
+            reasons.get(one["id"], ""),
         )
         for one in found
     ]
-    header = ("id", "name", "state", "progress", "trials", "started")
+    header = ("id", "name", "state", "progress", "trials", "started", "reason")
     sys.stdout.write(text_table(header, rows, right=(0, 3, 4)) if rows else "no experiments\n")
     return 0
+
+
+def _reasons(client: Client, ids: Sequence[int]) -> dict[int, str]:
+    """Return why experiments ended, in one line, by id; Determined's protocol has no such field."""
+    found = client.get("/page/experiments", ids=list(ids))["experiments"] if ids else []
+    return {one["id"]: visible(one["reason"]) for one in found}
 
 
 def _experiment(client: Client, experiment_id: int) -> dict[str, Any]:
@@ -109,9 +117,11 @@ def _show(client: Client, args: argparse.Namespace) -> int:
         return 0
     specs = experiment["config"].get("hyperparameters") or {}
     metric = str(searcher.get("metric", ""))
+    states = (_state(experiment), _progress(experiment), f"started {_age(experiment['startTime'])}")
     facts = [
         ("experiment", f"{args.id}, {visible(experiment['name'])}"),
-        ("state", f"{_state(experiment)}, {_progress(experiment)}, started {_age(experiment['startTime'])}"),
+        ("state", ", ".join(filter(None, states))),
+        *([("reason", reason)] if (reason := _reasons(client, [args.id])[args.id]) else []),
         ("searcher", f"{searcher.get('name', '')}, {visible(metric)}"),
     ]
     sys.stdout.write("".join(f"{name + ':':<13}{text}\n" for name, text in facts))
@@ -158,6 +168,8 @@ def _state(one: Mapping[str, Any]) -> str:
 
 
 def _progress(one: Mapping[str, Any]) -> str:
+    if one["state"] in ("STATE_ERROR", "STATE_CANCELED"):
+        return ""
     done = 1.0 if one["state"] == "STATE_COMPLETED" else one.get("progress") or 0.0
     return f"{100 * done:.0f} %"
 

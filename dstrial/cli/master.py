@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.cli.streams import count_argument, seconds_argument
+from dstrial.cli.streams import count_argument, det_reaches, seconds_argument
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import MasterError
 from dstrial.master import daemon
@@ -191,6 +191,8 @@ def _log_in(args: argparse.Namespace, state: StateDirectory) -> None:
     log_in_as(record, args.user)
     sys.stdout.write(f"det is logged in as {args.user} at {' and '.join(addresses_of(record.port))}\n")
     sys.stdout.write(f"browser: {browser_link(record, args.user)} (once, within 10 minutes)\n")
+    if not det_reaches(record.address):
+        sys.stdout.write(f"export DET_MASTER={record.address}\n")
 
 
 def _show_logs(args: argparse.Namespace, state: StateDirectory) -> None:

@@ -73,7 +73,8 @@ class NonFiniteGuard:
             averages: the reported values.
             counts: step counts of every engine; empty if unknown.
             start: finished batches at the previous report.
-            is_last: whether training ends here. A run without any good report then fails, even below ``patience``.
+            is_last: whether training ends here. A run without any good report then fails, even below ``patience``; one
+                whose last reports are bad gets a warning.
 
         Raises:
             NonFiniteError: ``patience`` is reached; raised on all ranks.
@@ -86,6 +87,7 @@ class NonFiniteGuard:
         self._act(
             self._losses,
             f"no finite loss ({name} is {averages.get(name)!r})",
+            is_last=is_last,
             is_hopeless=is_last and not self._has_good_loss,
         )
         skipped = sum(count.num_skipped for count in counts)
@@ -93,6 +95,7 @@ class NonFiniteGuard:
         self._act(
             self._steps,
             f"no optimizer step ({why if skipped else 'engine.step() ends no accumulation'})",
+            is_last=is_last,
             is_hopeless=is_last and not self._has_step,
             fix=_LOWER if skipped else "Call engine.step() after every engine.backward() in train_batch",
         )
@@ -127,13 +130,15 @@ class NonFiniteGuard:
             self._steps.since = start + 1
         self._steps.length += 1
 
-    def _act(self, streak: _Streak, what: str, *, is_hopeless: bool, fix: str = _LOWER) -> None:
+    def _act(
+        self, streak: _Streak, what: str, *, is_last: bool, is_hopeless: bool, fix: str = _LOWER
+    ) -> None:
         is_over = streak.length >= self._patience or (is_hopeless and streak.length > 0)
-        if not is_over:
+        if not streak.length or not (is_over or is_last):
             return
-        rows = f"{streak.length} reports in a row" if streak.length > 1 else "the whole run"
+        rows = "1 report" if streak.length == 1 else f"{streak.length} reports in a row"
         found = f"training has {what} since batch {streak.since}: {rows}"
-        if self._mode == "fail":
+        if self._mode == "fail" and is_over:
             raise NonFiniteError(
                 f"{found}; expected at least one in every {self._patience} reports. {fix}, or set "
                 "data.dstrial.non_finite to warn or ignore; the checkpoints before it are kept."

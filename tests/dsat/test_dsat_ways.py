@@ -32,8 +32,7 @@ def test_local_core_api_script_is_tuned_and_trained(tmp_path: Path) -> None:
     flags = ("--local", "--run-full-experiment", "-z", "1")
     ended = _search("dsat_core_api", output, "2", {}, *flags, method="predict")
 
-    # With and without accumulation.
-    assert "described by:  fake tensors (2 of 2 kinds of structures; a script's first batch)" in ended
+    assert "described by:  fake tensors (1 of 1 kinds of graphs; a script's first batch)" in ended
     _require_report(output)
     (record,) = (output / "runs").glob("*/*/run.json")
     assert json.loads(record.read_text())["state"] == "completed", ended

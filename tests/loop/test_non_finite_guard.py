@@ -38,6 +38,13 @@ def test_bad_reports_are_counted_in_a_row():
     assert judge(guard("warn"), *[none] * 9) is None
 
 
+def test_bad_reports_at_the_end_are_a_warning(caplog):
+    watch = guard()
+    for idx, finite in enumerate([[{"loss": GOOD}], [{"loss": BAD}], [{"loss": BAD}]]):
+        watch.judge(finite, {"loss": NAN}, [StepCounts(2 * (idx + 1), 0, 1.0)], 2 * idx, is_last=idx == 2)
+    assert "no finite loss (loss is nan) since batch 3: 2 reports in a row" in caplog.text
+
+
 def test_one_finite_loss_on_any_rank_or_of_any_name_is_enough():
     assert judge(guard(), *[[{"loss": BAD}, {"loss": GOOD}]] * 5) is None
     assert judge(guard(), *[[{"d_loss": BAD, "g_loss": GOOD}]] * 5) is None

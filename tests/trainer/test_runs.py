@@ -238,7 +238,7 @@ def require_predicted_memory(run, case, config, capsys):
         )
     assert main(["memory", path, str(DEFINITIONS)]) == 0
     words = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert words == ["memory,", "rank", "predicted", "rank", "predicted", "measured"]
+    assert words == ["tensors,", "rank", "predicted", "rank", "predicted", "measured"]
     assert json.loads(run.directory.memory_path.read_text())["stages"] == told["predicted"]
 
 

@@ -420,7 +420,8 @@ def _sizes(
         told["pp"] = stages
         if stages is not None:
             findings.notes.append(
-                f"data.dstrial.pipeline_stages is not given: assumed {stages}, by the source of the trial and the batch sizes"
+                f"data.dstrial.pipeline_stages is not given: assumed {stages}, by the source of the trial. Set it, because a "
+                "run solves the batch sizes by this key"
             )
         elif not source.has_only_data_parallelism:
             findings.notes.append(

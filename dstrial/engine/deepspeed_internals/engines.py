@@ -476,8 +476,14 @@ REMEDIES: Mapping[str, str] = {
         "If this loss went through a second engine, compute it with that engine's module, engine.module(...), between "
         "engine.module.requires_grad_(False) and engine.module.requires_grad_(True); or set zero_optimization.stage to 1."
     ),
+    # deepspeed 0.19.8 runtime/config.py, _batch_assertion
+    "Check batch related parameters": (
+        "dstrial solved the sizes that the config leaves open, for the replicas that the config names: set "
+        "data.dstrial.pipeline_stages or model_parallel_size if the trial's ranks share a model, and take the config from "
+        "context.get_deepspeed_config()."
+    ),
 }
-"""Fragment of a DeepSpeed 0.19 error message -> remedy, for configs that earlier releases accepted."""
+"""Fragment of a DeepSpeed 0.19 error message -> remedy."""
 
 _MISSING_ATTRIBUTE = "deepscale_config"
 AUTOTP_REMEDY = (

@@ -104,6 +104,7 @@ function Page() {
 }
 
 setTheme(localStorage.getItem("theme") ?? "");
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => window.dispatchEvent(new Event("themechange")));
 startLive(notice);
 const place = /** @type {HTMLElement} */ (document.getElementById("page"));
 place.textContent = "";

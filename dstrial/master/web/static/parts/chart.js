@@ -20,7 +20,7 @@ import { CurvePicture, stroke } from "./curve_picture.js";
  * @typedef {{ x: number, text: string }} Mark a line across the chart
  */
 
-const PALETTE = { light: ["#1f5fd0", "#b4460f", "#1a7f5a", "#8a3ffc", "#a8324a", "#6b6000", "#00708c", "#7a4a9e"], dark: ["#79a8ff", "#ffa15c", "#58d0a0", "#c59bff", "#ff8fa3", "#d6c84a", "#5ccfe6", "#d7a7f0"] };
+const PALETTE = { light: ["#1f5fd0", "#b4460f", "#1a7f5a", "#8a3ffc", "#5b6573", "#6b6000", "#00708c", "#7a4a9e"], dark: ["#79a8ff", "#ffa15c", "#58d0a0", "#c59bff", "#aab4c4", "#d6c84a", "#5ccfe6", "#d7a7f0"] };
 const HOVER_PX = 40;
 /** Curves in a legend: of more, only the first is named. */
 const MOST_NAMED = 10;

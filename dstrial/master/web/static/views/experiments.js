@@ -137,7 +137,7 @@ export function Experiments() {
       { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<span class="why" title=${row.reason}><${State} state=${row.state} />${row.reason && html` <span class="muted">${brief(row.reason)}</span>`}</span>` },
       { id: "progress", title: "Progress", value: (/** @type {any} */ row) => row.progress, show: (/** @type {any} */ row) => html`<${Progress} value=${row.progress} state=${row.state} />` },
       { id: "left", title: "Left", isNumber: true, hint: "time left, if it goes on as it went", value: timeLeft, show: (/** @type {any} */ row) => duration(timeLeft(row)) },
-      { id: "best", title: "Best", isNumber: true, value: (/** @type {any} */ row) => row.best, show: (/** @type {any} */ row) => (row.best === null || row.state === "ERROR" ? "" : html`<span title=${row.metric}>${number(row.best)}</span>`) },
+      { id: "best", title: "Best", isNumber: true, value: (/** @type {any} */ row) => row.best, show: (/** @type {any} */ row) => (row.best === null || row.state === "ERROR" ? "" : html`<span class="muted">${row.metric}</span> ${number(row.best)}`) },
       { id: "curve", title: "Curve", value: (/** @type {any} */ row) => row.metric, show: (/** @type {any} */ row) => html`<${Sparkline} points=${sparklines[row.id]} label=${`${row.metric} of the best trial`} />` },
       { id: "trials", title: "Trials", isNumber: true, value: (/** @type {any} */ row) => row.trials },
       { id: "searcher", title: "Searcher", value: (/** @type {any} */ row) => row.searcher },

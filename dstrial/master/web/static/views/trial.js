@@ -76,7 +76,7 @@ export function Trial({ words }) {
       ${trial.warmStart && html`<span>started from checkpoint <code>${trial.warmStart.slice(0, 8)}</code></span>`}
     </div>
     ${failure && html`<p class=${trial.state === "ERROR" ? "problem failure" : "muted"} role=${trial.state === "ERROR" ? "alert" : undefined}>${trial.state === "ERROR" ? "" : "Last restart after: "}${failure.reason.replace(EXIT, "")} <a href=${`${base}/logs`}>Open the log</a></p>`}
-    ${trial.stall && html`<p class="problem" role="alert">${trial.stall}</p>`}
+    ${trial.stall && html`<p class="problem failure" role="alert">stalled: ${trial.stall}</p>`}
     ${trial.job && html`<p class="muted">${trial.job}</p>`}
     <div class="tools">
       ${!isEnded(trial) && !isGone && html`<button class="danger" onClick=${async () => (await kill(trial)) && reload()}>Kill</button>`}

@@ -81,10 +81,13 @@ export function Overview({ id, experiment, metrics, trials }) {
         }),
     [series, order, made, selected],
   );
+  // Searchers end the trials that got to the end, too.
+  const most = Math.max(0, ...all.map((row) => row.batches));
+  const isStopped = (/** @type {any} */ row) => row.stoppedBySearcher && row.batches < most;
   const columns = useMemo(
     () => [
       { id: "id", title: "Trial", isNumber: true, value: (/** @type {any} */ row) => row.id, show: (/** @type {any} */ row) => `${row.id}${row.id === best ? " ★" : ""}` },
-      { id: "state", title: "State", value: (/** @type {any} */ row) => (row.stoppedBySearcher ? "STOPPED BY SEARCHER" : row.state), show: (/** @type {any} */ row) => html`<${State} state=${row.state} />${row.stoppedBySearcher && html` <span class="muted">stopped by searcher</span>`}` },
+      { id: "state", title: "State", value: (/** @type {any} */ row) => (isStopped(row) ? "STOPPED BY SEARCHER" : row.state), show: (/** @type {any} */ row) => html`<${State} state=${row.state} />${isStopped(row) && html` <span class="muted">stopped by searcher</span>`}` },
       { id: "best", title: `Best ${experiment.metric}`, isNumber: true, value: (/** @type {any} */ row) => row.best, show: (/** @type {any} */ row) => number(row.best) },
       ...hpNames.map((name, idx) => ({ id: `hp.${name}`, title: short.get(name) ?? name, hint: name, isHidden: idx >= 8 || (all.length > 1 && idx >= numDiffering), isNumber: typeof all[0]?.hp[name] === "number", value: (/** @type {any} */ row) => row.hp[name], show: (/** @type {any} */ row) => plain(row.hp[name]) })),
       { id: "batches", title: "Batches", isNumber: true, value: (/** @type {any} */ row) => row.batches },
@@ -98,7 +101,7 @@ export function Overview({ id, experiment, metrics, trials }) {
       { id: "start", title: "Started", isHidden: true, value: (/** @type {any} */ row) => row.start, show: (/** @type {any} */ row) => html`<${Time} at=${row.start} />` },
       { id: "took", title: "Took", isNumber: true, value: (/** @type {any} */ row) => secondsBetween(row.start, row.end), show: (/** @type {any} */ row) => duration(secondsBetween(row.start, row.end)) },
     ],
-    [hpNames, numDiffering, best, experiment.metric],
+    [hpNames, numDiffering, best, most, experiment.metric],
   );
   return html`
     <div class="filters">
@@ -116,7 +119,7 @@ export function Overview({ id, experiment, metrics, trials }) {
     ${selected.size > 0 && html`<p class="muted">Only the ${selected.size} selected ${selected.size === 1 ? "trial is" : "trials are"} drawn.</p>`}
     <h2>Trials</h2>
     <div class="filters"><input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter trials" placeholder="Filter: state:running, lr<0.01, best<=0.5" /></div>
-    <${Table} name="trials" label="Trials" columns=${columns} rows=${rows} sort="id" selected=${selected} onSelect=${setSelected} onHover=${(/** @type {any} */ row) => setHovered(row?.id ?? null)}
+    <${Table} name="trials" label="Trials" columns=${columns} rows=${rows} sort=${experiment.smallerIsBetter ? "best" : "-best"} selected=${selected} onSelect=${setSelected} onHover=${(/** @type {any} */ row) => setHovered(row?.id ?? null)}
       href=${(/** @type {any} */ row) => `/det/experiments/${id}/trials/${row.id}`} rowClass=${(/** @type {any} */ row) => (row.id === best ? "best" : "")}
       tools=${selected.size > 1 && html`<button onClick=${() => navigate(`/det/compare?trials=${[...selected].join(",")}`)}>Compare ${selected.size}</button>`}
       empty=${all.length ? "No trial fits the filter." : "No trials yet."} />`;
