@@ -179,7 +179,7 @@ def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
 
 
 def read_starts(tgz: bytes, paths: Collection[str], num_bytes: int) -> dict[str, tuple[bytes, int]]:
-    """Return path -> (first bytes, size) of some regular files; missing ones are left out.
+    """Return path -> (first bytes, size) of regular files; leave out missing ones.
 
     Raises:
         RequestError: 400 for a damaged archive, 413 if its files are too large.
