@@ -177,7 +177,7 @@ def reconcile(
 
 
 def _refuse_abbreviations(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for abbreviated flags: argparse lets a later flag win silently."""
+    """Refuse abbreviated flags: argparse lets a later whole flag win silently."""
     problems = []
     for word in arguments:
         given = word.partition("=")[0].replace("-", "_")
