@@ -184,18 +184,18 @@ def find_checkpoint(
     """Resolve a directory, a run (its newest checkpoint), a UUID or ``best``.
 
     ``best`` is that of the newest run in ``runs_dir``. The checkpoint is not verified. A UUID is searched in ``runs_dir``, then
-    at the master of ``state_dir``; both have defaults.
-    A checkpoint in object storage is downloaded; the copy is deleted when this process ends.
+    at the master of ``state_dir``; both have defaults. A checkpoint in object storage is downloaded; the copy is deleted when
+    this process ends.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         MasterError: the master has the checkpoint, but its files are not on this machine.
     """
+    if asked == "best" and not Path(asked).exists():
+        asked = _best_of_newest_run(default_runs_dir(runs_dir))
     path, state = Path(asked), StateDirectory.choose(state_dir)
-    if asked == "best" and not path.exists():
-        # The names of run directories begin with their time.
-        links = default_runs_dir(runs_dir).glob("*/*/best")
-        path = max(links, key=lambda link: link.parent.name, default=path)
+    if path.is_symlink() and not path.exists():  # ``best``, in object storage or deleted
+        asked = path.readlink().name
     if path.is_dir():
         return _with_files(_in_directory(path.resolve(), asked), state)
     if not is_uuid(asked):
@@ -208,6 +208,18 @@ def find_checkpoint(
     for found in sorted(runs.glob(f"*/*/checkpoints/{asked}")):
         return _with_files(_in_directory(found.resolve(), asked), state)
     return _from_master(asked, state, runs)
+
+
+def _best_of_newest_run(runs_dir: Path) -> str:
+    # The names of run directories begin with their time.
+    newest = max(runs_dir.glob("*/*/run.json"), key=lambda path: path.parent.name, default=None)
+    if newest is None or not RunDirectory(newest.parent).best_path.is_symlink():
+        found = f"the newest run, {newest.parent}, has none" if newest else f"there is no run in {runs_dir}"
+        raise CheckpointNotFoundError(
+            f"checkpoint is 'best', and {found}; expected a run that `dstrial run` has ended, with a validation at a "
+            "checkpoint. Name a checkpoint, or `best` of another run directory."
+        )
+    return str(RunDirectory(newest.parent).best_path)
 
 
 def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -107,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
     for group in run(options):
         groups.append(group)
         if not args.as_json:
-            _write(group, is_coloured=sys.stdout.isatty())
+            _write(group, is_coloured=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     seconds = time.monotonic() - began_at_s
     counts = count(groups)
     text = json.dumps(document(groups, seconds), indent=2, ensure_ascii=False) + "\n"

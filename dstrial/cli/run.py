@@ -561,7 +561,7 @@ class _Attempt:
             self._display.starting("starting the trial's processes", now_s - self._waited_until_s)
         elif self._request.entrypoint.trial is not None:
             unit = self._request.experiment.scheduling_unit
-            self._display.starting(f"training, the first report comes after batch {unit}", 0.0)
+            self._display.starting(f"training, a report every {unit} batches (scheduling_unit)", 0.0)
 
     def _show_search(self, view: ExperimentView) -> None:
         """Show a search's progress; before the first batch, a trial's startup phase."""
@@ -644,9 +644,8 @@ class _Attempt:
         else:
             best = None if view is None else display.best_checkpoint(view, experiment)
         if best is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # a file system without symbolic links; the summary names the checkpoint
+            # On a file system without symbolic links, the summary names the checkpoint.
+            with contextlib.suppress(OSError):
                 run_directory.link_best(best)
 
     def _resume_value(self, verdict: Verdict) -> str:

@@ -104,6 +104,11 @@ class Client:
             try:
                 connection.request(method, target, body=data, headers={"Host": url.netloc, **headers})
                 answer = connection.getresponse()
+            except TimeoutError as error:
+                raise MasterError(
+                    f"{self.address} has not answered {path} within {timeout_s} s; expected an answer. See whether the master is "
+                    "stopped or hangs with `dstrial status`."
+                ) from error
             except (OSError, http.client.HTTPException) as error:
                 raise self._no_master(str(error) or type(error).__name__) from error
             try:

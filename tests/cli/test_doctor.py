@@ -146,12 +146,13 @@ def test_fast_imports_nothing_that_trains_and_leaves_libraries_out(doctor):
     assert not imported & {"torch", "deepspeed", "determined", "transformers", "numpy"}
 
 
-def test_a_terminal_gets_colours(doctor, tmp_path):
+@pytest.mark.parametrize("more", [{}, {"NO_COLOR": "1"}])
+def test_a_terminal_gets_colours_unless_the_user_wants_none(tmp_path, more):
     reader, writer = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "dstrial.cli", "doctor", "--fast"],
         stdout=writer,
-        env={**os.environ, "TERM": "xterm", "DSTRIAL_STATE_DIR": str(tmp_path), "COLUMNS": "100"},
+        env={**os.environ, "TERM": "xterm", "DSTRIAL_STATE_DIR": str(tmp_path), "COLUMNS": "100", **more},
     )
     os.close(writer)
     shown = b""
@@ -163,7 +164,7 @@ def test_a_terminal_gets_colours(doctor, tmp_path):
         shown += piece
     os.close(reader)
     assert process.wait(60) in (0, 1)
-    assert b"\x1b[32mok" in shown
+    assert (b"\x1b[32mok" in shown) is not bool(more)
 
 
 def test_limits_of_a_shell_are_told(doctor):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dstrial.cli.checkpoint import find_checkpoint
 from dstrial.cli.experiment_arguments import Entrypoint, ResumePoint, parse_entrypoint, resume_point
 from dstrial.errors import CheckpointNotFoundError, ConfigError
 from dstrial.local.run_directory import RunDirectory
@@ -79,8 +80,10 @@ def test_entrypoint_that_cannot_run_is_refused(
         parse_entrypoint(entrypoint, "exp.yaml")
 
 
-def create(runs_dir: Path, num_checkpoints: int) -> RunDirectory:
-    run_directory = RunDirectory.create(runs_dir, name="t", context_dir=Path("ctx"), command=["t"], config={})
+def create(runs_dir: Path, num_checkpoints: int, path: Path | None = None) -> RunDirectory:
+    run_directory = RunDirectory.create(
+        runs_dir, name="t", context_dir=Path("ctx"), command=["t"], config={}, path=path
+    )
     for checkpoint_idx in range(num_checkpoints):
         checkpoint = run_directory.checkpoints_path / f"u{checkpoint_idx}"
         checkpoint.mkdir()
@@ -122,6 +125,24 @@ def test_resume_accepts_a_run_or_a_checkpoint(tmp_path: Path) -> None:
         CheckpointNotFoundError, match="has no complete checkpoint; expected one to resume from"
     ):
         resolve(str(empty.path), tmp_path)
+
+
+def test_best_is_of_the_newest_run_or_an_error(tmp_path: Path) -> None:
+    def found() -> Path:
+        return find_checkpoint("best", runs_dir=str(tmp_path), state_dir=str(tmp_path / "state")).path
+
+    with pytest.raises(CheckpointNotFoundError, match="there is no run in"):
+        found()
+    older = create(tmp_path, 2)
+    older.link_best("u0")
+    assert found() == older.checkpoints_path / "u0"
+    newer = create(tmp_path, 1, tmp_path / "u" / "20990101T000000Z-0a1b2c")
+    with pytest.raises(CheckpointNotFoundError, match=f"the newest run, {newer.path}, has none"):
+        found()
+    uuid = "5bd8a1e9-0f0c-4c8e-8a3e-7d6f6a8d1a11"  # deleted, or stored elsewhere
+    newer.link_best(uuid)
+    with pytest.raises(CheckpointNotFoundError, match=f"checkpoint {uuid} is in no run of"):
+        found()
 
 
 def test_resume_from_foreign_checkpoint_starts_new_run(tmp_path: Path) -> None:

@@ -354,4 +354,5 @@ def test_run_shows_no_noise_and_names_the_best_checkpoint(
     }
     assert sorted(by_batch) == [4, 8], "the best and the last, as Determined keeps them"
     assert f"  best:        checkpoints/{by_batch[4]} (batch 4, accuracy 0.9)\n" in text
+    assert run_directory.best_path.resolve() == run_directory.checkpoints_path.resolve() / by_batch[4]
     assert f"  last:        checkpoints/{by_batch[8]} (batch 8)\n" in text

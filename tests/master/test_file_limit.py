@@ -66,9 +66,8 @@ def test_a_master_short_of_files_answers_that_it_is_and_goes_on(tmp_path: Path) 
             held.request("GET", "/health")
             assert held.getresponse().read()
             before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-            resource.prlimit(
-                pid, resource.RLIMIT_NOFILE, (3, before[1])
-            )  # It has more, so that it can open none.
+            # It has more, so that it can open none.
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
             held.request("GET", "/api/v1/master/logs", headers=headers)
             answer = held.getresponse()
             text = answer.read().decode()

@@ -49,3 +49,10 @@ def test_an_answer_that_ends_before_its_body_is_a_lost_connection(
         MasterError, match=r"was lost \(IncompleteRead.*expected the rest of /api/v1/experiments\. See"
     ):
         client.post("/api/v1/experiments", {"config": "{}"})
+
+
+def test_a_master_that_does_not_answer_is_no_missing_master() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = Client(f"http://localhost:{listener.getsockname()[1]}", timeout_s=0.2)
+        with pytest.raises(MasterError, match=r"has not answered /info within 0\.2 s.*`dstrial status`"):
+            client.get("/info")

@@ -45,7 +45,7 @@ from dstrial.config.deepspeed_source import OVERWRITE_KEY, DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, key_path, nested_form, render
 from dstrial.config.dotted_keys import nested, value_at
 from dstrial.config.merge import merge_deepspeed
-from dstrial.errors import ConfigError
+from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.batch import describe_batch, keep_batch
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_sizes
 
@@ -54,6 +54,7 @@ CONFIG_FLAG = "deepspeed"
 
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 _PRECISIONS = ("fp16", "bf16")
+_FLAGS = (*SIZE_FLAGS.values(), *(pair.argument for pair in PAIRS), *BETAS, LENGTH.argument)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,9 +156,10 @@ def reconcile(
         The changed arguments and config, with the decisions.
 
     Raises:
-        ConfigError: batch sizes have no solution.
+        ConfigError: batch sizes have no solution, or a flag is abbreviated.
     """
     draft = ArgumentDraft(CommandLine.of(arguments), source)
+    _refuse_abbreviations(arguments)
     _settle_path(draft)
     _settle_batch(draft, world_size, resumed)
     for pair in PAIRS:
@@ -172,6 +174,20 @@ def reconcile(
             "zero_optimization is missing, which Accelerate refuses: it becomes {stage: 0}, DeepSpeed's default",
         )
     return draft
+
+
+def _refuse_abbreviations(arguments: Sequence[str]) -> None:
+    """Refuse abbreviated flags: argparse lets a later whole flag win silently."""
+    problems = []
+    for word in arguments:
+        given = word.partition("=")[0].replace("-", "_")
+        if word.startswith("--") and "_" in given[2:] and given[2:] not in _FLAGS:
+            names = [name for name in _FLAGS if name.startswith(given[2:])]
+            problems += [
+                ConfigProblem(word, "an abbreviation", f"--{name}", f"Write --{name}.") for name in names[:1]
+            ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def solve_sizes(

@@ -62,7 +62,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
         batch-size flags are set, so that a Trainer without DeepSpeed keeps its batch size.
 
     Raises:
-        ConfigError: an unreadable DeepSpeed config, or batch sizes without a solution.
+        ConfigError: an unreadable DeepSpeed config, batch sizes without a solution, or an abbreviated flag.
 
     Ranks: all, with equal results; no communication.
     Source: determined.pytorch.dsat.get_hf_args_with_overwrites (0.38.1).

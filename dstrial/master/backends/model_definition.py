@@ -11,7 +11,7 @@ import hashlib
 import io
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -176,6 +176,20 @@ def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
             404, f"{path!r} is not in the model definition; expected a file that the tree of files shows."
         )
     return content
+
+
+def read_starts(tgz: bytes, paths: Collection[str], num_bytes: int) -> dict[str, tuple[bytes, int]]:
+    """Return path -> (first bytes, size) of regular files; leave out missing ones.
+
+    Raises:
+        RequestError: 400 for a damaged archive, 413 if its files are too large.
+    """
+    found: dict[str, tuple[bytes, int]] = {}
+    for archive, member, path in _members(tgz):
+        file = archive.extractfile(member) if path in paths and member.isreg() else None
+        if file is not None and path is not None:
+            found[path] = file.read(num_bytes), member.size
+    return found
 
 
 def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str | None]]:

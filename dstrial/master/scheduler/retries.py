@@ -57,14 +57,14 @@ class Retries:
     def record_failure(self, key: Hashable, *, counts: bool = True, limit: int | None = None) -> bool:
         """Postpone a key's next attempt; return whether the limit is reached.
 
-        With ``counts=False`` the failure does not count towards the limit, because its cause is not the key. ``limit`` is used
-        instead of the object's limit.
+        With ``counts=False`` the failure neither counts nor reaches the limit, because its cause is not the key. ``limit`` is
+        used instead of the object's limit.
         """
         failures = self._failures.setdefault(key, _Failures(0, 0.0))
         failures.count += counts
         delay_s = self._first_s * 2.0 ** max(failures.count - 1, 0)
         failures.due_s = self._clock() + min(delay_s, self._longest_s)
-        return failures.count >= (self._limit if limit is None else limit)
+        return counts and failures.count >= (self._limit if limit is None else limit)
 
     def forget(self, key: Hashable) -> None:
         """Reset a key that has succeeded or no longer exists."""

@@ -286,7 +286,8 @@ CREATE TABLE log_sizes (
     task_id      TEXT    NOT NULL,                -- a trial's first task with output
     trial_id     INTEGER,                         -- NULL: a task without a trial
     num_bytes    INTEGER NOT NULL,                -- size of the kept lines of its processes, with their rows
-    num_left_out INTEGER NOT NULL DEFAULT 0       -- number of lines
+    num_left_out INTEGER NOT NULL DEFAULT 0,      -- number of lines, with those that the master could not read
+    is_cut       INTEGER NOT NULL DEFAULT 0       -- whether lines were deleted because of the quota
 );
 CREATE UNIQUE INDEX log_sizes_by_trial ON log_sizes (trial_id) WHERE trial_id IS NOT NULL;
 CREATE UNIQUE INDEX log_sizes_by_task ON log_sizes (task_id) WHERE trial_id IS NULL;

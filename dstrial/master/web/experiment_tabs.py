@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from dstrial.config.documents import read_yaml_text, yaml_text
@@ -17,7 +17,7 @@ from dstrial.config.experiment_config.origins import (
 )
 from dstrial.config.secrets import masked, masked_json, masked_yaml
 from dstrial.errors import ConfigError, DstrialError
-from dstrial.master.backends.model_definition import list_files, read_start, unpack
+from dstrial.master.backends.model_definition import list_files, read_start, read_starts, unpack
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data
 from dstrial.master.services import Services
@@ -180,7 +180,11 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
         old, new = (texts.get(name, "").splitlines()[:_MAX_LINES] for texts in (before, after))
         old_label = f"a/{name}" if name in before else "/dev/null"
         new_label = f"b/{name}" if name in after else "/dev/null"
-        found += difflib.unified_diff(old, new, old_label, new_label, lineterm="")
+        lines = list(difflib.unified_diff(old, new, old_label, new_label, lineterm=""))
+        if not lines and before.get(name) != after.get(name):
+            equal = f"(the first {_MAX_LINES:,} lines are equal, except for their ends)"
+            lines = [f"--- {old_label}", f"+++ {new_label}", equal]
+        found += lines
     return found
 
 
@@ -191,20 +195,24 @@ def _config_texts(services: Services, row: experiments.Experiment, kind: str) ->
     return {"config": yaml_text(json.loads(masked_json(row.config, names)))}
 
 
-def _changed_code(before: bytes, after: bytes) -> tuple[dict[str, str], dict[str, str]]:
-    """Return path -> text of the files that differ between two model definitions."""
-    digests = [{file.path: file.digest for file in list_files(tgz)} for tgz in (before, after)]
-    changed = {path for path, _ in digests[0].items() ^ digests[1].items()}
-    old, new = (
-        {path: _file_text(tgz, path) for path in sorted(changed & known.keys())[:_MAX_CHANGED]}
-        for tgz, known in zip((before, after), digests, strict=True)
-    )
-    return old, new
+def code_differences(before: bytes, after: bytes) -> list[str]:
+    """Return the lines of a unified diff of two model definitions."""
+    old, new = ({file.path: file.digest for file in list_files(tgz)} for tgz in (before, after))
+    changed = sorted({path for path, _ in old.items() ^ new.items()})
+    shown = frozenset(changed[:_MAX_CHANGED])
+    found = differences(_texts(before, old, shown), _texts(after, new, shown))
+    left_out = len(changed) - len(shown)
+    return [*found, f"({left_out:,} more files differ)"] if left_out else found
 
 
-def _file_text(tgz: bytes, path: str) -> str:
-    found = shown_file(tgz, path)
-    return f"(binary, {found['bytes']} bytes)" if found["isBinary"] else str(found["text"])
+def _texts(tgz: bytes, digests: Mapping[str, str], paths: Collection[str]) -> dict[str, str]:
+    """Return path -> text of some files; what is cut or binary is named by its digest."""
+    found: dict[str, str] = {}
+    for path, (content, size) in read_starts(tgz, paths, MAX_TEXT_BYTES).items():
+        digest = f"{size:,} bytes, digest {digests[path]}"
+        text = f"(binary, {digest})" if b"\0" in content else content.decode("utf-8", "replace")
+        found[path] = text if size == len(content) else f"{text}\n(cut, {digest})"
+    return found
 
 
 async def get_difference(request: ApiRequest) -> Json:
@@ -221,7 +229,7 @@ async def get_difference(request: ApiRequest) -> Json:
 
     def compare() -> list[str]:
         if tgzs:
-            return differences(*_changed_code(*tgzs))
+            return code_differences(*tgzs)
         return differences(*(_config_texts(services, row, kind) for row in rows))
 
     lines = await services.check(compare)

@@ -218,3 +218,11 @@ def test_batch_without_a_solution_is_refused() -> None:
     resumed = plain_saved_run(replicas=2, micro=4, accumulation=1)
     with pytest.raises(ConfigError, match="a-checkpoint"):
         reconciled("--per_device_train_batch_size 4", AUTO_BATCH, world_size=3, resumed=resumed)
+
+
+def test_abbreviated_flags_are_refused() -> None:
+    with pytest.raises(ConfigError) as raised:
+        reconciled("--per-device-train-batch=8 --learning_r 1 --learning_rate 2 --learn 3 --log_level x", {})
+    assert [str(one.got) for one in raised.value.problems] == ["an abbreviation"] * 2
+    assert "--per_device_train_batch_size" in str(raised.value)
+    assert "--learning_rate" in str(raised.value)

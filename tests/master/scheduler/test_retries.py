@@ -38,6 +38,8 @@ def test_failures_count_until_success_unless_of_the_machine() -> None:
     assert retries.is_due("a")
     assert not retries.record_failure("a")
     assert not any(retries.record_failure("b", counts=False) for _ in range(9))
+    assert not any(retries.record_failure("c", limit=9) for _ in range(5))
+    assert not retries.record_failure("c", counts=False), "a full disk after refusals of a bucket"
 
 
 def test_postponed_attempts_are_those_not_due() -> None:

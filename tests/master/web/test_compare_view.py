@@ -70,7 +70,7 @@ def test_experiments_stand_for_their_best_trials_and_their_configs_are_compared(
     assert f"trial {seeded.best_of_second}" in browser.text("table.side thead")
     gone, new = browser.texts(".diff .removed"), browser.texts(".diff .added")
     assert any(NAME in line for line in gone)
-    assert "+name: other" in new
+    assert "+name: other" in map(str.strip, new)
     assert browser.page.locator("main script").count() == 0
     browser.page.select_option("label:has-text('As') select", "submitted")
     browser.until("document.querySelectorAll('.diff').length === 0")

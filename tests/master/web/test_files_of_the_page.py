@@ -12,7 +12,7 @@ from seeded import packed
 from dstrial.context_directory import MAX_BYTES
 from dstrial.errors import RequestError
 from dstrial.master.backends.model_definition import pack
-from dstrial.master.web.experiment_tabs import MAX_TEXT_BYTES, listed_files, shown_file
+from dstrial.master.web.experiment_tabs import MAX_TEXT_BYTES, code_differences, listed_files, shown_file
 
 TGZ = packed(
     {"b/two.py": "x = 1\n", "a.bin": b"\0\1", "same.py": "x = 1\n", "long.txt": "y" * (MAX_TEXT_BYTES + 5)}
@@ -106,6 +106,44 @@ def test_shown_file_of_anything_else_is_refused(which: str, path: str, status: i
     with pytest.raises(RequestError) as caught:
         shown_file(ARCHIVES[which], path)
     assert caught.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"a.py": "x = 1\n"}, {"a.py": "x = 2\n"}, ["-x = 1", "+x = 2"]),
+        ({"a.bin": "\0a"}, {"a.bin": "\0b"}, ["-(binary, 2 bytes, digest ", "+(binary, 2 bytes, digest "]),
+        ({"a.csv": "1\n" * 6000}, {"a.csv": "1\n" * 5999 + "2\n"}, ["(the first 5,000 lines are equal"]),
+        ({"a.txt": "1\r\n"}, {"a.txt": "1\n"}, ["(the first 5,000 lines are equal"]),
+        ({"a.txt": "y" * MAX_TEXT_BYTES}, {"a.txt": "y" * MAX_TEXT_BYTES + "z"}, ["+(cut, 1,048,577 bytes"]),
+        ({}, {"__init__.py": ""}, ["--- /dev/null", "+++ b/__init__.py", "(the first 5,000 lines are equal"]),
+        ({"a.py": "x = 1\n"}, {"a.py": "x = 1\n"}, []),
+        (
+            {f"{number}.py": "x = 1\n" for number in range(100, 200)},
+            {f"{number}.py": "x = 2\n" for number in range(0, 350)},
+            ["(150 more files differ)"],
+        ),
+    ],
+)
+def test_files_that_differ_are_never_shown_as_equal(
+    before: dict[str, str], after: dict[str, str], expected: list[str]
+) -> None:
+    lines = code_differences(packed(before), packed(after))
+
+    assert bool(lines) == bool(expected)
+    for start in expected:
+        assert any(line.startswith(start) for line in lines), lines
+
+
+def test_differences_read_each_archive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[object] = []
+    own = tarfile.open
+    monkeypatch.setattr(tarfile, "open", lambda *args, **named: opened.append(args) or own(*args, **named))  # type: ignore[func-returns-value]
+    archives = [packed({f"{number}.py": text for number in range(50)}) for text in "ab"]
+    opened.clear()
+
+    assert len(code_differences(*archives)) == 50 * 5
+    assert len(opened) == 4
 
 
 @pytest.mark.parametrize("which", ["text", "magic", "cut short"])

@@ -22,6 +22,7 @@ class LogSize:
     trial_id: int | None
     num_bytes: int
     num_left_out: int
+    is_cut: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +47,15 @@ def add_lines(
         _log_line(tx, owner, f"{_lines(num_lost)} left out here: {why}")
     add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, lines)
     num_bytes = size.num_bytes + sum(len(line.text.encode()) + _ROW_BYTES for line in lines)
+    is_cut = size.is_cut or num_bytes > quota_bytes
     if num_bytes > quota_bytes:
         num_deleted, freed_bytes = _delete_oldest(tx, owner, num_bytes - quota_bytes)
-        if num_left_out == num_lost:
+        if not size.is_cut:
             text = f"the log is larger than limits.trial_log_bytes of the master's settings, {quota_bytes:,} bytes"
             _log_line(tx, owner, f"{text}: its oldest lines are left out")
         num_left_out, num_bytes = num_left_out + num_deleted, num_bytes - freed_bytes
-    tx.update("log_sizes", size.id, {"num_bytes": num_bytes, "num_left_out": num_left_out})
+    new = {"num_bytes": num_bytes, "num_left_out": num_left_out, "is_cut": is_cut}
+    tx.update("log_sizes", size.id, new)
 
 
 def tell_at_end(tx: Transaction, owner: LogOwner) -> None:

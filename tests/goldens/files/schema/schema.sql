@@ -1,4 +1,4 @@
--- schema version 14
+-- schema version 15
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -154,7 +154,8 @@ CREATE TABLE log_sizes (
     task_id      TEXT    NOT NULL,                -- a trial's first task with output
     trial_id     INTEGER,                         -- NULL: a task without a trial
     num_bytes    INTEGER NOT NULL,                -- size of the kept lines of its processes, with their rows
-    num_left_out INTEGER NOT NULL DEFAULT 0       -- number of lines
+    num_left_out INTEGER NOT NULL DEFAULT 0,      -- number of lines, with those that the master could not read
+    is_cut       INTEGER NOT NULL DEFAULT 0       -- whether lines were deleted because of the quota
 );
 CREATE TABLE logs (
     id            INTEGER PRIMARY KEY,

@@ -110,6 +110,16 @@ def test_lines_that_nobody_could_read_count_too(log: Log) -> None:
     ]
 
 
+def test_a_log_that_is_cut_after_a_loss_says_both(log: Log) -> None:
+    log.print(1, num_lost=5)
+    for _ in range(20):
+        log.print(100)
+
+    loss, cut = log.said()
+    assert loss.startswith("5 lines are left out here")
+    assert cut.startswith("the log is larger than limits.trial_log_bytes")
+
+
 def test_empty_lines_fill_a_quota_by_the_room_that_their_rows_take(log: Log) -> None:
     lines = [LogLine(1, "stdout", None, None, "\n")] * 2000
     log.database.write(lambda tx: log_quota.add_lines(tx, TRIAL, lines, QUOTA))

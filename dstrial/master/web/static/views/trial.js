@@ -57,7 +57,7 @@ export function Trial({ words }) {
   if (!data) return html`<main><h1 tabindex="-1">Trial ${id}</h1>${error ? html`<${Problem} error=${error} /><p><a href="/det/experiments">Go to the experiments</a></p>` : html`<p class="loading">Loading …</p>`}</main>`;
   const { trial, experiment, runs, metrics } = data;
   own.current = trial.experiment;
-  const failure = trial.state === "COMPLETED" ? undefined : runs.findLast((/** @type {any} */ run) => run.exitCode && run.reason);
+  const failure = isEnded(trial) && trial.state !== "ERROR" ? undefined : runs.findLast((/** @type {any} */ run) => run.exitCode && run.reason);
   const isGone = /** @type {any} */ (error)?.status === 404;
   return html`<main>
     <p class="back"><a href="/det/experiments">Experiments</a> / <a href=${`/det/experiments/${trial.experiment}`}>${experiment.name}</a> /</p>

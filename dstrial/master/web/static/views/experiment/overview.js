@@ -63,7 +63,7 @@ export function Overview({ id, experiment, metrics, trials }) {
   const best = all.find((row) => row.id === experiment.bestTrial && row.state !== "ERROR")?.id;
   const byId = useMemo(() => new Map(all.map((row) => [row.id, row])), [all]);
   // What is a curve already stays the same object, and is not drawn again when others come.
-  const made = useMemo(() => /** @type {WeakMap<object, import("../../parts/chart.js").Curve>} */ (new WeakMap()), [look.axis, best, id]);
+  const made = useMemo(() => /** @type {WeakMap<object, import("../../parts/chart.js").Curve>} */ (new WeakMap()), [look.axis, best, id, hpNames.join(","), numDiffering]);
   const curves = useMemo(
     () =>
       order
