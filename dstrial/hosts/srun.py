@@ -87,7 +87,7 @@ def own_allocation() -> Allocation:
 
 
 def transport_of(allocation: Allocation) -> SrunTransport:
-    """Return a transport whose programs can use all allocated devices of a node."""
+    """Return what starts programs by srun, each with all devices of its node's job."""
     counts = slots_of_nodes(allocation, None) if allocation.divides_devices else ()
     devices = dict(zip(allocation.nodes, counts, strict=True)) if counts else {}
     return SrunTransport(allocation.job_id, devices=devices)
