@@ -391,7 +391,7 @@ def trusts_code(
     names: Sequence[str],
     exp_conf: Mapping[str, Any] | None,
 ) -> bool:
-    """Return whether a checkpoint must be unpickled without restriction, and may be.
+    """Return whether to load a checkpoint with classes outside dstrial's list.
 
     False if the files only name classes of ``safe_load.LISTED``. True if a file names other classes, whose code then runs, and
     a signature, the master or the user vouches for the checkpoint. The caller has verified the files that the manifest lists.
