@@ -67,11 +67,11 @@ def what_is_there_instead(path: str) -> str | None:
 
 
 class StorageGuard:
-    """Prevents an allocation from saving to a storage that is missing.
+    """Checks that an allocation's checkpoint storage is present; notes begun saves.
 
     Args:
-        root: root of the storage.
-        allocation: directory of the allocation, for records of checkpoints in progress.
+        root: root directory of the storage.
+        allocation: directory of the allocation; ``note`` creates a file for each begun save in its ``SAVING_DIRECTORY``.
     """
 
     def __init__(self, root: str, allocation: str) -> None:
@@ -89,9 +89,9 @@ class StorageGuard:
         return os.path.normpath(base_path) == self.root
 
     def note(self, storage_id: str) -> None:
-        """Record that checkpoint ``storage_id`` is being saved.
+        """Create the file that says that checkpoint ``storage_id`` is being saved.
 
-        If the checkpoint is never reported to the master, it is deleted as incomplete.
+        If the checkpoint is never reported to the master, the master deletes it as incomplete.
         """
         if not storage_id or os.sep in storage_id or storage_id in (".", ".."):
             return
@@ -102,9 +102,9 @@ class StorageGuard:
             pass
 
     def forget(self, storage_id: str) -> None:
-        """Delete the record of ``note``, after the master has stored the checkpoint.
+        """Delete the file of ``note``, after the master has stored the checkpoint.
 
-        With the record, a master whose older database was restored would delete the checkpoint as incomplete.
+        With the file, a master whose database is restored from an older backup would delete the checkpoint as incomplete.
         """
         if storage_id and os.sep not in storage_id:
             try:  # noqa: SIM105 - see the import of contextlib

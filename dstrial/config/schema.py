@@ -355,8 +355,14 @@ _STORAGE = _section(
 _EXTENT: dict[str, Any] = {"minimum": 1, "fix": "Set it to 1 or more."}
 DSTRIAL = Section(
     {
-        "pipeline_stages": _count("stages of the `PipelineModule`, for `dstrial check`", **_EXTENT),
-        "model_parallel_size": _count("ranks that share each layer, for `dstrial check`", **_EXTENT),
+        "pipeline_stages": _count(
+            "stages of the `PipelineModule`, for `dstrial check` and for batch sizes that dstrial solves",
+            **_EXTENT,
+        ),
+        "model_parallel_size": _count(
+            "ranks that share each layer, for `dstrial check` and for batch sizes that dstrial solves",
+            **_EXTENT,
+        ),
         "min_slots": _count("minimum number of slots when a trial resumes or shrinks", **_EXTENT),
         "max_slots": _count("maximum number of slots to which a trial grows", **_EXTENT),
         "resize_period": _rule(

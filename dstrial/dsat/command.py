@@ -1,4 +1,4 @@
-"""Run ``dstrial dsat`` and ``python3 -m dstrial.dsat``: a search, or a plan."""
+"""Run ``dstrial dsat``: a search, or ``plan``, a prediction for other hardware."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EPILOG = (
 
 
 def run_command(flags: SearchFlags) -> int:
-    """Run the search or the plan of a command line; return the exit status."""
+    """Run ``dstrial dsat``: a search, or its command ``plan``; return the exit status."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # urllib3 logs every retry of Determined's client; dsat reports an outage once.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)

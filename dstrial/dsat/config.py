@@ -233,7 +233,7 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
 
 
 def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Return problems with the paths of ``--space``, and warnings of illegal values."""
+    """Return problems with the keys of the ``--space`` file; warn of illegal values."""
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
     for path, values in space.extra.items():

@@ -255,7 +255,10 @@ def _counts_on_device(optimizer: Any) -> bool:
 
 
 def _load_module(saved: SavedEngine, live: _Live) -> None:
-    """Load the module's weights: rounded master weights, and frozen weights."""
+    """Copy the saved weights into the module: master weights, and frozen weights.
+
+    The copy rounds fp32 master weights to the type of the module's weight.
+    """
     for name, tensor, piece in live.module_tensors():
         # If the module's weight is itself the master weight, copying again changes nothing.
         if saved.holds(name):

@@ -1,8 +1,8 @@
 """Copy state to host memory, so that another thread can write it to files later.
 
-The later file is bitwise equal to a file written at the time of the snapshot. First ``torch.save`` pickles the value with a
-pickle module that captures the bytes and the storages; the storages are copied. Later ``torch.save`` gets a pickle module that
-replays both. DeepSpeed's ``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine that takes
+The later file is bitwise equal to a file written at the time of the copy (the snapshot). First ``torch.save`` pickles the value
+with a pickle module that captures the bytes and the storages; the storages are copied. Later ``torch.save`` gets a pickle module
+that replays both. DeepSpeed's ``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine that takes
 snapshots. Files that DeepSpeed writes without a checkpoint engine (``latest``, the conversion script, swap files of NVMe
 offload) are written at once.
 """

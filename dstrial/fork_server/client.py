@@ -87,7 +87,7 @@ class ForkedProcess:
 
 
 def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
-    """Start a program as a fork of this process's *spare*, an idle process.
+    """Start a program in a fork of this process's spare (an idle fork).
 
     ``files`` are open descriptors; the program sees them as the descriptors ``program.numbers``.
 

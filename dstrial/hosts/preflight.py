@@ -76,7 +76,7 @@ def check_hosts(
         python: path of the interpreter on each host.
         shared_directory: directory of checkpoints, which all hosts must mount; created by the first host.
         environ: environment of the training; ``GLOO_SOCKET_IFNAME`` names the interface to use on each host.
-        transport: how programs are started on hosts; None for ssh.
+        transport: starts programs on the hosts; None for ssh.
 
     Raises:
         HostError: all problems of all hosts.

@@ -87,7 +87,7 @@ def own_allocation() -> Allocation:
 
 
 def transport_of(allocation: Allocation) -> SrunTransport:
-    """Return a transport whose programs can use all allocated devices of a node."""
+    """Return a transport that gives each program all allocated devices of its node."""
     counts = slots_of_nodes(allocation, None) if allocation.divides_devices else ()
     devices = dict(zip(allocation.nodes, counts, strict=True)) if counts else {}
     return SrunTransport(allocation.job_id, devices=devices)

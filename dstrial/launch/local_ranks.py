@@ -394,7 +394,7 @@ class _Ranks:
 def _popen(
     command: Sequence[str], *, env: dict[str, str], stdout: int = 1, stderr: int = 2
 ) -> subprocess.Popen[bytes] | client.ForkedProcess:
-    """Start a rank, as a fork if the fork server has given this process a spare one."""
+    """Start a rank; in this process's spare (an idle fork), if it has one."""
     if tuple(command[:3]) == (sys.executable, "-m", "dstrial.launch.rank_main"):
         # A fork leads a group in the supervisor's session, by which a master finds the rest of a forked trial.
         program = Program(command[1:], env, str(Path.cwd()), leads="group")

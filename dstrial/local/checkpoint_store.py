@@ -384,7 +384,10 @@ class LocalCheckpointContext(NodeCheckpointContext):
         return path
 
     def _stored(self, name: str) -> Path | None:
-        """Return the record of a checkpoint that only the object storage has."""
+        """Return the directory with metadata of a checkpoint that lies in object storage.
+
+        None if ``name`` is no UUID or the checkpoints lie elsewhere.
+        """
         manager = self._storage_manager
         if not isinstance(manager, ObjectStorageManager) or not is_uuid(name):
             return None

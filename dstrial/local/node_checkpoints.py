@@ -94,9 +94,9 @@ def completion_info(storage_id: str, steps_completed: Any) -> dict[str, Any]:
 
 
 def write_record(files: Path, record: Path, info: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Complete the record of a checkpoint whose files lie in an external storage.
+    """Complete ``record``, the local directory of a checkpoint in object storage.
 
-    ``files`` is a directory with the manifest and the metadata; it may be ``record`` itself.
+    It gets the manifest and the metadata of the directory ``files``, which may be ``record`` itself, and the completion marker.
     """
     record.mkdir(exist_ok=True)
     for name in _RECORDED:
@@ -167,7 +167,7 @@ class ObjectStorageManager(storage.StorageManager):  # type: ignore[misc]  # myp
         return sorted(object_storage.delete(self.settings, storage_id, ()))
 
     def mark(self, storage_id: str, info: Mapping[str, Any]) -> None:
-        """Upload the completion marker, then complete the record."""
+        """Upload a checkpoint's completion marker, then write it into the local directory."""
         marker = {**info, STORAGE_KEY: object_storage.location_of(self.settings)}
         self.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.scratch) as directory:

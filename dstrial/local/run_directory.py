@@ -131,7 +131,7 @@ class _Inside:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Paths of one run's files, and access to its record; an immutable value.
+    """Paths of one run's files, and access to ``run.json``; an immutable value.
 
     The module's docstring lists the files.
     """

@@ -391,10 +391,11 @@ def trusts_code(
     names: Sequence[str],
     exp_conf: Mapping[str, Any] | None,
 ) -> bool:
-    """Return whether the checkpoint has pickled code that may run; False without code.
+    """Return whether to load a checkpoint with classes outside dstrial's list.
 
-    The files in the manifest have already been compared with it. Files that the manifest does not list are scanned too, because
-    a library may load any file in the directory.
+    False if the files only name classes of ``safe_load.LISTED``. True if a file names other classes, whose code then runs, and
+    a signature, the master or the user vouches for the checkpoint. The caller has verified the files that the manifest lists.
+    Other files are scanned too, because a library may load any file in the directory.
 
     Args:
         context: Core API context, for communication between ranks and for metadata that the master stores.
@@ -450,7 +451,10 @@ def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
 
 
 def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
-    """Return the SHA-256 of the manifest; without one, that of the file checksums."""
+    """Return the SHA-256, hexadecimal, of a checkpoint's manifest.
+
+    Without a manifest, it is the hash of the checksums of the files ``names``, which are relative to ``root``.
+    """
     if (root / MANIFEST_NAME).is_file():
         return hash_file(root / MANIFEST_NAME).sha256
     sums = {name: entry.sha256 for name, entry in hash_files(root, sorted(names)).items()}

@@ -63,10 +63,13 @@ class Exchange:
 
 
 class ReportExchange:
-    """Exchanges metrics, stop requests and save states between ranks; writes reports.
+    """Exchanges metrics and stop requests between ranks; reports the averages.
 
     Args:
-        sinks: further receivers of metrics, besides the trial's record and TensorBoard.
+        window: this rank's metrics since the last report.
+        sync_points: decides when the ranks exchange.
+        saver: its background saves end, or fail on all ranks, at the exchanges.
+        sinks: receivers of metrics besides Determined's Core API and TensorBoard.
         instruments: this rank's instruments; None on all ranks if telemetry is off.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The state directory of a master, and the record of the process that serves it.
+"""The state directory of a master; ``master.json`` in it describes the process.
 
 ``<state dir>/`` holds::
 

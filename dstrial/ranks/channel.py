@@ -121,7 +121,7 @@ class GroupChannel:
     def begin_allgather(self, value: Any, name: str) -> PendingGather:
         """Start an all-gather without blocking; ``PendingGather.wait`` returns the values.
 
-        ``name`` appears in errors. Other operations may run before ``wait``, in the same order on all ranks.
+        ``name`` appears in errors. Before ``wait`` the group may begin other operations, in the same order on all ranks.
         """
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         return PendingGather(self, self._begin(name, payload, self._ranks))

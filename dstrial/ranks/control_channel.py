@@ -118,7 +118,7 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
     def begin_allgather(self, stuff: Any) -> PendingGather | None:
         """Start an ``allgather`` without blocking; ``wait`` returns the values.
 
-        Returns None on a single rank. Other operations may run before ``wait``, in the same order on all ranks.
+        Returns None on a single rank. Before ``wait`` the group may begin other operations, in the same order on all ranks.
         Ranks: all, collectively.
         """
         if self._group_channel is None:

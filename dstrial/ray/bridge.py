@@ -1,9 +1,9 @@
 """The bridge: a process that imports Ray and connects a master to a Ray cluster.
 
 Once connected to Ray, ``python -m dstrial.ray.bridge`` listens on a UNIX socket. A client's connection carries one request and
-one answer, each a line of JSON. A :mod:`~dstrial.ray.relay`'s connection requests a program on a node of a job; the bridge
-then forwards the program's input and output. At the end of its stdin the bridge waits until the relays have sent their last
-lines, and exits; reservations and programs remain.
+one answer, each a line of JSON. A relay (:mod:`dstrial.ray.relay`) is a client that requests a program on a node of a job;
+the bridge then forwards the program's input and output. At the end of its stdin the bridge waits until the relays have sent
+their last lines, and exits; the jobs' placement groups and programs remain.
 """
 
 from __future__ import annotations

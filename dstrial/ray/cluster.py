@@ -28,7 +28,7 @@ class RayNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RayGroup:
-    """A placement group: the reservation of one job."""
+    """A placement group: Ray's reservation of the slots of one job."""
 
     id: str  # hexadecimal
     name: str

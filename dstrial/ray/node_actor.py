@@ -156,9 +156,10 @@ class NodeActor:
             self._programs[number].end_input()
 
     def abandon(self, number: int) -> None:
-        """Discard a program's output from now on. Idempotent.
+        """Read and discard the output of program ``number`` until it ends. Idempotent.
 
-        The input stays open: an agent that receives no acknowledgements ends when its lease ends.
+        The program's input stays open. If the program is dstrial's agent, which gets no more acknowledgements, it ends when its
+        lease ends.
         """
         program = self._programs.pop(number, None)
         if program is not None:

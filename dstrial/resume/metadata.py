@@ -108,9 +108,9 @@ class EngineRecord(EngineArrangement):
         return {BATCH_KEYS[0]: self.train_batch_size, AUTOTP_KEY: self.given.get(AUTOTP_KEY, 1)}
 
     def counted_for(self, config: Mapping[str, Any]) -> EngineRecord:
-        """Return the record with the ``train_batch_size`` that a config's AutoTP counts.
+        """Return a copy with ``train_batch_size`` as DeepSpeed counts it under a config.
 
-        DeepSpeed counts a record once for each rank of AutoTP. ``config`` is a DeepSpeed config, or ``given``.
+        DeepSpeed counts a training sample once for each rank of AutoTP. ``config`` is a DeepSpeed config, or ``given``.
         """
         was = self.given.get(AUTOTP_KEY, 1)
         size = config.get(AUTOTP_KEY) or config_sizes(config).get("model_parallel_size", 1)

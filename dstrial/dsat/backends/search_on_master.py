@@ -63,9 +63,10 @@ class SearchOnMaster:
         return f"{self._master.describe()}, in persistent ranks"
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events since the last call; submit the search if none runs.
+        """Return the search's events since the last call; submit the search if none runs.
 
-        The caller must append the events to the record before the next call.
+        Before the next call the caller must append them to the ``SearchRecord`` of this object: a restarted trial gets its
+        journal from there.
         """
         if self._experiment is None and not self._find():
             if self._position:

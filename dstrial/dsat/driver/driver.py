@@ -1,6 +1,7 @@
 """Run the trials a method asks for, or follow a search that runs elsewhere.
 
-Each event is in the record before the search changes its state, so that a replay of the record restores the search.
+Each event is written to the search's journal (``SearchRecord``) before the search changes its state. So a replay of the journal
+restores the search.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MIN_PAUSES = 20.0
 
 
 def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
-    """Return the inputs of method ``predict`` in the record; None before the dry runs."""
+    """Return the inputs of ``predict`` from a journal; None before the dry runs."""
     event = next((event for event in record.events() if event["event"] == "inputs"), None)
     return None if event is None else PredictInputs.from_json(event)
 
@@ -182,7 +183,7 @@ class Driver:
     # ---- what happens ----------------------------------------------------------------------------
 
     def _follow(self, search: RemoteSearch) -> None:
-        """Copy new events of a search elsewhere into the record, up to the search's end."""
+        """Copy new events of a remote search into this process's journal, up to its end."""
         for event in search.events():
             self._record.restore(event)
             self._on_event(event)
@@ -190,7 +191,7 @@ class Driver:
                 return
 
     def _on_event(self, event: Mapping[str, Any]) -> None:
-        """Change the state of the search as an event of the record says."""
+        """Change the state of the search as an event of its journal says."""
         if event["event"] == "submitted":
             self._on_submitted(int(event["trial_id"]), event)
         elif event["event"] == "result":

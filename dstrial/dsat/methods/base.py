@@ -1,4 +1,4 @@
-"""The interface of search methods: results in, actions out, deterministic by seed."""
+"""The interface of search methods, which map results to actions, fixed by a seed."""
 
 from __future__ import annotations
 

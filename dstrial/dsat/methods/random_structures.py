@@ -1,7 +1,7 @@
 """``binary``, ``asha`` and ``random``: measure random structures.
 
-The user's own configuration is measured first. Then a search draws random structures. Each structure is a *lineage* with a
-range of micro batches that narrows with every trial.
+The user's own configuration is measured first. Then a search draws random structures (ZeRO stage and knob settings). Each
+structure is a *lineage* with a range of micro batches that narrows with every trial.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", methods ``binary``, ``asha`` and ``random``; Li et al. 2020, "A
 System for Massively Parallel Hyperparameter Tuning", algorithm 2.

@@ -1,8 +1,8 @@
 """Find the candidates of every group that are worth a measurement.
 
-Groups (stage, offloading, paths of ``--space``) are few, and all are searched. Within a group, coordinate descent changes one
-knob after the other, as long as the lower bound of the predicted cost falls. Every configuration that is predicted on the way
-is a candidate.
+A group is the configurations with the same ZeRO stage, the same offload devices and the same values of those ``--space`` keys
+whose effect is unknown. Groups are few, and all are searched. Within a group, coordinate descent changes one setting after the
+other, as long as the lower bound of the predicted cost falls. Every configuration that is predicted on the way is a candidate.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The dry run of a model says what its graph needs; ZeRO's bytes per parameter fol
 docs/how-to/memory.md has the table.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 3, and DeepSpeed 0.19 ``runtime/zero``.
-``tests/engine/test_memory_of_engines.py`` compares it with DeepSpeed's engines.
+``tests/engine/test_memory_of_engines.py`` compares the results with DeepSpeed's engines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Group the structures of a space, and choose which of them are dry-run."""
+"""Group the structures of a search space; choose one of each graph to dry-run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class ConfigGroups:
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
         """Return the structures to dry-run: run key -> (structure, is accumulating).
 
-        Parallel dimensions of ``--space`` are left out, because their effect is computed from the dry run without them.
+        Dry runs have no parallel dimensions of ``--space``: dsat computes the effect of these.
         """
         sizes = self.space.batch_size_grid
         kinds = sorted({sizes.split(position).accumulation > 1 for position in (0, sizes.last)}, reverse=True)

@@ -93,7 +93,13 @@ def _copy_rate(timed: Callable[..., float], device: torch.device, num_bytes: int
 
 
 def _collective_rates(timed: Callable[..., float], device: torch.device, num_bytes: int) -> dict[str, float]:
-    """Return latency and bytes/s of ZeRO's collectives that the backend supports."""
+    """Return ``KIND_latency_s`` and ``KIND_bytes_per_s`` of each collective of ZeRO.
+
+    KIND is ``all_reduce``, ``all_gather`` or ``reduce_scatter``, if the backend has it. Empty on a single rank.
+    ``timed(call, n)`` returns the seconds of one of n calls. ``num_bytes`` is the size of the tensor of all ranks together.
+
+    Ranks: all, collectively.
+    """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return {}
     size = torch.distributed.get_world_size()

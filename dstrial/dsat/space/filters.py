@@ -196,7 +196,7 @@ class KnobEffect:
 
 
 def unproven_knobs(space: Space) -> tuple[str, ...]:
-    """Return the paths of ``--space`` whose effect DeepSpeed's rules do not determine."""
+    """Return the keys of ``--space`` whose effect DeepSpeed's rules do not determine."""
     return tuple(path for path, values in space.extra.items() if path not in KNOWN_PATHS or "nvme" in values)
 
 

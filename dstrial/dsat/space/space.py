@@ -142,7 +142,10 @@ class Space:
         return Candidate(self._stage, (), self.batch_size_grid.split(0))
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
-        """Return the keys that a stage reads, and paths of ``--space`` with legal values."""
+        """Return the config keys, each with its legal values, that vary in a ZeRO stage.
+
+        They are those that dsat varies itself and those of ``--space``.
+        """
         result = [
             dataclasses.replace(knob, values=self.extra[knob.path], is_drawn=True)
             if knob.path in self.extra

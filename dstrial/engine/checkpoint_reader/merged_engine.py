@@ -1,4 +1,4 @@
-"""Read the saved state of AutoTP's ranks as slices of another size."""
+"""Read a checkpoint of AutoTP as if another ``autotp_size`` had written it."""
 
 from __future__ import annotations
 

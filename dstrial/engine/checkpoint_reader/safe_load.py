@@ -241,11 +241,12 @@ def _torch_listed() -> Iterator[None]:
 
 
 def bind_checkpoint_engine(engine: Any) -> None:
-    """Make an engine load checkpoints with ``load``, which rejects unlisted classes.
+    """Make a DeepSpeed engine read checkpoint files with ``load`` of this module.
 
-    Inside ``vouched_for`` classes outside ``LISTED`` may be loaded. Loaded parameters get the names of the engine's module,
-    compiled or not. DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only the checkpoint
-    engine's ``load`` is replaced, because DeepSpeed and ``engine.snapshot`` distinguish checkpoint engines by class.
+    ``load`` rejects classes outside ``LISTED``, except inside ``vouched_for``. The names of loaded parameters get or lose the
+    prefix of ``torch.compile``, as the engine's module has it. DeepSpeed 0.19.8 loads with ``weights_only=False``
+    (``torch_checkpoint_engine.py:37``). Only the checkpoint engine's ``load`` is replaced, because DeepSpeed and
+    ``engine.snapshot`` distinguish checkpoint engines by class.
     """
     own = engine.checkpoint_engine
     if own is None:

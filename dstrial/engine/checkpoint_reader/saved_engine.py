@@ -384,7 +384,11 @@ class SavedEngine:
         return flat
 
     def _state_entry(self, place: ParameterPlace, replica: int) -> Mapping[str, Any]:
-        """Return the base optimizer's state entry of a parameter, or of its flat buffer."""
+        """Return the optimizer's state, such as ``exp_avg`` -> tensor, of a parameter.
+
+        With ZeRO it is the state of the flat buffer that has the parameter. ``replica`` is the data-parallel rank whose file is
+        read. Empty if the optimizer has no state yet.
+        """
         base = self._base_state(place.model_part, replica)
         entry: Mapping[str, Any] = base["state"].get(self._state_idx(place), {})
         return entry

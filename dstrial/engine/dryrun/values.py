@@ -53,7 +53,7 @@ class MemoryForm:
         return max((phase.at(micro_batch_size) for phase in self.phases), default=0.0)
 
     def peak_phase(self, micro_batch_size: float) -> str:
-        """Return the phase with the highest peak; the first one if several are equal."""
+        """Return the name of the phase with the highest peak; if equal, of the first."""
         return max(self.phases, key=lambda phase: phase.at(micro_batch_size)).phase
 
     def in_phase(self, phase: str, micro_batch_size: float) -> float:

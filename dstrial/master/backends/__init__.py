@@ -1,1 +1,1 @@
-"""The processes of trials and commands: directories, environments, output, ends."""
+"""Run the processes of trials and commands, on this machine and on others."""

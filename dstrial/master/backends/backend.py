@@ -1,7 +1,7 @@
 """The interface between the scheduler and the back ends that run allocations.
 
 A back end runs allocations on nodes; a node is a machine with slots. Allocations survive a restart of the master: the new
-master builds the same :class:`RunRef` from the allocation's row.
+master builds the same :class:`RunRef` from the allocation's database row.
 """
 
 from __future__ import annotations
@@ -232,7 +232,10 @@ class Backend(Protocol):
         """
 
     def poll(self, *, is_busy: bool) -> None:
-        """Do periodic work; ``is_busy`` says whether any allocation runs."""
+        """End fork servers that have long been idle; update the back end's status file.
+
+        The scheduler calls the method repeatedly. ``is_busy`` says whether any allocation runs: no fork server is idle then.
+        """
 
     def close(self) -> None:
         """Disconnect from the nodes; allocations continue."""

@@ -116,7 +116,7 @@ class Engine(Protocol):
         """Cancel a pending or running job. Idempotent."""
 
     def transport(self, job_id: str) -> Transport:
-        """Return the transport that starts programs on a running job's nodes."""
+        """Return the ``Transport`` that starts programs on a running job's nodes."""
 
     def close(self) -> None:
         """Disconnect from Slurm or Ray; jobs continue."""

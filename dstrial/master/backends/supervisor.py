@@ -8,7 +8,7 @@ Standard library only.
 The supervisor leads a session, adopts orphaned descendants, starts the entrypoint in a new process group, appends the
 entrypoint's output to ``output.log``, kills every descendant when the entrypoint has ended, and writes ``exit.json``. SIGTERM
 is forwarded to the entrypoint's process group; at SIGUSR1 the supervisor kills all descendants. If ``spec.json`` names a lease
-or an agent's record, the supervisor kills all descendants when the lease or the agent ends, and writes no ``exit.json``.
+or an agent's pid file, the supervisor kills all descendants when the lease or the agent ends, and writes no ``exit.json``.
 
 A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. If the size of the log is limited, it is rotated into
 parts named ``output.log.<bytes before it>.<lines before it>``; the first part and the newest ones are kept.
@@ -248,7 +248,7 @@ class _Output:
         return self._status
 
     def _is_spared(self, pid: int) -> bool:
-        """Return whether a process may run on for now: a tracker that cleans up /dev/shm."""
+        """Return whether a process is not killed yet: a tracker that cleans up /dev/shm."""
         return pid != self._child.pid and is_tracker(pid)
 
     def _wait(self, timeout_s: float) -> None:

@@ -2,11 +2,11 @@
 
 The base Python, which may lack dstrial, runs this file. Two virtual environments extend the base Python:
 
-- The shared one, ``<root>/DIGEST``, has the packages that requirements and startup hooks install. The first task with this
-  digest fills it under an exclusive lock on ``DIGEST.lock``. Once ``DIGEST/complete`` exists, tasks use it under shared locks,
-  and it never changes.
-- The task's own, ``venv`` in the allocation's directory, sees the shared one. Hooks of later tasks, and a ``pip install`` during
-  training, install other packages there.
+- The shared one, ``<root>/DIGEST``, has the packages that requirements and startup hooks install. DIGEST is a hash of these
+  and of the base packages (``digest_of``). The first task with a hash fills the environment under an exclusive lock on
+  ``DIGEST.lock``. Once ``DIGEST/complete`` exists, tasks use the environment under shared locks, and it never changes.
+- The task's own, ``venv`` in the allocation's directory, extends the shared one. A ``pip install`` during training installs
+  there, and so do the hooks, which run again in each later task.
 """
 
 from __future__ import annotations

@@ -178,8 +178,8 @@ class Resizing:
     ) -> tuple[int, ...]:
         """Return the numbers of slots a trial can start with, best first.
 
-        Empty if only the configured number is possible. ``at_most`` limits the choices above that number; None for no limit but
-        the config's.
+        Empty if only the configured number (``slots_per_trial``) is possible. Numbers above it are at most ``at_most``; with
+        None, only the config limits them.
         """
         if row.section is None:
             return ()

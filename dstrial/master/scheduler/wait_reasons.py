@@ -67,7 +67,7 @@ def _slots(count: int) -> str:
 
 
 class WaitReasons:
-    """Writes to logs why jobs wait; not to be called inside a database snapshot."""
+    """Writes to logs why jobs wait; do not call it inside ``Database.read``."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

@@ -1,4 +1,4 @@
-"""Computes the rungs of an ASHA search and their trials from a searcher snapshot."""
+"""Compute the rungs of an ASHA search and their trials from the searcher's state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rungs_of(
     Each rung has ``units`` (its length in the time metric), the number of trials that reached it (``total``, also by outcome),
     the trials on the way to it, and ``entries`` (best trials with value and outcome).
 
-    ``searcher`` is the section of the config. ``method`` is the search method's snapshot, empty before the first trial.
+    ``searcher`` is the section of the config. ``method`` is the search method's saved state, empty before the first trial.
     ``closed`` are request ids of exited trials. ``trials`` maps request id -> trial id.
     """
     sizes = (

@@ -1,4 +1,4 @@
-"""Routes of the web page's lists and charts; each reads one database snapshot."""
+"""Routes of the web page's lists and charts; each is one read transaction."""
 
 from __future__ import annotations
 

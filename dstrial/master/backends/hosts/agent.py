@@ -4,7 +4,7 @@ The agent exchanges lines of JSON with the master's :mod:`~dstrial.master.backen
 supervisor, which outlives the agent and kills the allocation when the *lease* ends. Each heartbeat that the master acknowledges
 extends the lease to ``LEASE_S`` after the heartbeat was sent, so the master can compute the end of the lease. If the connection
 ends without a goodbye, the network may have failed: the lease is not changed. If the master says goodbye, allocations continue
-for ``ORPHAN_S``; the next master then asks for their output and exits.
+for ``ORPHAN_S``; the next master then fetches their output and exit codes.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Agent:
         os._exit(0)
 
     def _outlive(self) -> NoReturn:
-        """Exit because the master ends; the allocations may run on for ``ORPHAN_S``."""
+        """Exit because the master ends; allocations continue, at most for ``ORPHAN_S``."""
         if supervisor.lease_left_s(str(self._lease)) > 0:
             self._set_lease(_boottime() + ORPHAN_S)
         self._record.unlink(missing_ok=True)

@@ -185,7 +185,7 @@ class SlurmEngine:
         self._parts.pop(job_id, None)
 
     def transport(self, job_id: str) -> Transport:
-        """Return a transport whose programs see the devices of the job's slots."""
+        """Return a transport that gives each program the job's devices on its node."""
         parts = self._parts.get(job_id, ()) if self._wants_devices else ()
         return SrunTransport(int(job_id), devices={part.host: part.num_slots for part in parts})
 

@@ -1,4 +1,4 @@
-"""Reads the database file directly, so that it works while the master is down."""
+"""Read the database file directly, also while the master is down."""
 
 from __future__ import annotations
 
