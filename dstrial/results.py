@@ -188,10 +188,8 @@ def runs(
         return _trials(experiment, StateDirectory.choose(None if state_dir is None else str(state_dir)))
     found = []
     root = default_runs_dir(runs_dir).absolute()
-    for record_path in (
-        *root.glob("*/run.json"),
-        *root.glob("*/*/run.json"),
-    ):  # the former: a run_dir of a script
+    # The run_dir of a script may lie in the root itself.
+    for record_path in (*root.glob("*/run.json"), *root.glob("*/*/run.json")):
         directory = RunDirectory(record_path.parent)
         record = directory.read_record()
         if name in (None, record.name) and not directory.is_search:

@@ -122,7 +122,7 @@ def core_context(
 def _shortened(record: logging.LogRecord) -> bool:
     """Cut Determined's log line of a report, which lists each rank's telemetry."""
     message = record.getMessage()
-    if len(message) > _LONGEST_LINE:
+    if len(message) > _LONGEST_LINE and message.startswith("report_"):
         record.msg, record.args = f"{message[:_LONGEST_LINE]} …", ()
     return True
 

@@ -69,7 +69,11 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
         settings = _settings_by_group(engine, saved, live, problems)
         unequal = saved.unequal_copies()
         if unequal:
-            problems.append(describe_untied(unequal))
+            problems.append(
+                describe_untied(unequal)
+                if saved.layout.engine_kind == "pipeline"
+                else f"the uncut parameters {', '.join(unequal[:3])} differ between AutoTP's ranks: set its size back"
+            )
         if not saved.has_one_scheduler():
             problems.append(
                 "the learning-rate scheduler differs between the pipeline's stages: keep the stages"

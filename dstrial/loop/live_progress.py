@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,8 +47,11 @@ class LiveProgress:
             return
         report = to_report(group, batches_trained, metrics)
         if self._handle is None:
-            sys.stdout.write(report_line(report, self._batches_total, self._metric) + "\n")
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(report_line(report, self._batches_total, self._metric) + "\n")
+                sys.stdout.flush()
+            except (OSError, ValueError):  # a reader that has gone must not end the training
+                self._is_silent = True
         else:
             self._reports.append(report)
             self._handle.update(self)
@@ -68,7 +72,7 @@ class LiveProgress:
         points: dict[str, list[tuple[float, float]]] = {}
         for report in self._reports:
             named = named_metric(report, self._metric if group == "validation" else "loss")
-            if report.group == group and named is not None:
+            if report.group == group and named is not None and math.isfinite(named[1]):
                 points.setdefault(named[0], []).append((report.steps_completed, named[1]))
         return "".join(_svg(f"{group}: {name}", found) for name, found in points.items() if len(found) > 1)
 

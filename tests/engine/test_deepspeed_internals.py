@@ -202,6 +202,10 @@ def test_the_messages_that_have_a_remedy_are_those_of_this_deepspeed() -> None:
     assert [words for words in engines.REMEDIES if not any(words in source for source in sources)] == []
 
 
+def test_an_error_without_arguments_is_left_as_it_is() -> None:
+    engines.append_remedy(KeyError())
+
+
 @pytest.mark.process  # torch's build for CUDA asks nvcc for its version
 def test_the_package_of_fused_kernels_exists_and_only_its_modules_are_called_so() -> None:
     assert importlib.util.find_spec(engines.FUSED_KERNELS) is not None

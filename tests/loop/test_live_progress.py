@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -44,3 +45,26 @@ def test_notebook_display_has_a_curve_per_group() -> None:
     assert live._handle.shown.count("<polyline") == 2
     assert "batch 20  loss 0.25" in live._handle.shown
     assert "<b>" not in live._handle.shown
+
+
+def test_output_that_nobody_reads_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError(text)
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    live = LiveProgress(20, None, is_silent=False)
+    for report in REPORTS:
+        live.report(*report)
+
+    assert live.newest["training"] == REPORTS[2][2]
+
+
+def test_curve_leaves_out_what_is_not_finite() -> None:
+    live = LiveProgress(None, None, is_silent=False)
+    live._handle = type("Handle", (), {"update": lambda *_: None})()
+    for batch, loss in enumerate((0.5, float("nan"), float("inf"), 0.25)):
+        live.report("training", batch, {"loss": loss})
+
+    (points,) = re.findall('points="(.*?)"', live._repr_html_())
+    assert points == "0.0,0.0 420.0,140.0"

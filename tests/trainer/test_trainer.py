@@ -1,6 +1,7 @@
 """Trainer.fit on one rank in this process: the arguments and semantics that users of Determined know."""
 
 import json
+import logging
 import os
 import pathlib
 import threading
@@ -209,6 +210,16 @@ def test_initialize_of_an_unfit_model_is_refused(monkeypatch, change, stage, kin
     monkeypatch.setattr(deepspeed, "initialize", initialize)
     with pytest.raises(kind, match=message):
         fit(hparams={"deepspeed_config": deepspeed_config(stage)})
+
+
+def test_only_log_lines_of_reports_are_cut(caplog):
+    determined_logger = logging.getLogger("determined.core")
+    fit(max_length=Batch(1))
+    with caplog.at_level("INFO", "determined.core"):
+        determined_logger.info("report_metrics(%s)", "x" * 200)
+        determined_logger.error("Error reporting metrics: %sthe reason", "x" * 200)
+    cut, whole = (record.getMessage() for record in caplog.records[-2:])
+    assert (cut.endswith(" …"), whole.endswith("the reason")) == (True, True)
 
 
 def test_files_of_a_write_callback_are_in_the_manifest():

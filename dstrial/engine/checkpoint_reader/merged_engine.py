@@ -58,19 +58,15 @@ class MergedEngine(SavedEngine):
         ``is_recorded``: whether the elements are located by DeepSpeed's own records.
         """
         owner = self.place(name).name
-        whole = [self._read(part, owner, key, is_recorded) for part in self._parts]
-        dims = [
-            place.tensor_dim
-            for place in (*self._slices[owner], self.place(owner))
-            if place.tensor_dim is not None
-        ]
-        if not dims:
-            return whole[0].reshape(-1)
-        merged = torch.cat(whole, dims[0]) if len(whole) > 1 else whole[0]
-        sizes = [place.shape[dims[0]] for place in self._slices[owner]]
-        if len(sizes) > 1:
-            merged = merged.narrow(dims[0], sum(sizes[: self._part]), sizes[self._part])
-        return merged.reshape(-1)
+        # AutoTP may cut a parameter for one size and leave it whole for another.
+        before, after = self.place(owner).tensor_dim, self._slices[owner][0].tensor_dim
+        parts = self._parts[:1] if before is None else self._parts
+        slices = [self._read(part, owner, key, is_recorded) for part in parts]
+        whole = slices[0] if before is None else torch.cat(slices, before)
+        if after is None:
+            return whole.reshape(-1)
+        sizes = [place.shape[after] for place in self._slices[owner]]
+        return whole.narrow(after, sum(sizes[: self._part]), sizes[self._part]).reshape(-1)
 
     @staticmethod
     def _read(part: SavedEngine, name: str, key: str, is_recorded: bool) -> torch.Tensor:

@@ -213,7 +213,8 @@ def tensor_dim(parameter: torch.nn.Parameter) -> int | None:
         return None
     details = found["conversion"]
     is_fused = any(
-        details[key] for key in ("sub_param_shape", "sub_param_shard_widths", "unsupported_reason")
+        details.get(key, True)  # an earlier 0.19 that lacks a key does not say so
+        for key in ("sub_param_shape", "sub_param_shard_widths", "unsupported_reason")
     )
     return -1 if is_fused or found["partition_dim"] is None else int(found["partition_dim"])
 
@@ -498,7 +499,7 @@ def append_remedy(error: BaseException) -> None:
     for fragment, remedy in REMEDIES.items():
         if fragment in text and remedy not in text:
             error.args = (f"{text.rstrip('. ')}. {remedy}", *error.args[1:])
-    if isinstance(error, KeyError) and isinstance(error.args[0], torch.nn.Parameter):
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], torch.nn.Parameter):
         # `_create_param_mapping` of runtime/zero/stage_1_and_2.py: the optimizer has a parameter that is not in the model.
         error.args = (f"a parameter of the optimizer is not in the model. With AutoTP: {AUTOTP_REMEDY}",)
     if isinstance(error, KeyError) and text == _MISSING_ATTRIBUTE:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.config.documents import yaml_text
+from dstrial.config.dotted_keys import value_at
 from dstrial.errors import ConfigError, ConfigProblem
 
 JSON_NAME, YAML_NAME = "ds_config.json", "experiment.yaml"
@@ -135,7 +136,8 @@ def convert(
             full = f"{key}.{name}" if name else key
             keys.append(ConvertedKey(full, one, *_place_of(config, full, one, deepspeed, file)))
     slots = max(int(config.get("num_processes") or 1), 1)
-    return Conversion(choices, slots, deepspeed, _variables(keys, _precision_of(config)), overwrites, keys)
+    precision = _precision_of(config) if file is None else "no"  # the file decides
+    return Conversion(choices, slots, deepspeed, _variables(keys, precision), overwrites, keys)
 
 
 def _problems(config: Mapping[str, Any], label: str) -> Iterator[ConfigProblem]:
@@ -143,10 +145,11 @@ def _problems(config: Mapping[str, Any], label: str) -> Iterator[ConfigProblem]:
         if not isinstance(config.get(key) or {}, Mapping):
             yield ConfigProblem(f"{label}: {key}", repr(config[key]), "a mapping", "Write its keys below it.")
             return
-    kind, slots = str(config.get("distributed_type")), config.get("num_processes", 1)
+    kind, slots = str(config.get("distributed_type")), config.get("num_processes")
+    slots = 1 if slots is None else slots
     stage = (config.get(_SECTION) or {}).get("zero_stage", _DEFAULT_STAGE)
     wrong = []
-    if config.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+    if config.get("compute_environment") not in (None, "LOCAL_MACHINE"):
         fix = "Make a file for a machine of your own with `accelerate config`."
         wrong.append(("compute_environment", config["compute_environment"], "LOCAL_MACHINE", fix))
     if kind in _OTHER_TYPES:
@@ -238,7 +241,13 @@ def _place_of(
         stages = "stage 3 only" if offload == "offload_param" else "stage 1, 2 or 3 only"
         return "left", f"DeepSpeed offloads this in {stages}, and this is stage {zero['stage']}"
     if key in _JSON_TARGETS:
-        return "json", _JSON_TARGETS[key]
+        target = _JSON_TARGETS[key]
+        is_in_json = value_at(deepspeed, target.partition(";")[0]) is not None
+        if key == "mixed_precision":
+            is_in_json = _precision_of(config) != "no"
+        elif name == "deepspeed_config_file":
+            is_in_json = file is not None
+        return ("json", target) if is_in_json else ("nowhere", "it asks for nothing in this ZeRO stage")
     is_flag = section == "dynamo_config" or name == "zero3_init_flag"
     if key in _VARIABLES and (_asks(value) or (is_flag and isinstance(value, bool))):
         return "variable", _VARIABLES[key]

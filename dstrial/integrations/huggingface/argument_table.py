@@ -249,7 +249,7 @@ def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | Non
     sizes = {key: None if (size := draft.config.get(key)) == AUTO else size for key in BATCH_KEYS}
     flags = {key: draft.flag_number(flag) for key, flag in SIZE_FLAGS.items()}
     engine = resumed.engines[0] if resumed is not None and resumed.engines else None
-    if engine is None and not any((*sizes.values(), *flags.values())):
+    if engine is None and all(size is None for size in (*sizes.values(), *flags.values())):
         for key in BATCH_KEYS:
             draft.set_key(key, AUTO)  # the Trainer fills in its defaults
         return
@@ -368,7 +368,3 @@ def _is_read(draft: ArgumentDraft, key: str) -> bool:
     rule = (table.get(kind) or table.get(kind.lower())) if isinstance(kind, str) else None
     known = None if rule is None else rule.get("params")
     return isinstance(known, list) and parameter in known
-
-
-def _argument_wins(key: str) -> str:
-    return f"For the argument to win, set overwrite_deepspeed_args: {{{nested_form(key.split('.'), AUTO)}}}."

@@ -215,6 +215,8 @@ def test_reconcile_precedence(
 def test_batch_without_a_solution_is_refused() -> None:
     with pytest.raises(ConfigError, match="train_batch_size is 9"):
         reconciled("", {"train_batch_size": 9}, world_size=2)
+    with pytest.raises(ConfigError, match="train_batch_size is 0"):
+        reconciled("", {"train_batch_size": 0})
     resumed = plain_saved_run(replicas=2, micro=4, accumulation=1)
     with pytest.raises(ConfigError, match="a-checkpoint"):
         reconciled("--per_device_train_batch_size 4", AUTO_BATCH, world_size=3, resumed=resumed)

@@ -162,6 +162,27 @@ def test_deepspeed_section_without_deepspeed_is_ignored(
     assert json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"] == {"stage": 0}
 
 
+def test_table_names_the_json_only_for_what_the_json_has() -> None:
+    keys = {
+        "offload_optimizer_device": "none",
+        "offload_param_nvme_path": "none",
+        "deepspeed_config_file": None,
+    }
+    section = {**keys, "gradient_clipping": "auto", "zero3_save_16bit_model": True, "zero_stage": 2}
+    config = {
+        **plugin(**section),
+        "mixed_precision": "no",
+        "num_processes": None,
+        "compute_environment": None,
+    }
+    conversion = converted(config)
+    told = [one.key for one in conversion.keys if one.status == "json"]
+    assert (told, conversion.slots) == (["deepspeed_config.zero_stage"], 1)
+
+    fp8 = {**plugin(deepspeed_config_file="ds.json"), "mixed_precision": "fp8"}
+    assert converted(fp8, deepspeed_file={"train_batch_size": 8}).variables == {}
+
+
 def test_wrong_values_are_refused_all_at_once() -> None:
     config = {
         "compute_environment": "AMAZON_SAGEMAKER",
