@@ -171,6 +171,15 @@ def fill(name: str, parameter: Any, cell: Cell) -> None:
     parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
 
 
+def num_added(engine: Any) -> int:
+    """Return by what the mean loss of a rank's part of a sequence is divided before ``backward``.
+
+    DeepSpeed 0.19.8 adds gradients over the ranks of a sequence; ZeRO 3 with ``reduce_scatter`` averages them.
+    """
+    is_averaged = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
+    return 1 if is_averaged else int(engine.sequence_parallel_size)
+
+
 class AxisTrial(dstrial.DeepSpeedTrial):
     def __init__(self, context: Any, cell: Cell) -> None:
         self.context, self.cell = context, cell
@@ -204,8 +213,7 @@ class AxisTrial(dstrial.DeepSpeedTrial):
         if self.cell.axis == "pp":
             return {"loss": self.engine.train_batch()}
         loss = self.loss(dataloader_iter)
-        # DeepSpeed adds gradients over the ranks of a sequence.
-        self.engine.backward(loss / self.cell.size if self.cell.axis == "sp" else loss)
+        self.engine.backward(loss / num_added(self.engine))
         self.engine.step()
         return {"loss": loss}
 

@@ -255,6 +255,16 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                     "config to change it",
                     clipping,
                 )
+            if not self.models and dims.sp > 1:
+                # DeepSpeed 0.19.8: ``__avg_scatter_grads`` of ``runtime/zero/stage3.py`` divides by all ranks.
+                is_averaged = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
+                logger.info(
+                    "sequence_parallel_size is %d: DeepSpeed %s the gradients of the ranks of a sequence; %s before "
+                    "engine.backward (docs/how-to/parallelism.md)",
+                    dims.sp,
+                    "averages" if is_averaged else "adds",
+                    "do not divide the loss" if is_averaged else f"divide the loss by {dims.sp}",
+                )
 
     def _check_overruled(self, engine: Any) -> None:
         """Warn of config sections that ``deepspeed.initialize`` arguments override.

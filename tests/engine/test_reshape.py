@@ -194,6 +194,17 @@ def test_reshape_comparison_finds_a_wrong_layout(tmp_path: Path, zero_stage: int
         assert "norm.weight" in result.value
 
 
+@pytest.mark.ranks
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_reshape_fused_adam_without_zero_keeps_step(tmp_path: Path) -> None:
+    """Into ZeRO 1, from two pipeline stages into one, and back: each state has the group's step."""
+    for result in run_function(reshape_program.reshape_fused_adam, 2, str(tmp_path), deadline_s=600):
+        assert len(result.value) == 6
+        for pair, outcome in result.value.items():
+            assert outcome == (None, {3.0}), pair
+
+
 UNAVAILABLE = {"muadam": "mup", "muadamw": "mup", "musgd": "mup", "lamb": "FusedLamb", "lion": "FusedLion"}
 """Optimizers that DeepSpeed makes only with a package that is not installed, or on a GPU."""
 

@@ -161,6 +161,15 @@ def loss_of(engine, batch):
     return nn.functional.mse_loss(engine(features), targets), numbers
 
 
+def num_added(engine):
+    """Return by what the mean loss of a rank's part of a sequence is divided before ``backward``.
+
+    DeepSpeed 0.19.8 adds gradients over the ranks of a sequence; ZeRO 3 with ``reduce_scatter`` averages them.
+    """
+    is_averaged = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
+    return 1 if is_averaged else engine.sequence_parallel_size
+
+
 def plain_losses(config, axis, size, log):
     """Train the batches in a trial's log with DeepSpeed alone; return this rank's losses."""
     with without_compiled_collectives(is_cpu=True):
@@ -171,7 +180,7 @@ def plain_losses(config, axis, size, log):
     for line in pathlib.Path(f"{log}.{distributed.get_rank()}").read_text().splitlines():
         batch = default_collate([records[idx] for idx in json.loads(line)["records"]])
         loss, _ = loss_of(engine, batch)
-        engine.backward(loss)
+        engine.backward(loss / num_added(engine))
         engine.step()
         losses.append(float(loss.detach()))
     return losses
@@ -250,7 +259,7 @@ class AxisTrial(DeepSpeedTrial):
             raise RuntimeError("the batch at which the test ends the run")
         loss, numbers = loss_of(self.engine, next(dataloader_iter))
         self.trained.count += len(numbers)
-        self.engine.backward(loss)
+        self.engine.backward(loss / num_added(self.engine))
         self.engine.step()
         log = pathlib.Path(f"{self.hparams['log']}.{self.context.distributed.get_rank()}")
         parameters = list(self.engine.module.parameters())

@@ -283,6 +283,35 @@ def load_in_all_stages(directory: str, optimizer: str, precision: str, is_offloa
     return found
 
 
+FUSED = ({"type": "Adam", "params": {"lr": 1e-2}}, {"type": "Muon", "params": {"lr": 1e-2}})
+"""Optimizers with DeepSpeed's FusedAdam, which increases the step of a group's last parameter only."""
+
+
+def reshape_fused_adam(directory: str) -> dict[str, tuple[str | None, set[float]]]:
+    """Save without ZeRO and load; return by pair what went wrong, and this rank's step counts."""
+    begin()
+    found = {}
+    pairs = (
+        ((0, 0), (1, 0)),
+        ((0, 2), (0, 1)),
+        ((0, 1), (0, 2)),
+    )  # (ZeRO stage, pipeline stages); pipelines last
+    for (before, after), optimizer in itertools.product(pairs, FUSED):
+        path = pathlib.Path(directory, f"{optimizer['type']} {before} {after}")
+        saved = build(*before, "plain", optimizer=optimizer)
+        train(saved, 3, torch.float32)
+        save(saved, path)
+        loaded = build(*after, "plain", optimizer=optimizer)
+        problem = load(loaded, path, {})
+        base = getattr(loaded.optimizer, "optimizer", loaded.optimizer)
+        assert base.__class__.__name__ in ("FusedAdam", "MuonWithAuxAdam")
+        steps = {float(state["step"]) for state in base.state.values() if "step" in state}
+        found[path.name] = (problem, steps)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return found
+
+
 def load_from_swapped_places(directory: str, zero_stage: int) -> str | None:
     """Load where the manifest's layout has two parameters of one shape in each other's places."""
     begin()

@@ -14,10 +14,16 @@ LAYERS = [
     {"patterns": [".*down_proj.weight"], "partition_type": "row"},
 ]
 LENGTH = 8
+SGD = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 0.05}},
+    "gradient_clipping": 0,
+    "zero_allow_untested_optimizer": True,
+}
+"""An optimizer whose steps grow with the gradients, which Adam's do not."""
 
 
-def ds_config(axis, size, stage):
-    sections = {}
+def ds_config(axis, size, stage, **sections):
     if axis == "tensor":
         partition = {"use_default_specs": False, "layer_specs": LAYERS}
         sections["tensor_parallel"] = {"autotp_size": size, "partition_config": partition}
@@ -28,10 +34,10 @@ def ds_config(axis, size, stage):
     return deepspeed_config(stage, **sections)
 
 
-def go(folder, axis, size, ranks, batches, stage=1, run=None, fails_at=None, **periods):
+def go(folder, axis, size, ranks, batches, stage=1, run=None, fails_at=None, sections=None, **periods):
     folder.mkdir(exist_ok=True)
     hparams = {
-        "deepspeed_config": ds_config(axis, size, stage),
+        "deepspeed_config": ds_config(axis, size, stage, **(sections or {})),
         "axis": axis,
         "size": size,
         "fails_at": fails_at,
@@ -59,12 +65,12 @@ def losses(run):
     return [row["loss"] for row in run.reports("training").values()]
 
 
-@pytest.mark.parametrize(("axis", "stage"), [("tensor", 1), ("sequence", 1), ("sequence", 3)])
+@pytest.mark.parametrize(("axis", "stage"), [("tensor", 1), *(("sequence", stage) for stage in range(4))])
 @pytest.mark.exhaustive("[tensor-1]", "[sequence-1]")
 def test_two_groups_of_ranks_train_as_two_replicas(tmp_path, axis, stage):
     """The ranks of a group read the same records; losses, validations and tokens are those of plain replicas."""
-    plain = trained(tmp_path / "plain", "plain", 1, 2, 4)
-    split = trained(tmp_path / axis, axis, 2, 4, 4, stage=stage)
+    plain = trained(tmp_path / "plain", "plain", 1, 2, 5, sections=SGD)
+    split = trained(tmp_path / axis, axis, 2, 4, 5, stage=stage, sections=SGD)
     assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
     validation, expected = (run.reports("validation")[4] for run in (split, plain))
     assert validation["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
@@ -76,6 +82,8 @@ def test_two_groups_of_ranks_train_as_two_replicas(tmp_path, axis, stage):
             line["records"] for line in log_of(tmp_path / "plain", rank // 2)
         ]
     if axis == "sequence":
+        handling = "averages" if stage == 3 else "adds"
+        assert f"sequence_parallel_size is 2: DeepSpeed {handling} the gradients" in split.output
         assert (
             len({str([line["weights"] for line in log_of(tmp_path / axis, rank)]) for rank in range(4)}) == 1
         )

@@ -31,6 +31,8 @@ _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_
 _SCRATCH_NUMEL = 1 << 20
 _WITH_RECORDS = frozenset({"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"})
 _BASE_STATES = ("base_optimizer_state", "optimizer_state_dict")
+# Without ZeRO these increase ``step`` of a group's last parameter only (DeepSpeed 0.19.8 ``ops/adam/fused_adam.py``).
+_COUNTING_PER_GROUP = frozenset({"FusedAdam", "FusedLion", "MuonWithAuxAdam"})
 
 
 class SavedEngine:
@@ -67,6 +69,7 @@ class SavedEngine:
         self._positions = functools.cache(self._find_positions)
         self._order_of_parameters = functools.cache(self._find_order_of_parameters)
         self._order_of_buffers = functools.cache(self._find_order_of_buffers)
+        self._steps_of_groups = functools.cache(self._find_steps_of_groups)
         self._pieces = ShardMap(layout)
         # The optimizer owns the first of tied parameters; copies on later pipeline stages should have the same values.
         self._places: dict[str, ParameterPlace] = {}
@@ -115,7 +118,10 @@ class SavedEngine:
         if place.group_idx is None:
             return {}
         entry = self._state_entry(place, 0 if place.buffer_idx is None else self._pieces.of(place)[0].replica)
-        return {key: value for key, value in entry.items() if not self._is_by_element(place, key, value)}
+        values = {key: value for key, value in entry.items() if not self._is_by_element(place, key, value)}
+        if "step" in values and place.buffer_idx is None and self.layout.optimizer in _COUNTING_PER_GROUP:
+            values["step"] = self._steps_of_groups(place.model_part)[place.group_idx]
+        return values
 
     def dtype(self, name: str, key: str) -> torch.dtype:
         place = self.place(name)
@@ -408,6 +414,14 @@ class SavedEngine:
     def _find_order_of_parameters(self, part: int) -> dict[str, int]:
         positions = self._positions(part)
         return {name: idx for idx, name in enumerate(sorted(positions, key=positions.__getitem__))}
+
+    def _find_steps_of_groups(self, part: int) -> dict[int, Any]:
+        states = self._base_state(part, 0)["state"]
+        steps: dict[int, Any] = {}
+        for name, (group_idx, _) in self._positions(part).items():
+            step = states.get(self._order_of_parameters(part)[name], {}).get("step", 0)
+            steps[group_idx] = max(steps.get(group_idx, 0), step)
+        return steps
 
     def _find_order_of_buffers(self, part: int) -> dict[int, int]:
         buffers = [buffer for buffer in self.layout.buffers if buffer.model_part == part]
