@@ -127,7 +127,7 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again, or raise if the trial failed while this command followed.
+        """Submit the search again; raise if the trial failed while it was followed.
 
         After an end for lack of memory or budget, another trial goes on.
         The journal counts how often each configuration killed the search, so ``max_restarts`` need not cover that.
