@@ -107,7 +107,10 @@ def _search(settings: SearchConfig) -> int:
             "\n" + summary(record, trials, flags.metric, reason=end.reason, is_finished=end.is_finished)
         )
         best = best_of(trials, flags.metric)
-        if flags.run_full_experiment and end.is_finished and best is not None and not signals:
+        if flags.run_full_experiment and end.is_finished and best is not None:
+            if signals:
+                _print_line("full run:      not begun; the same command begins it")
+                return 128 + int(signals[0])
             return _train_best(settings, record, best, master)
     return _exit_code(end, best)
 
@@ -226,6 +229,7 @@ def run_plan(flags: SearchFlags) -> int:
     if name is None:
         notes.append("name the device with --device")
     planned: dict[int, SearchConfig] = {}
+    refused: list[str] = []
     for num_slots in flags.slots or (None,):
         try:
             asked = flags if num_slots is None else dataclasses.replace(flags, slots=(num_slots,))
@@ -234,9 +238,9 @@ def run_plan(flags: SearchFlags) -> int:
         except ConfigError as error:
             if len(flags.slots or ()) < 2:
                 raise
-            notes.append(f"{num_slots} slot(s): {error.problems[0]}")
+            refused.append(f"{num_slots} slot(s): {error.problems[0]}")
     if not planned:
-        raise SearchError("no number of --slots suits the experiment: " + "; ".join(notes[1:]))
+        raise SearchError("no number of --slots suits the experiment: " + "; ".join(refused))
     settings = next(iter(planned.values()))
     traces = trace_graphs(settings, ConfigGroups(settings.space), print_line=_print_line)
     if not traces.found:
@@ -257,7 +261,7 @@ def run_plan(flags: SearchFlags) -> int:
         trace.epoch_records for trace in traces.found.values()
     )
     title = headline(plans, name or "device", device_bytes)
-    notes = [*dict.fromkeys(note for plan in plans.values() for note in plan.notes), *notes]
+    notes = [*dict.fromkeys(note for plan in plans.values() for note in plan.notes), *notes, *refused]
     if not epoch_records:
         notes.append("the length of an epoch is unknown: set records_per_epoch in the config")
     _print_plan(plans, title, notes, epoch_records, flags.price)

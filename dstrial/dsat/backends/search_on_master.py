@@ -54,6 +54,7 @@ class SearchOnMaster:
         # Position, in the trial's journal, of the last event that was read. An experiment that is submitted later counts on.
         self._position = max((event.get("position", 0) for event in record.events()), default=0)
         self._has_finished = False  # whether the trial has reported the end of its search
+        self._had_ended = False  # whether the experiment ended before this command found it
         self._is_ended = self._is_running = False
         self._next_poll_s = 0.0
         self._waiting_since_s = time.monotonic()
@@ -109,11 +110,14 @@ class SearchOnMaster:
         return is_met
 
     def _find(self) -> bool:
-        self._experiment = self._master.retry_until_available(lambda: self._master.find(self._spec.label))
-        return self._experiment is not None
+        found = self._experiment = self._master.retry_until_available(
+            lambda: self._master.find(self._spec.label)
+        )
+        self._had_ended = found is not None and found.state in _ENDED_STATES
+        return found is not None
 
     def _submit(self) -> None:
-        self._has_finished = self._is_ended = self._is_running = False
+        self._has_finished = self._had_ended = self._is_ended = self._is_running = False
         try:
             self._experiment = self._master.create(self._spec.config, self._spec.label, self._files())
         except errors.BadRequestException as error:
@@ -124,12 +128,13 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again if its trial ran out of memory or budget, else raise.
+        """Submit the search again; raise if the trial failed while it was followed.
 
+        After an end for lack of memory or budget, another trial goes on.
         The journal counts how often each configuration killed the search, so ``max_restarts`` need not cover that.
         """
         assert self._experiment is not None
-        if self._has_finished:  # with a smaller budget than that of this command
+        if self._has_finished or self._had_ended:  # finished: with a smaller budget than that of this command
             self._submit()
             return
         lines: list[str] = []

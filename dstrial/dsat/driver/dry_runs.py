@@ -149,7 +149,8 @@ def trace_space(
 
 def _structures(groups: ConfigGroups) -> dict[str, Structure]:
     """Return the structures to dry-run, by kind of graph."""
-    return {_graph_key(groups, structure): structure for structure in reversed(groups.bases())}
+    asked = reversed(groups.representatives().values())
+    return {_graph_key(groups, structure): structure for structure, _ in asked}
 
 
 def _graph_key(groups: ConfigGroups, structure: Structure) -> str:

@@ -98,10 +98,13 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
     chosen = fitting[0] if fitting else known[-1]
     parts = {name: value for name, value in chosen.parts().items() if name in PARTS}
     most = max(parts, key=lambda name: parts[name])
+    doubt = ""
+    if first.need.median_bytes <= capacity_bytes and not first.fits(capacity_bytes):
+        doubt = f" To fit with a probability of {PROBABILITY:.0%}, it needs {_gib(first.need.quantile(PROBABILITY))}."
     return [
         verdict,
         f"{size}: with {deepspeed} a device needs {_gib(first.need.median_bytes)} at {first.num_slots} device(s), and has "
-        f"{_gib(capacity_bytes)}.",
+        f"{_gib(capacity_bytes)}.{doubt}",
         f"Most of it at {chosen.num_slots} device(s): {most}, {_gib(parts[most])}; {_REMEDIES[most]}.",
     ]
 

@@ -193,6 +193,18 @@ def test_search_that_ran_out_of_memory_goes_on_in_another_experiment(tmp_path: P
         _read(search)
 
 
+@pytest.mark.parametrize("state", [ExperimentState.ERROR, ExperimentState.COMPLETED])
+def test_next_command_goes_on_after_failed_search(state: ExperimentState, tmp_path: Path) -> None:
+    failed = _experiment(1, state, _KILLED, _RESULT, log="ImportError: no such module")
+    search, master = _search(tmp_path, failed, journal=_places([_KILLED], 1))
+
+    assert _read(search) == _places([_RESULT], 2)
+    assert _read(search) == []
+    assert _given(master) == ["submitted", "result"]
+    assert search._experiment is not None
+    assert search._experiment.id == 2
+
+
 def test_refused_search_raises(tmp_path: Path) -> None:
     search, _ = _search(tmp_path, refusal="you may not")
     with pytest.raises(DstrialError, match=r"refuses the experiment of the search .*you may not"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from predicted import dry_run
 
@@ -81,6 +83,19 @@ def test_answer_names_fitting_number_and_largest_part() -> None:
 )
 def test_answer_of_other_cases(slots: list[int], capacity_gib: float, verdict: str) -> None:
     assert answer([placement(number) for number in slots], capacity_gib * GIB, "fp16")[0] == verdict
+
+
+def test_answer_says_why_nearly_full_device_is_not_enough() -> None:
+    first = placement(1)
+    assert first.need is not None
+    first = dataclasses.replace(first, need=dataclasses.replace(first.need, log_std=0.05))
+
+    verdict, needs, _ = answer([first, placement(2)], 100 * GIB, "fp16")
+
+    assert verdict == "One device is not enough; 2 are."
+    assert needs.endswith(
+        "99.0 GiB at 1 device(s), and has 100.0 GiB. To fit with a probability of 98%, it needs 109.7 GiB."
+    )
 
 
 def test_table_has_rows_of_known_placements() -> None:

@@ -12,6 +12,7 @@ from surfaces import BASE, play, space, surface
 from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, Measured, Outcome
+from dstrial.dsat.driver.dry_runs import _structures
 from dstrial.dsat.methods.base import Note
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.predictor import Predictor
@@ -181,6 +182,7 @@ def test_axes_are_knobs_with_terms_of_their_own() -> None:
         tensor,
         sequence,
     }
+    assert list(_structures(groups)) == ["[]"], "no axis has a dry run of its own"
     runs = {key: dataclasses.replace(run, tokens=Line(0.0, 2048.0)) for key, run in known.runs.items()}
     predictor = Predictor(groups, dataclasses.replace(known, runs=runs), "throughput")
     candidates = [plain, halves, quarters, sequences]
