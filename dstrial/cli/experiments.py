@@ -88,7 +88,7 @@ def _list(client: Client, args: argparse.Namespace) -> int:
 
 
 def _reasons(client: Client, ids: Sequence[int]) -> dict[int, str]:
-    """Return why experiments ended, in one line, by id; Determined's protocol has no such field."""
+    """Return by id why experiments ended, which Determined's protocol does not say."""
     found = client.get("/page/experiments", ids=list(ids))["experiments"] if ids else []
     return {one["id"]: visible(one["reason"]) for one in found}
 

@@ -98,8 +98,8 @@ class EngineRecord(EngineArrangement):
         """
         sizes = dict(section) if isinstance(section, Mapping) else {}
         if config is not None and self.engine_kind != "pipeline":
-            sizes |= {key: 1 for path, key in CONFIG_KEYS.items() if path in self.given}
-            sizes |= config_sizes(config)
+            no_longer_given = {key: 1 for path, key in CONFIG_KEYS.items() if path in self.given}
+            sizes = {**no_longer_given, **sizes, **config_sizes(config)}
         return self.replica.with_section(sizes)
 
     @property

@@ -268,8 +268,9 @@ def _reshard_problems(
     name = f"checkpoint {saved.checkpoint}"
     was_autotp = AUTOTP_KEY in engine.given or engine.model_parallel_size == 1
     is_autotp = config_sizes(config).get("model_parallel_size", 1) == replica.tp
-    # The ranks say whether all layers can be cut anew.
-    if replica.tp != engine.model_parallel_size and not (was_autotp and is_autotp):
+    # A unit of one's own of the same size does not continue AutoTP. The ranks say whether all layers can be cut anew.
+    is_changed = replica.tp != engine.model_parallel_size or AUTOTP_KEY in engine.given
+    if is_changed and not (was_autotp and is_autotp):
         yield ConfigProblem(
             "data.dstrial.model_parallel_size",
             str(replica.tp),
