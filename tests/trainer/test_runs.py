@@ -233,9 +233,8 @@ def require_predicted_memory(run, case, config, capsys):
         more = counters["activations_bytes"] - predicted["activations"]
         assert -100 < more < 32 * (8 + 4) * 4 + order_bytes + 1000, rank
         assert counters["buffers_bytes"] == pytest.approx(predicted["buffers"], rel=0.25, abs=2000)
-        # A pipeline also keeps buffers between its stages, which the closed form does not know.
         assert counters["tensors_peak_bytes"] == pytest.approx(
-            predicted["peak"], rel=0.35 if case.is_pipeline else 0.1, abs=2000 + order_bytes
+            predicted["peak"], rel=0.1, abs=2000 + order_bytes
         )
     assert main(["memory", path, str(DEFINITIONS)]) == 0
     words = [line.split()[0] for line in capsys.readouterr().out.splitlines()]

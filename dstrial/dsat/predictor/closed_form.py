@@ -117,6 +117,10 @@ def _memory(
         PhaseMemory("reduce", (Line(settled + reducing, 0.0),)),
         PhaseMemory("step", (Line(settled + stepping, 0.0),)),
     ]
+    if trace.is_pipeline:
+        # Buffers between stages stay, and ZeRO 1 reduces through another bucket (``reduce_gradients(pipeline_parallel=True)``).
+        lines = ((settled + reducing + (buckets if stage else 0), "reduce"), (settled + stepping, "step"))
+        phases[2:] = [PhaseMemory(name, (Line(base, _per_record(trace, name)),)) for base, name in lines]
     parts = {
         "parameters": weights,
         "gradients": gradients if stage < 2 else width * here if stage == 3 else carried,
@@ -140,6 +144,13 @@ def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
     lines = [line for each in form.phases if each.phase == name for line in each.lines]
     moved = upper_envelope((start + line.base - form.settled, line.per_record) for line in lines)
     return PhaseMemory(name, moved)
+
+
+def _per_record(trace: ModelTrace, phase: str) -> float:
+    return max(
+        (line.per_record for each in trace.memory.phases if each.phase == phase for line in each.lines),
+        default=0.0,
+    )
 
 
 class _Collectives:

@@ -87,6 +87,7 @@ def measure(request: DryRunRequest) -> ModelTrace:
         step_operations=step_operations,
         is_fake=not request.is_real,
         is_linear=is_linear,
+        is_pipeline=any(isinstance(engine, PipelineEngine) for engine in workload.engines),
         bypasses=tuple(reads.bypasses.values()),
         notes=tuple(getattr(workload, "notes", ())),
         num_records=int(getattr(workload, "num_records", 0)),

@@ -157,6 +157,7 @@ class ModelTrace:
         notes: sentences for the user.
         num_records: records in the micro batch that a script itself makes; 0 for other workloads.
         epoch_records: records of the training loader; 0 if unknown.
+        is_pipeline: whether an engine is a pipeline's.
     """
 
     memory: MemoryForm
@@ -176,6 +177,7 @@ class ModelTrace:
     notes: tuple[str, ...] = ()
     num_records: int = 0
     epoch_records: int = 0
+    is_pipeline: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
