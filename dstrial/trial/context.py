@@ -256,8 +256,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                     clipping,
                 )
             if not self.models and dims.sp > 1:
-                # DeepSpeed 0.19.8: ``__avg_scatter_grads`` of ``runtime/zero/stage3.py`` divides by all ranks.
-                is_averaged = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
+                is_averaged = engines.averages_sequence_gradients(engine)
                 logger.info(
                     "sequence_parallel_size is %d: DeepSpeed %s the gradients of the ranks of a sequence; %s before "
                     "engine.backward (docs/how-to/parallelism.md)",

@@ -29,7 +29,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dstrial import runtime
 from dstrial.dsat.rank.standalone_script import run_script, stand_in_cluster
 from dstrial.engine.checkpoint_reader.safe_load import load
-from dstrial.engine.deepspeed_internals.engines import compute_dtype, earlier_layers, leave_out_shapes
+from dstrial.engine.deepspeed_internals.engines import (
+    compute_dtype,
+    earlier_layers,
+    leave_out_shapes,
+    replace_forward,
+)
 from dstrial.engine.dryrun.fake_world import FakeWorld
 from dstrial.errors import TrialContractError
 from dstrial.launch.trial_import import import_trial
@@ -144,7 +149,7 @@ class ScriptWorkload:
                 f"{' '.join(words[:2])} ends without a batch for an engine of deepspeed.initialize; expected one. "
                 "Call the engine."
             )
-        del self.engines[0].forward
+        replace_forward(self.engines[0], None)
         if sample_batch is not None:
             batch = _arguments(load(Path(sample_batch), trusts_code=trusts_code))
         self._batch = batch
@@ -152,7 +157,7 @@ class ScriptWorkload:
         self.num_records = len(next(tensors, ()))
 
     def _add_engine(self, engine: Any) -> None:
-        engine.forward = _end_script
+        replace_forward(engine, _end_script)
         self.engines = [engine]
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:

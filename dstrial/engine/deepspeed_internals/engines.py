@@ -273,6 +273,22 @@ def gradient_clipping(engine: DeepSpeedEngine) -> float:
     return float(engine.gradient_clipping())
 
 
+def averages_sequence_gradients(engine: DeepSpeedEngine) -> bool:
+    """Return whether ZeRO averages the gradients of the ranks of a sequence.
+
+    If not, it adds them. Source: deepspeed 0.19.8 ``runtime/zero/stage3.py`` ``__avg_scatter_grads``, which divides by all ranks.
+    """
+    return engine.zero_optimization_stage() == 3 and bool(engine.zero_reduce_scatter())
+
+
+def replace_forward(engine: DeepSpeedEngine, forward: Callable[..., Any] | None) -> None:
+    """Let an engine call ``forward`` in place of its own forward pass; None restores that."""
+    if forward is None:
+        del engine.forward
+    else:
+        engine.forward = forward
+
+
 def layers_sharing_across_stages(module: PipelineModule) -> dict[int, int]:
     """Return two layers on different stages that share a parameter: index -> stage.
 
