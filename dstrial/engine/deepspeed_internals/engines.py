@@ -282,7 +282,7 @@ def averages_sequence_gradients(engine: DeepSpeedEngine) -> bool:
 
 
 def replace_forward(engine: DeepSpeedEngine, forward: Callable[..., Any] | None) -> None:
-    """Let an engine call ``forward`` in place of its own forward pass; None restores that."""
+    """Replace an engine's forward pass; None restores it."""
     if forward is None:
         del engine.forward
     else:
