@@ -276,9 +276,10 @@ def has_trusted_code(source: CheckpointSource) -> bool:
 def _in_directory(path: Path, asked: str) -> CheckpointSource:
     if RunDirectory(path).record_path.is_file():
         if RunDirectory(path).is_search:
+            best = RunDirectory(path).best_path
+            fix = f"the best, {best}, or the UUID of another one" if best.is_symlink() else "its UUID"
             raise CheckpointNotFoundError(
-                f"the run {path} is a search, whose checkpoints belong to several trials; expected one checkpoint. Name "
-                f"the best, {path / 'best'}, or the UUID of another one."
+                f"the run {path} is a search, whose checkpoints belong to several trials; expected one checkpoint. Name {fix}."
             )
         newest = newest_checkpoint(RunDirectory(path).checkpoints_path)
         if newest is None:

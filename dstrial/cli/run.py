@@ -55,7 +55,7 @@ from dstrial.config.experiment_config.config import ExperimentConfig, load_exper
 from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.context_directory import list_context
-from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 from dstrial.hosts.hostfile import Host, add_host_arguments, given_slots, hosts_of, placement_lines, python_of
 from dstrial.hosts.srun import hosts_of_allocation
 from dstrial.launch.failures import LaunchOutcome
@@ -638,14 +638,14 @@ class _Attempt:
     def _link_best(self, view: ExperimentView | None) -> None:
         """Link ``best`` of the run directory to its best checkpoint."""
         experiment, run_directory = self._request.experiment, self._run_directory
-        if not self._request.is_search:
-            found = Run(experiment.name, "", experiment.raw, {}, run_directory.path).best()
-            best = None if found is None else found.uuid
-        else:
-            best = None if view is None else display.best_checkpoint(view, experiment)
-        if best is not None:
-            # On a file system without symbolic links, the summary names the checkpoint.
-            with contextlib.suppress(OSError):
+        # Metrics may be unreadable, and a file system without symbolic links: then only the summary names the checkpoint.
+        with contextlib.suppress(OSError, DstrialError):
+            if not self._request.is_search:
+                found = Run(experiment.name, "", experiment.raw, {}, run_directory.path).best()
+                best = None if found is None else found.uuid
+            else:
+                best = None if view is None else display.best_checkpoint(view, experiment)
+            if best is not None:
                 run_directory.link_best(best)
 
     def _resume_value(self, verdict: Verdict) -> str:

@@ -113,13 +113,13 @@ def _device(nvml: Any, idx: int, offered: Callable[..., Any]) -> Device:
 
 def _user(pid: int, num_bytes: int | None) -> str:
     """Describe a process of a device; in a container its pid may be that of the host."""
-    who = "not visible from here"
+    owner = "not visible from here"
     # Do not show the process's arguments, which may contain secrets.
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        who = f"{process.name()} of {process.username()}"
+        owner = f"{process.name()} of {process.username()}"
     memory = "" if num_bytes is None else f", {size_text(num_bytes)}"
-    return f"process {pid} ({who}{memory})"
+    return f"process {pid} ({owner}{memory})"
 
 
 def _num_amd() -> int:

@@ -155,13 +155,13 @@ def judge_master(master: MasterState, *, version: str) -> list[Finding]:
     if record is None:
         what = f"does not run, and another program listens on its port {daemon.DEFAULT_PORT}"
         return [note("master", what, "Start it on another port: `dstrial up --port 0`.")]
-    who = f"process {record.pid} at {record.address}"
+    name = f"process {record.pid} at {record.address}"
     if master.answer:
-        what = f"{who} does not respond correctly: {master.answer}"
+        what = f"{name} does not respond correctly: {master.answer}"
         todo = "See `dstrial logs`; `dstrial down` and `dstrial up` restart it, and trials continue."
         return [problem("master", what, todo)]
     kinds = sorted({str(slot["kind"]) for slot in record.slots})
-    found = [ok("master", f"{who} answers; {len(record.slots)} slots ({', '.join(kinds) or 'none'})")]
+    found = [ok("master", f"{name} answers; {len(record.slots)} slots ({', '.join(kinds) or 'none'})")]
     if record.version != version:
         anew = "`dstrial down` and `dstrial up` restart it."
         found.append(note("master version", f"{record.version}; this is dstrial {version}", anew))

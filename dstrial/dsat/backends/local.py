@@ -7,6 +7,7 @@ user's machine and in a trial on a master.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 import logging
@@ -47,7 +48,7 @@ _RATES = ("throughput", "FLOPS_per_gpu", "hardware_FLOPS_per_gpu")
 _TIMES = ("latency", "latency_low", "latency_high", "forward", "backward", "step")
 
 
-class _Machine:
+class _QueuedTrials(abc.ABC):
     """Base of the backends of this machine: queues trials and counts their attempts."""
 
     num_parallel = 1
@@ -83,8 +84,9 @@ class _Machine:
         del results
         self.close()
 
+    @abc.abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """End all trials and their processes."""
 
     def _launch(
         self, words: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None
@@ -98,7 +100,7 @@ class _Machine:
         )
 
 
-class LocalBackend(_Machine):
+class LocalBackend(_QueuedTrials):
     """Starts one launcher per trial, and writes the launcher's output to a file."""
 
     is_sequential = False
@@ -185,7 +187,7 @@ class _Task:
     challenger: Measured | None = None  # the trial's result, if this task measures the incumbent again
 
 
-class PersistentRanks(_Machine):
+class PersistentRanks(_QueuedTrials):
     """Backend that runs all trials of one search in the same ranks.
 
     ``words`` is the command line of the launcher.

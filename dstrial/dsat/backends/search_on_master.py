@@ -71,7 +71,7 @@ class SearchOnMaster:
         """
         if self._experiment is None and not self._find():
             if self._position:
-                # Whoever canceled or deleted the earlier experiment killed its ranks, not a configuration.
+                # The earlier experiment was canceled or deleted: that killed its ranks, not a configuration.
                 self._record.append("interrupted", {"signal": ExperimentState.CANCELED.name})
             self._submit()
         events = self._read_events()

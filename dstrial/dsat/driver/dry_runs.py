@@ -24,6 +24,9 @@ _DEADLINE_S = 900.0
 _MAX_PARALLEL = 4
 _USUAL_FLOPS_RATIO = 0.5, 2.0
 _PIPELINE_NOTE = "pipelines have no predicted times; `dstrial memory` tells what each stage takes"
+_GROUPS_NOTE = (
+    "a dry run has no groups of tensor- or sequence-parallel ranks: set their size to 1 in the config; --space tries others"
+)
 
 Target = Literal["cpu", "cuda"]
 """``cpu`` has one kind of memory; ``cuda`` has device and host memory."""
@@ -81,10 +84,12 @@ def trace_graphs(
 
     If all fail, method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs together.
     """
-    if settings.space.sizes.has_pipeline_engine:
-        # The predictor has no model of pipelines: its dry runs would describe one stage, not the step.
-        print_line(f"described by:  the first measurement ({_PIPELINE_NOTE})")
-        return GraphTraces(failures={"pipeline": _PIPELINE_NOTE}, notes=(_PIPELINE_NOTE,))
+    sizes = settings.space.sizes
+    # A dry run is one rank: it would describe one stage of a pipeline, and has no groups.
+    refusal = _PIPELINE_NOTE if sizes.has_pipeline_engine else _GROUPS_NOTE if sizes.tp * sizes.sp > 1 else None
+    if refusal is not None:
+        print_line(f"described by:  the first measurement ({refusal})")
+        return GraphTraces(failures={"": refusal}, notes=(refusal,))
     until_s = time.monotonic() + deadline_s
     request_of = request_maker(settings)
     number = len(_structures(groups))

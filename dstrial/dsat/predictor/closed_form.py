@@ -118,8 +118,9 @@ def _memory(
         PhaseMemory("step", (Line(settled + stepping, 0.0),)),
     ]
     if trace.is_pipeline:
-        # Buffers between stages stay, and ZeRO 1 reduces through another bucket (``reduce_gradients(pipeline_parallel=True)``).
-        lines = ((settled + reducing + (buckets if stage else 0), "reduce"), (settled + stepping, "step"))
+        # Buffers between stages stay. ZeRO 1 appends a bucket: ``stage_1_and_2.py`` ``reduce_gradients(pipeline_parallel=True)``.
+        appended = buckets if zero.is_contiguous else 0
+        lines = ((settled + reducing + appended, "reduce"), (settled + stepping, "step"))
         phases[2:] = [PhaseMemory(name, (Line(base, _per_record(trace, name)),)) for base, name in lines]
     parts = {
         "parameters": weights,

@@ -56,7 +56,7 @@ def require_engine(engine: object) -> None:
 def _require_trained_in_model(engine: DeepSpeedEngine) -> None:
     """Raise an error if AutoTP has replaced parameters that the optimizer was given.
 
-    DeepSpeed 0.19.8 replaces PEFT's layers as if they were linear ones; without ZeRO the optimizer then trains nothing.
+    DeepSpeed 0.19.8 replaces PEFT's layers as if they were linear ones.
     """
     # ZeRO's own parameters are flat buffers; with ZeRO, DeepSpeed itself fails (``append_remedy``).
     if dims_of(engine).tp == 1 or engine.optimizer is not engines.basic_optimizer(engine):

@@ -169,7 +169,7 @@ def _problems(config: Mapping[str, Any], label: str) -> Iterator[ConfigProblem]:
 
 def _asks(value: Any) -> bool:
     """Return whether a value asks for something, unlike the answers that mean none."""
-    return value is True or value not in (None, "", {}, [], False, "no", "none", "NO", "all", 1)
+    return value is not False and value not in (None, "", {}, [], "no", "none", "NO", "all")
 
 
 def _is_integer(value: Any) -> bool:
@@ -252,7 +252,7 @@ def _place_of(
     if key in _VARIABLES and (_asks(value) or (is_flag and isinstance(value, bool))):
         return "variable", _VARIABLES[key]
     action = _ACTIONS.get(key) or _ACTIONS.get(section)
-    if action is not None and _asks(value):
+    if action is not None and _asks(value) and (key, value) != ("num_machines", 1):
         return "left", action
     return "nowhere", "it asks for nothing, or has no counterpart here: dstrial.launch starts the ranks"
 

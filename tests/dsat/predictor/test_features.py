@@ -136,6 +136,24 @@ def test_pipeline_search_is_not_dry_run(tmp_path: Path) -> None:
     assert "pipelines have no predicted times" in lines[0]
 
 
+def test_search_with_own_autotp_is_not_dry_run(tmp_path: Path) -> None:
+    given = yaml.safe_load((MODEL_DEFS.parent / "experiment_configs" / "dsat_trial.yaml").read_text())
+    given["hyperparameters"].setdefault("overwrite_deepspeed_args", {})["tensor_parallel"] = {
+        "autotp_size": 2
+    }
+    given["resources"] = {"slots_per_trial": 2}
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(given))
+    settings = settings_of(
+        path, "--output", str(tmp_path / "out"), method="predict", model_dir=MODEL_DEFS / "dsat_trial"
+    )
+
+    inputs = gather_inputs(settings, target="cpu")
+
+    assert inputs.runs == {}
+    assert "no groups of tensor- or sequence-parallel ranks" in inputs.notes[0]
+
+
 def test_dry_run_of_two_engines_uses_both_configs() -> None:
     folder = MODEL_DEFS / "digits_gan"
     hparams = {

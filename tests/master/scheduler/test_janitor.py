@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,11 @@ def test_work_that_always_fails_stops_no_other(database: Database) -> None:
     assert states(database) == ["DELETED", "COMPLETED", "COMPLETED"]
 
 
+def experiment_row(database: Database) -> sqlite3.Row:
+    with database.read() as connection:
+        return connection.execute("SELECT state, end_reason FROM experiments").fetchone()
+
+
 def is_claimed(database: Database) -> list[str]:
     with database.read() as connection:
         return [
@@ -138,8 +144,7 @@ def test_an_experiment_whose_files_may_be_elsewhere_is_not_forgotten(database: D
     with working(database):
         wait_for(lambda: num_pending(database) == 0)
 
-    with database.read() as connection:
-        row = connection.execute("SELECT state, end_reason FROM experiments").fetchone()
+    row = experiment_row(database)
     assert row["state"] == "DELETE_FAILED"
     assert "is gone: no directory" in row["end_reason"]
     assert len(states(database)) == 3
@@ -218,8 +223,7 @@ def test_a_bucket_that_refuses_the_deletion_fails_it_and_postpones_nothing(
     with working(database):
         wait_for(lambda: num_pending(database) == 0)
 
-    with database.read() as connection:
-        row = connection.execute("SELECT state, end_reason FROM experiments").fetchone()
+    row = experiment_row(database)
     assert row["state"] == "DELETE_FAILED"
     assert "AccessDenied" in row["end_reason"]
 

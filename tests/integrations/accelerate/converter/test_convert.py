@@ -280,6 +280,13 @@ def test_what_is_asked_for_and_has_to_be_done_elsewhere_is_said_again_below_the_
     assert went_to.index("num_processes") < went_to.index("num_machines") < went_to.index("debug")
 
 
+@pytest.mark.parametrize("ids", [0, 1, "0,1"])
+def test_devices_are_left_to_the_user(ids: int | str) -> None:
+    found = converted({"distributed_type": "NO", "gpu_ids": ids})
+
+    assert {one.key: one.status for one in found.keys}["gpu_ids"] == "left"
+
+
 @pytest.mark.parametrize(
     ("entrypoint", "message"),
     [
