@@ -55,7 +55,7 @@ class LogTriggers:
     def find(self, lines: Iterable[str]) -> list[tuple[int, str]]:
         """Return (trigger id, first matching line) of each trigger that matches a line.
 
-        Do not call it inside ``Database.read``, in which it reads the webhooks after a change.
+        Do not call it inside ``Database.read``: after a change of webhooks it opens a read transaction of its own.
         """
         patterns = self._current()
         return first_matches(patterns, [line.rstrip("\r\n") for line in lines]) if patterns else []
