@@ -24,9 +24,7 @@ _DEADLINE_S = 900.0
 _MAX_PARALLEL = 4
 _USUAL_FLOPS_RATIO = 0.5, 2.0
 _PIPELINE_NOTE = "pipelines have no predicted times; `dstrial memory` tells what each stage takes"
-_GROUPS_NOTE = (
-    "a dry run has no groups of tensor- or sequence-parallel ranks: set their size to 1 in the config; --space tries others"
-)
+_GROUPS_NOTE = "a dry run has no groups of tensor- or sequence-parallel ranks: set their size to 1 in the config; --space tries others"
 
 Target = Literal["cpu", "cuda"]
 """``cpu`` has one kind of memory; ``cuda`` has device and host memory."""
@@ -86,7 +84,9 @@ def trace_graphs(
     """
     sizes = settings.space.sizes
     # A dry run is one rank: it would describe one stage of a pipeline, and has no groups.
-    refusal = _PIPELINE_NOTE if sizes.has_pipeline_engine else _GROUPS_NOTE if sizes.tp * sizes.sp > 1 else None
+    refusal = (
+        _PIPELINE_NOTE if sizes.has_pipeline_engine else _GROUPS_NOTE if sizes.tp * sizes.sp > 1 else None
+    )
     if refusal is not None:
         print_line(f"described by:  the first measurement ({refusal})")
         return GraphTraces(failures={"": refusal}, notes=(refusal,))
