@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -173,32 +174,36 @@ def test_activations_are_what_backward_needs(
 TRACE_PATH = str(Path(__file__).parents[1] / "programs")
 
 
-@pytest.fixture(scope="module")
-def trace() -> ModelTrace:
-    """The dry run of the layers in bf16."""
+@functools.cache
+def trace(model: str) -> ModelTrace:
+    """Return the dry run of a model of ``memory_program`` in bf16."""
     request = DryRunRequest(
         workload="model_workload:ModelWorkload",
         options={
-            "model": "memory_program:layers",
+            "model": f"memory_program:{model}",
             "batch": "memory_program:records",
             "config": {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}, **BF16},
         },
         world_size=2,
+        micro_batch_sizes=(RECORDS, 2 * RECORDS),
         module_paths=(TRACE_PATH,),
     )
     return dry_run(request, deadline_s=300)
 
 
 @pytest.mark.parametrize(
-    "case", ["bf16", "bf16, ZeRO 1", "bf16, ZeRO 2", "bf16, ZeRO 3", "offloaded, ZeRO 2", "offloaded, ZeRO 3"]
+    "case",
+    [
+        *("bf16", "bf16, ZeRO 1", "bf16, ZeRO 2", "bf16, ZeRO 3"),
+        *("offloaded, ZeRO 2", "offloaded, ZeRO 3", "mixture, bf16, ZeRO 2"),
+    ],
 )
-def test_memory_in_closed_form_is_that_of_engines(
-    program: RunningProgram, trace: ModelTrace, case: str
-) -> None:
+def test_memory_in_closed_form_is_that_of_engines(program: RunningProgram, case: str) -> None:
     options, _ = CASES[case]
     zero = {"stage": options["stage"], "reduce_bucket_size": BUCKET, **options.get("zero", {})}
     features = ZeroFeatures.from_config({"zero_optimization": zero}, replicas=2, bytes_per_value=2)
-    run = zero_run(trace, features, is_accumulating=False, is_cpu=True)
+    model = trace("mixture" if options.get("is_mixture") else "layers")
+    run = zero_run(model, features, is_accumulating=False, is_cpu=True)
     for measured in program.result(case):
         found = measured["bytes"]
         if "offloaded" not in case:

@@ -72,7 +72,7 @@ def _memory(
     """Return (peaks on the device, bytes on the host, part -> bytes on the device)."""
     stage, width, trained = zero.stage, zero.bytes_per_value, trace.trainable_parameters
     is_half = width == 2
-    owned = trained / (zero.replicas if stage else 1)
+    owned = trace.owned_parameters(zero.replicas) if stage else float(trained)
     here = owned * (1 - zero.host_share)  # whose optimizer state is on the device
     masters = _MASTER_BYTES if is_half or stage else 0
     state = masters + _moment_bytes(trace, is_half=is_half)

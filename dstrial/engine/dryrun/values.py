@@ -144,6 +144,7 @@ class ModelTrace:
         state_bytes: name -> bytes of ``parameters``, ``optimizer`` (with master weights) and ``buffers`` between steps.
         parameters: number of parameters of all engines' models.
         trainable_parameters: number of those parameters that are trained.
+        expert_parameters: ``ep_size`` of mixture-of-experts layers -> number of trained parameters in this rank's experts.
         num_tensors: number of tensors that are trained.
         largest_tensor: number of elements of the largest of them.
         flops: FLOPs of one micro batch.
@@ -178,6 +179,15 @@ class ModelTrace:
     num_records: int = 0
     epoch_records: int = 0
     is_pipeline: bool = False
+    expert_parameters: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    def owned_parameters(self, replicas: int) -> float:
+        """Return how many trained parameters ZeRO's partition of one rank has.
+
+        ``ep_size`` replicas have different experts, so only the ranks that have the same experts divide them.
+        """
+        more = sum((ranks - 1) * count for ranks, count in self.expert_parameters.items())
+        return (self.trainable_parameters + more) / replicas
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -194,6 +204,7 @@ class ModelTrace:
                 "tokens": None if tokens is None else Line(**tokens),
                 "bypasses": tuple(Bypass(**each) for each in value["bypasses"]),
                 "notes": tuple(value["notes"]),
+                "expert_parameters": {int(size): count for size, count in value["expert_parameters"].items()},
             }
         )
 
