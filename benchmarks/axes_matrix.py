@@ -36,6 +36,7 @@ from dstrial.testing.ranks import run_function
 
 BATCHES = 8
 TOLERANCE = 2e-5  # relative; of losses that differ by the order of additions
+MUON_TOLERANCE = 2e-3  # Muon orthogonalizes in bfloat16, where the same difference may change the third digit
 AXES = ("dp", "pp", "tp", "sp", "ep")
 COLUMNS = ("trained", "resumed", "on 1 rank", "on 4 ranks")
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}  # Muon would compile C++ for a minute in every rank
@@ -136,8 +137,9 @@ def difference(losses: list[float] | str, expected: list[float] | str) -> float 
 
 def is_right(record: dict[str, Any]) -> bool:
     """Whether each comparison is equal or refused."""
+    tolerance = MUON_TOLERANCE if record["cell"].optimizer == "Muon" else TOLERANCE
     return all(
-        not value.startswith("failed") if isinstance(value, str) else value <= TOLERANCE * (key != "resumed")
+        not value.startswith("failed") if isinstance(value, str) else value <= tolerance * (key != "resumed")
         for key, value in record.items()
         if key in COLUMNS
     )
