@@ -30,13 +30,16 @@ import torch
 from axes_trial import RANKS, AxisTrial, Cell
 
 import dstrial
+from dstrial.engine.deepspeed_internals.engines import AUTOTP_REMEDY
 from dstrial.errors import DstrialError
 from dstrial.ranks.process_group import without_compiled_collectives
 from dstrial.testing.ranks import run_function
 
 BATCHES = 8
 TOLERANCE = 2e-5  # relative; of losses that differ by the order of additions
-MUON_TOLERANCE = 2e-3  # Muon orthogonalizes in bfloat16, where the same difference may change the third digit
+MUON_TOLERANCE = (
+    2e-3  # DeepSpeed's Muon orthogonalizes in float16 on CPUs; in float32 losses differ by at most 2e-7
+)
 AXES = ("dp", "pp", "tp", "sp", "ep")
 COLUMNS = ("trained", "resumed", "on 1 rank", "on 4 ranks")
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}  # Muon would compile C++ for a minute in every rank
@@ -79,10 +82,10 @@ def train_all(
             found[name] = [row["metrics"]["loss"] for row in rows if row["group"] == "training"]
         except Exception as error:  # noqa: BLE001 - a refusal is a result
             kind = "failed"
-            if isinstance(error, (DstrialError, AssertionError)):
-                kind = (
-                    f"refused in the ranks by {'dstrial' if isinstance(error, DstrialError) else 'DeepSpeed'}"
-                )
+            if isinstance(error, DstrialError):
+                kind = "refused in the ranks by dstrial"
+            elif isinstance(error, AssertionError) or AUTOTP_REMEDY in str(error):
+                kind = "refused in the ranks by DeepSpeed"
             text = re.sub(r"/\S*dstrial-axes-.*?/checkpoints/\S+", "C", str(error))
             found[name] = f"{kind}: {text}".split("; engine 0: parameter")[0].splitlines()[0]
         torch.distributed.barrier()
