@@ -1,7 +1,8 @@
-"""Run a whole search inside one trial on a master, and read the search's journal.
+"""Run a whole search inside one trial on a master, and copy the search's journal.
 
-The trial gets the command line, the experiment and the journal so far as a file of its context. The trial reports each further
-event as a row of metrics (group ``dsat``). The submitting command copies these events into its own journal.
+The trial's context contains a file with the command line, the experiment and the journal (the search's list of events) so far.
+The trial reports each further event as a row of metrics (group ``dsat``). The submitting command appends these events to its
+own journal.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _ENDED_STATES = (
 
 
 class SearchOnMaster:
-    """A search that runs in the only trial of one experiment: a ``base.RemoteSearch``."""
+    """A :class:`RemoteSearch` that runs in the only trial of one experiment."""
 
     num_parallel = 1
     is_sequential = True
@@ -64,10 +65,10 @@ class SearchOnMaster:
         return f"{self._master.describe()}, in persistent ranks"
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the search's events since the last call; submit the search if none runs.
+        """Return the search's new events since the last call; submit it if none runs.
 
-        Before the next call the caller must append them to the ``SearchRecord`` of this object: a restarted trial gets its
-        journal from there.
+        Before the next call, the caller must append the events to the ``SearchRecord`` passed to the constructor. If the search
+        is submitted again, it resumes from this record.
         """
         if self._experiment is None and not self._find():
             if self._position:
@@ -81,12 +82,12 @@ class SearchOnMaster:
         return events
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        """Return True without publishing: the search in the trial publishes its report."""
+        """Do nothing and return True: the trial publishes the report itself."""
         del report
         return True
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Wait for the trial to store its results; else show ``results`` on the web page."""
+        """Wait until the trial has stored its results; at a timeout publish ``results``."""
         if self._experiment is None:
             self._find()
         if self._wait(_FINISH_TIMEOUT_S, lambda: self._has_finished):
@@ -128,10 +129,13 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again; raise if the trial failed while it was followed.
+        """Submit the search again after its experiment ended.
 
-        After an end for lack of memory or budget, another trial goes on.
-        The journal counts how often each configuration killed the search, so ``max_restarts`` need not cover that.
+        The search resumes if host memory ran out, or if the experiment ended before this command found it, for instance because
+        its time budget was smaller. The journal limits how often one configuration may kill the search.
+
+        Raises:
+            SearchError: the trial failed for another reason.
         """
         assert self._experiment is not None
         if self._has_finished or self._had_ended:  # finished: with a smaller budget than that of this command
@@ -174,9 +178,9 @@ class SearchOnMaster:
         return {SEARCH_FILE: json.dumps(search)}
 
     def _read_events(self) -> list[dict[str, Any]]:
-        """Read the experiment's state and new events, at most twice a second.
+        """Return new events of the trial; empty within half a second of the last read.
 
-        The state is read first, so that no event of an ended trial is missed.
+        The experiment's state is read before the events, so that no event of an ended trial is missed.
         """
         experiment, found = self._experiment, []
         if experiment is None or self._is_ended or time.monotonic() < self._next_poll_s:
