@@ -148,7 +148,7 @@ class SearchRecord:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether a file is anything but a leftover of a search killed at its start."""
+    """Return whether a file was not left by a search that was killed at its start."""
     return path.name != OUTPUT_MARK and not (
         path.name.startswith(".search.json.") and path.name.endswith(".tmp")
     )

@@ -1,4 +1,8 @@
-"""Dry-run each kind of model graph in child processes; import no torch here."""
+"""Dry-run the model of a search (one step on fake tensors) in child processes.
+
+Configurations have the same compute graph unless they differ in a ``--space`` setting of unknown effect; one dry run per graph
+is enough. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ RequestOf = Callable[[Structure], DryRunRequest]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphTraces:
-    """Dry runs of a search's model, one for each kind of graph."""
+    """The dry runs of a search's model, one for each different compute graph."""
 
     found: Mapping[str, ModelTrace] = dataclasses.field(default_factory=dict)  # by ``_graph_key``
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> why there is no trace
@@ -41,7 +45,7 @@ class GraphTraces:
     notes: tuple[str, ...] = ()
 
     def inputs(self, groups: ConfigGroups, *, is_cpu: bool = False) -> PredictInputs:
-        """Return the inputs of method ``predict``, with ZeRO's part in closed form."""
+        """Return the inputs of method ``predict``; adds ZeRO's costs to each dry run."""
         runs = {}
         for key, (structure, is_accumulating) in groups.representatives().items():
             trace = self.found.get(_graph_key(groups, structure))
@@ -78,9 +82,10 @@ def trace_graphs(
     deadline_s: float = _DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> GraphTraces:
-    """Dry-run each kind of graph on fake tensors, or on real ones if fake ones fail.
+    """Dry-run each compute graph on fake tensors; if all fail, on real tensors.
 
-    If all fail, method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs together.
+    If these fail too, the result is empty, and method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs
+    together.
     """
     sizes = settings.space.sizes
     # A dry run is one rank: it would describe one stage of a pipeline, and has no groups.
@@ -135,7 +140,7 @@ def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str
 def trace_space(
     groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S, is_real: bool = False
 ) -> GraphTraces:
-    """Dry-run one structure of each kind of graph, on real tensors if ``is_real``."""
+    """Dry-run one configuration of each compute graph, on real tensors if ``is_real``."""
     asked = _structures(groups)
     requests = [dataclasses.replace(request_of(structure), is_real=is_real) for structure in asked.values()]
     num_parallel = 1 if is_real else min(os.cpu_count() or 1, _MAX_PARALLEL)
@@ -153,13 +158,13 @@ def trace_space(
 
 
 def _structures(groups: ConfigGroups) -> dict[str, Structure]:
-    """Return the structures to dry-run, by kind of graph."""
+    """Return the structures (configurations without batch sizes) to dry-run, by graph."""
     asked = reversed(groups.representatives().values())
     return {_graph_key(groups, structure): structure for structure, _ in asked}
 
 
 def _graph_key(groups: ConfigGroups, structure: Structure) -> str:
-    """Return a key of the settings that may change the graph: those of unknown effect."""
+    """Return a key that is equal for structures with (presumably) equal graphs."""
     return json.dumps(groups.unknown_settings(structure))
 
 
@@ -201,7 +206,7 @@ def _by_real_batch(
 
 
 def target_here(environment: Mapping[str, str]) -> Target:
-    """Return the device kind of ranks on this machine, without initializing a device."""
+    """Return the device type of ranks on this machine, without initializing a device."""
     if environment.get("DS_ACCELERATOR", "") == "cpu" or environment.get("CUDA_VISIBLE_DEVICES") == "":
         return "cpu"
     return "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"

@@ -1,4 +1,4 @@
-"""``predict``: measure the user's configuration, then those that may be the best."""
+"""Method ``predict``: measure only configurations that are predicted to be fast."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ _Costs = list[tuple[Candidate, float]]
 
 
 class PredictSearch:
-    """Measures the candidates with the largest expected gains until gains are small."""
+    """Measures the user's configuration, then those with the largest expected gains.
+
+    The search ends when expected gains are small.
+    """
 
     def __init__(
         self, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
@@ -121,9 +124,9 @@ class PredictSearch:
         )
 
     def _margins(self, trial_id: int, observation: Observation) -> Iterator[dict[str, Any]]:
-        """Yield the device bytes that larger micro batches of a trial would lack.
+        """Yield how many device bytes are missing for larger micro batches of a trial.
 
-        A trial that ran out of memory yields its own micro batch first.
+        If the trial ran out of memory, its own micro batch comes first.
         """
         outcome, sizes = observation.outcome, self.space.batch_size_grid
         if outcome is None:
@@ -145,9 +148,10 @@ class PredictSearch:
     # ---- learning --------------------------------------------------------------------------------
 
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
-        """Exclude a failed configuration's settings, and later its group, from the search.
+        """Exclude the failed configuration's settings from the search.
 
-        Out-of-memory errors, and a first communication error, exclude nothing.
+        After repeated failures its whole group is excluded, if nothing of the group has run. Out-of-memory errors and a first
+        communication error exclude nothing.
         """
         if kind is FailureKind.HOST_OOM:
             needed = self.predictor.host_bytes(candidate)
@@ -165,9 +169,9 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def measured_costs(self) -> dict[tuple[Any, ...], _Costs]:
-        """Return measured costs, by key of candidates that DeepSpeed cannot tell apart.
+        """Return (candidate, cost) of each measurement, by key of equal candidates.
 
-        The values list (candidate, cost) of each measurement; ``Prediction.cost`` has the unit.
+        Candidates that DeepSpeed cannot tell apart have the same key. Costs are those of ``Predictor.cost``.
         """
         found: dict[tuple[Any, ...], _Costs] = {}
         for one in self.observations.values():
@@ -184,7 +188,7 @@ class PredictSearch:
     def _num_since_progress(self) -> int:
         """Return the number of measurements since the best cost last improved by 0.5 %.
 
-        The first measurement of a group (stage, offloading, unknown settings) does not count.
+        The first measurement of each group (stage, offloading, settings of unknown effect) is not counted.
         """
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()
@@ -237,9 +241,9 @@ class PredictSearch:
         return None
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
-        """Return the candidates worth a measurement, the most promising first.
+        """Return the candidates worth a measurement, the largest expected gain first.
 
-        ``best`` is the best (candidate, mean cost) so far; ``is_open`` are being measured.
+        ``best`` is the best (candidate, mean cost) so far. ``is_open`` lists the candidates that are being measured.
         """
         found = self._acquisition.candidates(
             self._positions(),
@@ -300,9 +304,9 @@ class PredictSearch:
         return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _repeated(self, is_open: Sequence[Candidate]) -> Measure | None:
-        """Return a repeated measurement of one of the best candidates, or None.
+        """Return another measurement of one of the best candidates, or None.
 
-        Repeats end when noise cannot explain the differences, or at a limit.
+        None if the differences exceed the noise, or if the limit of repeats is reached.
         """
         measured = self.measured_costs()
         # Failures count, too, so that a contender that fails is not measured forever.

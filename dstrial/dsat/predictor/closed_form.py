@@ -1,7 +1,7 @@
-"""Compute memory, communication and operations of each ZeRO stage.
+"""Compute memory, communication and operations of each ZeRO stage from a dry run.
 
-The dry run of a model says what its graph needs; ZeRO's bytes per parameter follow from that in closed form.
-docs/how-to/memory.md has the table.
+The dry run has the model's graph without ZeRO; ZeRO's bytes per parameter are added by formulas, which docs/how-to/memory.md
+lists.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 3, and DeepSpeed 0.19 ``runtime/zero``.
 ``tests/engine/test_memory_of_engines.py`` compares the results with DeepSpeed's engines.
@@ -133,7 +133,7 @@ def _memory(
 
 
 def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
-    """Return the bytes of optimizer state per trained parameter, without masters."""
+    """Return the bytes of optimizer state per trained parameter, without fp32 weights."""
     if not trace.trainable_parameters:
         return 0.0
     measured = trace.state_bytes["optimizer"] / trace.trainable_parameters
@@ -141,7 +141,7 @@ def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
 
 
 def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
-    """Return a phase of the dry run, with other bytes in place of its settled ones."""
+    """Return a phase of the dry run, shifted so that it begins at ``start`` bytes."""
     lines = [line for each in form.phases if each.phase == name for line in each.lines]
     moved = upper_envelope((start + line.base - form.settled, line.per_record) for line in lines)
     return PhaseMemory(name, moved)
@@ -155,14 +155,14 @@ def _per_record(trace: ModelTrace, phase: str) -> float:
 
 
 class _Collectives:
-    """Collectives of micro batches and of the optimizer step."""
+    """The collectives of micro batches and of the optimizer step."""
 
     def __init__(self, trace: ModelTrace, zero: ZeroFeatures, gradients: float) -> None:
         self._trace, self._zero, self._gradients = trace, zero, int(gradients)
         self._weights = trace.state_bytes["parameters"]
 
     def inner(self) -> tuple[Collective, ...]:
-        """Return those of each micro batch but the last."""
+        """Return the collectives of each micro batch except the last of a step."""
         stage = self._zero.stage
         if stage < 2:
             return ()
@@ -176,7 +176,7 @@ class _Collectives:
         return (self._one("all_gather", "gather", num_calls, int((2 - kept) * self._weights)), reduced)
 
     def last(self) -> tuple[Collective, ...]:
-        """Return those of the last micro batch, with the optimizer step."""
+        """Return the collectives of a step's last micro batch and of the optimizer."""
         stage = self._zero.stage
         if stage == 3:
             return self.inner()

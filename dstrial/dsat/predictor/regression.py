@@ -1,8 +1,8 @@
 """Bayesian regression on logarithms, by rounds of Gauss-Newton.
 
-A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0. Effects e stand for what the parts
-do not model: ``log y = log(p . f) + e + noise``. Near an estimate of p . f this is linear in f and e, so that one solve gives a
-better estimate. The first estimate is y itself. docs/explanation/dsat-model.md has the equations.
+A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0. Effects e account for what the
+parts do not model: ``log y = log(p . f) + e + noise``. Near an estimate of p . f this is linear in f and e, so one solve gives
+a better estimate. The first estimate is y itself. docs/explanation/dsat-model.md has the equations.
 
 Source: Rasmussen and Williams 2006, chapter 2 (kernel form); O'Hagan and Forster 2004, chapter 11 (unknown scale of variances).
 """
@@ -41,7 +41,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured value of a quantity, or a lower bound of it."""
+    """A measured value of a quantity, or a lower bound of the quantity."""
 
     row: Row
     value: float
@@ -52,10 +52,9 @@ class Sample:
 class Regression:
     """The posterior of factors and effects after ``samples``.
 
-    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` are mean and relative
+    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` has mean and relative
     deviation of each factor. ``is_scaled`` first multiplies all prior means by the median ratio of measured to expected values.
-    ``is_robust`` gives little weight to a sample far from what all others predict, and lets spreads become smaller than
-    assumed.
+    ``is_robust`` downweights outliers, and lets spreads shrink below the assumed ones.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class Regression:
         effects: _Floats,
         noise: _Floats,
     ) -> _Fit:
-        """Return the posterior; fix factors that would fall below their lower bound."""
+        """Return the posterior, with factors limited to their lower bounds."""
         mean, deviations = self._prior.copy(), self._deviations.copy()
         while True:
             shares = scaled * deviations
