@@ -154,7 +154,6 @@ class _Ranks(PersistentRanks):
         self._master, self._journal, self._context = master, journal, context
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Queue a trial; return a handle that also has the experiment's id."""
         return {**super().start(spec), "experiment_id": self._journal.experiment.id}
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:

@@ -155,8 +155,6 @@ def _per_record(trace: ModelTrace, phase: str) -> float:
 
 
 class _Collectives:
-    """The collectives of micro batches and of the optimizer step."""
-
     def __init__(self, trace: ModelTrace, zero: ZeroFeatures, gradients: float) -> None:
         self._trace, self._zero, self._gradients = trace, zero, int(gradients)
         self._weights = trace.state_bytes["parameters"]

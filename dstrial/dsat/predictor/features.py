@@ -319,7 +319,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Return the seconds of launching operations that a device does not hide, by phase."""
+    """Return seconds of launching operations that a device does not hide, by phase."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
@@ -392,7 +392,7 @@ def _calls(
 def _exchange_s(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, records: int, accumulation: int
 ) -> tuple[float, float]:
-    """Return seconds (moving bytes, starting calls) of exchanging activations, forward.
+    """Return seconds (moving bytes, starting calls) of exchanging activations forward.
 
     Backward passes take as long. Ranks that share a layer (AutoTP) need two all-reduces a layer; ranks that share a sequence
     (Ulysses) need four all-to-alls of a rank's share of the sequence.

@@ -39,7 +39,7 @@ class Placement:
         return 0.0 if self.run is None else self.run.device.peak(self.micro_batch_size)
 
     def fits(self, capacity_bytes: float) -> bool:
-        """Return whether ``capacity_bytes`` suffice, with the probability of ``dsat plan``."""
+        """Return whether ``capacity_bytes`` suffice with the probability of ``dsat plan``."""
         return self.need is not None and self.need.quantile(PROBABILITY) <= capacity_bytes
 
     def parts(self) -> dict[str, float]:

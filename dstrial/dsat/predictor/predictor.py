@@ -177,7 +177,7 @@ class Predictor:
         return {} if point is None else self.time.parts(self._pressed([point])[0][0], self._phase)
 
     def margin_bytes(self, candidate: Candidate, probability: float = 0.98) -> float | None:
-        """Return the device bytes left with ``probability``; negative if bytes are missing.
+        """Return the device bytes left with ``probability``; negative if some are missing.
 
         None if the device's memory or the candidate's is unknown.
         """

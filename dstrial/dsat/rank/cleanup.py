@@ -108,7 +108,7 @@ class ProcessState:
         self._settings = Settings()
 
     def restore(self, engines: list[Any]) -> None:
-        """Destroy engines, empty their list, and undo all changes but those of random states.
+        """Destroy engines, empty their list, and undo all changes except of random states.
 
         The caller must keep no other reference to the engines or to their models.
 

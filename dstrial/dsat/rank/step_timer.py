@@ -85,7 +85,7 @@ class FirstMicroBatch:
         self._seen: set[tuple[str, int]] = set()
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
-        """Return ``call()``; count its FLOPs if it is the engine's first call in this phase.
+        """Return ``call()``; count its FLOPs if it is the engine's first in this phase.
 
         ``is_outermost`` is false for calls inside another call, such as those of a pipeline's ``train_batch``.
         """

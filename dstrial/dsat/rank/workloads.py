@@ -208,7 +208,6 @@ def _num_records(loader: Any) -> int:
 
 
 def _largest_batch(loader: Any, num_batches: int) -> Any:
-    """Return the batch with most tensor elements of the first ``num_batches``."""
     if isinstance(loader, pytorch.DataLoader):  # Determined's description of a torch loader
         loader = copy.copy(loader)
         loader.pin_memory = False  # would make a CUDA context in a process that forks
