@@ -1,8 +1,8 @@
 """Run a whole search inside one trial on a master.
 
-``python3 -m dstrial.dsat.search_trial`` is the experiment's entrypoint. The submitting command puts the experiment, the flags
-and the journal (the list of events) so far into the context directory. Every event is reported to the master before the search
-acts on it, so that a restarted trial resumes from these events. The search starts and ends its ranks within the trial.
+``python3 -m dstrial.dsat.search_trial`` is the experiment's entrypoint. The context directory contains the experiment, the
+flags and the journal (the list of events) so far. Every event is reported to the master before the search acts on it; a
+restarted trial resumes from these events. The search starts and ends its ranks within the trial.
 """
 
 from __future__ import annotations

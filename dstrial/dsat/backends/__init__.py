@@ -21,8 +21,8 @@ def make_backend(
 ) -> Backend | RemoteSearch:
     """Return the backend for the search's settings; ``master`` connects to a master.
 
-    If method ``predict`` tunes a trial class and one machine has the slots, the same ranks measure all trials. Otherwise, or
-    with ``--no-worker``, every trial starts its own ranks.
+    If method ``predict`` tunes a trial class and one machine has the slots, the same ranks measure all trials, unless
+    ``--no-worker`` is set. Otherwise every trial starts its own ranks.
     """
     is_launched_anew = (
         settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts

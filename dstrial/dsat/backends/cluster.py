@@ -64,8 +64,8 @@ class _Submitted:
 class ClusterBackend:
     """Submits one experiment per trial, and polls the experiments about once a second.
 
-    While the master is unreachable, the backend waits, and experiments continue. The backend uses the master and the login of
-    the ``det`` command (``DET_MASTER``, ``det user login``).
+    While the master is unreachable, the backend waits, and experiments continue. Master and login are those of the ``det``
+    command (``DET_MASTER``, ``det user login``).
     """
 
     is_sequential = False

@@ -1,8 +1,7 @@
 """Run trials on this machine, in new ranks for each trial or in persistent ranks.
 
 Persistent ranks are processes that measure one trial after the other, until a rank fails, hangs or leaks memory; then new ranks
-start. The search appends tasks to a file that rank 0 reads; rank 0 appends results to another file. Persistent ranks also run
-in a trial on a master.
+start. They read tasks from a file that the search writes, and write results to another. They also run in a trial on a master.
 """
 
 from __future__ import annotations
@@ -317,10 +316,9 @@ class PersistentRanks(_QueuedTrials):
 class Incumbent:
     """The best configuration so far, which is measured again to correct for drift.
 
-    The speed of a machine changes during a search (heat, clocks, other jobs). After a result that is better than the
-    incumbent's, or nearly as good, the incumbent is measured again. If its two latencies differ by more than their confidence
-    intervals, the new result is corrected by their ratio. ``end_to_end_throughput``, by which no configurations are compared,
-    stays uncorrected.
+    The speed of a machine changes during a search. After a result that is better than the incumbent's, or nearly as good, the
+    incumbent is measured again. If its two latencies differ by more than their confidence intervals, the new result is
+    corrected by their ratio, except for ``end_to_end_throughput``, by which no configurations are compared.
     """
 
     def __init__(self, metric: str) -> None:

@@ -1,8 +1,7 @@
 """Run a whole search inside one trial on a master, and copy the search's journal.
 
-The trial's context contains a file with the command line, the experiment and the journal (the search's list of events) so far.
-The trial reports each further event as a row of metrics (group ``dsat``). The submitting command appends these events to its
-own journal.
+The trial's context has a file with the command line, the experiment and the journal (the list of events) so far. The trial
+reports further events as rows of metrics (group ``dsat``), which the submitting command appends to its own journal.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class SearchOnMaster:
     def events(self) -> list[dict[str, Any]]:
         """Return the search's new events since the last call; submit it if none runs.
 
-        Before the next call, the caller must append the events to the ``SearchRecord`` passed to the constructor. If the search
-        is submitted again, it resumes from this record.
+        Before the next call, the caller must append them to the ``SearchRecord`` passed to the constructor, from which a
+        resubmitted search resumes.
         """
         if self._experiment is None and not self._find():
             if self._position:
@@ -129,10 +128,10 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again after its experiment ended.
+        """Submit the search again after its experiment ended; raise if the trial failed.
 
-        The search resumes if host memory ran out, or if the experiment ended before this command found it, for instance because
-        its time budget was smaller. The journal limits how often one configuration may kill the search.
+        It is submitted if host memory ran out, if its time budget was smaller than this command's, or if it ended before this
+        command found it. The journal limits how often one configuration may kill the search.
 
         Raises:
             SearchError: the trial failed for another reason.

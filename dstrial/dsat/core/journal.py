@@ -2,21 +2,21 @@
 
 ``<output>/`` holds::
 
-    search.json          fingerprint of options and configs, method, id and start time of the search
+    search.json          fingerprint of options and configs, method, id and start time
     search.lock          locked by the process that runs the search
-    events.jsonl         the journal: one line per event, append-only; replaying the events restores the search
-    best_ds_config.json  the complete DeepSpeed config of the best configuration so far
-    best_ds_metrics.json metrics of the best configuration
-    best_experiment.yaml the experiment config with the best DeepSpeed config and hyperparameters
+    events.jsonl         the journal, append-only, one event per line; replaying it restores the search
+    best_ds_config.json  complete DeepSpeed config of the best configuration so far
+    best_ds_metrics.json its metrics
+    best_experiment.yaml the experiment config with its DeepSpeed config and hyperparameters
     trials.json          every trial of the search
-    report.json          the findings as JSON; report.md has the same as text
+    report.json          the findings as JSON; report.md has them as text
     trials/<n>/          config, output and result of trial n, if it was launched on this machine
     ranks/<n>/           tasks, results and output of the n-th persistent ranks
 
 Events are ``inputs`` (of method ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
-``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (all processes of the search have ended). An event that was
-copied from a trial on a master has its ``position`` in the trial's journal. Methods are deterministic: replaying the results in
-order requests the same trials again.
+``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (all processes of the search have ended). Events copied from a
+trial on a master have their ``position`` in the trial's journal. Methods are deterministic: replaying results in order requests
+the same trials again.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Driver:
         The search stops when the caller's signal handlers append to ``signals``.
 
         Raises:
-            OSError: the disk is full. Once the user has freed space, the same command resumes the search.
+            OSError: the disk is full; with free space, the same command resumes the search.
         """
         self._signals = signals
         self._apply(self._method.start())

@@ -1,7 +1,7 @@
 """Dry-run the model of a search (one step on fake tensors) in child processes.
 
-Configurations have the same compute graph unless they differ in a ``--space`` setting of unknown effect; one dry run per graph
-is enough. This module does not import torch.
+Configurations share a compute graph, and one dry run, if their ``--space`` settings of unknown effect are equal. This module
+does not import torch.
 """
 
 from __future__ import annotations

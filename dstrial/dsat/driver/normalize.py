@@ -29,10 +29,9 @@ def with_model_flops(
 ) -> Measured:
     """Return a measurement whose ``FLOPS_per_gpu`` uses the FLOP count of the search.
 
-    All measurements of a search use the same FLOPs per record, so configurations of equal throughput have equal
-    ``FLOPS_per_gpu``. The FLOPs are counted in the first measurement, else in a dry run (``flops_per_record``, on one rank),
-    else estimated from the number of parameters. ``like`` is an earlier result of this function; None for the first
-    measurement.
+    All measurements of a search use the same FLOPs per record, so equal throughput gives equal ``FLOPS_per_gpu``. The FLOPs are
+    counted in the first measurement, else in a dry run (``flops_per_record``, on one rank), else estimated from the number of
+    parameters. ``like`` is an earlier result of this function; None for the first measurement.
     """
     throughput = measured.value("throughput")
     if not throughput:

@@ -1,8 +1,7 @@
 """Methods ``binary``, ``asha`` and ``random``, which measure random structures.
 
-A structure is a configuration without batch sizes: a ZeRO stage and settings. The user's own configuration is measured first;
-then random structures are drawn. The trials of one structure are a *lineage*; its range of micro batches narrows with every
-trial.
+A structure is a ZeRO stage and settings, without batch sizes. A search measures the user's own configuration, then draws
+structures. The trials of one structure are a *lineage*; its range of micro batches narrows with every trial.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", methods ``binary``, ``asha`` and ``random``; Li et al. 2020, "A
 System for Massively Parallel Hyperparameter Tuning", algorithm 2.
@@ -64,8 +63,7 @@ class BinarySearch:
     """Draws random structures, and finds the largest micro batch of each by bisection.
 
     A structure is a configuration without batch sizes. A success raises the lower end of its range of micro batches; an
-    out-of-memory error lowers the upper end. When the range is empty, the next structure is drawn. Throughput does not steer
-    the search.
+    out-of-memory error lowers the upper end. An empty range ends the structure. Throughput does not steer the search.
     """
 
     def __init__(self, space: Space, options: MethodOptions, filters: Filters) -> None:
@@ -267,7 +265,7 @@ class AshaSearch(BinarySearch):
 
     A lineage is the binary search for one structure; its resource is the number of trials. Rung *i* is complete after *r* x
     *eta* ^ (*s* + *i*) trials (``min_binary_search_trials``, ``divisor``, ``asha_early_stopping``), or when the range is empty.
-    The best 1 / *eta* of the lineages that completed a rung are promoted to the next rung.
+    The best 1 / *eta* of the lineages that completed a rung are promoted.
     """
 
     def choose(self) -> Lineage:
@@ -309,12 +307,11 @@ class RandomConfigSearch(BinarySearch):
     """Draws ZeRO stages and settings at random, and micro batches near mid-range.
 
     After stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. A lineage (the trials of one
-    structure) ends after ``trials_per_random_config`` trials, or when no micro batch fits. It also ends after a failure, if
-    another lineage of its stage has run with as large a micro batch.
+    structure) ends after ``trials_per_random_config`` trials, if no micro batch fits, or if it has failed and another lineage
+    of its stage has run with as large a micro batch.
 
     The range of a new lineage begins at the best micro batch of its stage, and ends below sizes known not to fit. With
-    ``--no-gates``, the range begins above the best micro batch, as in Determined's documentation; such trials mostly run out of
-    memory.
+    ``--no-gates``, it begins above the best micro batch, as in Determined's documentation.
     """
 
     def choose(self) -> Lineage:

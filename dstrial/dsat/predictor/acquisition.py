@@ -1,8 +1,8 @@
 """Find configurations that are worth a measurement, in each group.
 
 Configurations of one group have the same ZeRO stage, the same offload devices and the same values of those ``--space`` keys
-whose effect is unknown. All groups are searched. Within a group, coordinate descent changes one setting at a time, as long as
-the lower confidence bound of the predicted cost falls. All configurations that it visits are candidates.
+whose effect is unknown. In each group, coordinate descent changes one setting at a time while the lower confidence bound of the
+predicted cost falls. All configurations that it visits are candidates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Compute memory, communication and operations of each ZeRO stage from a dry run.
 
-The dry run has the model's graph without ZeRO; ZeRO's bytes per parameter are added by formulas, which docs/how-to/memory.md
-lists.
+The dry run has no ZeRO; formulas add ZeRO's bytes per parameter (table in docs/how-to/memory.md).
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 3, and DeepSpeed 0.19 ``runtime/zero``.
 ``tests/engine/test_memory_of_engines.py`` compares the results with DeepSpeed's engines.

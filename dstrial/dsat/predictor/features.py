@@ -122,8 +122,8 @@ class ZeroFeatures:
     def kept_elements(self, parameters: float) -> float:
         """Return how many gathered parameters stage 3 keeps from forward to backward.
 
-        ``parameters`` is the number of the model's parameters. Between forward and backward use of a parameter with ``d``
-        parameters behind it, ``2 d`` others are used; it is kept if ``2 d`` is within the reuse distance.
+        ``parameters`` is the model's number. A parameter that ``d`` others follow is used again after ``2 d`` parameters; it is
+        kept if ``2 d`` is within the reuse distance.
         """
         if self.stage != 3:
             return 0.0
@@ -279,8 +279,8 @@ def _gathers(
 ) -> tuple[list[_Exposed], list[float]]:
     """Return times of parameter gathers and of host fetches, each [forward, backward].
 
-    ``gathered`` has the seconds (moving bytes, starting calls) of all gathers; ``fetched`` has the seconds of all host fetches;
-    ``computing`` has those of forward and backward computation.
+    ``gathered``: seconds (moving bytes, starting calls) of all gathers; ``fetched``: of all host fetches; ``computing``: of
+    forward and backward computation.
     """
     ahead = min(max(setup.prefetch_elements * ASSUMED_LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
     ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED

@@ -119,8 +119,7 @@ def nominal_machine(
     """Return a machine with 70 % of the rates in a device's data sheet.
 
     ``per_machine`` is the number of devices of a machine. ``network_bytes_per_s`` is the network rate between machines, per
-    device and direction. Collectives are rings; a ring crosses from one machine to the next only once, so it can use the
-    network of all devices of a machine.
+    device and direction. A ring collective crosses from one machine to the next once, with the network of all its devices.
 
     Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce, half of that in other collectives (Patarasuk and Yuan
     2009).

@@ -221,8 +221,8 @@ class DeviceMemory:
     def cuda(cls, capacity_bytes: float) -> DeviceMemory:
         """Return the assumed memory of a GPU with torch's caching allocator.
 
-        Assumed, not measured: some percent of the allocator's segments stay unused, because it splits them into blocks of 512
-        bytes; the CUDA context takes about one GiB with NCCL.
+        Assumed, not measured: the allocator leaves some percent of its segments unused, because it splits them into blocks of
+        512 bytes; the CUDA context with NCCL takes about one GiB.
         """
         return cls(capacity_bytes, 1.0 * 2**30, 0.3 * 2**30, waste=0.04, log_std=0.04)
 

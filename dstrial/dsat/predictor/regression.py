@@ -1,8 +1,8 @@
 """Bayesian regression on logarithms, by rounds of Gauss-Newton.
 
 A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0. Effects e account for what the
-parts do not model: ``log y = log(p . f) + e + noise``. Near an estimate of p . f this is linear in f and e, so one solve gives
-a better estimate. The first estimate is y itself. docs/explanation/dsat-model.md has the equations.
+parts do not model: ``log y = log(p . f) + e + noise``. Each round solves the linearization at the previous estimate of p . f,
+the first at y. docs/explanation/dsat-model.md has the equations.
 
 Source: Rasmussen and Williams 2006, chapter 2 (kernel form); O'Hagan and Forster 2004, chapter 11 (unknown scale of variances).
 """
@@ -53,7 +53,7 @@ class Regression:
     """The posterior of factors and effects after ``samples``.
 
     A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` has mean and relative
-    deviation of each factor. ``is_scaled`` first multiplies all prior means by the median ratio of measured to expected values.
+    deviation of each factor. ``is_scaled`` multiplies the prior means by the median ratio of measured to expected values.
     ``is_robust`` downweights outliers, and lets spreads shrink below the assumed ones.
     """
 

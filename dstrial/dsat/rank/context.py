@@ -30,22 +30,21 @@ from dstrial.visible_text import cut_text
 def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
     """Measure the engine steps in the block if a dsat search runs this trial.
 
-    Without a search, the block runs as usual. When enough steps are measured, the metrics are reported as validation metrics,
-    ``op`` is completed, and ``engine.step()`` raises ``SystemExit`` with status 0. If the loop ends earlier, its steps so far
-    are reported, and the block raises ``SystemExit``, too, because the code after the block belongs to a full training.
+    Otherwise the block just runs. When enough steps are measured, the metrics are reported as validation metrics, ``op`` is
+    completed, and ``engine.step()`` raises ``SystemExit`` with status 0. If the loop ends earlier, its steps are reported, and
+    the block raises ``SystemExit``, because the code after it belongs to a full training.
 
-    The block may contain the whole loop, or one step or micro batch of the loop, as in Determined's example of the Core API.
-    Blocks in which an engine makes at most one step are measured together. If such a loop ends early, its steps are reported
-    when the core context closes.
+    The block may contain the whole loop, or one step or micro batch, as in Determined's example of the Core API. Such short
+    blocks are measured together; if their loop ends early, its steps are reported when the core context closes.
 
     Args:
         core_context: the core context of ``determined.core.init``.
         op: the searcher's operation to complete; None if there is none.
-        steps_completed: number of steps to report with the metrics; by default, that of the engine.
+        steps_completed: number of steps to report; by default, that of the engine.
 
     Raises:
-        TrialContractError: no engine made a second step, so that nothing can be timed. For blocks of one step, the close of the
-            core context raises it.
+        TrialContractError: no engine made a second step, so that nothing can be timed. With short blocks, the core context raises
+            it when it closes.
 
     Ranks: all, collectively.
     """

@@ -1,7 +1,7 @@
 """Measure configurations of a trial class one after the other in persistent ranks.
 
-Rank 0 reads tasks that the search appends to a file, and broadcasts them. All ranks build, measure and tear down a trial for
-each task; rank 0 appends its result to another file. The process group lives as long as the ranks.
+Rank 0 reads tasks from a file that the search appends to. All ranks build, measure and tear down a trial for each task; rank 0
+appends its result to another file. The process group lives as long as the ranks.
 """
 
 from __future__ import annotations

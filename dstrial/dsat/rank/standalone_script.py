@@ -1,7 +1,7 @@
 """Run a Core API script as a rank of a trial on this machine, without a master.
 
-``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``. Determined's API returns the experiment that the launcher got
-by ``--config``, and writes reports to a run directory. The search runs this command, not the user.
+``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``. Determined's API returns the experiment that the launcher
+read, and reports go to a run directory. The search runs this command, not the user.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _NO_MASTER = "http://localhost:1"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a script, or ``-m MODULE``, as a rank of a local trial. Ranks: all."""
+    """Run a script, or ``-m MODULE``, as a rank of a local trial.
+
+    Ranks: all; ``core.init()`` in the script is collective.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     known = read_experiment()
     assert known is not None, "the launcher was given --config"

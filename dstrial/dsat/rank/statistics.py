@@ -30,8 +30,8 @@ class Interval:
 def warm_from(values: Sequence[float]) -> int:
     """Return the index in ``values``, times of steps, at which warm-up has ended.
 
-    Warm-up ends at the change point in the first half that best divides the logarithms of the times into two levels. The first
-    level must be at least 5 % higher than the second; otherwise the index is 0. A single slow step later on is no change point.
+    This is the change point in the first half that best divides the logarithms of the times into two levels; 0 unless the first
+    level is at least 5 % higher. A single slow step later on is no change point.
 
     Source: least-squares segmentation into two levels, Hinkley 1970.
     """

@@ -1,8 +1,8 @@
 """Time whole steps of a running training, and count its FLOPs and memory.
 
-A measurement has three parts. The first step counts FLOPs and saved activations. Then windows of steps are timed until the
-median is precise enough; the device is synchronised at the edges of a window. Finally, three steps time forward, backward and
-optimizer step separately. Rank 0 decides when each part ends.
+The first step counts FLOPs and saved activations. Then windows of steps are timed until the median is precise enough; the
+device is synchronised only at the edges of a window. Three last steps time forward, backward and optimizer step separately.
+Rank 0 decides when each part ends.
 """
 
 from __future__ import annotations

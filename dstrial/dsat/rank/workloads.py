@@ -1,8 +1,7 @@
 """Workloads of dry runs: a DeepSpeedTrial, or a script's model and first batch.
 
-The code of the trial or script really runs, and reads its data. Parameters have only shapes, and ``deepspeed.initialize``
-builds the real engine on fake tensors, which trains a batch of the right shape. If the code reads values of tensors, the dry
-run reports the line.
+The code of the trial or script really runs, and reads its data. Its parameters are fake tensors, which have only shapes, and
+train a batch of the right shape. If the code reads values of tensors, the dry run reports the line.
 """
 
 from __future__ import annotations
@@ -122,8 +121,8 @@ class ScriptWorkload:
     """A script's model and first batch as an ``engine.dryrun.measure.Workload``.
 
     The script stops at the engine's first call. The loss is the output's ``loss``, else a single number in the output, else the
-    mean of the output. ``sample_batch`` is the file of a batch to use instead of the script's; ``trusts_code`` loads it even if
-    it holds other classes than tensors.
+    mean of the output. ``sample_batch`` is the file of a batch to use instead; ``trusts_code`` loads it even if it holds other
+    classes than tensors.
     """
 
     def __init__(
@@ -329,8 +328,6 @@ class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # 
 
 
 class _DryRunContext(DeepSpeedTrialContext):
-    """A trial context for dry runs, without a cluster."""
-
     def __init__(
         self,
         world_size: int,

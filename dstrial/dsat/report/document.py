@@ -161,7 +161,10 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def memory_bytes(measured: Measured) -> float | None:
-    """Return peak bytes of the allocator, else of tensors, else of a CPU rank; or None."""
+    """Return peak bytes of the allocator, else of tensors, else of the rank's process.
+
+    None if none of these was measured.
+    """
     for name in ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes"):
         if (value := measured.value(name)) is not None:
             return value
@@ -312,7 +315,6 @@ def _effective_settings(trial: TrialResult, space: Space) -> dict[str, Any]:
 
 
 def _needs(trials: Sequence[TrialResult], margins: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the predicted missing memory of larger micro batches."""
     by_id = {trial.trial_id: trial for trial in trials}
     known = [one for one in margins if one["trial_id"] in by_id]
     known.sort(key=lambda one: by_id[one["trial_id"]].candidate.is_own)

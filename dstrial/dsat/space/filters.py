@@ -1,8 +1,8 @@
 """Reject duplicate, illegal and hopeless candidates; measure effects of settings.
 
-DeepSpeed's rules say which keys it reads. They do not say what a trial does with a hyperparameter of ``--space``, an *unproven
-knob*. So measurements that differ only in one such knob are compared: the engines (``dstrial.dsat.rank.step_timer``), what a
-micro batch computes and keeps, and the time of a step. If nothing differs, the knob is *dead*.
+The effect of a hyperparameter of ``--space`` on a trial is unknown (an *unproven knob*). So measurements that differ only in
+one such knob are compared: the engines (``dstrial.dsat.rank.step_timer``), what a micro batch computes and keeps, and the time
+of a step. If nothing differs, the knob is *dead*.
 """
 
 from __future__ import annotations
