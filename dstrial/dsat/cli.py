@@ -188,9 +188,8 @@ class SearchFlags:
         type=float,
     )
     is_plan: bool = False
-    own: Mapping[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # flags that only this method has: name -> value
+    # name -> value of flags that only this method has
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: frozenset[str] = frozenset()  # names of the flags on the command line
 
     def fingerprinted(self) -> dict[str, Any]:

@@ -112,7 +112,6 @@ class Searcher:
 
         The caller calls :meth:`trial_exited` afterwards.
         """
-        # The caller also calls trial_exited afterwards.
         if request_id in self._closed or request_id in self._failed | self._cancelled:
             return []
         if reason is ExitReason.ERRORED:

@@ -41,7 +41,7 @@ _RETRY_S = 2.0
 _NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
 _T = TypeVar("_T")
 _UNAVAILABLE_STATUS = (502, 503, 504)
-_OUTAGE_ERRORS: tuple[type[Exception], ...] = (errors.BadRequestException, OSError)  # see _is_outage
+_OUTAGE_ERRORS: tuple[type[Exception], ...] = (errors.BadRequestException, OSError)  # if ``_is_outage``
 _WAITING_STATES = (ExperimentState.PAUSED, ExperimentState.ACTIVE, ExperimentState.QUEUED)
 _RUNNING_STATES = ("RUNNING", "STATE_RUNNING")
 _CANCELED_STATES = (
@@ -407,7 +407,7 @@ def why_waiting(experiment: Experiment, num_slots: int) -> str:
 
 def _file(name: str, text: str) -> bindings.v1File:
     content, now = base64.b64encode(text.encode()).decode(), str(int(time.time()))
-    mode, kind = stat.S_IFREG | 0o600, ord("0")  # tar's type flag of a file
+    mode, kind = stat.S_IFREG | 0o600, ord("0")  # tar's type flag of a regular file
     return bindings.v1File(content=content, gid=0, mode=mode, mtime=now, path=name, type=kind, uid=0)
 
 

@@ -42,7 +42,7 @@ from dstrial.process_state import start_ticks
 logger = logging.getLogger("dstrial.dsat")
 
 _MAX_ATTEMPTS = 2
-_NEAR = 0.10  # a result worse than the incumbent by at most this fraction has the incumbent measured again
+_NEAR = 0.10  # the incumbent is measured again after a result that is at most this fraction worse
 _RATES = ("throughput", "FLOPS_per_gpu", "hardware_FLOPS_per_gpu")
 _TIMES = ("latency", "latency_low", "latency_high", "forward", "backward", "step")
 

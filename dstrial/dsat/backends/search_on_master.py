@@ -28,8 +28,8 @@ from dstrial.errors import DstrialError, SearchError
 logger = logging.getLogger("dstrial.dsat")
 
 _POLL_PERIOD_S = 0.5
-_FINISH_TIMEOUT_S = 20.0  # for the trial's last event: its time budget ends seconds after the command's
-_STORE_TIMEOUT_S = 60.0  # for the trial to store its files in a checkpoint
+_FINISH_TIMEOUT_S = 20.0  # for the trial's last event: the trial's budget ends after the command's
+_STORE_TIMEOUT_S = 60.0  # wait for the trial to store its files in a checkpoint
 _LOG_WAIT_AFTER_S = 15.0
 _ENDED_STATES = (
     ExperimentState.CANCELED,
@@ -51,7 +51,7 @@ class SearchOnMaster:
         self._record = record
         self._spec = search_config(settings, record.search_id)
         self._experiment: Experiment | None = None
-        # Position, in the trial's journal, of the last event that was read. An experiment that is submitted later counts on.
+        # Position, in the trial's journal, of the last event that was read. A resubmitted search continues the numbering.
         self._position = max((event.get("position", 0) for event in record.events()), default=0)
         self._has_finished = False  # whether the trial has reported the end of its search
         self._had_ended = False  # whether the experiment ended before this command found it

@@ -44,7 +44,7 @@ class TrialSpec:
     trial_id: int
     config: dict[str, Any]
     hparams: dict[str, Any]  # as a trial reads them
-    label: str  # unique per trial and search; finds the trial again
+    label: str  # unique per trial and search, to find the trial again
     # hyperparameters and metrics of the best trial so far
     best: tuple[dict[str, Any], dict[str, float]] | None = None
 

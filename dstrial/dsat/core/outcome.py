@@ -167,7 +167,7 @@ def classify(text: str, *, phase: str = "") -> Failure:
     )
     tried = _TRIED.search(text)
     requested = int(float(tried[1]) * _UNITS[tried[2].lower()]) if tried else _plain_bytes(text)
-    # The message has priority over the frames above it, which may name anything.
+    # The message has priority over the stack frames, whose names and paths may match by chance.
     for where in (message, text):
         if _HOST_OOM.search(where) and not _DEVICE_OOM.search(where):
             return Failure(FailureKind.HOST_OOM, message, phase, requested)
@@ -247,7 +247,7 @@ class TrialResult:
     description: str
     why: str
     outcome: Outcome | None = None
-    seconds: float | None = None  # on its slots; None if unknown
+    seconds: float | None = None  # since the trial got its slots; None if unknown
     handle: dict[str, Any] = dataclasses.field(default_factory=dict)  # the backend's, e.g. experiment id
 
     def score(self, metric: str) -> float | None:

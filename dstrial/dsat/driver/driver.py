@@ -44,7 +44,7 @@ logger = logging.getLogger("dstrial.dsat")
 _MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
 _DEADLINE_FACTOR = 5.0
 _REPORT_PERIOD_S = 2.0
-# A report of many trials takes long to make: reports take at most about 1/20 of the search's time.
+# Pause between reports, as a multiple of a report's duration: reports take at most about 1/20 of the search's time.
 _MIN_PAUSES = 20.0
 
 
@@ -74,7 +74,7 @@ class Driver:
         self._method = search_method(settings.method, settings.space, settings.options, filters, inputs)
         self._make_backend = backend
         self._backend: Backend | RemoteSearch | None = None
-        self._measurer: Backend | None = None  # the backend, while this process decides what it measures
+        self._measurer: Backend | None = None  # the backend, unless the search is remote
         self._is_replay = True
         self._print_line = print_line
         self._show = show
@@ -156,7 +156,7 @@ class Driver:
 
     def _search(self) -> None:
         budget_s = self._settings.flags.budget
-        # Time that earlier processes of this search have spent, as far as it is on record.
+        # Seconds that earlier processes of this search have spent, according to the journal.
         spent_s = (
             sum(trial.seconds or 0.0 for trial in self.trials.values()) / self._settings.options.num_parallel
         )
@@ -387,7 +387,7 @@ class Driver:
 
     def _report_so_far(self, reason: str = "") -> dict[str, Any]:
         document = report_document(self._facts(reason), self._settings.space, list(self.trials.values()))
-        # The page shows the newest of several experiments' reports.
+        # If several experiments have a report, the web page shows the newest.
         return {**live_document(document), "told_s": time.time()}
 
     def _facts(self, reason: str) -> SearchFacts:

@@ -88,7 +88,7 @@ def trace_graphs(
     together.
     """
     sizes = settings.space.sizes
-    # A dry run is one rank: it would describe one stage of a pipeline, and has no groups.
+    # A dry run has one rank: only one stage of a pipeline, and no tensor- or sequence-parallel groups.
     refusal = (
         _PIPELINE_NOTE if sizes.has_pipeline_engine else _GROUPS_NOTE if sizes.tp * sizes.sp > 1 else None
     )

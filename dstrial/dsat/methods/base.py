@@ -59,7 +59,7 @@ class ReportFacts:
     forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     # trial -> seconds of each part of a step
     explained: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    # bytes that larger micro batches of the user's own and of the best configuration lack
+    # bytes missing for larger micro batches of the user's own configuration and of the best one
     margins: Sequence[Mapping[str, Any]] = ()
     left: Sequence[Mapping[str, Any]] = ()  # unmeasured candidates, the most promising first
 
@@ -107,7 +107,7 @@ class Flag:
     kind: type[int] | type[float] | type[bool]
     default: int | float | None
     help: str
-    least: int | None  # smallest value; None for anything above 0, and for a switch
+    least: int | None  # smallest value; None for a switch, and if any value above 0 is valid
 
     @property
     def dest(self) -> str:

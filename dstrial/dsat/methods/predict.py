@@ -32,24 +32,20 @@ from dstrial.dsat.space.space import Space, Structure
 _USUAL, _THOROUGH = (0.0012, 2.0), (0.0008, 3.0)
 """Least expected gain of a measurement, as a share of the best cost, and the number of measurements without progress that
 doubles it."""
-_CONTENDERS, _REPEATS = 3, 2  # thorough: best configurations that are measured again, and how often at most
+_CONTENDERS, _REPEATS = 3, 2  # ``--thorough``: configurations to repeat, most measurements of each
 _NEW, _FAR = 2.0, 2.0
 """``_NEW`` multiplies the worth of a measurement if its group has not run with a micro batch within a factor of ``_FAR``,
-because
-it informs about many other candidates."""
+because such a measurement improves the predictions of many candidates."""
 _PROGRESS = 1.005  # a cost makes progress if it is better than the best so far by this factor
 _SURE_TO_FIT = 0.98  # while nothing has run, a candidate with this probability counts as fitting
-_MAX_REFUSED = 2  # number of refused structures after which their group is left out
+_MAX_REFUSED = 2  # failed configurations after which their group is excluded
 # After these failures, an equal candidate may be measured: smaller buckets may fit, although nothing else differs.
 _MAY_REPEAT = (FailureKind.COMMUNICATION, FailureKind.DEVICE_OOM)
-_LONGEST_STEPS, _MIN_S, _BUILD_S = (
-    70,
-    6.0,
-    30.0,
-)  # most steps of a measurement; least seconds of all steps; seconds of building an engine
+# Most steps of a measurement, least seconds of all steps, seconds of building an engine.
+_LONGEST_STEPS, _MIN_S, _BUILD_S = 70, 6.0, 30.0
 _NEXT_SIZES = 2  # larger micro batches whose missing memory is reported
 _NUM_LEFT = 10  # unmeasured candidates that are reported
-_USUAL_NOISE = 0.01  # relative, of a measurement whose interval is unknown
+_USUAL_NOISE = 0.01  # relative noise of a measurement without a confidence interval
 
 _Costs = list[tuple[Candidate, float]]
 """Measurements of candidates that DeepSpeed cannot tell apart."""
@@ -256,10 +252,10 @@ class PredictSearch:
             sure = [one for one in found if one.probability_to_fit >= _SURE_TO_FIT]
             pairs = [(one, -one.cost if sure else one.probability_to_fit) for one in sure or found]
         else:
-            # The best of many measurements is partly the luckiest one, so its prediction counts, too.
+            # The best of many noisy measurements is biased, so a higher predicted cost replaces it.
             known = self.predictor.predictions([best[0]])
             cost = max(best[1], known[0].cost) if known else best[1]
-            # After disappointing measurements, a candidate must promise more and more.
+            # The required gain grows with the number of measurements without progress.
             least, patience = _THOROUGH if self.options.thorough else _USUAL
             least *= 2 ** (self._num_since_progress() / patience)
             pairs = [pair for pair in self._worths(found, cost) if pair[1] >= least]

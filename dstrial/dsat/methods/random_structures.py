@@ -46,7 +46,7 @@ class Lineage:
     # (position, score, rung)
     history: list[tuple[int, float | None, int]] = dataclasses.field(default_factory=list)
     rung: int = 0
-    is_closed: bool = False  # nothing more is tried
+    is_closed: bool = False  # gets no more trials
     is_open: bool = False  # one of its trials is being measured
 
     def best(self, last_rung: int | None = None) -> float | None:

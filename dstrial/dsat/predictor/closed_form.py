@@ -21,12 +21,12 @@ from dstrial.engine.dryrun.values import (
     upper_envelope,
 )
 
-_MASTER_BYTES = 4  # of a float32 weight; ZeRO keeps one in fp32, too
-_FLAT_ELEMENTS = 5e8  # gradients that stage 0 reduces at once; DeepSpeed has no key for it
+_MASTER_BYTES = 4  # of a float32 master weight; ZeRO keeps master weights in fp32 training, too
+_FLAT_ELEMENTS = 5e8  # most gradients that stage 0 reduces at once; no DeepSpeed key sets it
 _PASS_OPERATIONS = {0: -9, 1: -6, 2: 9, 3: 75}
 _STEP_OPERATIONS = {0: 45, 1: 40, 2: 28, 3: 39}
-"""Operations of forward and backward, besides those of stage 0 with its reduction, and of a step; per tensor. Counted."""
-_GATHERS = 0.54  # gathers of stage 3 per tensor and pass, because small tensors stay and others are gathered together; counted
+"""ZeRO stage -> counted operations per tensor, beyond those of the dry run, in forward and backward, and in a step."""
+_GATHERS = 0.54  # counted gathers of stage 3 per tensor and pass; small tensors are not gathered, or together
 
 
 def zero_run(
@@ -72,11 +72,11 @@ def _memory(
     stage, width, trained = zero.stage, zero.bytes_per_value, trace.trainable_parameters
     is_half = width == 2
     owned = trained / (zero.replicas if stage else 1)
-    here = owned * (1 - zero.host_share)  # whose optimizer state is on the device
+    here = owned * (1 - zero.host_share)  # parameters whose optimizer state is on the device
     masters = _MASTER_BYTES if is_half or stage else 0
     state = masters + _moment_bytes(trace, is_half=is_half)
     largest = width * trace.largest_tensor
-    copied = largest if trace.largest_tensor > zero.reduce_elements else 0  # is reduced beside the bucket
+    copied = largest if trace.largest_tensor > zero.reduce_elements else 0  # not reduced in a bucket
     buckets = zero.bucket_bytes
     whole = float(trace.state_bytes["parameters"])
     weights = whole / zero.replicas if stage == 3 else whole
@@ -95,7 +95,7 @@ def _memory(
     elif stage == 1:
         carried, reducing = gradients + buckets, gradients + buckets + copied
     elif stage == 2:
-        # A tensor that a rank owns a part of stays as a whole.
+        # If a rank owns a part of a tensor's gradient, it keeps the whole gradient.
         carried = max(width * owned, largest) if here else 0.0
         reducing = buckets + carried + copied + (largest if is_accumulating else 0)
     else:
@@ -167,7 +167,7 @@ class _Collectives:
         reduced = self._one(kind, "reduce", self._buckets(self._zero.reduce_elements), self._gradients)
         if stage == 2:
             return (reduced,)
-        # What stage 3 keeps after the forward pass is not gathered again.
+        # Parameters that stage 3 keeps after the forward pass are not gathered again.
         kept = self._zero.kept_elements(self._trace.parameters) / max(self._trace.parameters, 1)
         num_calls = max(round((2 - kept) * _GATHERS * self._trace.num_tensors), 1)
         return (self._one("all_gather", "gather", num_calls, int((2 - kept) * self._weights)), reduced)

@@ -14,7 +14,7 @@ from dstrial.dsat.space.space import Space, Structure
 _OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 _SIZES = {knob.path: knob.path.rpartition(".")[2] for knob in KNOBS if knob.counts_params}
 _MAX_BASES = 96
-_BEYOND = 8  # a micro batch may be this many times as large as the largest that has run
+_BEYOND = 8  # largest micro batch to consider, relative to the largest that has run
 # Micro batches that are considered if the batch is free: all up to 32, then 16 per doubling.
 _ALL_UP_TO, _SHARES = 32, 16
 

@@ -162,7 +162,7 @@ _FILLING_TOKENS = 512.0  # time, in tokens, that a micro batch loses by not fill
 _FILLING_SHARE = 0.25  # the same loss as a share of a record, for models without tokens
 _MAX_HIDDEN = 0.9  # share of computing that communication can overlap
 _MIN_OVERHEAD = 0.1  # share of the operations' overhead that a busy device does not hide
-_UNSTREAMED = 0.3  # share of prefetching that works without ``overlap_comm``
+_UNSTREAMED = 0.3  # share of prefetches that still overlap without ``overlap_comm``
 _STEP_SHARE = 0.35  # the optimizer's share of the operations of a step without accumulation
 _FULL = 0.9  # share of the device's memory above which its allocator frees and allocates again; assumed
 _COPIED_IN, _COPIED_OUT = 2.0, 0.8  # memory copies of a gradient with contiguous gradients, and without
@@ -434,7 +434,7 @@ temporary bytes that do not depend on the micro batch, if gradients are whole, d
 gradient bucket, and the buckets that overlapping adds. ``held``: gathered parameters that a stage keeps, as its knobs allow."""
 _OVERLAPPED_STAGE_3 = 0.5  # buckets that overlapping adds in stage 3
 _GATHERED = 0.5  # share of an all-gather bucket that is alive at the peak of a step
-_MIN_SHARE = 0.6  # share of the highest peak; a phase with less cannot become the highest
+_MIN_SHARE = 0.6  # phases below this share of the highest peak cannot become the highest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 METRIC_PREFIX = "machine_"  # of the metrics in which a measuring trial reports the speed of its machine
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # timed; others get the times of one of these
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # that are timed, for all others, too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
     """Latency and bandwidth of one type of collective, such as ``all_reduce``."""
 
-    latency_s: float  # of a call that moves nothing
+    latency_s: float  # of a call with an empty tensor
     bytes_per_s: float  # of the whole tensor, all ranks together
 
     def seconds(self, num_calls: float, num_bytes: float) -> tuple[float, float]:
@@ -32,7 +32,7 @@ class Machine:
     copy_bytes_per_s: float  # read and written in device memory
     host_bytes_per_s: float
     host_copy_bytes_per_s: float | None  # between device and host; None where the device is the host
-    collectives: Mapping[str, Link]  # by kind, at the number of ranks in question
+    collectives: Mapping[str, Link]  # collective -> link, for this number of ranks
     hides: float = 0.0  # share of the communication that overlapping hides behind computation
 
     def link(self, kind: str) -> Link:

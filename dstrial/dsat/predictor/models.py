@@ -35,9 +35,9 @@ _STEP_FACTORS: dict[str, tuple[float, float]] = {
 """Mean and relative standard deviation of each part's factor before anything was measured: models reach about two thirds of
 what large matrix products do, optimizers read their state more than once. Assumed."""
 # Relative standard deviations of effects.
-_GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05  # slope: per eightfold micro batch
+_GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05  # slope: for each factor 8 of the micro batch
 _KNOB, _SWITCH, _STRUCTURE, _MICRO = 0.004, 0.02, 0.004, 0.01
-_TREND, _USUAL_SIZE = 0.008, 1e8  # trend: per tenfold number of elements
+_TREND, _USUAL_SIZE = 0.008, 1e8  # trend: for each factor 10 of a bucket's elements
 _UNKNOWN_SETTING = 0.06
 _PHASE_NOISE = 0.001  # share of the whole step, because the device is synchronised at the edges of a phase
 
@@ -48,10 +48,10 @@ class Point:
 
     parts: StepParts
     peaks: tuple[PeakParts, ...]  # of phases in the dry run, the highest first; empty if unknown
-    group: tuple[Any, ...]  # the stage first; configurations of a group share errors
+    group: tuple[Any, ...]  # begins with the ZeRO stage; predictions in a group have a common error
     knobs: tuple[tuple[str, Any], ...]
     micro_batch_size: int
-    extras: tuple[tuple[str, Any], ...] = ()  # settings about which no rule is known
+    extras: tuple[tuple[str, Any], ...] = ()  # (path, value) of settings of unknown effect
     is_scattered: bool = False  # gradients are not contiguous
 
     def time_row(self, phase: str | None = None) -> Row:
@@ -197,7 +197,7 @@ _MEMORY_NOISE = 0.004
 _SCATTERED = 0.03  # share of memory that non-contiguous gradients leave unusable between them
 _WASTE_NOISE, _MAX_WASTE, _BEYOND = 0.01, 0.1, 0.5
 """Of waste above ``_MAX_WASTE``, half could be freed by the allocator."""
-_NEAR = 0.85  # share of the fewest failed bytes from which others are expected to fail, unless more bytes have run
+_NEAR = 0.85  # points above this share of the fewest bytes that ran out are expected to fail, unless more have run
 _MEASURED_PHASES = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
 """Phase of a measurement -> phases of a dry run within it."""
 

@@ -16,11 +16,11 @@ from dstrial.dsat.space.space import Space, Structure
 from dstrial.engine.dryrun.values import DryRunResult
 
 PROBABILITY = 0.98  # a configuration fits if its probability to fit is at least this
-MAX_ROWS = 10  # that a plan shows
+MAX_ROWS = 10  # of a printed plan
 
 _NUM_BEST = 3
 _BAND = 1.28  # standard deviations on each side that contain four of five predictions
-_LARGEST_FREE = 1024  # micro batch that is considered with a free batch
+_LARGEST_FREE = 1024  # largest micro batch to consider if the global batch may vary
 _COUNTED_AT = 4  # micro batch size at which FLOPs and tokens of a record are counted
 _GIB = 2**30
 
@@ -33,7 +33,7 @@ class PlanRow:
     description: str
     num_slots: int
     fits: bool
-    largest_micro_batch: int  # that fits; 0 if none does
+    largest_micro_batch: int  # largest that fits; 0 if none does
     margin_bytes: float  # left on each device, at ``PROBABILITY``; negative if missing
     memory_bytes: float  # on each device, at the median, with context and fragmentation
     memory_phase: str
@@ -81,7 +81,7 @@ def columns(rows: Sequence[PlanRow]) -> tuple[str, ...]:
 class HardwarePlan:
     """The predictions of ``dsat plan`` for hardware that need not be present."""
 
-    rows: tuple[PlanRow, ...]  # fitting ones, the fastest first; then the others by missing memory
+    rows: tuple[PlanRow, ...]  # those that fit, fastest first; then others, least missing memory first
     best: tuple[PlanRow, ...]  # the fastest three of all structures
     num_params: float
     notes: tuple[str, ...]

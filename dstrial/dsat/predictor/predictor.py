@@ -25,8 +25,8 @@ from dstrial.dsat.predictor.models import (
 from dstrial.dsat.space.space import Space
 from dstrial.engine.dryrun.values import DryRunResult
 
-_UNKNOWN_NOISE = 0.01  # relative, of a measurement whose interval is unknown
-_MAX_SPREAD = 0.15  # largest standard deviation of the log cost that bounds and gains use
+_UNKNOWN_NOISE = 0.01  # relative noise of a measurement without a confidence interval
+_MAX_SPREAD = 0.15  # limit of the log cost's standard deviation in bounds and expected gains
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _View:
 
     run: DryRunResult
     setup: ZeroFeatures
-    ran: ZeroFeatures  # features of the structure that was dry-run in its place
+    ran: ZeroFeatures  # features of the similar configuration that was dry-run
     group: tuple[Any, ...]
     knobs: tuple[tuple[str, Any], ...]
     extras: tuple[tuple[str, Any], ...]

@@ -25,7 +25,7 @@ _PRIOR_ROWS = 8.0  # the assumed spreads weigh as much as this many measured row
 _MIN_SCALE, _MAX_SCALE = 0.7, 4.0  # limits of the common scale of all spreads
 _MIN_FACTOR = 0.05  # lower bound of a factor, as a share of its prior mean
 _LARGE = 0.03  # standard deviation of an effect that small residuals do not shrink
-_MIN_SPREAD = 0.003  # relative, of any prediction
+_MIN_SPREAD = 0.003  # lowest relative standard deviation of a prediction
 _OUTLIER = 3.0  # an outlier is this many standard deviations from what all other rows predict
 _OUTLIER_NOISE = 0.05  # relative noise of an outlier's row
 _MAX_ROUNDS, _CONVERGED = 20, 0.003  # rounds end when no sum of parts changes by more than this share
@@ -46,7 +46,7 @@ class Sample:
     row: Row
     value: float
     noise: float  # relative standard deviation
-    is_least: bool = False  # the quantity is larger than the value
+    is_least: bool = False  # the value is a lower bound of the quantity
 
 
 class Regression:
@@ -74,7 +74,7 @@ class Regression:
         exact = [one for one in samples if not one.is_least]
         if exact:
             self._learn(exact)
-        # A lower bound below the prediction says nothing; one above it counts as the value.
+        # A lower bound below the prediction is ignored; a lower bound above it counts as a measured value.
         bounds = [one for one in samples if one.is_least and self.predict([one.row])[0][0] < one.value]
         if bounds:
             self._learn([*exact, *bounds])
@@ -97,7 +97,7 @@ class Regression:
             variances = variances - np.sum((across @ fit.inverse) * across, axis=1)
         variances = self.scale**2 * np.maximum(variances, _MIN_SPREAD**2)
         if self._fit is not None and self.scale < 1:
-            # Small residuals say nothing about large effects that no sample has.
+            # Small residuals do not reduce the uncertainty of large effects that no sample has.
             unknown = [
                 sum([std * std for name, std in row.effects if std > _LARGE and name not in self._fit.names])
                 for row in rows

@@ -192,7 +192,7 @@ def _empty_caches() -> None:
 class ProcessUsage:
     """Counts and sizes of the resources that a process uses."""
 
-    num_tensors: int  # tensors with memory that Python's collector knows
+    num_tensors: int  # tensors with storage that Python's garbage collector tracks
     tensor_bytes: int  # of their storages, each counted once
     num_groups: int
     num_threads: int

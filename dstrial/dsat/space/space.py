@@ -169,7 +169,7 @@ class Space:
         reason = None
         for stage in self.stages:
             if self.illegal_reason(self.candidate(self._structure(stage, []), 0)) is not None:
-                continue  # the stage is illegal without the value, too
+                continue  # the stage is illegal even without the value
             reason = self._refusal(stage, path, value)
             if reason is None:
                 return None
