@@ -100,7 +100,6 @@ class _Journal:
         self.num_events = 0
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events that this trial reported before a restart, in order."""
         rows = self._master.retry_until_available(self._rows)
         return [rows[number] for number in sorted(rows)]
 

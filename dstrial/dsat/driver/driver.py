@@ -182,7 +182,6 @@ class Driver:
     # ---- what happens ----------------------------------------------------------------------------
 
     def _follow(self, search: RemoteSearch) -> None:
-        """Copy a remote search's new events into this process's journal."""
         for event in search.events():
             self._record.restore(event)
             self._on_event(event)
@@ -308,7 +307,6 @@ class Driver:
         return [one.outcome for one in self.trials.values() if isinstance(one.outcome, Measured)]
 
     def _finish(self, finish: Finish, *, budget_s: float | None = None) -> None:
-        """End the search; record the end in the journal, unless this is a replay."""
         self._end = finish
         if not self._is_replay:
             fields = {"reason": finish.reason, "is_failure": finish.is_failure, "budget_s": budget_s}
@@ -358,7 +356,7 @@ class Driver:
                 write_config(experiment, full_config(settings, best.candidate))
 
     def _read_files(self) -> dict[str, str]:
-        """Return file name -> text of the search's existing result files."""
+        """Return file name -> text of the existing result files."""
         paths = [self._record.path / name for name in (*BEST_NAMES, "trials.json", *REPORT_NAMES)]
         return {path.name: path.read_text() for path in paths if path.exists()}
 
@@ -378,7 +376,6 @@ class Driver:
             self._print_line(f"{what} cannot be written ({error}); expected room on the disk")
 
     def _publish_if_due(self, backend: Backend) -> None:
-        """Publish the report if it has changed, at a limited rate."""
         began_s = time.monotonic()
         if self._has_news and began_s >= self._next_report_s:
             self._has_news = not backend.publish(self._report_so_far)

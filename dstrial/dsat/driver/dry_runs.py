@@ -158,13 +158,12 @@ def trace_space(
 
 
 def _structures(groups: ConfigGroups) -> dict[str, Structure]:
-    """Return the structures (configurations without batch sizes) to dry-run, by graph."""
     asked = reversed(groups.representatives().values())
     return {_graph_key(groups, structure): structure for structure, _ in asked}
 
 
 def _graph_key(groups: ConfigGroups, structure: Structure) -> str:
-    """Return a key that is equal for structures with (presumably) equal graphs."""
+    """Return a key that is equal for configurations with (presumably) equal graphs."""
     return json.dumps(groups.unknown_settings(structure))
 
 

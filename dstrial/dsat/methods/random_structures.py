@@ -91,7 +91,7 @@ class BinarySearch:
         return f"lineage {lineage.idx + 1}"
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return the lowest and the highest grid index of a new lineage's micro batches."""
+        """Return the lowest and highest index, in the grid, of a lineage's micro batches."""
         return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:
@@ -162,7 +162,7 @@ class BinarySearch:
         return self.space.first_position(highest)
 
     def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
-        """Draw a ZeRO stage and settings; return a lineage for their micro batches."""
+        """Draw a ZeRO stage and settings; return a ``Lineage`` to search micro batches."""
         stage = stages[self.random.integer_below(len(stages))]
         low, high = self.new_range(stage)
         num_params = None if self.info is None or self.filters.disabled else self.info.num_params

@@ -78,7 +78,7 @@ class Acquisition:
         return list(self._seen.values())
 
     def _descend(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
-        """Return the structure at which a descent from the best of ``starts`` ends.
+        """Return the configuration at which a descent from the best of ``starts`` ends.
 
         None if no configuration of the group is likely to reach ``cost``, the best measured cost.
         """
@@ -98,7 +98,7 @@ class Acquisition:
         return None if at is None else structure_of(at[0].candidate)
 
     def _start(self, structure: Structure) -> _Place | None:
-        """Return (prediction, index) of a structure's cheapest fitting micro batch."""
+        """Return (prediction, index) of a configuration's cheapest fitting micro batch."""
         if not self._groups.is_legal(structure):
             return None
         found = self._predict([(structure, idx) for idx in range(len(self._positions))])

@@ -35,7 +35,7 @@ class ConfigGroups:
         self._bases: list[Structure] = []
 
     def bases(self) -> list[Structure]:
-        """Return one legal structure of each group, the user's own structure first."""
+        """Return one legal configuration of each group, the user's own first."""
         if self._bases:
             return self._bases
         found, seen = {self.group(self.own): self.own}, {self._identity(self.own)}
@@ -51,7 +51,7 @@ class ConfigGroups:
         return self._bases
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
-        """Return the legal structures of the same group that differ in one setting.
+        """Return the legal configurations of the same group that differ in one setting.
 
         Among sizes (such as buckets) above the model's ``num_params``, only the smallest is tried.
         """
@@ -68,7 +68,7 @@ class ConfigGroups:
         return found
 
     def setup(self, structure: Structure) -> ZeroFeatures:
-        """Return the ZeRO settings of a structure that predictions use."""
+        """Return the ZeRO settings of a configuration that predictions use."""
         if structure not in self._setups:
             # Sizes change nothing else in a config, so the config is checked only once for all sizes.
             effective = dict(self._effective_of(_without(structure, _SIZES)))
@@ -85,14 +85,14 @@ class ConfigGroups:
         return self._setups[structure]
 
     def is_legal(self, structure: Structure) -> bool:
-        """Return whether DeepSpeed accepts a structure, and each setting has an effect."""
+        """Return whether DeepSpeed accepts a configuration and all its settings matter."""
         checked = _without(structure, _SIZES)
         if checked not in self._legal:
             self._legal[checked] = self.space.illegal_reason(self.space.candidate(checked, 0)) is None
         return self._legal[checked]
 
     def group(self, structure: Structure) -> tuple[Any, ...]:
-        """Return a structure's stage, offloading, and settings of unknown effect."""
+        """Return a configuration's stage, offloading, and settings of unknown effect."""
         return (*self.setup(structure).group, self.unknown_settings(structure))
 
     def unknown_settings(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
@@ -110,9 +110,10 @@ class ConfigGroups:
         return setup, self.unknown_settings(structure), candidate.batch
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
-        """Return the key of the dry run that is used for a structure.
+        """Return the key of the dry run that is used for a configuration.
 
-        Structures that differ only in sizes or switches share a dry run. ``is_accumulating``: a step has several micro batches.
+        Configurations that differ only in sizes or switches share a dry run. ``is_accumulating``: a step has several micro
+        batches.
         """
         setup = self.setup(structure)
         unknown = [list(pair) for pair in self.unknown_settings(structure) if pair[0] not in self.space.axes]
@@ -120,7 +121,7 @@ class ConfigGroups:
         return json.dumps([setup.stage, on_host, setup.has_host_params, unknown, is_accumulating])
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
-        """Return the structures to dry-run: run key -> (structure, is accumulating).
+        """Return the configurations to dry-run: run key -> (structure, is accumulating).
 
         They lack ``--space`` settings of parallel dimensions, whose effect is computed instead.
         """
@@ -136,7 +137,7 @@ class ConfigGroups:
         }
 
     def _effective_of(self, structure: Structure) -> Mapping[str, Any]:
-        """Return a structure's DeepSpeed config with defaults filled in."""
+        """Return the DeepSpeed config of a configuration, with defaults filled in."""
         if structure not in self._effective:
             space = self.space
             candidate = space.own() if structure == self.own else space.candidate(structure, 0)
@@ -163,7 +164,7 @@ def structure_of(candidate: Candidate) -> Structure:
 
 
 def positions(space: Space, largest: int | None = None) -> Sequence[int]:
-    """Return the grid indices of micro batches of at most ``largest`` (None: all)."""
+    """Return ``space.batch_size_grid`` indices of sizes up to ``largest`` (None: all)."""
     axis = space.batch_size_grid
     if not axis.is_free:
         return range(axis.last + 1)
@@ -178,7 +179,7 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
 
 
 def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
-    """Return the grid indices of micro batches up to 8 times the largest that has run.
+    """Return indices in ``space.batch_size_grid`` up to 8 times the largest run size.
 
     ``ran`` lists the batches that have run; if it is empty, the user's own micro batch counts.
     """

@@ -410,7 +410,6 @@ def _exchange_s(
 
 
 def _bucket_ratio(run: DryRunResult, new: float, old: float) -> float:
-    """Return the ratio of the numbers of buckets of ``new`` and of ``old`` elements."""
     new_count, old_count = (max(math.ceil(run.parameters / max(size, 1.0)), 1) for size in (new, old))
     return new_count / old_count
 

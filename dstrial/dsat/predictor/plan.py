@@ -128,9 +128,9 @@ def make_plan(
 def _row(
     predictor: Predictor, structure: Structure, num_slots: int, peak_flops_per_s: float | None
 ) -> PlanRow | None:
-    """Return a structure's prediction with its fastest micro batch that fits.
+    """Return a configuration's prediction with its fastest micro batch that fits.
 
-    If none fits, with the smallest micro batch. None if the structure was not dry-run.
+    If none fits, with the smallest micro batch. None if the configuration was not dry-run.
     """
     space = predictor.space
     largest = _LARGEST_FREE if space.batch_size_grid.is_free else None

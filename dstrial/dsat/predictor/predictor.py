@@ -126,7 +126,7 @@ class Predictor:
     # ---- predicting ------------------------------------------------------------------------------
 
     def predictions(self, candidates: Sequence[Candidate], time: StepModel | None = None) -> list[Prediction]:
-        """Return predictions in the order of ``candidates``, without those not dry-run."""
+        """Return predictions of those ``candidates`` that were dry-run, in their order."""
         known = [(one, point) for one in candidates if (point := self._point(one)) is not None]
         points, memories = self._pressed([point for _, point in known])
         times = (time or self.time).predict(points, self._phase)
@@ -235,7 +235,7 @@ class Predictor:
         return self._points[candidate]
 
     def _pressed(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
-        """Predict the points' peaks; return points with the time lost by them, and peaks."""
+        """Return points that include the time lost to nearly full memory, and their peaks."""
         memories, limit = self._memory.predict(points), self.capacity_bytes
         pressed = [
             point

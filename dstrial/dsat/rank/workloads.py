@@ -199,7 +199,6 @@ def _resized(batch: Any, num_records: int, wanted: int, *, is_fake: bool) -> Any
 
 
 def _num_records(loader: Any) -> int:
-    """Return the number of records of a loader's data set; 0 if it is unknown."""
     try:
         return len(loader.dataset)
     except (AttributeError, TypeError):

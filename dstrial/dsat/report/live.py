@@ -97,7 +97,6 @@ def ended_line(trial: TrialResult, metric: str) -> str:
 
 
 def _trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
-    """Return one line per trial, the best first, failures last."""
 
     def rank(trial: TrialResult) -> tuple[float, int]:
         value = trial.score(metric)

@@ -202,7 +202,10 @@ class Space:
         return first
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
-        """Draw a random structure; sizes above ``num_params`` count as one value."""
+        """Draw a ZeRO stage's settings at random.
+
+        Sizes above ``num_params`` count as one value.
+        """
         settings = []
         for knob in self.knobs(stage):
             if knob.is_drawn:
@@ -223,7 +226,7 @@ class Space:
         return ", ".join(words)
 
     def structures(self, stage: int, knobs: Sequence[Knob]) -> Iterator[Structure]:
-        """Yield a structure for every combination of the knobs' values, legal or not."""
+        """Yield a configuration for every combination of the knobs' values, legal or not."""
         for values in itertools.product(*(knob.values for knob in knobs)):
             yield self._structure(stage, list(zip((knob.path for knob in knobs), values, strict=True)))
 
@@ -240,7 +243,7 @@ class Space:
         )
 
     def candidate(self, structure: Structure, position: int) -> Candidate:
-        """Return a structure with the micro batch at index ``position`` of the grid."""
+        """Add the micro batch size at index ``position`` of the grid to a structure."""
         batch = self.batch_size_grid.split(position)
         if self.axes and not self.sizes_problem(structure.settings):
             sizes = self._sizes(structure.settings)
@@ -361,7 +364,6 @@ def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes
 
 
 def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, *, is_free: bool) -> BatchSplit:
-    """Return the batch as the replicas of ``sizes`` divide it."""
     micro = batch.micro_batch_size
     if is_free:
         accumulation = max(batch.accumulation, enough_accumulation(sizes.pp))
