@@ -1,8 +1,7 @@
 """dsat: tune the DeepSpeed configuration of an experiment.
 
-``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR`` is the command. The names here are what a script calls, as in
-``determined.pytorch.dsat``. They are resolved at first use: importing this package imports neither torch, deepspeed nor
-transformers.
+The command is ``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR``. Scripts may call the names of this package, as with
+``determined.pytorch.dsat``. They are imported at first use: the package itself imports no torch, deepspeed or transformers.
 """
 
 from __future__ import annotations

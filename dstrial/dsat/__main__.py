@@ -11,7 +11,7 @@ from dstrial.errors import DstrialError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a search, by default with method ``predict``; return the exit status."""
+    """Run a search and return the exit status; the default method is ``predict``."""
     parser = build_parser("python3 -m dstrial.dsat")
     parser.epilog = EPILOG
     words = list(sys.argv[1:] if arguments is None else arguments)

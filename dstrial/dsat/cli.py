@@ -1,6 +1,6 @@
-"""dsat's flags: each one's option, default, lower bound and help in one place.
+"""Command line options of dsat, each with its default, lower bound and help text.
 
-``config`` checks whether the values suit an experiment.
+``dstrial.dsat.config`` checks whether the values suit an experiment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def parse_bytes(text: str) -> int:
 
 
 def _slots(text: str) -> tuple[int, ...]:
-    """Convert numbers of ranks such as ``8`` or ``1,2,4,8``."""
     try:
         numbers = tuple(map(int, text.split(",")))
     except ValueError:
@@ -71,8 +70,8 @@ def _flag(
 ) -> Any:
     """Return a dataclass field that is also a command line option with help ``text``.
 
-    ``least`` is the smallest valid value. If ``resumes`` is true, the same command with another value of this option resumes
-    the search; if false, it begins a new one. ``options`` are keyword arguments of ``add_argument``.
+    ``least`` is the smallest valid value. If ``resumes`` is true, a command with another value of this option resumes the
+    search; if false, it begins a new search. ``options`` are keyword arguments of ``add_argument``.
     """
     metadata = {"help": text, "short": short, "least": least, "resumes": resumes, "options": options}
     return dataclasses.field(default=default, metadata=metadata)
@@ -80,7 +79,7 @@ def _flag(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFlags:
-    """The command line options of a search or plan, with defaults filled in."""
+    """The command line options of a search or of ``plan``, with defaults filled in."""
 
     search_method: str
     config_path: str
@@ -189,13 +188,12 @@ class SearchFlags:
         type=float,
     )
     is_plan: bool = False
-    own: Mapping[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # flags that only this method has: name -> value
+    # name -> value of flags that only this method has
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: frozenset[str] = frozenset()  # names of the flags on the command line
 
     def fingerprinted(self) -> dict[str, Any]:
-        """Return name -> value of the flags that decide which configurations are measured."""
+        """Return name -> value of the options whose change begins a new search."""
         is_described = METHODS[self.search_method].predicts
         names = [name for name, field in FIELDS.items() if not field.metadata["resumes"]]
         kept = [name for name in names if is_described or name not in _DESCRIBING]
@@ -239,7 +237,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def with_method(words: Sequence[str]) -> list[str]:
-    """Return the command line with the default method in front, if it names no method."""
+    """Return the command line, with the default method in front if it names no method."""
     is_named = not words or words[0] in (*METHOD_NAMES, PLAN, "-h", "--help")
     return list(words) if is_named else [METHOD_NAMES[0], *words]
 

@@ -1,4 +1,4 @@
-"""Run ``dstrial dsat``: a search, or ``plan``, a prediction for other hardware."""
+"""Run the commands of ``dstrial dsat``: searches, or a plan for other hardware."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EPILOG = (
 
 
 def run_command(flags: SearchFlags) -> int:
-    """Run ``dstrial dsat``: a search, or its command ``plan``; return the exit status."""
+    """Run a search, or a ``plan`` for other hardware; return the exit status."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # urllib3 logs every retry of Determined's client; dsat reports an outage once.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
@@ -117,7 +117,10 @@ def _search(settings: SearchConfig) -> int:
 
 @contextlib.contextmanager
 def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block at a stop signal; append it to ``signals``."""
+    """Raise KeyboardInterrupt in the block when a stop signal arrives.
+
+    The signal is also appended to ``signals``.
+    """
 
     def end(number: int, _frame: object) -> None:
         signals.append(signal.Signals(number))
@@ -136,7 +139,7 @@ def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
 def _num_parallel(
     settings: SearchConfig, record: SearchRecord, backend: Callable[[], Backend | RemoteSearch]
 ) -> int:
-    """Return how many trials run at once; a resumed search keeps its recorded number."""
+    """Return how many trials run at once; a resumed search keeps its first value."""
     path = record.path / "parallel.json"
     if path.exists():
         return int(path.read_text())
@@ -154,7 +157,7 @@ def _num_parallel(
 def _inputs(
     settings: SearchConfig, record: SearchRecord, master: Callable[[], ClusterBackend]
 ) -> PredictInputs:
-    """Return inputs of method ``predict`` from the journal, else from new dry runs."""
+    """Return the inputs of method ``predict``, from the journal or new dry runs."""
     if (known := recorded_inputs(record)) is not None:
         return known
     target = target_here(os.environ)
@@ -174,7 +177,7 @@ def _inputs(
 def _train_best(
     settings: SearchConfig, record: SearchRecord, best: TrialResult, master: Callable[[], ClusterBackend]
 ) -> int:
-    """Submit a training of the best configuration, or become its launcher."""
+    """Train the best configuration on the master, or locally by becoming its launcher."""
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
     write_config(path, config)
@@ -197,7 +200,10 @@ def _train_best(
 
 
 def _train_here(settings: SearchConfig, path: Path, runs: list[RunDirectory]) -> NoReturn:
-    """Become the launcher of a training; resume the newest run with a checkpoint."""
+    """Replace this process by the launcher of a training.
+
+    If earlier trainings have saved checkpoints, the newest of these trainings is resumed.
+    """
     directory = path.parent / "runs"
     variables = {RUNS_DIR_VARIABLE: str(directory)}
     saved = next((run for run in runs if newest_checkpoint(run.checkpoints_path) is not None), None)
@@ -221,7 +227,10 @@ def _print_line(line: str) -> None:
 
 
 def run_plan(flags: SearchFlags) -> int:
-    """Print and write a hardware plan; return 0 if any configuration fits, else 1."""
+    """Predict what fits on other hardware, print it and write ``report.json``.
+
+    Returns the exit status: 0 if any configuration fits, else 1.
+    """
     name = flags.device
     device = DEVICES[name or "a100"]
     device_bytes = flags.device_memory or int(device.memory_bytes)

@@ -1,4 +1,4 @@
-"""Constants of ``determined.pytorch.dsat``, and a function for scripts."""
+"""Names of ``determined.pytorch.dsat`` that scripts import."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GAS_DEFAULT = 1  # gradient accumulation steps if a config gives none
 def get_ds_config_from_hparams(
     hparams: Mapping[str, Any], base_dir: str | os.PathLike[str] = "."
 ) -> dict[str, Any]:
-    """Return the DeepSpeed config that hyperparameters name and overwrite.
+    """Return the DeepSpeed config of a trial: a base config with overwritten keys.
 
     Args:
-        hparams: hyperparameters of the trial, not modified. ``deepspeed_config`` is the path of a JSON file or its content;
-            ``overwrite_deepspeed_args`` is optional.
+        hparams: hyperparameters of the trial, not modified. ``deepspeed_config`` is the base config or the path of its JSON file;
+            ``overwrite_deepspeed_args`` (optional) has the keys to overwrite.
         base_dir: directory to which the path is relative.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Read and check the config of a search; report all problems at once."""
+"""Read and check the options, experiment config and ``--space`` file of a search."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TOTAL, _MICRO, _ = BATCH_KEYS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """The checked flags, experiment, search space and method options of a search."""
+    """The checked options, experiment, search space and method options of a search."""
 
     method: str
     flags: SearchFlags
@@ -63,7 +63,7 @@ class SearchConfig:
 
     @property
     def trial(self) -> str | None:
-        """``module:Class`` of the entrypoint; None for a script."""
+        """``module:Class`` of the trial that the entrypoint names; None for a script."""
         return trial_spec(self.experiment.entrypoint)
 
     @property
@@ -77,7 +77,11 @@ class SearchConfig:
 
 
 def read_config(flags: SearchFlags) -> SearchConfig:
-    """Read the files that the flags name; raise one ConfigError with all problems."""
+    """Read and check the files that the options name.
+
+    Raises:
+        ConfigError: lists all problems that were found.
+    """
     problems = list(_flag_problems(flags))
     path = Path(flags.config_path)
     extra: dict[str, tuple[Any, ...]] = {}
@@ -162,7 +166,7 @@ def _slug(name: str) -> str:
 
 
 def _flag_problems(flags: SearchFlags) -> Iterator[ConfigProblem]:
-    """Yield the problems of flags that do not depend on the experiment."""
+    """Yield problems of options that are wrong for any experiment."""
     own = {flag.dest: flag for flag in METHODS[flags.search_method].flags}
     bounds = {name: field.metadata["least"] for name, field in FIELDS.items()}
     bounds |= {name: flag.least for name, flag in own.items()}
@@ -193,7 +197,7 @@ def _flag_problems(flags: SearchFlags) -> Iterator[ConfigProblem]:
 
 
 def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> Iterator[ConfigProblem]:
-    """Yield the problems of an experiment, and of flags that do not fit it."""
+    """Yield problems of an experiment, and of options that do not suit it."""
     if experiment.deepspeed is None:
         yield ConfigProblem(
             f"{experiment.path}: hyperparameters.{MAIN_KEY}",
@@ -233,7 +237,10 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
 
 
 def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Return problems with the keys of the ``--space`` file; warn of illegal values."""
+    """Return problems and warnings about values of the ``--space`` file.
+
+    A key without a legal value is a problem; illegal values beside legal ones give a warning.
+    """
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
     for path, values in space.extra.items():
@@ -315,7 +322,7 @@ def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tupl
 
 
 def _as_size(value: Any) -> Any:
-    """Return sizes as integers: YAML reads 1e9 as a float, quoted numbers as text."""
+    """Convert sizes that YAML reads as floats (1e9) or text (quoted) to integers."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -328,10 +335,10 @@ def _as_size(value: Any) -> Any:
 
 
 def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a DeepSpeed config with numeric batch sizes, and warnings of defaults.
+    """Return the DeepSpeed config with numeric batch sizes, and warnings.
 
-    A number in the config has priority, as in ``get_hf_args_with_overwrites``. For a Hugging Face Trainer, flags of the
-    entrypoint come next, then hyperparameters of the same name (also below ``training_arguments``). Last come the Trainer's
+    A number in the config has priority, as in ``get_hf_args_with_overwrites``. For a Hugging Face Trainer, options in the
+    entrypoint come next, then hyperparameters of the same name (also below ``training_arguments``), then the Trainer's
     defaults, with a warning.
 
     Raises:
@@ -364,7 +371,7 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
 def _with_arguments(
     filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
 ) -> tuple[AutoValues, tuple[str, ...]]:
-    """Return ``filler`` with the batch sizes among the hyperparameters, and warnings."""
+    """Add the hyperparameters' batch sizes to ``filler``; return it and warnings."""
     where = f"{experiment.path}: entrypoint"
     words = filler.arguments.words
     if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):

@@ -1,8 +1,8 @@
 """Run a whole search inside one trial on a master.
 
-``python3 -m dstrial.dsat.search_trial`` is the entrypoint. The submitting command puts the experiment, the flags and the
-journal so far into the context. Every further event is reported to the master before the search acts on it, so that a restarted
-trial resumes where the journal ends. The search starts and ends its ranks within the trial.
+``python3 -m dstrial.dsat.search_trial`` is the experiment's entrypoint. The context directory contains the experiment, the
+flags and the journal (the list of events) so far. Every event is reported to the master before the search acts on it; a
+restarted trial resumes from these events. The search starts and ends its ranks within the trial.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _settings(search: Mapping[str, Any], trial: det.TrialInfo, directory: Path) 
 
 
 class _Journal:
-    """Reads and reports the events of a search as metric rows of the search's trial."""
+    """Reads and writes the search's events, which the master stores as metric rows."""
 
     def __init__(self, master: ClusterBackend, trial: det.TrialInfo) -> None:
         self._master = master
@@ -100,7 +100,6 @@ class _Journal:
         self.num_events = 0
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events that earlier processes of this trial have reported, in order."""
         rows = self._master.retry_until_available(self._rows)
         return [rows[number] for number in sorted(rows)]
 
@@ -112,7 +111,7 @@ class _Journal:
     def report(self, event: Mapping[str, Any]) -> None:
         """Store an event on the master before returning.
 
-        The core context would return before the master has stored the event, and lose the event during an outage.
+        Determined's ``report_metrics`` would return earlier, and lose the event during an outage.
         """
         number = self.num_events + 1
         values = {**event.get("metrics", {}), "event": json.dumps(event)}
@@ -154,14 +153,13 @@ class _Ranks(PersistentRanks):
         self._master, self._journal, self._context = master, journal, context
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Queue a trial; return a handle with the id of the search's experiment."""
         return {**super().start(spec), "experiment_id": self._journal.experiment.id}
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
         return self._master.publish(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """End the ranks, and store the result files in a checkpoint of the trial."""
+        """End the ranks; store the result files in a checkpoint of the trial."""
         super().finish(results)
         self._master.show_results(self._journal.experiment, results)
 

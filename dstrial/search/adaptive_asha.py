@@ -24,7 +24,7 @@ class Bracket:
 def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
     """Return the brackets of an ``adaptive_asha`` config, most rungs first.
 
-    ``searcher`` is the config's section with its defaults.
+    ``searcher`` is the config's ``searcher`` section with defaults filled in.
 
     Source: Determined 0.38.1, searcher ``adaptive_asha``.
     """
@@ -68,7 +68,7 @@ def bracket_trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> lis
 def bracket_concurrency(max_concurrent_trials: int, divisor: float, trials: Sequence[int]) -> list[int]:
     """Return the number of concurrent trials of each bracket, at least 1.
 
-    ``trials`` has the number of trials of each bracket. A ``max_concurrent_trials`` of 0 sets no total.
+    ``trials`` has the number of trials of each bracket. With a ``max_concurrent_trials`` of 0, the total is not limited.
     """
     if max_concurrent_trials == 0:
         return [max(trials[-1], int(min(divisor, sys.maxsize)))] * len(trials)
@@ -77,7 +77,7 @@ def bracket_concurrency(max_concurrent_trials: int, divisor: float, trials: Sequ
 
 
 class AdaptiveAsha:
-    """Several ``AsyncHalving`` brackets, each with some of the trials."""
+    """Several ``AsyncHalving`` brackets, among which the trials are divided."""
 
     def __init__(self, hyperparameters: Mapping[str, Any], searcher: Mapping[str, Any]) -> None:
         self._brackets = [

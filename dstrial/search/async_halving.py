@@ -1,8 +1,9 @@
 """The searcher ``async_halving``, which stops trials and never pauses them.
 
-A rung is a training time. Of the trials that have reached a rung, only the best ``1 / divisor`` continue.
-Source: Determined 0.38.1, searcher ``async_halving``; Li et al., "A System for Massively Parallel Hyperparameter
-Tuning", MLSys 2020, in the variant that stops instead of pausing.
+A rung is a training time at which trials are compared: only the best ``1 / divisor`` of those that have reached it continue.
+
+Source: Determined 0.38.1, searcher ``async_halving``; Li et al., "A System for Massively Parallel Hyperparameter Tuning", MLSys
+2020, in the variant that stops instead of pausing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def number(metrics: Mapping[str, Any], name: str) -> float:
 
 
 class AsyncHalving:
-    """One bracket: ranks trials in each rung and stops the worse ones."""
+    """A bracket: ranks trials in each rung and stops the worse ones."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class AsyncHalving:
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Rank the trial in each rung that it has newly reached; stop all but the best."""
+        """Rank the trial in each rung that it has newly reached; stop it if it ranks low."""
         if request_id in self._stopped:
             return []
         value = self._sign * number(metrics, self._metric)
@@ -162,7 +163,7 @@ class AsyncHalving:
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
         """Return the search's progress, 0 to 1.
 
-        Counts the trials that have reached the lowest rung; after the last one, also exited trials.
+        This is the share of trials that have reached the lowest rung; once all have, that of exited trials, if larger.
         """
         del trial_progress, closed
         lowest = len(self._rungs[0])
@@ -220,7 +221,7 @@ def previewed_brackets(
 
 
 def bracket_stops(num_rungs: int, max_trials: int, divisor: float, max_time: int) -> dict[int, int]:
-    """Return training time -> number of trials of a bracket that stop at this time."""
+    """Return training time -> number of a bracket's trials that stop at this time."""
     stops: Counter[int] = Counter()
     left = max_trials
     for rung, units in enumerate(rung_units(num_rungs, divisor, max_time)):

@@ -14,7 +14,7 @@ from dstrial.search.random_state import SearchRandom
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Create:
-    """Action that creates a trial; ``request_id`` identifies the trial in events."""
+    """Action that creates a trial; events refer to the trial by ``request_id``."""
 
     request_id: str
     trial_seed: int
@@ -79,16 +79,16 @@ class SearchMethod(Protocol):
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Handle a validation's metrics of a running trial.
+        """Handle the metrics of a running trial's validation.
 
         Raises:
-            SearchError: a metric that the search needs is missing or no number.
+            SearchError: a metric that the search needs is missing or not a number.
         """
 
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Handle a trial that failed, was cancelled or is invalid.
+        """Handle a trial that failed, was cancelled or has invalid hyperparameters.
 
         The caller calls :meth:`trial_exited` afterwards.
         """
@@ -116,8 +116,8 @@ _MAX_REPLACED_PER_TRIAL = 10
 def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:
     """Return the maximum number of invalid trials that a search replaces.
 
-    Without a limit, a search with only invalid points would never end. The result is 0 if no hyperparameter is sampled,
-    because a replacement would be identical.
+    Without this limit, a search with only invalid hyperparameters would never end. The result is 0 if no hyperparameter is
+    sampled, because a replacement would be identical.
     """
     if not is_searched(hyperparameters):
         return 0

@@ -12,7 +12,7 @@ from dstrial.search.random_state import SearchRandom
 
 
 class _Independent(abc.ABC):
-    """Base of searches that create trials independently of other trials' metrics."""
+    """Base of searches whose trials do not depend on metrics of other trials."""
 
     def __init__(self, max_trials: int, max_concurrent_trials: int) -> None:
         self._max_trials = max_trials
@@ -93,7 +93,7 @@ class RandomSearch(_Independent):
 
 
 class SingleSearch(RandomSearch):
-    """Runs a single trial."""
+    """Runs one trial, whose hyperparameters are sampled once."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SingleSearch:
@@ -101,7 +101,7 @@ class SingleSearch(RandomSearch):
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return a single entry: one trial that trains its full length."""
+        """Return one entry: a trial that trains its full length."""
         del config
         return (PreviewedTrials(1),)
 

@@ -10,7 +10,7 @@ _MAX_TRIAL_SEED = 2**31
 
 
 class SearchRandom:
-    """The random generator of one search; seeds are 0 to 2^32 - 1."""
+    """The random generator of a search; seeds are 0 to 2^32 - 1."""
 
     def __init__(self, seed: int) -> None:
         # Imported here: a master starts 20% faster without numpy.

@@ -1,4 +1,4 @@
-"""Run an experiment's search with its method, random generator and shutdown."""
+"""Run an experiment's search: method, random generator and shutdown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def search_method(config: Mapping[str, Any]) -> SearchMethod:
 
 
 def preview(config: Mapping[str, Any]) -> SearchSummary:
-    """Return how many trials a search would train for how long.
+    """Return how many trials a search would train, and for how long.
 
     ``config`` is an experiment config in which defaults are filled in.
 
@@ -54,9 +54,9 @@ def _named(config: Mapping[str, Any]) -> type[SearchMethod]:
 
 
 class Searcher:
-    """The state of a running search; methods handle events and return actions.
+    """A running search; methods handle events of trials and return actions.
 
-    The caller must report the exit of every created trial with :meth:`trial_exited`. After the last exit the actions end with
+    The caller must report the exit of every created trial with :meth:`trial_exited`. The actions after the last exit end with
     ``Shutdown``. Events of an exited trial are ignored. Validations of a stopped trial are ignored too, because the trial may
     still report while it saves its last checkpoint.
     """
@@ -112,7 +112,6 @@ class Searcher:
 
         The caller calls :meth:`trial_exited` afterwards.
         """
-        # The caller also calls trial_exited afterwards.
         if request_id in self._closed or request_id in self._failed | self._cancelled:
             return []
         if reason is ExitReason.ERRORED:
@@ -131,7 +130,7 @@ class Searcher:
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str] | None = None) -> float:
         """Return the progress of the search, 0 to 1.
 
-        ``trial_progress``: request id -> progress of a trial, 0 to 1. ``closed``: request ids of exited trials, by default
+        ``trial_progress``: request id -> progress of a trial, 0 to 1. ``closed``: request ids of exited trials; by default,
         those reported to this searcher.
         """
         if self._is_shut_down:

@@ -1,4 +1,4 @@
-"""Backends that run measuring trials, on this machine or on Determined's master."""
+"""Backends, which run a search's trials on this machine or on a Determined master."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 def make_backend(
     settings: SearchConfig, record: SearchRecord, master: Callable[[], ClusterBackend]
 ) -> Backend | RemoteSearch:
-    """Return persistent ranks if ``predict`` tunes a trial class, else launches."""
+    """Return the backend for the search's settings; ``master`` connects to a master.
+
+    If method ``predict`` tunes a trial class and one machine has the slots, the same ranks measure all trials, unless
+    ``--no-worker`` is set. Otherwise every trial starts its own ranks.
+    """
     is_launched_anew = (
         settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts
     )

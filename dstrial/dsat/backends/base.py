@@ -1,4 +1,4 @@
-"""The interfaces between the search driver and the place where its trials run."""
+"""Interfaces of the classes that run a search's trials for the search driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.dsat.core.outcome import Outcome
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """The outcome of a measuring trial that has ended."""
+    """A trial that has ended, with its outcome."""
 
     trial_id: int
     outcome: Outcome
@@ -20,10 +20,10 @@ class Ended:
 
 
 class Place(Protocol):
-    """Interface of the classes that run a search, or its measuring trials.
+    """Common part of the interfaces :class:`Backend` and :class:`RemoteSearch`.
 
     Attributes:
-        num_parallel: number of trials that can run at once without disturbing each other; at least 1.
+        num_parallel: number of trials that can run at once without slowing each other down; at least 1.
         is_sequential: whether only one trial can run at once, even if the user asks for more.
     """
 
@@ -37,17 +37,17 @@ class Place(Protocol):
         """Replace the published report of the search, without blocking.
 
         Args:
-            report: returns the report as JSON values; not called if this place cannot publish reports.
+            report: function that returns the report as JSON values; not called if reports cannot be published.
 
         Returns:
-            True; False if the caller should retry later.
+            False if the caller should retry later, else True.
         """
 
     def finish(self, results: Mapping[str, str]) -> None:
         """End the search; trials that still run end here or in :meth:`close`.
 
         Args:
-            results: files of the search, name -> text, to store beside the trials if possible.
+            results: name -> text of the search's result files; a backend may store them with its trials.
         """
 
     def close(self) -> None:
@@ -59,10 +59,10 @@ class Place(Protocol):
 
 @runtime_checkable
 class RemoteSearch(Place, Protocol):
-    """A search that runs elsewhere, and that this process only follows."""
+    """A search that runs in a trial on a master, while this process copies its events."""
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events of the search since the last call; begin it if needed.
+        """Return new events of the search since the last call; start it at the first call.
 
         Raises:
             DstrialError: the search cannot run there, or ended without a ``finished`` event.
@@ -74,19 +74,22 @@ class Backend(Place, Protocol):
     """Interface of the classes that run a search's measuring trials; not thread-safe."""
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Start a trial, or find the trial that was started earlier with its label.
+        """Start a trial, or reuse the trial that an earlier call started with this label.
 
         Returns:
             A handle of JSON values, which :meth:`adopt` takes after a restart of the search.
 
         Raises:
-            DstrialError: no trial can be started here.
+            DstrialError: the backend cannot run trials.
             OSError: the disk is full.
             KeyboardInterrupt: the process was asked to stop while it waited for an unreachable master.
         """
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Take over a trial by the ``handle`` of an earlier :meth:`start`; False if lost."""
+        """Take over a trial that an earlier process started; return False if it is lost.
+
+        ``handle`` was returned by that process's :meth:`start`.
+        """
 
     def poll(self) -> list[Ended]:
         """Return the trials that have ended since the last call."""

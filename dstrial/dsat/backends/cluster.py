@@ -1,4 +1,4 @@
-"""Measure trials as ``single`` experiments, through Determined's client."""
+"""Run each trial of a search as a ``single`` experiment on a Determined master."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RETRY_S = 2.0
 _NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
 _T = TypeVar("_T")
 _UNAVAILABLE_STATUS = (502, 503, 504)
-_OUTAGE_ERRORS: tuple[type[Exception], ...] = (errors.BadRequestException, OSError)  # see _is_outage
+_OUTAGE_ERRORS: tuple[type[Exception], ...] = (errors.BadRequestException, OSError)  # if ``_is_outage``
 _WAITING_STATES = (ExperimentState.PAUSED, ExperimentState.ACTIVE, ExperimentState.QUEUED)
 _RUNNING_STATES = ("RUNNING", "STATE_RUNNING")
 _CANCELED_STATES = (
@@ -64,8 +64,8 @@ class _Submitted:
 class ClusterBackend:
     """Submits one experiment per trial, and polls the experiments about once a second.
 
-    While the master is unreachable, the backend waits, and experiments continue. The backend uses the master and the login of
-    the ``det`` command (``DET_MASTER``, ``det user login``).
+    While the master is unreachable, the backend waits, and experiments continue. Master and login are those of the ``det``
+    command (``DET_MASTER``, ``det user login``).
     """
 
     is_sequential = False
@@ -110,7 +110,7 @@ class ClusterBackend:
     def num_parallel(self) -> int:
         """Number of trials that can run at once, each on a separate agent; at least 1.
 
-        If no agent has enough slots for a trial, the slots of all agents divided by the slots of a trial.
+        If no agent has enough slots for a trial, a trial spans agents, and the slots of all agents count together.
         """
         slots = self._settings.num_slots
         with_room = sum(1 for agent in self._agents if len(agent.slots or {}) >= slots)
@@ -180,7 +180,7 @@ class ClusterBackend:
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
         """Write the report into an experiment's notes; return False to retry later.
 
-        Notes that a person has edited are left alone.
+        Notes that a user has edited are not overwritten.
         """
         experiment = self._report_experiment
         if experiment is None:
@@ -199,7 +199,7 @@ class ClusterBackend:
         return is_reachable
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Show the results on the web page, in place of the report so far."""
+        """Replace the published report with the final results, which the web page shows."""
         try:
             if self._report_experiment is not None:
                 self.show_results(self._report_experiment, results)
@@ -220,7 +220,7 @@ class ClusterBackend:
             self.kill(trial_id)
 
     def create_full_experiment(self, config: Mapping[str, Any], search_id: str) -> int:
-        """Submit a training of ``config``, once per search; return the experiment id."""
+        """Submit a training unless this search already did; return the experiment id."""
         label = f"dsat-{search_id}-full"
         labels = [*(str(one) for one in config.get("labels") or []), label]
         found = self.retry_until_available(lambda: self.find(label))
@@ -233,8 +233,8 @@ class ClusterBackend:
     ) -> Experiment:
         """Submit an experiment exactly once, even if the master dies before it answers.
 
-        ``label`` is one of its labels, by which a retry finds it. ``texts`` adds files to the experiment's context: name ->
-        text.
+        ``label`` must be in the config's ``labels``; a retry finds the experiment by it. ``texts`` adds files to the
+        experiment's context directory: name -> text.
         """
         before = {one.id for one in self.retry_until_available(lambda: self._labelled(label))}
         is_repeated = False
@@ -339,7 +339,7 @@ class ClusterBackend:
 def _is_outage(error: Exception) -> bool:
     """Return whether an exception means an unreachable master, not a rejection.
 
-    Source: ``determined.common.api._session`` 0.38.1; exceptions of requests that it lets through are OSErrors.
+    Source: ``determined.common.api._session`` 0.38.1, which also raises exceptions of ``requests``; these are OSErrors.
     """
     if isinstance(error, errors.APIException):
         return error.status_code in _UNAVAILABLE_STATUS
@@ -350,7 +350,7 @@ def _is_outage(error: Exception) -> bool:
 def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
     """Return the outcome of an experiment's trial; None if the trial has not ended.
 
-    Also records in ``submitted`` whether the trial has its slots, and logs changes.
+    Also records in ``submitted`` since when the trial has its slots, and logs changes.
     """
     experiment = submitted.experiment
     experiment.reload()
@@ -397,7 +397,7 @@ def last_lines(trials: Sequence[Trial]) -> list[str]:
 
 
 def why_waiting(experiment: Experiment, num_slots: int) -> str:
-    """Return a message for the user why an unfinished experiment does not run."""
+    """Return a message that tells the user why an experiment waits for its slots."""
     if experiment.state is ExperimentState.PAUSED:
         return (
             f"experiment {experiment.id} is paused; `det experiment activate {experiment.id}` lets it go on"
@@ -407,7 +407,7 @@ def why_waiting(experiment: Experiment, num_slots: int) -> str:
 
 def _file(name: str, text: str) -> bindings.v1File:
     content, now = base64.b64encode(text.encode()).decode(), str(int(time.time()))
-    mode, kind = stat.S_IFREG | 0o600, ord("0")  # tar's type flag of a file
+    mode, kind = stat.S_IFREG | 0o600, ord("0")  # tar's type flag of a regular file
     return bindings.v1File(content=content, gid=0, mode=mode, mtime=now, path=name, type=kind, uid=0)
 
 

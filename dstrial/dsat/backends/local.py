@@ -1,8 +1,7 @@
-"""Measure trials on this machine: launchers, or persistent ranks for all trials.
+"""Run trials on this machine, in new ranks for each trial or in persistent ranks.
 
-Persistent ranks measure until a rank fails, hangs or leaks memory; the next task then starts new ranks. The search appends tasks
-to a file that rank 0 reads, and reads the results that rank 0 appends to another file. Ranks end with the search. They work on a
-user's machine and in a trial on a master.
+Persistent ranks are processes that measure one trial after the other, until a rank fails, hangs or leaks memory; then new ranks
+start. They read tasks from a file that the search writes, and write results to another. They also run in a trial on a master.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from dstrial.process_state import start_ticks
 logger = logging.getLogger("dstrial.dsat")
 
 _MAX_ATTEMPTS = 2
-_NEAR = 0.10  # a result worse than the incumbent by at most this fraction has the incumbent measured again
+_NEAR = 0.10  # the incumbent is measured again after a result that is at most this fraction worse
 _RATES = ("throughput", "FLOPS_per_gpu", "hardware_FLOPS_per_gpu")
 _TIMES = ("latency", "latency_low", "latency_high", "forward", "backward", "step")
 
 
 class _QueuedTrials(abc.ABC):
-    """Base of the backends of this machine: queues trials and counts their attempts."""
+    """Base of the local backends; queues trials and counts how often each has started."""
 
     num_parallel = 1
 
@@ -61,14 +60,14 @@ class _QueuedTrials(abc.ABC):
         self._attempts: dict[int, int] = {}
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Queue a trial; return its attempt number, which is on record before it begins."""
+        """Queue a trial; return its attempt number as the handle for :meth:`adopt`."""
         self._waiting.append(spec)
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Return False if the trial must be measured again.
+        """Return False if a trial that a killed search was measuring must be repeated.
 
-        A trial fails if the search was killed twice while it measured the trial.
+        After the second kill, the trial counts as out of host memory instead.
         """
         self._attempts[spec.trial_id] = attempts = int(handle.get("attempt") or 0)
         if attempts >= _MAX_ATTEMPTS:
@@ -113,7 +112,7 @@ class LocalBackend(_QueuedTrials):
         return f"this machine, {self._settings.num_slots} rank(s) per trial, without a master"
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """End the launcher of a killed search; return False if it has left no result."""
+        """End the launcher of a killed search; return False to measure its trial again."""
         directory = self._record.trial_path(spec.trial_id)
         if (launcher := found(directory)) is not None:
             launcher.end()
@@ -190,7 +189,7 @@ class _Task:
 class PersistentRanks(_QueuedTrials):
     """Backend that runs all trials of one search in the same ranks.
 
-    ``words`` is the command line of the launcher.
+    ``words`` is the command line that launches the ranks.
     """
 
     is_sequential = True
@@ -315,12 +314,11 @@ class PersistentRanks(_QueuedTrials):
 
 
 class Incumbent:
-    """The best configuration so far.
+    """The best configuration so far, which is measured again to correct for drift.
 
-    A machine gets slower or faster during a search: heat, clocks, neighbours. After a result that is near the incumbent's, or
-    better, the incumbent is measured again. If its two measurements differ by more than their intervals, the times and rates of
-    the new result are corrected. ``end_to_end_throughput`` is not corrected: it predicts a training, and ranks no
-    configurations.
+    The speed of a machine changes during a search. After a result that is better than the incumbent's, or nearly as good, the
+    incumbent is measured again. If its two latencies differ by more than their confidence intervals, the new result is
+    corrected by their ratio, except for ``end_to_end_throughput``, by which no configurations are compared.
     """
 
     def __init__(self, metric: str) -> None:
@@ -342,7 +340,8 @@ class Incumbent:
     def without_drift(self, challenger: Measured, again: Outcome) -> Measured:
         """Return ``challenger``, corrected by the incumbent's new measurement ``again``.
 
-        Rates are multiplied, and times divided, by the incumbent's latency ratio, if noise cannot explain it.
+        The drift is the incumbent's new latency over its old one; 1 if noise can explain it. Rates are multiplied by the drift,
+        and times divided by it.
         """
         if not isinstance(again, Measured):
             return challenger

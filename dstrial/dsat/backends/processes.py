@@ -1,4 +1,4 @@
-"""Start launchers that outlive the search, and find them by a process id on disk."""
+"""Start launcher processes that survive the search, and find them again on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WRITE_STAT = 'cat "/proc/$$/stat" > "$0" && exec "$@"'
 
 @dataclasses.dataclass(slots=True)
 class LauncherProcess:
-    """A launcher that runs or has ended; it leads a session of its own."""
+    """A launcher of ranks, running or ended; it leads its own process session."""
 
     pid: int
     start_ticks: int  # since boot; distinguishes the launcher from a later process with the same id
@@ -44,7 +44,7 @@ class LauncherProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit status; None while the launcher runs, -1 if it has ended and is no child."""
+        """Exit status; None while it runs, -1 if it ended and is no child of this process."""
         if self.process is not None:
             return self.process.poll()
         state = read_state(self.pid)
@@ -52,7 +52,7 @@ class LauncherProcess:
         return None if is_alive else -1
 
     def end(self) -> None:
-        """Interrupt the launcher, so that it ends its ranks; kill it if it does not end."""
+        """Interrupt the launcher, which then ends its ranks; kill it after a timeout."""
         for number, timeout_s in _END_SIGNALS:
             if self.exit_code is not None:
                 return
@@ -66,7 +66,7 @@ class LauncherProcess:
 def launch(
     words: Sequence[str], directory: Path, *, cwd: Path, variables: Mapping[str, str]
 ) -> LauncherProcess:
-    """Start the command ``words``; write output and process id into a directory."""
+    """Start the command ``words``; write its output and process id into ``directory``."""
     probe = directory / ".room"
     try:
         # Check for disk space: a launcher that cannot write its process id would never be found again.
@@ -92,7 +92,7 @@ def launch(
 def _forked(
     words: Sequence[str], stat_path: Path, cwd: Path, variables: Mapping[str, str], files: Sequence[int]
 ) -> ForkedProcess | None:
-    """Start a launcher and its ranks as forks; None if a new process is needed."""
+    """Fork a launcher from a server that has imported torch; None if this fails."""
     may_fork = words[0] == sys.executable and trains_trial_class(words[1:])
     server = _SERVER.get(variables, _IMPORT_TIMEOUT_S) if may_fork else None
     if server is None:
@@ -110,7 +110,7 @@ def _forked(
 
 
 def found(directory: Path) -> LauncherProcess | None:
-    """Return the last launcher started in a directory, alive or not; None if none was."""
+    """Return the last launcher started with this directory, even if ended; else None."""
     path = directory / _STAT_NAME
     try:
         text, started_s = path.read_text(errors="replace"), path.stat().st_mtime

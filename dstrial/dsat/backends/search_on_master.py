@@ -1,7 +1,7 @@
-"""Run a whole search inside one trial on a master, and read the search's journal.
+"""Run a whole search inside one trial on a master, and copy the search's journal.
 
-The trial gets the command line, the experiment and the journal so far as a file of its context. The trial reports each further
-event as a row of metrics (group ``dsat``). The submitting command copies these events into its own journal.
+The trial's context has a file with the command line, the experiment and the journal (the list of events) so far. The trial
+reports further events as rows of metrics (group ``dsat``), which the submitting command appends to its own journal.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dstrial.errors import DstrialError, SearchError
 logger = logging.getLogger("dstrial.dsat")
 
 _POLL_PERIOD_S = 0.5
-_FINISH_TIMEOUT_S = 20.0  # for the trial's last event: its time budget ends seconds after the command's
-_STORE_TIMEOUT_S = 60.0  # for the trial to store its files in a checkpoint
+_FINISH_TIMEOUT_S = 20.0  # for the trial's last event: the trial's budget ends after the command's
+_STORE_TIMEOUT_S = 60.0  # wait for the trial to store its files in a checkpoint
 _LOG_WAIT_AFTER_S = 15.0
 _ENDED_STATES = (
     ExperimentState.CANCELED,
@@ -40,7 +40,7 @@ _ENDED_STATES = (
 
 
 class SearchOnMaster:
-    """A search that runs in the only trial of one experiment: a ``base.RemoteSearch``."""
+    """A :class:`RemoteSearch` that runs in the only trial of one experiment."""
 
     num_parallel = 1
     is_sequential = True
@@ -51,7 +51,7 @@ class SearchOnMaster:
         self._record = record
         self._spec = search_config(settings, record.search_id)
         self._experiment: Experiment | None = None
-        # Position, in the trial's journal, of the last event that was read. An experiment that is submitted later counts on.
+        # Position, in the trial's journal, of the last event that was read. A resubmitted search continues the numbering.
         self._position = max((event.get("position", 0) for event in record.events()), default=0)
         self._has_finished = False  # whether the trial has reported the end of its search
         self._had_ended = False  # whether the experiment ended before this command found it
@@ -64,10 +64,10 @@ class SearchOnMaster:
         return f"{self._master.describe()}, in persistent ranks"
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the search's events since the last call; submit the search if none runs.
+        """Return the search's new events since the last call; submit it if none runs.
 
-        Before the next call the caller must append them to the ``SearchRecord`` of this object: a restarted trial gets its
-        journal from there.
+        Before the next call, the caller must append them to the ``SearchRecord`` passed to the constructor, from which a
+        resubmitted search resumes.
         """
         if self._experiment is None and not self._find():
             if self._position:
@@ -81,12 +81,12 @@ class SearchOnMaster:
         return events
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        """Return True without publishing: the search in the trial publishes its report."""
+        """Do nothing and return True: the trial publishes the report itself."""
         del report
         return True
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Wait for the trial to store its results; else show ``results`` on the web page."""
+        """Wait until the trial has stored its results; at a timeout publish ``results``."""
         if self._experiment is None:
             self._find()
         if self._wait(_FINISH_TIMEOUT_S, lambda: self._has_finished):
@@ -128,10 +128,13 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again; raise if the trial failed while it was followed.
+        """Submit the search again after its experiment ended; raise if the trial failed.
 
-        After an end for lack of memory or budget, another trial goes on.
-        The journal counts how often each configuration killed the search, so ``max_restarts`` need not cover that.
+        It is submitted if host memory ran out, if its time budget was smaller than this command's, or if it ended before this
+        command found it. The journal limits how often one configuration may kill the search.
+
+        Raises:
+            SearchError: the trial failed for another reason.
         """
         assert self._experiment is not None
         if self._has_finished or self._had_ended:  # finished: with a smaller budget than that of this command
@@ -174,9 +177,9 @@ class SearchOnMaster:
         return {SEARCH_FILE: json.dumps(search)}
 
     def _read_events(self) -> list[dict[str, Any]]:
-        """Read the experiment's state and new events, at most twice a second.
+        """Return new events of the trial; empty within half a second of the last read.
 
-        The state is read first, so that no event of an ended trial is missed.
+        The experiment's state is read before the events, so that no event of an ended trial is missed.
         """
         experiment, found = self._experiment, []
         if experiment is None or self._is_ended or time.monotonic() < self._next_poll_s:

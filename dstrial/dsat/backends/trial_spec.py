@@ -1,4 +1,4 @@
-"""Experiment configs and commands of measuring trials, and of the full experiment."""
+"""Experiment configs and command lines of a search's trials and the full training."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class TrialSpec:
     trial_id: int
     config: dict[str, Any]
     hparams: dict[str, Any]  # as a trial reads them
-    label: str  # unique per trial and search; finds the trial again
+    label: str  # unique per trial and search, to find the trial again
     # hyperparameters and metrics of the best trial so far
     best: tuple[dict[str, Any], dict[str, float]] | None = None
 
 
 def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
-    """Return the ``single`` experiment without restarts that measures a configuration."""
+    """Return a ``single`` experiment without restarts, which measures ``candidate``."""
     flags = settings.flags
     num_batches = max(flags.end_profile_step + 1, _MAX_STEPS)
     measuring: dict[str, Any] = {
@@ -83,7 +83,7 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
 def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
     """Return the ``single`` experiment whose trial runs the whole search.
 
-    The experiment has the user's ``max_restarts``; restarts of ranks within the trial do not count.
+    The experiment has the user's ``max_restarts``. Restarts of ranks within the trial do not count towards it.
     """
     label = f"dsat-{search_id}-search"
     does = "measures one configuration after the other"
@@ -94,19 +94,19 @@ def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
 
 
 def measured_config(settings: SearchConfig) -> dict[str, Any]:
-    """Return the experiment config without the keys that only a training run needs."""
+    """Return the experiment config without keys that matter only to a full training."""
     return {key: value for key, value in copy.deepcopy(settings.written).items() if key not in _TRAINING_KEYS}
 
 
 def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Return the experiment config with the best configuration, without autotuning."""
+    """Return the user's experiment config with the candidate's settings, for training."""
     config = copy.deepcopy(settings.written)
     config["hyperparameters"] = _hyperparameters(settings, candidate)
     return _with_stages(config, settings, candidate)
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write an experiment config; only the owner can read a file that has secrets."""
+    """Write an experiment config; if it contains secrets, only the owner can read it."""
     replace_file(path, yaml_text(config), is_private=bool(secrets_in(config, SecretNames())))
 
 
@@ -126,7 +126,7 @@ def _single(settings: SearchConfig, label: str, name: str, does: str, num_batche
 
 
 def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Return the config with the candidate's pipeline stages, if these vary."""
+    """Set ``pipeline_stages`` in the config, if the search varies them."""
     if settings.space.stages_path is None:
         return config
     num_stages = settings.space.sizes_of(candidate).pp
@@ -134,9 +134,9 @@ def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Cand
 
 
 def measuring_command(settings: SearchConfig, config_path: str | None, python: str) -> list[str]:
-    """Return the command line that launches measuring ranks.
+    """Return the command line that launches the ranks that measure trials.
 
-    ``config_path`` is None for ranks inside a trial on a master.
+    ``config_path`` is None inside a trial on a master, which gives the ranks their config.
     """
     if settings.trial is None:
         assert config_path is not None
@@ -159,7 +159,7 @@ def training_command(settings: SearchConfig, config_path: str, python: str) -> l
 
 
 def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
-    """Strip ``python`` and a launcher from an entrypoint; return script and arguments."""
+    """Return script and arguments of an entrypoint, without ``python`` and a launcher."""
     words = shlex.split(entrypoint) if isinstance(entrypoint, str) else list(entrypoint or [])
     for idx in range(len(words) - 1):
         if words[idx] == "-m" and words[idx + 1] in _LAUNCH_MODULES:
@@ -183,7 +183,7 @@ def _hyperparameters(settings: SearchConfig, candidate: Candidate) -> dict[str, 
 
 
 def _concrete(settings: SearchConfig, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters as a trial reads them: ``{type: const}`` as its ``val``."""
+    """Return hyperparameters as a trial reads them: constants as plain values."""
     given = {
         key: value
         for key, value in hparams.items()

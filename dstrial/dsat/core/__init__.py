@@ -1,1 +1,1 @@
-"""Data of a search: candidates, outcomes of trials, and the journal on disk."""
+"""Data types of a search: configurations, outcomes of trials, the journal on disk."""

@@ -1,4 +1,4 @@
-"""A configuration to measure, and the micro batch sizes to choose from."""
+"""A configuration to measure, and the micro batch sizes that it may have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LARGEST_FREE_MICRO_BATCH = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """The division of a global batch into micro batches."""
+    """The division of a global batch into micro batches; sizes are in records."""
 
     micro_batch_size: int  # records of one forward pass of one replica
     accumulation: int  # forward passes of one replica in one optimizer step
@@ -32,7 +32,10 @@ class Candidate:
     is_own: bool = False
 
     def overwrite(self) -> dict[str, Any]:
-        """Return the DeepSpeed keys to overwrite, nested; only the batch if ``is_own``."""
+        """Return this candidate's changes to the user's DeepSpeed config, as nested keys.
+
+        The user's own configuration (``is_own``) changes only batch sizes.
+        """
         result: dict[str, Any] = {
             "train_batch_size": self.batch.train_batch_size,
             "train_micro_batch_size_per_gpu": self.batch.micro_batch_size,
@@ -85,7 +88,7 @@ def set_path(target: dict[str, Any], path: str, value: Any) -> None:
 
 
 def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``above`` over ``below`` at every depth; a ``None`` in ``above`` is kept."""
+    """Merge nested mappings: ``above`` has priority, even if its value is None."""
     result = dict(below)
     for key, value in above.items():
         known = result.get(key)
@@ -106,9 +109,9 @@ def value_at(config: Any, path: str) -> Any:
 def changes_in_words(
     candidate: Candidate, effective: Mapping[str, Any], hyperparameters: Mapping[str, Any]
 ) -> list[str]:
-    """Return a candidate's changes to the user's own configuration as short texts.
+    """Return a candidate's changes to the user's configuration as ``key=value`` texts.
 
-    ``effective`` is the user's own DeepSpeed config with all defaults in it.
+    ``effective`` is the user's DeepSpeed config with defaults filled in.
     """
     words = []
     for path, value in candidate.settings:
@@ -121,7 +124,7 @@ def changes_in_words(
 
 
 def setting_text(value: Any) -> str:
-    """Return a knob's value as a short text, such as ``on``, ``off`` or ``1e9``."""
+    """Return a setting's value as a short text, such as ``on``, ``off`` or ``1e9``."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (int, float)) and abs(value) >= 10_000:
@@ -130,9 +133,10 @@ def setting_text(value: Any) -> str:
 
 
 class BatchSizeGrid:
-    """The micro batch sizes that may be tried, in ascending order, by position from 0.
+    """The micro batch sizes that may be tried, ascending, indexed by position from 0.
 
-    Without a ``train_batch_size``, the global batch follows from the micro batch and the accumulation.
+    With a ``train_batch_size`` these divide each replica's share of it. Without one, every size is allowed, and the global
+    batch follows from micro batch and accumulation.
     """
 
     def __init__(self, train_batch_size: int | None, replicas: int, accumulation: int) -> None:
@@ -157,7 +161,7 @@ class BatchSizeGrid:
         return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
 
     def position(self, micro_batch_size: float) -> int:
-        """Return the position of the largest micro batch of at most this size, else 0."""
+        """Return the index of the largest size of at most ``micro_batch_size``, else 0."""
         if self.is_free:
             return max(0, min(int(micro_batch_size), _LARGEST_FREE_MICRO_BATCH) - 1)
         return max(sum(split.micro_batch_size <= micro_batch_size for split in self._splits) - 1, 0)

@@ -1,22 +1,22 @@
-"""A search on disk, which the same command resumes after a kill at any moment.
+"""The output directory of a search, from which the same command resumes it.
 
 ``<output>/`` holds::
 
-    search.json          what is searched: fingerprint, method, the search's id, when it began
-    search.lock          held by the process that runs the search
-    events.jsonl         one line per event, append-only; replaying them restores the search
-    best_ds_config.json  the best DeepSpeed config so far, whole
-    best_ds_metrics.json metrics of the best configuration
-    best_experiment.yaml the experiment config with the best DeepSpeed config and hyperparameters
+    search.json          fingerprint of options and configs, method, id and start time
+    search.lock          locked by the process that runs the search
+    events.jsonl         the journal, append-only, one event per line; replaying it restores the search
+    best_ds_config.json  complete DeepSpeed config of the best configuration so far
+    best_ds_metrics.json its metrics
+    best_experiment.yaml the experiment config with its DeepSpeed config and hyperparameters
     trials.json          every trial of the search
-    report.json          the findings as JSON; report.md has the same as text
+    report.json          the findings as JSON; report.md has them as text
     trials/<n>/          config, output and result of trial n, if it was launched on this machine
     ranks/<n>/           tasks, results and output of the n-th persistent ranks
 
-Events are ``inputs`` (of ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
-``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (nothing of the search runs any more). An event that was copied
-from a trial has its ``position`` in the trial's journal. A method is pure, so replaying the results in order requests the same
-trials again.
+Events are ``inputs`` (of method ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
+``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (all processes of the search have ended). Events copied from a
+trial on a master have their ``position`` in the trial's journal. Methods are deterministic: replaying results in order requests
+the same trials again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TASKS_NAME, RESULTS_NAME = "tasks.jsonl", "results.jsonl"  # queues to and from 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchRecord:
-    """The files of one search in its output directory; none stays open between calls."""
+    """Reads and writes a search's output directory; keeps no file open between calls."""
 
     path: Path
     search_id: str  # 8 characters in the labels of the search's trials
@@ -71,9 +71,12 @@ class SearchRecord:
 
     @classmethod
     def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:
-        """Return the newest search with this fingerprint, else create one in ``output``.
+        """Return the newest search with this fingerprint, or create a search.
 
-        Searches that ``--fresh`` created beside it, in ``<output>-2``, ``-3`` and so on, count too.
+        Looks in ``output`` and in ``<output>-2``, ``-3`` and so on, which ``is_fresh`` creates.
+
+        Raises:
+            ConfigError: ``output`` contains another search, or other files.
         """
         path, number, newest = output, 1, output
         while path.exists():
@@ -145,7 +148,7 @@ class SearchRecord:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether a file is not the remnant of a search killed at its start."""
+    """Return whether a file was not left by a search that was killed at its start."""
     return path.name != OUTPUT_MARK and not (
         path.name.startswith(".search.json.") and path.name.endswith(".tmp")
     )
@@ -153,7 +156,7 @@ def _is_of_others(path: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchStatus:
-    """How a run of a search ended: finished, failed, or stopped by a signal."""
+    """How a search process ended: search finished, failed, or stopped by a signal."""
 
     reason: str
     is_finished: bool  # if false, the same command resumes the search
@@ -162,9 +165,9 @@ class SearchStatus:
 
 
 def is_final(event: Mapping[str, Any], budget_s: float | None) -> bool:
-    """Return whether a ``finished`` event is final.
+    """Return whether a ``finished`` event ends the search for good.
 
-    The end of a search that has spent its time budget is not final for a larger ``budget_s`` (None: no limit).
+    A search that ended by spending its time budget continues with a larger ``budget_s`` (seconds; None: no limit).
     """
     spent_s = event.get("budget_s")
     return spent_s is None or (budget_s is not None and budget_s <= spent_s)

@@ -1,7 +1,7 @@
-"""Outcomes of measurements: metrics, or a classified failure.
+"""Outcomes of trials: measured metrics, or a classified failure.
 
-A failing rank prints one line (``failure_line``) to the log. If the log has no such line, ``failure_from_log`` classifies the
-end of the log.
+A failing rank prints its failure to the log as one line (``failure_line``). Without such a line, ``failure_from_log``
+classifies the last lines of the log.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MASTERS_VERDICT = re.compile(r"ERROR: Trial \d+ \(Experiment \d+\) crashed: ")
 
 
 class FailureKind(str, enum.Enum):
-    """The kind of failure of a trial that measured nothing."""
+    """Causes for which a trial has measured nothing."""
 
     DEVICE_OOM = "device out of memory"
     """The accelerator's allocator failed; the configuration would fail again."""
@@ -88,17 +88,16 @@ class FailureKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """The metrics that rank 0 of a trial has measured.
+    """The metrics that rank 0 of a trial has measured; unmeasured ones are missing.
 
-    Metrics that can be searched for are ``throughput`` (samples/s of all ranks), ``latency``, ``forward`` and ``backward`` (µs
-    per batch) and ``FLOPS_per_gpu`` (model FLOP/s). ``rank.step_timer`` makes all metrics; one that cannot be measured is
-    missing.
+    A search can optimize ``throughput`` (samples/s of all ranks), ``latency``, ``forward`` and ``backward`` (µs per batch) and
+    ``FLOPS_per_gpu`` (model FLOP/s). ``rank.step_timer`` computes all metrics.
     """
 
     metrics: Mapping[str, float]
 
     def value(self, metric: str) -> float | None:
-        """Return one metric; None if it was not measured or is not finite."""
+        """Return a metric; None if it was not measured or is not finite."""
         value = self.metrics.get(metric)
         return value if value is not None and math.isfinite(value) else None
 
@@ -125,7 +124,7 @@ Outcome: TypeAlias = Measured | Failure
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as JSON values; values that are not finite are left out."""
+    """Return an outcome as JSON values, without metrics that are not finite."""
     if isinstance(outcome, Measured):
         return {"metrics": {name: value for name, value in outcome.metrics.items() if math.isfinite(value)}}
     return {"failure": {**dataclasses.asdict(outcome), "kind": outcome.kind.name}}
@@ -155,9 +154,9 @@ def score(outcome: Outcome, metric: str) -> float | None:
 
 
 def classify(text: str, *, phase: str = "") -> Failure:
-    """Return the failure that an exception's traceback, or a log's end, describes.
+    """Return the failure described by a traceback or by the last lines of a log.
 
-    An assertion of DeepSpeed in phase ``init`` is a refused configuration. In later phases it may have any cause.
+    An assertion raised in DeepSpeed means a rejected configuration if ``phase`` is ``init`` or unknown, else a user error.
     """
     lines = [line for line in text.strip().splitlines() if line.strip()]
     message = next(
@@ -168,7 +167,7 @@ def classify(text: str, *, phase: str = "") -> Failure:
     )
     tried = _TRIED.search(text)
     requested = int(float(tried[1]) * _UNITS[tried[2].lower()]) if tried else _plain_bytes(text)
-    # The message has priority over the frames above it, which may name anything.
+    # The message has priority over the stack frames, whose names and paths may match by chance.
     for where in (message, text):
         if _HOST_OOM.search(where) and not _DEVICE_OOM.search(where):
             return Failure(FailureKind.HOST_OOM, message, phase, requested)
@@ -200,8 +199,8 @@ def failure_line(failure: Failure) -> str:
 def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> Failure:
     """Return the failure that the output of all ranks describes.
 
-    Failure lines of ranks have priority. Among these, lost connections come last, because they may follow from another rank's
-    failure. Exit code 137 means that the kernel killed a rank.
+    Failure lines of ranks have priority; among these, lost connections come last, because another rank's failure may have
+    caused them. Exit code 137 is taken as a kill by the kernel for lack of memory.
     """
     lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
     failures: list[Failure] = []
@@ -241,14 +240,14 @@ TIE = 0.01  # relative gain up to which the user's own configuration counts as t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialResult:
-    """One trial of a search; its outcome is None until the trial has ended."""
+    """A trial of a search; its outcome is None until the trial has ended."""
 
     trial_id: int
     candidate: Candidate
     description: str
     why: str
     outcome: Outcome | None = None
-    seconds: float | None = None  # on its slots; None if unknown
+    seconds: float | None = None  # since the trial got its slots; None if unknown
     handle: dict[str, Any] = dataclasses.field(default_factory=dict)  # the backend's, e.g. experiment id
 
     def score(self, metric: str) -> float | None:
@@ -267,9 +266,9 @@ class TrialResult:
 
 
 def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
-    """Return the trial with the best metric; None if none was measured.
+    """Return the trial with the best metric; None if no trial was measured.
 
-    The user's own configuration wins unless another one is better by more than the relative margin ``TIE``.
+    If the best trial gains at most ``TIE`` (relative) over the user's own configuration, the user's trial is returned.
     """
     values: dict[Candidate, list[float]] = {}
     first: dict[Candidate, TrialResult] = {}
@@ -288,9 +287,9 @@ def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
 
 
 def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Measured] | None:
-    """Return the trial with the highest score and its measurement; None without any.
+    """Return the trial with the best score and its metrics; None if none was measured.
 
-    Unlike :func:`best_of`, this ignores the margin ``TIE``.
+    Unlike :func:`best_of`, this does not favour the user's own configuration.
     """
     best: tuple[float, TrialResult, Measured] | None = None
     for trial in trials:
@@ -313,5 +312,5 @@ def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) ->
 
 
 def relative_gain(value: float, own: float) -> float:
-    """Return the relative gain of a score over ``own``; scores of times are negative."""
+    """Return the relative gain of one score over another; times have negative scores."""
     return value / own - 1 if own > 0 else own / value - 1

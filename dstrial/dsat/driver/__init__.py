@@ -1,1 +1,1 @@
-"""The search driver: asks the method, runs trials, records and reports results."""
+"""The search driver, which runs the trials that a search method requests."""

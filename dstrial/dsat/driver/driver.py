@@ -1,7 +1,7 @@
-"""Run the trials a method asks for, or follow a search that runs elsewhere.
+"""Run the trials that a search method requests, or follow a search on a master.
 
-Each event is written to the search's journal (``SearchRecord``) before the search changes its state. So a replay of the journal
-restores the search.
+Each event is written to the search's journal (``SearchRecord``) before the search changes its state. Replaying the journal
+therefore restores the search.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ logger = logging.getLogger("dstrial.dsat")
 _MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
 _DEADLINE_FACTOR = 5.0
 _REPORT_PERIOD_S = 2.0
-# A report of many trials takes long to make: reports take at most about 1/20 of the search's time.
+# Pause between reports, as a multiple of a report's duration: reports take at most about 1/20 of the search's time.
 _MIN_PAUSES = 20.0
 
 
 def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
-    """Return the inputs of ``predict`` from a journal; None before the dry runs."""
+    """Return the inputs of method ``predict`` from the journal; None if it has none."""
     event = next((event for event in record.events() if event["event"] == "inputs"), None)
     return None if event is None else PredictInputs.from_json(event)
 
@@ -74,7 +74,7 @@ class Driver:
         self._method = search_method(settings.method, settings.space, settings.options, filters, inputs)
         self._make_backend = backend
         self._backend: Backend | RemoteSearch | None = None
-        self._measurer: Backend | None = None  # the backend, while this process decides what it measures
+        self._measurer: Backend | None = None  # the backend, unless the search is remote
         self._is_replay = True
         self._print_line = print_line
         self._show = show
@@ -97,7 +97,7 @@ class Driver:
         The search stops when the caller's signal handlers append to ``signals``.
 
         Raises:
-            OSError: the disk is full. After room is made, the same command resumes the search.
+            OSError: the disk is full; with free space, the same command resumes the search.
         """
         self._signals = signals
         self._apply(self._method.start())
@@ -137,7 +137,7 @@ class Driver:
             self._record.append("interrupted", {"signal": FailureKind.NO_ROOM.name})
 
     def _clear(self) -> None:
-        """End remaining trials and let the backend store the files, once per search."""
+        """End remaining trials, and let the backend store the result files."""
         if self._backend is None:
             try:
                 self._backend = self._make_backend()
@@ -155,9 +155,8 @@ class Driver:
                 raise
 
     def _search(self) -> None:
-        """Run trials until the search finishes or a stop signal arrives."""
         budget_s = self._settings.flags.budget
-        # Time that earlier processes of this search have spent, as far as it is on record.
+        # Seconds that earlier processes of this search have spent, according to the journal.
         spent_s = (
             sum(trial.seconds or 0.0 for trial in self.trials.values()) / self._settings.options.num_parallel
         )
@@ -183,7 +182,6 @@ class Driver:
     # ---- what happens ----------------------------------------------------------------------------
 
     def _follow(self, search: RemoteSearch) -> None:
-        """Copy new events of a remote search into this process's journal, up to its end."""
         for event in search.events():
             self._record.restore(event)
             self._on_event(event)
@@ -191,7 +189,7 @@ class Driver:
                 return
 
     def _on_event(self, event: Mapping[str, Any]) -> None:
-        """Change the state of the search as an event of its journal says."""
+        """Update the state of the search by a new or replayed event of its journal."""
         if event["event"] == "submitted":
             self._on_submitted(int(event["trial_id"]), event)
         elif event["event"] == "result":
@@ -309,7 +307,6 @@ class Driver:
         return [one.outcome for one in self.trials.values() if isinstance(one.outcome, Measured)]
 
     def _finish(self, finish: Finish, *, budget_s: float | None = None) -> None:
-        """End the search; record the end, unless this is a replay."""
         self._end = finish
         if not self._is_replay:
             fields = {"reason": finish.reason, "is_failure": finish.is_failure, "budget_s": budget_s}
@@ -329,10 +326,10 @@ class Driver:
                 self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
 
     def deadline_s(self, measure: Measure) -> float:
-        """Return a trial's time limit in seconds, 5 times its expected time.
+        """Return the time limit of a trial, in seconds.
 
-        The expected time is the predicted time, or that of the longest measured trial if this is longer. Without either, the
-        limit is ``--trial-timeout``. Otherwise it is at least two minutes, because a trial that is killed too early is lost.
+        The limit is 5 times the longest of the predicted time and the times of measured trials, but at least two minutes. If
+        none of these times is known, the limit is ``--trial-timeout``.
         """
         expected_s = [
             trial.seconds
@@ -346,7 +343,7 @@ class Driver:
         return max(_DEADLINE_FACTOR * max(expected_s), _MIN_DEADLINE_S)
 
     def _write_files(self) -> None:
-        """Write all trials and the best configuration; on an OSError, print a line."""
+        """Write all trials and the best configuration; print a line if the disk is full."""
         trials, settings = list(self.trials.values()), self._settings
         best = best_of(trials, settings.flags.metric)
         config, metrics, experiment = (self._record.path / name for name in BEST_NAMES)
@@ -359,7 +356,7 @@ class Driver:
                 write_config(experiment, full_config(settings, best.candidate))
 
     def _read_files(self) -> dict[str, str]:
-        """Return file name -> text of the search's existing result files."""
+        """Return file name -> text of the existing result files."""
         paths = [self._record.path / name for name in (*BEST_NAMES, "trials.json", *REPORT_NAMES)]
         return {path.name: path.read_text() for path in paths if path.exists()}
 
@@ -379,7 +376,6 @@ class Driver:
             self._print_line(f"{what} cannot be written ({error}); expected room on the disk")
 
     def _publish_if_due(self, backend: Backend) -> None:
-        """Publish the report of a running search after changes, at a limited rate."""
         began_s = time.monotonic()
         if self._has_news and began_s >= self._next_report_s:
             self._has_news = not backend.publish(self._report_so_far)
@@ -388,11 +384,11 @@ class Driver:
 
     def _report_so_far(self, reason: str = "") -> dict[str, Any]:
         document = report_document(self._facts(reason), self._settings.space, list(self.trials.values()))
-        # The page shows the newest of several experiments' reports.
+        # If several experiments have a report, the web page shows the newest.
         return {**live_document(document), "told_s": time.time()}
 
     def _facts(self, reason: str) -> SearchFacts:
-        """Return the facts of an unfinished search."""
+        """Return the facts of an unfinished search for its report."""
         settings = self._settings
         return SearchFacts(
             name=settings.experiment.name or settings.output.name,

@@ -1,4 +1,8 @@
-"""Dry-run each kind of model graph in child processes; import no torch here."""
+"""Dry-run the model of a search (one step on fake tensors) in child processes.
+
+Configurations share a compute graph, and one dry run, if their ``--space`` settings of unknown effect are equal. This module
+does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ _DEADLINE_S = 900.0
 _MAX_PARALLEL = 4
 _USUAL_FLOPS_RATIO = 0.5, 2.0
 _PIPELINE_NOTE = "pipelines have no predicted times; `dstrial memory` tells what each stage takes"
-_GROUPS_NOTE = "a dry run has no groups of tensor- or sequence-parallel ranks: set their size to 1 in the config; --space tries others"
+_GROUPS_NOTE = "dry runs have no tensor- or sequence-parallel groups: set their sizes to 1 in the config; --space tries others"
 
 Target = Literal["cpu", "cuda"]
 """``cpu`` has one kind of memory; ``cuda`` has device and host memory."""
@@ -33,7 +37,7 @@ RequestOf = Callable[[Structure], DryRunRequest]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphTraces:
-    """Dry runs of a search's model, one for each kind of graph."""
+    """The dry runs of a search's model, one for each different compute graph."""
 
     found: Mapping[str, ModelTrace] = dataclasses.field(default_factory=dict)  # by ``_graph_key``
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> why there is no trace
@@ -41,7 +45,7 @@ class GraphTraces:
     notes: tuple[str, ...] = ()
 
     def inputs(self, groups: ConfigGroups, *, is_cpu: bool = False) -> PredictInputs:
-        """Return the inputs of method ``predict``, with ZeRO's part in closed form."""
+        """Return the inputs of method ``predict``; adds ZeRO's costs to each dry run."""
         runs = {}
         for key, (structure, is_accumulating) in groups.representatives().items():
             trace = self.found.get(_graph_key(groups, structure))
@@ -78,12 +82,13 @@ def trace_graphs(
     deadline_s: float = _DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> GraphTraces:
-    """Dry-run each kind of graph on fake tensors, or on real ones if fake ones fail.
+    """Dry-run each compute graph on fake tensors; if all fail, on real tensors.
 
-    If all fail, method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs together.
+    If these fail too, the result is empty, and method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs
+    together.
     """
     sizes = settings.space.sizes
-    # A dry run is one rank: it would describe one stage of a pipeline, and has no groups.
+    # A dry run has one rank: only one stage of a pipeline, and no tensor- or sequence-parallel groups.
     refusal = (
         _PIPELINE_NOTE if sizes.has_pipeline_engine else _GROUPS_NOTE if sizes.tp * sizes.sp > 1 else None
     )
@@ -135,7 +140,7 @@ def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str
 def trace_space(
     groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S, is_real: bool = False
 ) -> GraphTraces:
-    """Dry-run one structure of each kind of graph, on real tensors if ``is_real``."""
+    """Dry-run one configuration of each compute graph, on real tensors if ``is_real``."""
     asked = _structures(groups)
     requests = [dataclasses.replace(request_of(structure), is_real=is_real) for structure in asked.values()]
     num_parallel = 1 if is_real else min(os.cpu_count() or 1, _MAX_PARALLEL)
@@ -153,13 +158,12 @@ def trace_space(
 
 
 def _structures(groups: ConfigGroups) -> dict[str, Structure]:
-    """Return the structures to dry-run, by kind of graph."""
     asked = reversed(groups.representatives().values())
     return {_graph_key(groups, structure): structure for structure, _ in asked}
 
 
 def _graph_key(groups: ConfigGroups, structure: Structure) -> str:
-    """Return a key of the settings that may change the graph: those of unknown effect."""
+    """Return a key that is equal for configurations with (presumably) equal graphs."""
     return json.dumps(groups.unknown_settings(structure))
 
 
@@ -201,7 +205,7 @@ def _by_real_batch(
 
 
 def target_here(environment: Mapping[str, str]) -> Target:
-    """Return the device kind of ranks on this machine, without initializing a device."""
+    """Return the device type of ranks on this machine, without initializing a device."""
     if environment.get("DS_ACCELERATOR", "") == "cpu" or environment.get("CUDA_VISIBLE_DEVICES") == "":
         return "cpu"
     return "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"

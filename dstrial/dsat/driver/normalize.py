@@ -1,4 +1,4 @@
-"""Make measurements comparable: one FLOP count per model, the requested batch."""
+"""Make measurements comparable: use one FLOP count, and check the trained batch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def with_model_flops(
     flops_per_record: float | None = None,
     num_replicas: int = 1,
 ) -> Measured:
-    """Return a measurement whose ``FLOPS_per_gpu`` uses the search's one FLOP count.
+    """Return a measurement whose ``FLOPS_per_gpu`` uses the FLOP count of the search.
 
-    All measurements use the same FLOPs per record, so configurations of equal throughput have equal ``FLOPS_per_gpu``. The
-    FLOPs are counted in the first measurement, else in a dry run (``flops_per_record``, on one rank), else estimated from the
-    number of parameters. ``like`` is an earlier result of this function; None for the first measurement.
+    All measurements of a search use the same FLOPs per record, so equal throughput gives equal ``FLOPS_per_gpu``. The FLOPs are
+    counted in the first measurement, else in a dry run (``flops_per_record``, on one rank), else estimated from the number of
+    parameters. ``like`` is an earlier result of this function; None for the first measurement.
     """
     throughput = measured.value("throughput")
     if not throughput:
@@ -53,7 +53,7 @@ def with_model_flops(
 
 
 def caveats(measured: Measured, first: Measured) -> list[str]:
-    """Return sentences that say in what respect ``FLOPS_per_gpu`` is not exact.
+    """Return warnings why ``FLOPS_per_gpu`` may be inexact.
 
     ``first`` is the first measurement of the search.
     """
@@ -66,9 +66,9 @@ def caveats(measured: Measured, first: Measured) -> list[str]:
 
 
 def mismatch_with_request(measured: Measured, candidate: Candidate) -> Failure | None:
-    """Return a failure if the code trains another batch or ZeRO stage than requested.
+    """Return a failure if the trial used another batch or ZeRO stage than requested.
 
-    Otherwise, and for several engines, returns None: the request may concern only one of the engines.
+    Trials with several engines are not checked: the request may apply to only one of the engines.
     """
     if (measured.value("num_engines") or 1) > 1:
         return None

@@ -1,4 +1,4 @@
-"""The table of dsat's search methods, from which commands and drivers take them."""
+"""The search methods of dsat, by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHOD_NAMES = tuple(METHODS)
 def search_method(
     name: str, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
 ) -> ConfigSearch:
-    """Create a search method; without dry runs, ``asha`` instead of ``predict``."""
+    """Create a search method; ``asha`` replaces ``predict`` if there are no dry runs."""
     if name not in METHODS:
         raise SearchError(
             f"the search method is {name!r}; expected one of {', '.join(METHOD_NAMES)}, the methods of this release. "

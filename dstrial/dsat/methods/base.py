@@ -1,4 +1,4 @@
-"""The interface of search methods, which map results to actions, fixed by a seed."""
+"""The interface of search methods: deterministic maps from results to actions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEED_SMALLEST = "You may need to specify a configuration which can successfully 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measure:
-    """Action: measure a candidate in a new trial."""
+    """Action: measure a configuration in a new trial."""
 
     trial_id: int  # from 1, never used twice
     candidate: Candidate
@@ -27,7 +27,7 @@ class Measure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skip:
-    """Action: log that a candidate is not measured, and why."""
+    """Action: log why a configuration is not measured."""
 
     candidate: Candidate
     reason: str
@@ -53,32 +53,32 @@ Action: TypeAlias = Measure | Skip | Note | Finish
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportFacts:
-    """Predictions of a method for the report, as JSON; empty if it does not predict."""
+    """Predictions of a method, as JSON values for the report; empty without any."""
 
     # trial -> prediction before it was measured
     forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     # trial -> seconds of each part of a step
     explained: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    # bytes that larger micro batches of the user's own and of the best configuration lack
+    # bytes missing for larger micro batches of the user's own configuration and of the best one
     margins: Sequence[Mapping[str, Any]] = ()
     left: Sequence[Mapping[str, Any]] = ()  # unmeasured candidates, the most promising first
 
 
 class ConfigSearch(Protocol):
-    """Decides which candidates are measured next.
+    """Interface of a search method, which decides what to measure next.
 
-    The caller answers every ``Measure`` by one ``on_result``, in any order. Equal calls give equal actions. After ``Finish`` a
-    method returns no more actions.
+    The caller must call ``on_result`` once for every ``Measure``, in any order. Equal sequences of calls return equal actions.
+    After ``Finish``, a method returns no more actions.
     """
 
     def start(self) -> list[Action]:
         """Return the first actions; called once, before any ``on_result``."""
 
     def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
-        """Take the outcome of a measurement, and return the next actions."""
+        """Handle the outcome of a trial; return the next actions."""
 
     def report_facts(self) -> ReportFacts:
-        """Return the predictions that a report shows beside the measurements."""
+        """Return the method's predictions, which the report shows beside measurements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,23 +101,23 @@ class MethodOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """A command line flag that only some methods have."""
+    """A command line option that only some search methods have."""
 
     name: str
     kind: type[int] | type[float] | type[bool]
     default: int | float | None
     help: str
-    least: int | None  # smallest value; None for anything above 0, and for a switch
+    least: int | None  # smallest value; None for a switch, and if any value above 0 is valid
 
     @property
     def dest(self) -> str:
-        """Name of the field of ``MethodOptions`` that the flag sets."""
+        """Name of the field of ``MethodOptions`` that the option sets."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MethodEntry:
-    """The entry of a search method in ``METHODS``; the method's module declares it."""
+    """Name, options and constructor of a search method, for the table ``METHODS``."""
 
     name: str
     summary: str

@@ -1,4 +1,4 @@
-"""``predict``: measure the user's configuration, then those that may be the best."""
+"""Method ``predict``: measure only configurations that are predicted to be fast."""
 
 from __future__ import annotations
 
@@ -32,31 +32,30 @@ from dstrial.dsat.space.space import Space, Structure
 _USUAL, _THOROUGH = (0.0012, 2.0), (0.0008, 3.0)
 """Least expected gain of a measurement, as a share of the best cost, and the number of measurements without progress that
 doubles it."""
-_CONTENDERS, _REPEATS = 3, 2  # thorough: best configurations that are measured again, and how often at most
+_CONTENDERS, _REPEATS = 3, 2  # ``--thorough``: configurations to repeat, most measurements of each
 _NEW, _FAR = 2.0, 2.0
 """``_NEW`` multiplies the worth of a measurement if its group has not run with a micro batch within a factor of ``_FAR``,
-because
-it informs about many other candidates."""
+because such a measurement improves the predictions of many candidates."""
 _PROGRESS = 1.005  # a cost makes progress if it is better than the best so far by this factor
 _SURE_TO_FIT = 0.98  # while nothing has run, a candidate with this probability counts as fitting
-_MAX_REFUSED = 2  # number of refused structures after which their group is left out
+_MAX_REFUSED = 2  # failed configurations after which their group is excluded
 # After these failures, an equal candidate may be measured: smaller buckets may fit, although nothing else differs.
 _MAY_REPEAT = (FailureKind.COMMUNICATION, FailureKind.DEVICE_OOM)
-_LONGEST_STEPS, _MIN_S, _BUILD_S = (
-    70,
-    6.0,
-    30.0,
-)  # most steps of a measurement; least seconds of all steps; seconds of building an engine
+# Most steps of a measurement, least seconds of all steps, seconds of building an engine.
+_LONGEST_STEPS, _MIN_S, _BUILD_S = 70, 6.0, 30.0
 _NEXT_SIZES = 2  # larger micro batches whose missing memory is reported
 _NUM_LEFT = 10  # unmeasured candidates that are reported
-_USUAL_NOISE = 0.01  # relative, of a measurement whose interval is unknown
+_USUAL_NOISE = 0.01  # relative noise of a measurement without a confidence interval
 
 _Costs = list[tuple[Candidate, float]]
 """Measurements of candidates that DeepSpeed cannot tell apart."""
 
 
 class PredictSearch:
-    """Measures the candidates with the largest expected gains until gains are small."""
+    """Measures the user's configuration, then those with the largest expected gains.
+
+    The search ends when expected gains are small.
+    """
 
     def __init__(
         self, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
@@ -121,9 +120,9 @@ class PredictSearch:
         )
 
     def _margins(self, trial_id: int, observation: Observation) -> Iterator[dict[str, Any]]:
-        """Yield the device bytes that larger micro batches of a trial would lack.
+        """Yield how many device bytes are missing for larger micro batches of a trial.
 
-        A trial that ran out of memory yields its own micro batch first.
+        If the trial ran out of memory, its own micro batch comes first.
         """
         outcome, sizes = observation.outcome, self.space.batch_size_grid
         if outcome is None:
@@ -145,9 +144,10 @@ class PredictSearch:
     # ---- learning --------------------------------------------------------------------------------
 
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
-        """Exclude a failed configuration's settings, and later its group, from the search.
+        """Exclude the failed configuration's settings from the search.
 
-        Out-of-memory errors, and a first communication error, exclude nothing.
+        After repeated failures its whole group is excluded, if nothing of the group has run. Out-of-memory errors and a first
+        communication error exclude nothing.
         """
         if kind is FailureKind.HOST_OOM:
             needed = self.predictor.host_bytes(candidate)
@@ -165,9 +165,9 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def measured_costs(self) -> dict[tuple[Any, ...], _Costs]:
-        """Return measured costs, by key of candidates that DeepSpeed cannot tell apart.
+        """Return (candidate, cost) of each measurement, by key of equal candidates.
 
-        The values list (candidate, cost) of each measurement; ``Prediction.cost`` has the unit.
+        Candidates that DeepSpeed cannot tell apart have the same key. Costs are those of ``Predictor.cost``.
         """
         found: dict[tuple[Any, ...], _Costs] = {}
         for one in self.observations.values():
@@ -184,7 +184,7 @@ class PredictSearch:
     def _num_since_progress(self) -> int:
         """Return the number of measurements since the best cost last improved by 0.5 %.
 
-        The first measurement of a group (stage, offloading, unknown settings) does not count.
+        The first measurement of each group (stage, offloading, settings of unknown effect) is not counted.
         """
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()
@@ -237,9 +237,9 @@ class PredictSearch:
         return None
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
-        """Return the candidates worth a measurement, the most promising first.
+        """Return the candidates worth a measurement, the largest expected gain first.
 
-        ``best`` is the best (candidate, mean cost) so far; ``is_open`` are being measured.
+        ``best`` is the best (candidate, mean cost) so far. ``is_open`` lists the candidates that are being measured.
         """
         found = self._acquisition.candidates(
             self._positions(),
@@ -252,10 +252,10 @@ class PredictSearch:
             sure = [one for one in found if one.probability_to_fit >= _SURE_TO_FIT]
             pairs = [(one, -one.cost if sure else one.probability_to_fit) for one in sure or found]
         else:
-            # The best of many measurements is partly the luckiest one, so its prediction counts, too.
+            # The best of many noisy measurements is biased, so a higher predicted cost replaces it.
             known = self.predictor.predictions([best[0]])
             cost = max(best[1], known[0].cost) if known else best[1]
-            # After disappointing measurements, a candidate must promise more and more.
+            # The required gain grows with the number of measurements without progress.
             least, patience = _THOROUGH if self.options.thorough else _USUAL
             least *= 2 ** (self._num_since_progress() / patience)
             pairs = [pair for pair in self._worths(found, cost) if pair[1] >= least]
@@ -300,9 +300,9 @@ class PredictSearch:
         return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _repeated(self, is_open: Sequence[Candidate]) -> Measure | None:
-        """Return a repeated measurement of one of the best candidates, or None.
+        """Return another measurement of one of the best candidates, or None.
 
-        Repeats end when noise cannot explain the differences, or at a limit.
+        None if the differences exceed the noise, or if the limit of repeats is reached.
         """
         measured = self.measured_costs()
         # Failures count, too, so that a contender that fails is not measured forever.

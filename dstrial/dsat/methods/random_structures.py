@@ -1,7 +1,7 @@
-"""``binary``, ``asha`` and ``random``: measure random structures.
+"""Methods ``binary``, ``asha`` and ``random``, which measure random structures.
 
-The user's own configuration is measured first. Then a search draws random structures (ZeRO stage and knob settings). Each
-structure is a *lineage* with a range of micro batches that narrows with every trial.
+A structure is a ZeRO stage and settings, without batch sizes. A search measures the user's own configuration, then draws
+structures. The trials of one structure are a *lineage*; its range of micro batches narrows with every trial.
 
 Source: Determined 0.37 documentation, "DeepSpeed Autotune", methods ``binary``, ``asha`` and ``random``; Li et al. 2020, "A
 System for Massively Parallel Hyperparameter Tuning", algorithm 2.
@@ -36,7 +36,7 @@ _MAX_SKIPPED = 2000  # number of skipped candidates in a row after which a searc
 
 @dataclasses.dataclass(slots=True)
 class Lineage:
-    """All trials of one random structure (a configuration without batch sizes)."""
+    """The trials of one random structure (a configuration without batch sizes)."""
 
     idx: int
     structure: Structure
@@ -46,11 +46,11 @@ class Lineage:
     # (position, score, rung)
     history: list[tuple[int, float | None, int]] = dataclasses.field(default_factory=list)
     rung: int = 0
-    is_closed: bool = False  # nothing more is tried
+    is_closed: bool = False  # gets no more trials
     is_open: bool = False  # one of its trials is being measured
 
     def best(self, last_rung: int | None = None) -> float | None:
-        """Return the best score up to ``last_rung`` (None: all rungs); None without one."""
+        """Return the best score up to rung ``last_rung`` (None: all); None if unmeasured."""
         scores = [
             value
             for _, value, rung in self.history
@@ -60,10 +60,10 @@ class Lineage:
 
 
 class BinarySearch:
-    """Binary search over the micro batches of one random structure after the other.
+    """Draws random structures, and finds the largest micro batch of each by bisection.
 
-    A structure is a configuration without batch sizes. A success raises the lower end of the range; an out-of-memory error
-    lowers the upper end. When the range is empty, the next structure is drawn. Throughput does not steer the search.
+    A structure is a configuration without batch sizes. A success raises the lower end of its range of micro batches; an
+    out-of-memory error lowers the upper end. An empty range ends the structure. Throughput does not steer the search.
     """
 
     def __init__(self, space: Space, options: MethodOptions, filters: Filters) -> None:
@@ -91,15 +91,15 @@ class BinarySearch:
         return f"lineage {lineage.idx + 1}"
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return (lowest, highest) grid position of the micro batches of a new lineage."""
+        """Return the lowest and highest index, in the grid, of a lineage's micro batches."""
         return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:
-        """Return the grid position of the micro batch that a lineage tries next."""
+        """Return the index, in the grid of micro batches, that a lineage tries next."""
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Narrow a lineage's range of micro batches after its trial at a grid position.
+        """Narrow a lineage's range of micro batches after a trial at index ``position``.
 
         ``value`` is the trial's score; None if it ran out of memory. A lineage with an empty range is closed.
         """
@@ -149,7 +149,7 @@ class BinarySearch:
     # ---- lineages --------------------------------------------------------------------------------
 
     def ceiling(self, stage: int) -> int:
-        """Return the grid position of the estimated largest micro batch that fits a stage."""
+        """Return the grid index of the estimated largest micro batch that fits a stage."""
         sizes = self.space.batch_size_grid
         guess = None
         if self.info is not None:
@@ -162,7 +162,7 @@ class BinarySearch:
         return self.space.first_position(highest)
 
     def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
-        """Draw a ZeRO stage and a structure; return a lineage for its micro batches."""
+        """Draw a ZeRO stage and settings; return a ``Lineage`` to search micro batches."""
         stage = stages[self.random.integer_below(len(stages))]
         low, high = self.new_range(stage)
         num_params = None if self.info is None or self.filters.disabled else self.info.num_params
@@ -192,8 +192,8 @@ class BinarySearch:
     def _begin(self, outcome: Outcome) -> list[Action]:
         """Return the actions after the first trial, the user's configuration.
 
-        If it was measured, random structures (configurations without a micro batch size) follow. If it ran out of memory, the
-        smallest micro batch is measured. After another error the search ends.
+        After a success, random structures are measured; after an out-of-memory error, the smallest micro batch is. Another
+        error ends the search.
         """
         if isinstance(outcome, Measured):
             self._phase = "search"
@@ -213,7 +213,7 @@ class BinarySearch:
         return self._finish(f"error in the first trial ({outcome.kind.value}). {NEED_SMALLEST}")
 
     def _fill(self) -> list[Action]:
-        """Return measurements until ``num_parallel`` trials are open, or the search's end."""
+        """Return measurements until ``num_parallel`` trials run, or the end of the search."""
         actions: list[Action] = []
         num_open = sum(1 for observation in self.observations.values() if observation.outcome is None)
         for _ in range(_MAX_SKIPPED):
@@ -250,7 +250,7 @@ class BinarySearch:
         return actions
 
     def _effects_of(self, candidate: Candidate) -> list[Action]:
-        """Return a note for each measured effect of a setting that the candidate changes."""
+        """Return a note for each measured effect of the settings that a candidate changes."""
         known = [(one.candidate, one.outcome) for one in self.observations.values()]
         paths = {path for path, _ in candidate.settings}
         return [Note(str(effect)) for effect in best_knob_effects(self.space, known) if effect.path in paths]
@@ -261,11 +261,11 @@ class BinarySearch:
 
 
 class AshaSearch(BinarySearch):
-    """Binary searches that earn their trials by asynchronous successive halving.
+    """Binary searches over micro batches, under asynchronous successive halving.
 
-    A lineage is the binary search over one structure's micro batches; its resource is the number of trials. Rung *i* is
-    complete after *r* x *eta* ^ (*s* + *i*) trials (``min_binary_search_trials``, ``divisor``, ``asha_early_stopping``), or
-    when the range is empty. One of *eta* lineages that completed a rung is promoted to the next rung.
+    A lineage is the binary search for one structure; its resource is the number of trials. Rung *i* is complete after *r* x
+    *eta* ^ (*s* + *i*) trials (``min_binary_search_trials``, ``divisor``, ``asha_early_stopping``), or when the range is empty.
+    The best 1 / *eta* of the lineages that completed a rung are promoted.
     """
 
     def choose(self) -> Lineage:
@@ -304,15 +304,14 @@ class AshaSearch(BinarySearch):
 
 
 class RandomConfigSearch(BinarySearch):
-    """Random search: draws stages, structures, and micro batches near mid-range.
+    """Draws ZeRO stages and settings at random, and micro batches near mid-range.
 
     After stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. A lineage (the trials of one
-    structure) ends after ``trials_per_random_config`` trials, or when nothing fits. It also ends if it has failed, and another
-    lineage of its stage has run with as large a micro batch.
+    structure) ends after ``trials_per_random_config`` trials, if no micro batch fits, or if it has failed and another lineage
+    of its stage has run with as large a micro batch.
 
-    The range of a new lineage begins at the stage's best micro batch, and ends below sizes known not to fit. With
-    ``--no-gates``, the range begins above the best micro batch, as in Determined's documentation; such trials mostly run out of
-    memory.
+    The range of a new lineage begins at the best micro batch of its stage, and ends below sizes known not to fit. With
+    ``--no-gates``, it begins above the best micro batch, as in Determined's documentation.
     """
 
     def choose(self) -> Lineage:

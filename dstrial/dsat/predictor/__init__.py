@@ -1,1 +1,1 @@
-"""Predicts trials: reads dry runs, predicts time and memory, proposes candidates."""
+"""Predicts time and memory of trials from dry runs, and proposes what to measure."""

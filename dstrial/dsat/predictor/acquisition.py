@@ -1,8 +1,8 @@
-"""Find the candidates of every group that are worth a measurement.
+"""Find configurations that are worth a measurement, in each group.
 
-A group is the configurations with the same ZeRO stage, the same offload devices and the same values of those ``--space`` keys
-whose effect is unknown. Groups are few, and all are searched. Within a group, coordinate descent changes one setting after the
-other, as long as the lower bound of the predicted cost falls. Every configuration that is predicted on the way is a candidate.
+Configurations of one group have the same ZeRO stage, the same offload devices and the same values of those ``--space`` keys
+whose effect is unknown. In each group, coordinate descent changes one setting at a time while the lower confidence bound of the
+predicted cost falls. All configurations that it visits are candidates.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
 
 
 class Acquisition:
-    """Proposes candidates near the most promising ones of each group.
+    """Proposes the most promising candidates of each group of configurations.
 
     A group shares ZeRO stage, offloading and settings of unknown effect.
     """
@@ -63,8 +63,8 @@ class Acquisition:
     ) -> list[Prediction]:
         """Return the predictions of all candidates for the next measurement.
 
-        ``positions`` are grid positions of micro batches. Searches start from ``measured``, among others. ``cost`` is the best
-        measured cost; None before anything has run.
+        ``positions`` are the allowed micro batches, as indices in the grid. The descents start at ``measured``, at the groups'
+        default settings and where earlier descents ended. ``cost`` is the best measured cost; None before anything has run.
         """
         self._seen, self._positions, self._time = {}, positions, time
         starts: dict[tuple[Any, ...], list[Structure]] = {}
@@ -78,9 +78,9 @@ class Acquisition:
         return list(self._seen.values())
 
     def _descend(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
-        """Return the structure at which a descent ends; None if the group is hopeless.
+        """Return the configuration at which a descent from the best of ``starts`` ends.
 
-        The descent begins at the best of ``starts``. A hopeless group cannot reach ``cost``, the best measured cost.
+        None if no configuration of the group is likely to reach ``cost``, the best measured cost.
         """
         places = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
         at: _Place | None = None
@@ -98,7 +98,7 @@ class Acquisition:
         return None if at is None else structure_of(at[0].candidate)
 
     def _start(self, structure: Structure) -> _Place | None:
-        """Return a structure's cheapest fitting micro batch: (prediction, index), or None."""
+        """Return (prediction, index) of a configuration's cheapest fitting micro batch."""
         if not self._groups.is_legal(structure):
             return None
         found = self._predict([(structure, idx) for idx in range(len(self._positions))])

@@ -1,7 +1,6 @@
-"""Compute memory, communication and operations of each ZeRO stage.
+"""Compute memory, communication and operations of each ZeRO stage from a dry run.
 
-The dry run of a model says what its graph needs; ZeRO's bytes per parameter follow from that in closed form.
-docs/how-to/memory.md has the table.
+The dry run has no ZeRO; formulas add ZeRO's bytes per parameter (table in docs/how-to/memory.md).
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 3, and DeepSpeed 0.19 ``runtime/zero``.
 ``tests/engine/test_memory_of_engines.py`` compares the results with DeepSpeed's engines.
@@ -22,12 +21,12 @@ from dstrial.engine.dryrun.values import (
     upper_envelope,
 )
 
-_MASTER_BYTES = 4  # of a float32 weight; ZeRO keeps one in fp32, too
-_FLAT_ELEMENTS = 5e8  # gradients that stage 0 reduces at once; DeepSpeed has no key for it
+_MASTER_BYTES = 4  # of a float32 master weight; ZeRO keeps master weights in fp32 training, too
+_FLAT_ELEMENTS = 5e8  # most gradients that stage 0 reduces at once; no DeepSpeed key sets it
 _PASS_OPERATIONS = {0: -9, 1: -6, 2: 9, 3: 75}
 _STEP_OPERATIONS = {0: 45, 1: 40, 2: 28, 3: 39}
-"""Operations of forward and backward, besides those of stage 0 with its reduction, and of a step; per tensor. Counted."""
-_GATHERS = 0.54  # gathers of stage 3 per tensor and pass, because small tensors stay and others are gathered together; counted
+"""ZeRO stage -> counted operations per tensor, beyond those of the dry run, in forward and backward, and in a step."""
+_GATHERS = 0.54  # counted gathers of stage 3 per tensor and pass; small tensors are not gathered, or together
 
 
 def zero_run(
@@ -73,11 +72,11 @@ def _memory(
     stage, width, trained = zero.stage, zero.bytes_per_value, trace.trainable_parameters
     is_half = width == 2
     owned = trace.owned_parameters(zero.replicas) if stage else float(trained)
-    here = owned * (1 - zero.host_share)  # whose optimizer state is on the device
+    here = owned * (1 - zero.host_share)  # parameters whose optimizer state is on the device
     masters = _MASTER_BYTES if is_half or stage else 0
     state = masters + _moment_bytes(trace, is_half=is_half)
     largest = width * trace.largest_tensor
-    copied = largest if trace.largest_tensor > zero.reduce_elements else 0  # is reduced beside the bucket
+    copied = largest if trace.largest_tensor > zero.reduce_elements else 0  # not reduced in a bucket
     buckets = zero.bucket_bytes
     whole = float(trace.state_bytes["parameters"])
     weights = whole / zero.replicas if stage == 3 else whole
@@ -96,7 +95,7 @@ def _memory(
     elif stage == 1:
         carried, reducing = gradients + buckets, gradients + buckets + copied
     elif stage == 2:
-        # A tensor that a rank owns a part of stays as a whole.
+        # If a rank owns a part of a tensor's gradient, it keeps the whole gradient.
         carried = max(width * owned, largest) if here else 0.0
         reducing = buckets + carried + copied + (largest if is_accumulating else 0)
     else:
@@ -133,7 +132,7 @@ def _memory(
 
 
 def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
-    """Return the bytes of optimizer state per trained parameter, without masters."""
+    """Return the bytes of optimizer state per trained parameter, without fp32 weights."""
     if not trace.trainable_parameters:
         return 0.0
     measured = trace.state_bytes["optimizer"] / trace.trainable_parameters
@@ -141,7 +140,7 @@ def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
 
 
 def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
-    """Return a phase of the dry run, with other bytes in place of its settled ones."""
+    """Return a phase of the dry run, shifted so that it begins at ``start`` bytes."""
     lines = [line for each in form.phases if each.phase == name for line in each.lines]
     moved = upper_envelope((start + line.base - form.settled, line.per_record) for line in lines)
     return PhaseMemory(name, moved)
@@ -155,14 +154,12 @@ def _per_record(trace: ModelTrace, phase: str) -> float:
 
 
 class _Collectives:
-    """Collectives of micro batches and of the optimizer step."""
-
     def __init__(self, trace: ModelTrace, zero: ZeroFeatures, gradients: float) -> None:
         self._trace, self._zero, self._gradients = trace, zero, int(gradients)
         self._weights = trace.state_bytes["parameters"]
 
     def inner(self) -> tuple[Collective, ...]:
-        """Return those of each micro batch but the last."""
+        """Return the collectives of each micro batch except the last of a step."""
         stage = self._zero.stage
         if stage < 2:
             return ()
@@ -170,13 +167,13 @@ class _Collectives:
         reduced = self._one(kind, "reduce", self._buckets(self._zero.reduce_elements), self._gradients)
         if stage == 2:
             return (reduced,)
-        # What stage 3 keeps after the forward pass is not gathered again.
+        # Parameters that stage 3 keeps after the forward pass are not gathered again.
         kept = self._zero.kept_elements(self._trace.parameters) / max(self._trace.parameters, 1)
         num_calls = max(round((2 - kept) * _GATHERS * self._trace.num_tensors), 1)
         return (self._one("all_gather", "gather", num_calls, int((2 - kept) * self._weights)), reduced)
 
     def last(self) -> tuple[Collective, ...]:
-        """Return those of the last micro batch, with the optimizer step."""
+        """Return the collectives of a step's last micro batch and of the optimizer."""
         stage = self._zero.stage
         if stage == 3:
             return self.inner()

@@ -1,4 +1,4 @@
-"""Group the structures of a search space; choose one of each graph to dry-run."""
+"""Group the configurations of a search space, and choose those to dry-run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrial.dsat.space.space import Space, Structure
 _OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 _SIZES = {knob.path: knob.path.rpartition(".")[2] for knob in KNOBS if knob.counts_params}
 _MAX_BASES = 96
-_BEYOND = 8  # a micro batch may be this many times as large as the largest that has run
+_BEYOND = 8  # largest micro batch to consider, relative to the largest that has run
 # Micro batches that are considered if the batch is free: all up to 32, then 16 per doubling.
 _ALL_UP_TO, _SHARES = 32, 16
 
@@ -22,7 +22,7 @@ _ALL_UP_TO, _SHARES = 32, 16
 class ConfigGroups:
     """Groups configurations by ZeRO stage, offloading and settings of unknown effect.
 
-    A structure is a configuration without its batch sizes. A CPU has no offloading groups.
+    A structure is a configuration without its batch sizes. On a CPU, offloading makes no groups.
     """
 
     def __init__(self, space: Space, *, is_cpu: bool = False) -> None:
@@ -35,7 +35,7 @@ class ConfigGroups:
         self._bases: list[Structure] = []
 
     def bases(self) -> list[Structure]:
-        """Return one legal structure of each group, the user's own structure first."""
+        """Return one legal configuration of each group, the user's own first."""
         if self._bases:
             return self._bases
         found, seen = {self.group(self.own): self.own}, {self._identity(self.own)}
@@ -51,9 +51,9 @@ class ConfigGroups:
         return self._bases
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
-        """Return the legal structures of the same group that differ in one setting.
+        """Return the legal configurations of the same group that differ in one setting.
 
-        Of the sizes (such as buckets) above the model's ``num_params``, only the smallest is tried.
+        Among sizes (such as buckets) above the model's ``num_params``, only the smallest is tried.
         """
         found, settings = [], dict(structure.settings)
         effective = self._effective_of(_without(structure, _SIZES))
@@ -68,7 +68,7 @@ class ConfigGroups:
         return found
 
     def setup(self, structure: Structure) -> ZeroFeatures:
-        """Return the ZeRO features of a structure, from which predictions are made."""
+        """Return the ZeRO settings of a configuration that predictions use."""
         if structure not in self._setups:
             # Sizes change nothing else in a config, so the config is checked only once for all sizes.
             effective = dict(self._effective_of(_without(structure, _SIZES)))
@@ -85,14 +85,14 @@ class ConfigGroups:
         return self._setups[structure]
 
     def is_legal(self, structure: Structure) -> bool:
-        """Return whether DeepSpeed accepts a structure, and all settings have an effect."""
+        """Return whether DeepSpeed accepts a configuration and all its settings matter."""
         checked = _without(structure, _SIZES)
         if checked not in self._legal:
             self._legal[checked] = self.space.illegal_reason(self.space.candidate(checked, 0)) is None
         return self._legal[checked]
 
     def group(self, structure: Structure) -> tuple[Any, ...]:
-        """Return a structure's group: stage, offloading, and settings of unknown effect."""
+        """Return a configuration's stage, offloading, and settings of unknown effect."""
         return (*self.setup(structure).group, self.unknown_settings(structure))
 
     def unknown_settings(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
@@ -102,7 +102,7 @@ class ConfigGroups:
     def identity(self, candidate: Candidate, num_params: float | None) -> tuple[Any, ...]:
         """Return a key shared by candidates that DeepSpeed cannot tell apart.
 
-        Sizes above ``num_params`` count as equal; None if the number of parameters is unknown.
+        Sizes above ``num_params`` (None: unknown) count as equal.
         """
         structure = structure_of(candidate)
         setup = self.setup(structure)
@@ -110,9 +110,10 @@ class ConfigGroups:
         return setup, self.unknown_settings(structure), candidate.batch
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
-        """Return the key of the dry run that stands for a structure.
+        """Return the key of the dry run that is used for a configuration.
 
-        Structures with other sizes or switches have the same key. ``is_accumulating``: a step has several micro batches.
+        Configurations that differ only in sizes or switches share a dry run. ``is_accumulating``: a step has several micro
+        batches.
         """
         setup = self.setup(structure)
         unknown = [list(pair) for pair in self.unknown_settings(structure) if pair[0] not in self.space.axes]
@@ -120,9 +121,9 @@ class ConfigGroups:
         return json.dumps([setup.stage, on_host, setup.has_host_params, unknown, is_accumulating])
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
-        """Return the structures to dry-run: run key -> (structure, is accumulating).
+        """Return the configurations to dry-run: run key -> (structure, is accumulating).
 
-        Dry runs have no parallel dimensions of ``--space``: dsat computes the effect of these.
+        They lack ``--space`` settings of parallel dimensions, whose effect is computed instead.
         """
         sizes = self.space.batch_size_grid
         kinds = sorted({sizes.split(position).accumulation > 1 for position in (0, sizes.last)}, reverse=True)
@@ -136,7 +137,7 @@ class ConfigGroups:
         }
 
     def _effective_of(self, structure: Structure) -> Mapping[str, Any]:
-        """Return a structure's DeepSpeed config with all defaults in it."""
+        """Return the DeepSpeed config of a configuration, with defaults filled in."""
         if structure not in self._effective:
             space = self.space
             candidate = space.own() if structure == self.own else space.candidate(structure, 0)
@@ -153,18 +154,17 @@ class ConfigGroups:
 
 
 def _without(structure: Structure, paths: Collection[str]) -> Structure:
-    """Return a structure without its settings at ``paths``."""
     kept = tuple((path, value) for path, value in structure.settings if path not in paths)
     return Structure(structure.stage, kept)
 
 
 def structure_of(candidate: Candidate) -> Structure:
-    """Return the structure of a candidate: its configuration without the batch."""
+    """Return a candidate's configuration without batch sizes."""
     return Structure(candidate.stage, candidate.settings)
 
 
 def positions(space: Space, largest: int | None = None) -> Sequence[int]:
-    """Return grid positions of micro batches up to a size of ``largest`` (None: all)."""
+    """Return ``space.batch_size_grid`` indices of sizes up to ``largest`` (None: all)."""
     axis = space.batch_size_grid
     if not axis.is_free:
         return range(axis.last + 1)
@@ -179,9 +179,9 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
 
 
 def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
-    """Return grid positions of micro batches up to 8 times the largest that has run.
+    """Return indices in ``space.batch_size_grid`` up to 8 times the largest run size.
 
-    ``ran`` lists the batches that have run; without any, the user's own micro batch counts.
+    ``ran`` lists the batches that have run; if it is empty, the user's own micro batch counts.
     """
     axis = space.batch_size_grid
     largest = _BEYOND * max((one.micro_batch_size for one in ran), default=space.own().batch.micro_batch_size)

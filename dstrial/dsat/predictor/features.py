@@ -92,18 +92,18 @@ class ZeroFeatures:
 
     @property
     def group(self) -> tuple[int, bool, bool]:
-        """(ZeRO stage, whether optimizer state is on the host, whether parameters are)."""
+        """(ZeRO stage, is optimizer state on the host, are parameters on the host)."""
         return self.stage, self.host_share > 0, self.has_host_params
 
     @property
     def knobs(self) -> tuple[tuple[str, Any], ...]:
-        """(name, value) of the sizes and switches besides :attr:`group`; empty in stage 0."""
+        """(name, value) of the settings that are not in :attr:`group`; empty in stage 0."""
         return tuple((name, getattr(self, name)) for name in _KNOBS) if self.stage else ()
 
     def clamped(self, parameters: float) -> ZeroFeatures:
         """Return a copy whose sizes are at most the model's number of parameters.
 
-        DeepSpeed cannot tell larger sizes apart, so configurations that differ only in these have equal features.
+        Larger sizes have the same effect, so configurations that differ only in these become equal.
         """
         sizes = {name: min(getattr(self, name), parameters) for name in _SIZES}
         return dataclasses.replace(self, **sizes)
@@ -122,8 +122,8 @@ class ZeroFeatures:
     def kept_elements(self, parameters: float) -> float:
         """Return how many gathered parameters stage 3 keeps from forward to backward.
 
-        ``parameters`` is the model's number. A parameter that ``d`` parameters follow is used again after ``2 d`` parameters.
-        It is kept if ``2 d`` is within the reuse distance.
+        ``parameters`` is the model's number. A parameter that ``d`` others follow is used again after ``2 d`` parameters; it is
+        kept if ``2 d`` is within the reuse distance.
         """
         if self.stage != 3:
             return 0.0
@@ -162,7 +162,7 @@ _FILLING_TOKENS = 512.0  # time, in tokens, that a micro batch loses by not fill
 _FILLING_SHARE = 0.25  # the same loss as a share of a record, for models without tokens
 _MAX_HIDDEN = 0.9  # share of computing that communication can overlap
 _MIN_OVERHEAD = 0.1  # share of the operations' overhead that a busy device does not hide
-_UNSTREAMED = 0.3  # share of prefetching that works without ``overlap_comm``
+_UNSTREAMED = 0.3  # share of prefetches that still overlap without ``overlap_comm``
 _STEP_SHARE = 0.35  # the optimizer's share of the operations of a step without accumulation
 _FULL = 0.9  # share of the device's memory above which its allocator frees and allocates again; assumed
 _COPIED_IN, _COPIED_OUT = 2.0, 0.8  # memory copies of a gradient with contiguous gradients, and without
@@ -170,17 +170,17 @@ _COPIED_IN, _COPIED_OUT = 2.0, 0.8  # memory copies of a gradient with contiguou
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepParts:
-    """Seconds of one optimizer step, part by part; ``PARTS`` names the parts."""
+    """The seconds of an optimizer step, split into the parts that ``PARTS`` names."""
 
     phases: tuple[tuple[float, ...], ...]  # for each of ``PHASES``, seconds in the order of ``PARTS``
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Seconds of the whole step by part, in the order of ``PARTS``."""
+        """Seconds of each part, summed over the phases, in the order of ``PARTS``."""
         return tuple(map(sum, zip(*self.phases, strict=True)))
 
     def pressed(self, share: float) -> StepParts:
-        """Return a copy with the part ``pressure``: time lost if memory is nearly full.
+        """Return a copy that includes the time lost when memory is nearly full.
 
         ``share`` is the predicted memory peak, divided by the device's memory.
         """
@@ -201,8 +201,8 @@ def step_parts(
 ) -> StepParts:
     """Predict the seconds of each part of a configuration's optimizer step.
 
-    ``setup``: features of that configuration. ``run``: dry run of a similar configuration, whose features are ``ran``.
-    ``accumulation``: micro batches in one optimizer step.
+    ``setup`` are the settings of the predicted configuration; ``run`` is a dry run with the similar settings ``ran``.
+    ``accumulation`` is the number of micro batches per optimizer step.
     """
     is_device = machine.host_copy_bytes_per_s is not None
     rate = machine.flops_per_s
@@ -279,7 +279,8 @@ def _gathers(
 ) -> tuple[list[_Exposed], list[float]]:
     """Return times of parameter gathers and of host fetches, each [forward, backward].
 
-    ``gathered`` has the seconds of (bytes, calls) of all gathers, ``fetched`` those of all host fetches.
+    ``gathered``: seconds (moving bytes, starting calls) of all gathers; ``fetched``: of all host fetches; ``computing``: of
+    forward and backward computation.
     """
     ahead = min(max(setup.prefetch_elements * ASSUMED_LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
     ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED
@@ -305,7 +306,7 @@ def _offload_s(
 
 
 def _filling(run: DryRunResult) -> float:
-    """Return the time lost by not filling the device, as a share of one record's time."""
+    """Return the time lost by underusing the device, relative to one record's time."""
     tokens = 0.0 if run.tokens is None else run.tokens.per_record
     return min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
 
@@ -318,7 +319,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Return the operation overhead that a device does not hide, seconds by phase."""
+    """Return seconds of launching operations that a device does not hide, by phase."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
@@ -340,9 +341,9 @@ def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumul
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Exposed:
-    """Seconds of communication that computation does not hide.
+    """Seconds of communication that are not overlapped with computation.
 
-    ``moved_s`` (bytes) and ``called_s`` (calls) cannot be hidden; ``unhidden_s`` could be hidden, but is not.
+    ``moved_s`` (moving bytes) and ``called_s`` (starting calls) can never be overlapped; ``unhidden_s`` could be, but is not.
     """
 
     moved_s: float
@@ -353,8 +354,8 @@ class _Exposed:
     def of(cls, moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:
         """Split communication that runs beside ``beside_s`` seconds of computation.
 
-        ``moved_s`` and ``called_s``: seconds of moving bytes and of calls. ``able`` is the share that could be hidden (for
-        gradients, all but the last bucket); ``hides`` of this share is hidden.
+        ``moved_s`` and ``called_s``: seconds of moving bytes and of starting calls. ``able``: share that can be overlapped (of
+        gradients, all but the last bucket). ``hides``: share of this that is overlapped.
         """
         whole = moved_s + called_s
         if not whole or not hides:
@@ -367,7 +368,7 @@ class _Exposed:
 def _calls(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Return (seconds of moving bytes, of calls) of reduce, gather, optimizer step."""
+    """Return seconds (moving bytes, starting calls) of reduce, gather, optimizer step."""
     sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
     for each in run.collectives(accumulation):
         if each.group_size <= 1:
@@ -391,10 +392,10 @@ def _calls(
 def _exchange_s(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, records: int, accumulation: int
 ) -> tuple[float, float]:
-    """Return seconds (of bytes, of calls) of exchanged activations, in forward passes.
+    """Return seconds (moving bytes, starting calls) of exchanging activations forward.
 
     Backward passes take as long. Ranks that share a layer (AutoTP) need two all-reduces a layer; ranks that share a sequence
-    (Ulysses) need four all-to-alls of a rank's share.
+    (Ulysses) need four all-to-alls of a rank's share of the sequence.
 
     Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Jacobs et al. 2023 (DeepSpeed-Ulysses), section 3.2.
     """
@@ -409,7 +410,6 @@ def _exchange_s(
 
 
 def _bucket_ratio(run: DryRunResult, new: float, old: float) -> float:
-    """Return the number of buckets of ``new`` elements over that of ``old`` elements."""
     new_count, old_count = (max(math.ceil(run.parameters / max(size, 1.0)), 1) for size in (new, old))
     return new_count / old_count
 
@@ -433,12 +433,12 @@ temporary bytes that do not depend on the micro batch, if gradients are whole, d
 gradient bucket, and the buckets that overlapping adds. ``held``: gathered parameters that a stage keeps, as its knobs allow."""
 _OVERLAPPED_STAGE_3 = 0.5  # buckets that overlapping adds in stage 3
 _GATHERED = 0.5  # share of an all-gather bucket that is alive at the peak of a step
-_MIN_SHARE = 0.6  # share of the highest peak; a phase with less cannot become the highest
+_MIN_SHARE = 0.6  # phases below this share of the highest peak cannot become the highest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeakParts:
-    """The peak bytes of one phase, part by part; ``MEMORY_PARTS`` names the parts."""
+    """The peak bytes of one phase, split into the parts that ``MEMORY_PARTS`` names."""
 
     phase: str
     num_bytes: tuple[float, ...]  # in the order of ``MEMORY_PARTS``
@@ -453,8 +453,8 @@ def peak_parts(
 ) -> list[PeakParts]:
     """Return the memory peaks of a configuration's phases, the highest first.
 
-    ``run`` is the dry run of a configuration with features ``ran``; ``setup`` has the features of the predicted one. Phases far
-    below the highest peak are left out.
+    ``setup`` are the settings of the predicted configuration; ``run`` is a dry run with the similar settings ``ran``. Phases
+    below 60 % of the highest peak are left out.
     """
     found = []
     for each in run.device.phases:
@@ -506,7 +506,7 @@ def _split(
 
 
 def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:
-    """Return the bytes of gathered parameters that a phase holds at its peak."""
+    """Return the bytes of gathered parameters alive at the peak of a phase."""
     width = setup.bytes_per_value
     if setup.stage == 3 and phase in ("forward", "backward", "reduce", "gather"):
         ahead = min(

@@ -1,4 +1,4 @@
-"""The speed of a machine, as measured on it or as published for its device."""
+"""The speed of a machine, measured or from the data sheet of its device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 METRIC_PREFIX = "machine_"  # of the metrics in which a measuring trial reports the speed of its machine
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # timed; others get the times of one of these
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # that are timed, for all others, too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """The latency and bandwidth of one kind of collective."""
+    """Latency and bandwidth of one type of collective, such as ``all_reduce``."""
 
-    latency_s: float  # of a call that moves nothing
+    latency_s: float  # of a call with an empty tensor
     bytes_per_s: float  # of the whole tensor, all ranks together
 
     def seconds(self, num_calls: float, num_bytes: float) -> tuple[float, float]:
@@ -25,18 +25,18 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """The speed of one rank's share of a machine while all ranks are busy."""
+    """The compute, memory and network rates of one rank while all ranks are busy."""
 
     flops_per_s: float
     operation_s: float  # an operation of torch that does almost nothing
     copy_bytes_per_s: float  # read and written in device memory
     host_bytes_per_s: float
     host_copy_bytes_per_s: float | None  # between device and host; None where the device is the host
-    collectives: Mapping[str, Link]  # by kind, at the number of ranks in question
+    collectives: Mapping[str, Link]  # collective -> link, for this number of ranks
     hides: float = 0.0  # share of the communication that overlapping hides behind computation
 
     def link(self, kind: str) -> Link:
-        """Return latency and bandwidth of a collective; untimed kinds count as all_gather."""
+        """Return latency and bandwidth of a collective; of all_gather if it was not timed."""
         known = self.collectives.get(kind) or self.collectives.get("all_gather")
         return known if known is not None else Link(0.0, math.inf)
 
@@ -76,7 +76,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """The rates and memory in the data sheet of one accelerator."""
+    """Rates and memory of an accelerator, from its data sheet."""
 
     half_flops_per_s: float  # dense matrix products in bf16 or fp16
     single_flops_per_s: float  # in fp32, without shortened mantissas
@@ -118,11 +118,11 @@ def nominal_machine(
 ) -> Machine:
     """Return a machine with 70 % of the rates in a device's data sheet.
 
-    ``per_machine`` is the number of devices of a machine. ``network_bytes_per_s`` is the rate between two machines, per device,
-    in one direction. A ring crosses from one machine to the next only once, so it can use the network of all devices of a
-    machine. Several rings share this network.
+    ``per_machine`` is the number of devices of a machine. ``network_bytes_per_s`` is the network rate between machines, per
+    device and direction. A ring collective crosses from one machine to the next once, with the network of all its devices.
 
-    Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce and half of that in the others (Patarasuk and Yuan 2009).
+    Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce, half of that in other collectives (Patarasuk and Yuan
+    2009).
     """
     is_spread = num_ranks > per_machine
     rate = _REACHED * (

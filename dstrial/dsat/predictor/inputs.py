@@ -1,4 +1,4 @@
-"""Inputs of predictions: dry runs, and facts about the model from a measurement."""
+"""Inputs of predictions: dry runs, and facts about the model from the first trial."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def dry_run_request(
     num_stages: int = 1,
     stage: int = 0,
 ) -> DryRunRequest:
-    """Return the request of a trial's or a script's dry run.
+    """Return a request to dry-run a trial or a script.
 
     Args:
-        code: ``module:Class`` of a trial, or the words of a script, which runs until its engine gets the first batch.
+        code: ``module:Class`` of a trial, or the command line of a script, which runs until its engine gets the first batch.
         context_dir: directory of the model definition.
         hparams: hyperparameters that the code reads.
         world_size: number of virtual ranks.
@@ -44,8 +44,8 @@ def dry_run_request(
         num_batches: number of first batches of a trial's loader, of which the largest is used.
         sample_batch: file of a batch to use instead; for a script, the arguments of its engine.
         trusts_code: load ``sample_batch`` even if it holds other classes than tensors.
-        num_stages: stages of a trial's pipeline; 1 for none.
-        stage: the stage to dry-run.
+        num_stages: pipeline stages of a trial; 1 for none.
+        stage: the pipeline stage to dry-run.
     """
     directory = str(context_dir.resolve())
     options: dict[str, Any] = {
@@ -116,7 +116,7 @@ class ModelInfo:
 
     @classmethod
     def from_measured(cls, measured: Measured) -> ModelInfo | None:
-        """Return the info of a measurement; None if it lacks the number of parameters."""
+        """Return a measurement's model info; None if the number of parameters is missing."""
         params, trainable = measured.value("num_params"), measured.value("num_trainable_params")
         if params is None:
             return None

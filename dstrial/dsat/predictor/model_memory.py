@@ -39,15 +39,15 @@ class Placement:
         return 0.0 if self.run is None else self.run.device.peak(self.micro_batch_size)
 
     def fits(self, capacity_bytes: float) -> bool:
-        """Return whether a device of this memory is enough, as in ``dsat plan``."""
+        """Return whether ``capacity_bytes`` suffice with the probability of ``dsat plan``."""
         return self.need is not None and self.need.quantile(PROBABILITY) <= capacity_bytes
 
     def parts(self) -> dict[str, float]:
         """Return part -> bytes at the peak of one device, with ``peak`` and ``host``.
 
-        Activations are the bytes that grow with the micro batch at the peak. Gradients have their largest size, if the bytes
-        beside parameters, optimizer and activations allow it. Buffers are the remainder: of modules, of operations, and of the
-        engine for communication.
+        ``activations`` are the bytes that grow with the micro batch. ``gradients`` have their largest size, as far as the peak
+        has room for it beside parameters, optimizer and activations. ``buffers`` are the remainder: of modules, operations and
+        communication.
         """
         if self.run is None:
             return {}
@@ -72,9 +72,9 @@ class Placement:
 
 
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
-    """Return three lines that say how many devices are enough, and what needs most.
+    """Return three lines that say how many devices suffice, and which part is largest.
 
-    ``capacity_bytes`` is the memory of one device. ``deepspeed`` names, for the text, the decisive part of the config.
+    ``capacity_bytes`` is the memory of one device. ``deepspeed`` describes the DeepSpeed config in the text.
     """
     known = _largest_stages(placements)
     if not known:
@@ -110,7 +110,7 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
 
 
 def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
-    """Return the pipeline stage with the highest peak for each number of slots."""
+    """Return the pipeline stage with the highest peak for each number of devices."""
     by_slots: dict[int, list[Placement]] = {}
     for one in placements:
         by_slots.setdefault(one.num_slots, []).append(one)
@@ -119,7 +119,7 @@ def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def table(placements: Sequence[Placement], capacity_bytes: float) -> list[list[str]]:
-    """Return header and rows of the placements with a result, in ``table_unit``."""
+    """Return a header and one row per predicted placement; sizes in ``table_unit``."""
     divisor = _GIB if table_unit(placements) == "GiB" else _GIB // 1024
     has_stages = any(one.stage is not None for one in placements)
     rows = [["devices", *["stage"] * has_stages, "micro batch", *PARTS, "peak", "needs", "of device", "host"]]

@@ -1,7 +1,7 @@
 """Predict step times and memory peaks as distributions, learned from measurements.
 
-Times and peaks are sums of parts of uncertain size (``features``), corrected by ``regression``.
-docs/explanation/dsat-model.md has the equations.
+Times and peaks are sums of parts of uncertain size (``features``), corrected by ``regression``. docs/explanation/dsat-model.md
+has the equations.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ _STEP_FACTORS: dict[str, tuple[float, float]] = {
 """Mean and relative standard deviation of each part's factor before anything was measured: models reach about two thirds of
 what large matrix products do, optimizers read their state more than once. Assumed."""
 # Relative standard deviations of effects.
-_GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05  # slope: per eightfold micro batch
+_GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05  # slope: for each factor 8 of the micro batch
 _KNOB, _SWITCH, _STRUCTURE, _MICRO = 0.004, 0.02, 0.004, 0.01
-_TREND, _USUAL_SIZE = 0.008, 1e8  # trend: per tenfold number of elements
+_TREND, _USUAL_SIZE = 0.008, 1e8  # trend: for each factor 10 of a bucket's elements
 _UNKNOWN_SETTING = 0.06
 _PHASE_NOISE = 0.001  # share of the whole step, because the device is synchronised at the edges of a phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """The input of both models for one configuration."""
+    """The input of the time model and of the memory model for one configuration."""
 
     parts: StepParts
     peaks: tuple[PeakParts, ...]  # of phases in the dry run, the highest first; empty if unknown
-    group: tuple[Any, ...]  # the stage first; configurations of a group share errors
+    group: tuple[Any, ...]  # begins with the ZeRO stage; predictions in a group have a common error
     knobs: tuple[tuple[str, Any], ...]
     micro_batch_size: int
-    extras: tuple[tuple[str, Any], ...] = ()  # settings about which no rule is known
+    extras: tuple[tuple[str, Any], ...] = ()  # (path, value) of settings of unknown effect
     is_scattered: bool = False  # gradients are not contiguous
 
     def time_row(self, phase: str | None = None) -> Row:
-        """Return the regression's input for the time of a step, or of one phase of it."""
+        """Return the regression's input for the time of a step, or of one of its phases."""
         effects = (
             (f"micro {self.micro_batch_size}", _MICRO),
             (f"slope {self.group}", _GROUP_SLOPE * math.log2(self.micro_batch_size) / 3),
@@ -113,19 +113,19 @@ def _structure_effects(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePrediction:
-    """The distribution of the time of a step or phase, log-normal."""
+    """The log-normal distribution of the time of a step or phase."""
 
     median_s: float
     log_std: float
 
     def quantile(self, num_stds: float) -> float:
-        """Return the time, in seconds, at ``num_stds`` deviations above the median."""
+        """Return the seconds at ``num_stds`` standard deviations above the median."""
         return self.median_s * math.exp(num_stds * self.log_std)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """The measured time of a step, and of phases that were timed."""
+    """Measured seconds of a step, and of its phases that were timed."""
 
     point: Point
     seconds: float
@@ -134,9 +134,9 @@ class Timing:
 
 
 class StepModel:
-    """Predicts step times from measured step times; their order does not matter.
+    """Predicts step times from measured step times, in any order.
 
-    If ``is_scaled``, the machine's rates are known only up to a common factor.
+    ``is_scaled``: the machine's rates are known only up to a common factor.
     """
 
     def __init__(self, timings: Sequence[Timing] = (), *, is_scaled: bool = False) -> None:
@@ -197,7 +197,7 @@ _MEMORY_NOISE = 0.004
 _SCATTERED = 0.03  # share of memory that non-contiguous gradients leave unusable between them
 _WASTE_NOISE, _MAX_WASTE, _BEYOND = 0.01, 0.1, 0.5
 """Of waste above ``_MAX_WASTE``, half could be freed by the allocator."""
-_NEAR = 0.85  # share of the fewest failed bytes from which others are expected to fail, unless more bytes have run
+_NEAR = 0.85  # points above this share of the fewest bytes that ran out are expected to fail, unless more have run
 _MEASURED_PHASES = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
 """Phase of a measurement -> phases of a dry run within it."""
 
@@ -214,22 +214,22 @@ class DeviceMemory:
 
     @classmethod
     def cpu(cls, capacity_bytes: float | None = None) -> DeviceMemory:
-        """Return the assumed memory of a CPU: 64-byte blocks, buffers of collectives."""
+        """Return the assumed memory of a CPU, which wastes little between tensors."""
         return cls(capacity_bytes, waste=0.005, log_std=0.03)
 
     @classmethod
     def cuda(cls, capacity_bytes: float) -> DeviceMemory:
         """Return the assumed memory of a GPU with torch's caching allocator.
 
-        Source: the allocator cuts segments of 2 and 20 MiB and more into blocks of 512 bytes, of which training usually cannot
-        use some percent; the context is about one GiB with NCCL. Assumed here, not measured.
+        Assumed, not measured: the allocator leaves some percent of its segments unused, because it splits them into blocks of
+        512 bytes; the CUDA context with NCCL takes about one GiB.
         """
         return cls(capacity_bytes, 1.0 * 2**30, 0.3 * 2**30, waste=0.04, log_std=0.04)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPrediction:
-    """Peak memory on one device, as a distribution."""
+    """The log-normal distribution of the peak memory on one device."""
 
     median_bytes: float
     log_std: float
@@ -263,7 +263,7 @@ class MemoryModel:
         self._regression: Regression | None = None
 
     def measured(self, point: Point, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
-        """Add the measured peak bytes of tensors, by phase or for ``all`` phases together.
+        """Add the measured peak bytes of tensors: phase -> bytes, or ``all`` -> bytes.
 
         ``reserved_bytes`` is the largest number of bytes that the allocator held.
         """
@@ -283,7 +283,7 @@ class MemoryModel:
         self._regression = None
 
     def ran_out(self, point: Point, phase: str) -> None:
-        """Add an out-of-memory error in ``phase``, which is empty if it is unknown."""
+        """Add an out-of-memory error in ``phase``; an empty phase means unknown."""
         peak = point.peak_in((*_MEASURED_PHASES.get(phase, ()), phase)) or point.peaks[0]
         self._errors.append(point.memory_row(peak))
         self._failed_bytes[point.group] = min(
@@ -292,7 +292,7 @@ class MemoryModel:
         self._regression = None
 
     def predict(self, points: Sequence[Point]) -> list[MemoryPrediction | None]:
-        """Return, per point, the peak of the phase least likely to fit; None if unknown."""
+        """Return each point's peak in the phase least likely to fit; None if unknown."""
         mean, waste_std = self._waste()
         peaks = [(point, peak) for point in points for peak in point.peaks]
         medians, deviations = self._fitted().predict([point.memory_row(peak) for point, peak in peaks])

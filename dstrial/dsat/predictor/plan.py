@@ -1,4 +1,4 @@
-"""Predict for ``dsat plan`` what fits, how fast and at which cost."""
+"""Predict for ``dsat plan`` which configurations fit, how fast and at which cost."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from dstrial.dsat.space.space import Space, Structure
 from dstrial.engine.dryrun.values import DryRunResult
 
 PROBABILITY = 0.98  # a configuration fits if its probability to fit is at least this
-MAX_ROWS = 10  # that a plan shows
+MAX_ROWS = 10  # of a printed plan
 
 _NUM_BEST = 3
 _BAND = 1.28  # standard deviations on each side that contain four of five predictions
-_LARGEST_FREE = 1024  # micro batch that is considered with a free batch
+_LARGEST_FREE = 1024  # largest micro batch to consider if the global batch may vary
 _COUNTED_AT = 4  # micro batch size at which FLOPs and tokens of a record are counted
 _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRow:
-    """The prediction of one configuration, with its fastest micro batch that fits."""
+    """The prediction of one configuration with the fastest micro batch that fits."""
 
     candidate: Candidate
     description: str
     num_slots: int
     fits: bool
-    largest_micro_batch: int  # that fits; 0 if none does
+    largest_micro_batch: int  # largest that fits; 0 if none does
     margin_bytes: float  # left on each device, at ``PROBABILITY``; negative if missing
     memory_bytes: float  # on each device, at the median, with context and fragmentation
     memory_phase: str
@@ -50,7 +50,7 @@ class PlanRow:
         return epoch_records / self.throughput / 3600 if epoch_records else None
 
     def cells(self, epoch_records: int, price: float | None) -> tuple[str, ...]:
-        """Return the cells of ``columns``; ``price`` is that of a device-hour."""
+        """Return table cells in the order of ``columns``; ``price`` is per device-hour."""
         hours = self.epoch_hours(epoch_records)
         rate = self.throughput if self.tokens_per_s is None else self.tokens_per_s
         room = (
@@ -79,15 +79,18 @@ def columns(rows: Sequence[PlanRow]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HardwarePlan:
-    """The predictions of ``dsat plan`` for hardware that this machine need not have."""
+    """The predictions of ``dsat plan`` for hardware that need not be present."""
 
-    rows: tuple[PlanRow, ...]  # fitting ones, the fastest first; then the others by missing memory
+    rows: tuple[PlanRow, ...]  # those that fit, fastest first; then others, least missing memory first
     best: tuple[PlanRow, ...]  # the fastest three of all structures
     num_params: float
     notes: tuple[str, ...]
 
     def shown(self, number: int) -> list[PlanRow]:
-        """Return ``number`` rows: fitting ones, the fastest first, then the nearest."""
+        """Return at most ``number`` rows.
+
+        Configurations that fit come first, the fastest first; then the others, those that lack least memory first.
+        """
         rows = {row.description: row for row in (*self.best, *self.rows)}.values()
         return sorted(rows, key=lambda row: (not row.fits, -row.throughput if row.fits else 0.0))[:number]
 
@@ -95,7 +98,10 @@ class HardwarePlan:
 def make_plan(
     space: Space, inputs: PredictInputs, *, num_slots: int = 1, peak_flops_per_s: float | None = None
 ) -> HardwarePlan:
-    """Predict a space's structures; ``peak_flops_per_s`` is the device's, for MFU."""
+    """Predict one configuration of each group, and variations of the three best.
+
+    ``peak_flops_per_s`` is the device's published rate, for MFU; None if unknown.
+    """
     groups = ConfigGroups(space)
     predictor = Predictor(groups, inputs, "throughput")
     facts = num_slots, peak_flops_per_s
@@ -122,7 +128,10 @@ def make_plan(
 def _row(
     predictor: Predictor, structure: Structure, num_slots: int, peak_flops_per_s: float | None
 ) -> PlanRow | None:
-    """Return the prediction with the fastest fitting micro batch; None if not dry-run."""
+    """Return a configuration's prediction with its fastest micro batch that fits.
+
+    If none fits, with the smallest micro batch. None if the configuration was not dry-run.
+    """
     space = predictor.space
     largest = _LARGEST_FREE if space.batch_size_grid.is_free else None
     candidates = [space.candidate(structure, position) for position in positions(space, largest)]
@@ -158,7 +167,7 @@ def _row(
 def needed_memory(
     run: DryRunResult, zero: ZeroFeatures, micro_batch_size: int, capacity_bytes: float
 ) -> MemoryPrediction:
-    """Return the memory that a configuration needs of a device, as a plan predicts it."""
+    """Return the memory that a configuration needs on a device, as in ``dsat plan``."""
     point = Point(
         StepParts(()),  # its time is not predicted
         tuple(peak_parts(run, zero, zero, micro_batch_size)),

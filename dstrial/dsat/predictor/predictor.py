@@ -25,8 +25,8 @@ from dstrial.dsat.predictor.models import (
 from dstrial.dsat.space.space import Space
 from dstrial.engine.dryrun.values import DryRunResult
 
-_UNKNOWN_NOISE = 0.01  # relative, of a measurement whose interval is unknown
-_MAX_SPREAD = 0.15  # largest standard deviation of the log cost that bounds and gains use
+_UNKNOWN_NOISE = 0.01  # relative noise of a measurement without a confidence interval
+_MAX_SPREAD = 0.15  # limit of the log cost's standard deviation in bounds and expected gains
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Prediction:
         return self.cost * math.exp(-num_stds * min(self.time.log_std, _MAX_SPREAD))
 
     def expected_improvement(self, cost: float) -> float:
-        """Return the expected relative gain over a measured ``cost``; a loss counts as 0.
+        """Return the expected relative gain over a measured ``cost``; losses count as 0.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
@@ -56,18 +56,18 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _View:
-    """Facts about a configuration that are the same for all its micro batches."""
+    """Inputs of predictions that all micro batches of a configuration share."""
 
     run: DryRunResult
     setup: ZeroFeatures
-    ran: ZeroFeatures  # features of the structure that was dry-run in its place
+    ran: ZeroFeatures  # features of the similar configuration that was dry-run
     group: tuple[Any, ...]
     knobs: tuple[tuple[str, Any], ...]
     extras: tuple[tuple[str, Any], ...]
 
 
 class Predictor:
-    """Predicts measurements; equal outcomes in equal order give equal predictions."""
+    """Predicts time, memory and cost of configurations, learning from measured ones."""
 
     def __init__(self, groups: ConfigGroups, inputs: PredictInputs, metric: str) -> None:
         self.groups = groups
@@ -95,7 +95,7 @@ class Predictor:
     # ---- learning --------------------------------------------------------------------------------
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Add the outcome of a measurement, and fit time and memory models again."""
+        """Add the outcome of a trial, and fit the time and memory models again."""
         self.outcomes.append((candidate, outcome))
         if isinstance(outcome, Measured):
             if self.machine is None:
@@ -126,7 +126,7 @@ class Predictor:
     # ---- predicting ------------------------------------------------------------------------------
 
     def predictions(self, candidates: Sequence[Candidate], time: StepModel | None = None) -> list[Prediction]:
-        """Return a prediction of each candidate whose structure was dry-run, in order."""
+        """Return predictions of those ``candidates`` that were dry-run, in their order."""
         known = [(one, point) for one in candidates if (point := self._point(one)) is not None]
         points, memories = self._pressed([point for _, point in known])
         times = (time or self.time).predict(points, self._phase)
@@ -139,7 +139,7 @@ class Predictor:
         return result
 
     def cost(self, candidate: Candidate, outcome: Outcome | None) -> float | None:
-        """Return a measured cost, usually in seconds per record; None if unmeasured."""
+        """Return a measured cost in the unit of ``Prediction.cost``; None if unmeasured."""
         if not isinstance(outcome, Measured):
             return None
         if self._phase is not None:
@@ -151,7 +151,7 @@ class Predictor:
         return seconds / candidate.batch.train_batch_size
 
     def explain(self, prediction: Prediction) -> dict[str, Any]:
-        """Return a prediction as JSON values, with parts of its time and bytes of phases."""
+        """Return a prediction as JSON values, with parts of the time and bytes by phase."""
         memory = prediction.memory
         known = (
             {}
@@ -177,9 +177,9 @@ class Predictor:
         return {} if point is None else self.time.parts(self._pressed([point])[0][0], self._phase)
 
     def margin_bytes(self, candidate: Candidate, probability: float = 0.98) -> float | None:
-        """Return the device bytes left with ``probability``; None if unknown.
+        """Return the device bytes left with ``probability``; negative if some are missing.
 
-        The number is negative if memory is missing.
+        None if the device's memory or the candidate's is unknown.
         """
         memory = next((one.memory for one in self.predictions([candidate])), None)
         if memory is None or self.capacity_bytes is None:
@@ -194,7 +194,7 @@ class Predictor:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _view(self, candidate: Candidate) -> _View | None:
-        """Return the facts that all micro batches of a configuration share, or None."""
+        """Return the inputs that all micro batches of a configuration share, or None."""
         is_accumulating = candidate.batch.accumulation > 1
         key = candidate.stage, candidate.settings, is_accumulating
         if key not in self._views:
@@ -210,7 +210,7 @@ class Predictor:
         return self._views[key]
 
     def _point(self, candidate: Candidate) -> Point | None:
-        """Return a candidate's input of the models; None if it was not dry-run."""
+        """Return a candidate's input of the time and memory models; None if not dry-run."""
         if candidate not in self._points:
             view, batch = self._view(candidate), candidate.batch
             self._points[candidate] = None
@@ -235,7 +235,7 @@ class Predictor:
         return self._points[candidate]
 
     def _pressed(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
-        """Return points with the time that nearly full memory costs, and their peaks."""
+        """Return points that include the time lost to nearly full memory, and their peaks."""
         memories, limit = self._memory.predict(points), self.capacity_bytes
         pressed = [
             point

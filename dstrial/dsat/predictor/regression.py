@@ -1,8 +1,8 @@
 """Bayesian regression on logarithms, by rounds of Gauss-Newton.
 
-A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0. Effects e stand for what the parts
-do not model: ``log y = log(p . f) + e + noise``. Near an estimate of p . f this is linear in f and e, so that one solve gives a
-better estimate. The first estimate is y itself. docs/explanation/dsat-model.md has the equations.
+A measured quantity y (seconds, bytes) is a sum of known parts p, each times a factor f >= 0. Effects e account for what the
+parts do not model: ``log y = log(p . f) + e + noise``. Each round solves the linearization at the previous estimate of p . f,
+the first at y. docs/explanation/dsat-model.md has the equations.
 
 Source: Rasmussen and Williams 2006, chapter 2 (kernel form); O'Hagan and Forster 2004, chapter 11 (unknown scale of variances).
 """
@@ -25,7 +25,7 @@ _PRIOR_ROWS = 8.0  # the assumed spreads weigh as much as this many measured row
 _MIN_SCALE, _MAX_SCALE = 0.7, 4.0  # limits of the common scale of all spreads
 _MIN_FACTOR = 0.05  # lower bound of a factor, as a share of its prior mean
 _LARGE = 0.03  # standard deviation of an effect that small residuals do not shrink
-_MIN_SPREAD = 0.003  # relative, of any prediction
+_MIN_SPREAD = 0.003  # lowest relative standard deviation of a prediction
 _OUTLIER = 3.0  # an outlier is this many standard deviations from what all other rows predict
 _OUTLIER_NOISE = 0.05  # relative noise of an outlier's row
 _MAX_ROUNDS, _CONVERGED = 20, 0.003  # rounds end when no sum of parts changes by more than this share
@@ -41,21 +41,20 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured value of a quantity, or a lower bound of it."""
+    """A measured value of a quantity, or a lower bound of the quantity."""
 
     row: Row
     value: float
     noise: float  # relative standard deviation
-    is_least: bool = False  # the quantity is larger than the value
+    is_least: bool = False  # the value is a lower bound of the quantity
 
 
 class Regression:
     """The posterior of factors and effects after ``samples``.
 
-    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` are mean and relative
-    deviation of each factor. ``is_scaled`` first multiplies all prior means by the median ratio of measured to expected values.
-    ``is_robust`` gives little weight to a sample far from what all others predict, and lets spreads become smaller than
-    assumed.
+    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` has mean and relative
+    deviation of each factor. ``is_scaled`` multiplies the prior means by the median ratio of measured to expected values.
+    ``is_robust`` downweights outliers, and lets spreads shrink below the assumed ones.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Regression:
         exact = [one for one in samples if not one.is_least]
         if exact:
             self._learn(exact)
-        # A lower bound below the prediction says nothing; one above it counts as the value.
+        # A lower bound below the prediction is ignored; a lower bound above it counts as a measured value.
         bounds = [one for one in samples if one.is_least and self.predict([one.row])[0][0] < one.value]
         if bounds:
             self._learn([*exact, *bounds])
@@ -98,7 +97,7 @@ class Regression:
             variances = variances - np.sum((across @ fit.inverse) * across, axis=1)
         variances = self.scale**2 * np.maximum(variances, _MIN_SPREAD**2)
         if self._fit is not None and self.scale < 1:
-            # Small residuals say nothing about large effects that no sample has.
+            # Small residuals do not reduce the uncertainty of large effects that no sample has.
             unknown = [
                 sum([std * std for name, std in row.effects if std > _LARGE and name not in self._fit.names])
                 for row in rows
@@ -139,7 +138,7 @@ class Regression:
         effects: _Floats,
         noise: _Floats,
     ) -> _Fit:
-        """Return the posterior; fix factors that would fall below their lower bound."""
+        """Return the posterior, with factors limited to their lower bounds."""
         mean, deviations = self._prior.copy(), self._deviations.copy()
         while True:
             shares = scaled * deviations

@@ -1,1 +1,1 @@
-"""Code of the ranks of measuring trials; may import torch and deepspeed."""
+"""Code that runs in the ranks of trials; may import torch and deepspeed."""

@@ -1,8 +1,8 @@
 """Measure a trial class: ``python -m dstrial.dsat.rank --trial module:Trial``.
 
-The ranks measure the hyperparameters of their trial and report the result. With ``--tasks`` they are persistent ranks, which
-measure one task of a search after the other. On a cluster, Determined provides experiment and hyperparameters; on this machine,
-``--config`` and ``--context-dir`` do. The search runs this command, not the user.
+The ranks measure their trial's hyperparameters and report the result; with ``--tasks`` they are persistent ranks, which measure
+one task of a search after the other. Experiment and hyperparameters come from Determined on a cluster, else from ``--config``
+and ``--context-dir``. The search runs this command, not the user.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Destroy engines, and restore the process to its state before the first engine.
 
-Each step undoes something that DeepSpeed 0.19.8 or torch leaves behind. ``ProcessUsage`` measures what remains nevertheless.
-The search replaces ranks that leak.
+Each step undoes something that DeepSpeed 0.19.8 or torch leaves behind. ``ProcessUsage`` measures what still remains, so that
+the search can replace ranks that leak.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Settings:
 
 
 def _settings() -> Iterator[_Setting]:
-    """Yield pairs of functions: the first reads a setting, the second writes it."""
+    """Yield (read, write) functions of each setting."""
     yield lambda: dict(os.environ), _write_environment
     yield os.getcwd, os.chdir
     yield lambda: list(sys.path), functools.partial(sys.path.__setitem__, slice(None))
@@ -79,7 +79,7 @@ def _settings() -> Iterator[_Setting]:
 
 
 def _read(read: Callable[[], Any]) -> Any:
-    """Return a setting; None if this version of torch cannot read it by this name."""
+    """Return a setting; None if this version of torch does not have it."""
     try:
         return read()
     except (AttributeError, RuntimeError):
@@ -94,8 +94,8 @@ def _write_environment(variables: dict[str, str]) -> None:
 class ProcessState:
     """Snapshot of a process before its first engine.
 
-    Create it after the process group and everything else that must survive ``restore``. Objects that the first ``restore``
-    leaves survive all later ones, too.
+    Create the process group, and everything else that must survive ``restore``, before the snapshot. Python objects that are
+    alive after the first ``restore`` are never collected.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class ProcessState:
         self._settings = Settings()
 
     def restore(self, engines: list[Any]) -> None:
-        """Destroy engines, empty their list, and undo all but changes of random states.
+        """Destroy engines, empty their list, and undo all changes except of random states.
 
         The caller must keep no other reference to the engines or to their models.
 
@@ -190,9 +190,9 @@ def _empty_caches() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """Numbers and bytes of the resources that a process uses."""
+    """Counts and sizes of the resources that a process uses."""
 
-    num_tensors: int  # tensors with memory that Python's collector knows
+    num_tensors: int  # tensors with storage that Python's garbage collector tracks
     tensor_bytes: int  # of their storages, each counted once
     num_groups: int
     num_threads: int
@@ -247,7 +247,7 @@ def process_usage() -> ProcessUsage:
 
 
 def reset_host_peak() -> None:
-    """Reset the kernel's record of peak memory (VmHWM), if that is permitted."""
+    """Reset the kernel's record of this process's peak memory (VmHWM), if permitted."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -28,24 +28,23 @@ from dstrial.visible_text import cut_text
 
 @contextlib.contextmanager
 def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
-    """Measure the engine steps in the block in a dsat trial; else do nothing.
+    """Measure the engine steps in the block if a dsat search runs this trial.
 
-    When enough steps are measured, the metrics are reported as validation metrics, ``op`` is completed, and
-    ``engine.step()`` raises ``SystemExit`` with status 0. A loop that ends earlier is measured by the steps it made, and the
-    block raises ``SystemExit``, too, because the code after the block belongs to a full training.
+    Otherwise the block just runs. When enough steps are measured, the metrics are reported as validation metrics, ``op`` is
+    completed, and ``engine.step()`` raises ``SystemExit`` with status 0. If the loop ends earlier, its steps are reported, and
+    the block raises ``SystemExit``, because the code after it belongs to a full training.
 
-    The block may contain the whole loop, or one step or micro batch of the loop, as in Determined's example of the Core API.
-    Blocks in which an engine makes at most one step are measured together. If such a loop ends before enough is measured, its
-    steps are reported when the core context closes.
+    The block may contain the whole loop, or one step or micro batch, as in Determined's example of the Core API. Such short
+    blocks are measured together; if their loop ends early, its steps are reported when the core context closes.
 
     Args:
         core_context: the core context of ``determined.core.init``.
         op: the searcher's operation to complete; None if there is none.
-        steps_completed: number of steps to report with the metrics; by default, that of the engine.
+        steps_completed: number of steps to report; by default, that of the engine.
 
     Raises:
-        TrialContractError: no engine made a second step, so that nothing can be timed; for a loop of blocks, raised
-            when the core context closes.
+        TrialContractError: no engine made a second step, so that nothing can be timed. With short blocks, the core context raises
+            it when it closes.
 
     Ranks: all, collectively.
     """
@@ -88,7 +87,7 @@ class _LoopOfBlocks:
     is_finished: bool = False
 
     def begin(self) -> None:
-        """Make later blocks use the same timer; report when the core context closes."""
+        """Make later blocks share the timer; report when the core context closes."""
         setattr(self.core_context, _BLOCKS_ATTRIBUTE, self)
         close = self.core_context.close
 
@@ -102,7 +101,7 @@ class _LoopOfBlocks:
         self.core_context.close = finish_and_close
 
     def finish(self) -> None:
-        """Report the steps of a loop that ended by itself. Ranks: all, collectively."""
+        """Report the steps of a loop that ended early. Ranks: all, collectively."""
         self.is_finished = True
         with failures_reported(self.timer):
             _require_result(self.timer)
@@ -119,12 +118,15 @@ def _require_result(timer: StepTimer) -> None:
 
 
 def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context that measures one fit of a trial. Ranks: all, collectively."""
+    """Return a context manager that measures a trial's ``fit`` in its block.
+
+    Ranks: all, collectively.
+    """
     return dsat_reporting_context(core_context, None)
 
 
 def hyperparameters_of_trial() -> Mapping[str, Any]:
-    """Return the hyperparameters of this process's trial; empty without a trial."""
+    """Return the hyperparameters of this process's trial; empty outside a trial."""
     info = det.get_cluster_info()
     if info is not None and info.task_type == "TRIAL":
         found: Mapping[str, Any] = info.trial.hparams
@@ -139,7 +141,10 @@ def limits_from(hparams: Mapping[str, Any]) -> SamplingLimits:
 
 
 def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
-    """Report rank 0's metrics to the core context and to a local search's result file."""
+    """Report metrics to the core context, and to the result file of a local search.
+
+    Ranks: any; only rank 0 reports.
+    """
     if _rank() != 0:
         return
     metrics = outcome_to_json(measured)["metrics"]
@@ -151,7 +156,7 @@ def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
 
 @contextlib.contextmanager
 def failures_reported(timer: StepTimer) -> Iterator[None]:
-    """Print the block's exception as a failure line for the search, and re-raise it."""
+    """Print an exception of the block as a failure line for the search; re-raise it."""
     try:
         yield
     except SystemExit as exit_:

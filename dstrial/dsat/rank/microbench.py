@@ -1,4 +1,4 @@
-"""Benchmark the machine with all ranks busy, for predictions of step times."""
+"""Benchmark the machine with all ranks busy, to predict step times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _REPEATS = 5
 
 
 def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype) -> Measured:
-    """Return a measurement, with machine metrics if ``settings`` ask. Ranks: all."""
+    """Add the machine's rates to a measurement if ``settings`` request a benchmark.
+
+    Ranks: all, collectively.
+    """
     if not (settings or {}).get(BENCHMARK_KEY):
         return measured
     return Measured({**measured.metrics, **measure_machine(dtype)})
@@ -42,7 +45,7 @@ def measure_machine(dtype: torch.dtype) -> dict[str, float]:
     device = torch.device(accelerator.current_device_name())
 
     def timed(call: Callable[[], object], times: int = 1) -> float:
-        """Return the median seconds of one call over several repeats."""
+        """Return the median seconds of a call over several repeats of ``times`` calls."""
         found = []
         for _ in range(_REPEATS):
             if not is_cpu:
@@ -95,8 +98,8 @@ def _copy_rate(timed: Callable[..., float], device: torch.device, num_bytes: int
 def _collective_rates(timed: Callable[..., float], device: torch.device, num_bytes: int) -> dict[str, float]:
     """Return ``KIND_latency_s`` and ``KIND_bytes_per_s`` of each collective of ZeRO.
 
-    KIND is ``all_reduce``, ``all_gather`` or ``reduce_scatter``, if the backend has it. Empty on a single rank.
-    ``timed(call, n)`` returns the seconds of one of n calls. ``num_bytes`` is the size of the tensor of all ranks together.
+    KIND is ``all_reduce``, ``all_gather`` or ``reduce_scatter``, if the backend has it. Empty on a single rank. ``timed(call,
+    n)`` returns the mean seconds of n calls. ``num_bytes`` is the size of the tensor of all ranks together.
 
     Ranks: all, collectively.
     """

@@ -1,7 +1,7 @@
 """Measure configurations of a trial class one after the other in persistent ranks.
 
-Rank 0 reads tasks that the search appends to a file, and broadcasts them; all ranks measure, and rank 0 appends the result to
-another file. The process group lives as long as the ranks; a trial is built, measured and torn down for each task.
+Rank 0 reads tasks from a file that the search appends to. All ranks build, measure and tear down a trial for each task; rank 0
+appends its result to another file. The process group lives as long as the ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def serve(trial: str, exp_conf: dict[str, Any] | None, directory: Path, search: 
 
 
 class RankServer:
-    """One persistent rank, which measures tasks of a search. Ranks: all, collectively."""
+    """A persistent rank, which measures the tasks of a search.
+
+    Ranks: all, collectively.
+    """
 
     def __init__(self, trial: str, exp_conf: dict[str, Any] | None) -> None:
         identity = identify(os.environ)
@@ -89,9 +92,11 @@ class RankServer:
         self._grace: threading.Timer | None = None
 
     def next_task(self, tail: JsonLinesTail, search_pid: int, search_ticks: int) -> dict[str, Any] | None:
-        """Return the next task, read by rank 0; None if the search has ended. Ranks: all.
+        """Return the next task, which rank 0 reads; None if the search has ended.
 
         ``search_pid`` and ``search_ticks`` (start time) identify the search's process.
+
+        Ranks: all, collectively.
         """
         while True:
             task: dict[str, Any] | None = {}
@@ -162,7 +167,7 @@ class RankServer:
             return failure
 
     def _context(self, hparams: Mapping[str, Any]) -> DeepSpeedTrialContext:
-        """Return a new trial context, whose core context reports nothing."""
+        """Return a new trial context whose reports are discarded."""
         size = self._channel.size
         return DeepSpeedTrialContext(
             core_context=core._dummy_init(distributed=self._channel),
@@ -219,7 +224,7 @@ def _exit_with_failure(failure: Failure) -> None:
 
 
 def _merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rank 0's measurement, or the failure that caused the other failures."""
+    """Return rank 0's measurement, or the failure that probably caused the others."""
     failures = [one["outcome"] for one in results if "failure" in one["outcome"]]
     lost = FailureKind.COMMUNICATION.name
     outcome = min(failures, key=lambda one: one["failure"]["kind"] == lost, default=results[0]["outcome"])
@@ -227,7 +232,7 @@ def _merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _why_to_end(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return why new ranks must measure the next task; empty if these ranks can."""
+    """Return why these ranks cannot measure another task; empty if they can."""
     failure = _merge(results).get("failure")
     if failure is not None and FailureKind[failure["kind"]] in _ENDS_RANKS:
         return FailureKind[failure["kind"]].value

@@ -1,8 +1,7 @@
-"""Run a script as one rank of a trial on this machine, without a master.
+"""Run a Core API script as a rank of a trial on this machine, without a master.
 
-``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``. A Core API script reads its trial from Determined, and reports
-to Determined. Here the answers come from the launcher's experiment (``python -m dstrial.launch --config``), and reports go to a
-run directory. The search runs this command, not the user.
+``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``. Determined's API returns the experiment that the launcher
+read, and reports go to a run directory. The search runs this command, not the user.
 """
 
 from __future__ import annotations
@@ -30,7 +29,10 @@ _NO_MASTER = "http://localhost:1"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a script, or ``-m MODULE``, as a rank of a local trial. Ranks: all."""
+    """Run a script, or ``-m MODULE``, as a rank of a local trial.
+
+    Ranks: all; ``core.init()`` in the script is collective.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     known = read_experiment()
     assert known is not None, "the launcher was given --config"
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_script(words: Sequence[str], module_dir: Path) -> None:
-    """Run a script, or ``-m MODULE`` from a directory, as the main program."""
+    """Run a script, or ``-m MODULE`` from ``module_dir``, as the main program."""
     if words[0] == "-m":
         sys.argv = list(words[1:])
         sys.path[0] = str(module_dir)
@@ -52,12 +54,13 @@ def run_script(words: Sequence[str], module_dir: Path) -> None:
 
 @contextlib.contextmanager
 def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]:
-    """Let Determined's Core API answer as in a trial on a cluster, inside the block.
+    """Make Determined's Core API behave in the block as in a trial on a cluster.
 
-    ``det.get_cluster_info()`` returns the experiment's hyperparameters and config. ``core.init()`` returns a core context on a
-    run directory, with a searcher if the experiment has a ``searcher.max_length``. dstrial itself sees no cluster.
+    ``det.get_cluster_info()`` returns the experiment's hyperparameters and config. ``core.init()`` returns a core context that
+    writes to a run directory; it has a searcher if the experiment has a ``searcher.max_length``. dstrial itself sees no
+    cluster.
 
-    Ranks: all; making the core context is collective (one broadcast).
+    Ranks: all; ``core.init()`` is collective (one broadcast).
     """
     info = stand_in_cluster(
         known.hyperparameters,
@@ -119,7 +122,7 @@ def stand_in_cluster(
     num_ranks: int,
     address: str,
 ) -> det.ClusterInfo:
-    """Return the cluster info of a rank of a trial without a master."""
+    """Return Determined's cluster info for a rank of a trial without a master."""
     trial = det.TrialInfo(
         trial_id=0,
         experiment_id=0,

@@ -1,4 +1,4 @@
-"""Statistics of timed windows: end of warm-up, confidence interval of the median."""
+"""Statistics of step times: end of warm-up, confidence interval of the median."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Interval:
 
 
 def warm_from(values: Sequence[float]) -> int:
-    """Return the index of the first time after warm-up; ``values`` are times of steps.
+    """Return the index in ``values``, times of steps, at which warm-up has ended.
 
-    Warm-up ends at the change point in the first half that best divides the logarithms of the times into two levels. The first
-    level must be at least 5 % higher than the second; otherwise the index is 0. A single slow step later on is no change point.
+    This is the change point in the first half that best divides the logarithms of the times into two levels; 0 unless the first
+    level is at least 5 % higher. A single slow step later on is no change point.
 
     Source: least-squares segmentation into two levels, Hinkley 1970.
     """
@@ -76,7 +76,7 @@ class SamplingLimits:
 
 
 class Sampling:
-    """Collects windows (times of several consecutive steps) until enough are timed."""
+    """Collects times of windows (several consecutive steps) until these are enough."""
 
     def __init__(self, limits: SamplingLimits) -> None:
         self._limits = limits
@@ -91,12 +91,12 @@ class Sampling:
 
     @property
     def num_warm_up_steps(self) -> int:
-        """Number of timed steps before the end of warm-up."""
+        """Number of timed steps that belong to warm-up."""
         return sum(self._num_steps[: self._first()])
 
     @property
     def num_steps(self) -> int:
-        """Number of all timed steps, warm-up included."""
+        """Number of timed steps, warm-up included."""
         return sum(self._num_steps)
 
     def interval(self) -> Interval:
@@ -115,7 +115,7 @@ class Sampling:
     def mean_s(self) -> float:
         """Return the mean seconds of one step after warm-up.
 
-        The median compares configurations. The mean predicts a training, in which epochs begin and batches differ.
+        The median serves to compare configurations; the mean, which includes slow steps, to predict a training.
         """
         first = self._first()
         times_s, num_steps = self._times_s[first:], self._num_steps[first:]

@@ -1,8 +1,8 @@
 """Time whole steps of a running training, and count its FLOPs and memory.
 
-A measurement has three parts. One step counts FLOPs and saved activations. Windows of steps are timed until the median is known
-well enough; the device is synchronised at the edges of a window. Three steps time forward, backward and optimizer step
-separately. Rank 0 decides, and all ranks follow.
+The first step counts FLOPs and saved activations. Then windows of steps are timed until the median is precise enough; the
+device is synchronised only at the edges of a window. Three last steps time forward, backward and optimizer step separately.
+Rank 0 decides when each part ends.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def engine_features(engines: list[Any]) -> dict[str, float]:
-    """Return what a rank's engines have, such as modules and stages: metric -> number."""
+    """Return metrics that count modules, compiled modules, stages and NVMe optimizers."""
     modules = [module for engine in engines for module in engine.module.modules()]
     return {
         "probe_modules": float(len(modules)),
@@ -122,7 +122,7 @@ class FirstMicroBatch:
 class StepTimer:
     """Observes the engines of a rank while they train, and measures their steps.
 
-    If ``ends_process``, for loops of users, the timer raises ``MeasurementDone`` in the last step.
+    With ``ends_process``, for loops in users' scripts, the last measured step raises ``MeasurementDone``.
     """
 
     def __init__(self, limits: SamplingLimits, *, ends_process: bool = False) -> None:
@@ -169,7 +169,10 @@ class StepTimer:
         return engines
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Call ``call`` of an engine; time or count it if the mode says so. Ranks: all."""
+        """Return ``call()``; time it or count its operations, as the mode requires.
+
+        Ranks: all, collectively.
+        """
         if engine not in self._engines:
             self._engines.append(engine)
         self.phase = phase
@@ -188,7 +191,10 @@ class StepTimer:
         return result
 
     def stepped(self, engine: Any) -> None:
-        """Count a step; after a window, agree on the next. Ranks: all, collectively."""
+        """Count a step; at the end of a window, begin the next one that rank 0 chooses.
+
+        Ranks: all, collectively.
+        """
         self.phase = "training"
         if engine is not self._engines[0] or self.is_done:
             return
@@ -290,7 +296,7 @@ class StepTimer:
         return mode
 
     def _next(self) -> tuple[Mode, int]:
-        """Return (mode, number of steps) of the next window, as this rank would decide."""
+        """Return this rank's choice of (mode, number of steps) of the next window."""
         if self.mode in (Mode.PROFILE, Mode.WINDOW):
             steps = self._sampling.next_steps()
             return (Mode.WINDOW, steps) if steps else (Mode.PHASES, _NUM_PHASE_STEPS)

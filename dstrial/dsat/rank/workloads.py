@@ -1,8 +1,7 @@
 """Workloads of dry runs: a DeepSpeedTrial, or a script's model and first batch.
 
-The code of the trial or script runs for real, so that data is read as usual. But parameters keep only their shapes, until
-``deepspeed.initialize`` builds the real engine on fake ones; then a batch of the right shape is trained. If code needs values of
-tensors, the dry run names its line.
+The code of the trial or script really runs, and reads its data. Its parameters are fake tensors, which have only shapes, and
+train a batch of the right shape. If the code reads values of tensors, the dry run reports the line.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ from dstrial.trial.runtime import ModelParallelUnit
 class TrialWorkload:
     """A DeepSpeedTrial as an ``engine.dryrun.measure.Workload``.
 
-    The batch is the largest of the first ``num_batches``, or the one in the file ``sample_batch``; ``trusts_code`` loads it even
-    if it holds other classes than tensors. ``num_stages`` is that of a pipeline.
+    The batch is the largest of the loader's first ``num_batches``, or that in the file ``sample_batch``; ``trusts_code`` loads
+    the file even if it holds other classes than tensors. ``num_stages`` is the number of pipeline stages.
     """
 
     def __init__(
@@ -121,9 +120,9 @@ class TrialWorkload:
 class ScriptWorkload:
     """A script's model and first batch as an ``engine.dryrun.measure.Workload``.
 
-    The script's code after the engine's first call does not run. The loss is the output's ``loss``, else a single number in the
-    output, else the mean of the output. ``sample_batch`` is the file of a batch to use instead of the script's;
-    ``trusts_code`` loads it even if it holds other classes than tensors.
+    The script stops at the engine's first call. The loss is the output's ``loss``, else a single number in the output, else the
+    mean of the output. ``sample_batch`` is the file of a batch to use instead; ``trusts_code`` loads it even if it holds other
+    classes than tensors.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class ScriptWorkload:
 
 
 def _resized(batch: Any, num_records: int, wanted: int, *, is_fake: bool) -> Any:
-    """Return a batch whose tensors of ``num_records`` rows have ``wanted`` rows."""
+    """Return a batch; tensors of ``num_records`` rows are resized to ``wanted`` rows."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
@@ -200,7 +199,6 @@ def _resized(batch: Any, num_records: int, wanted: int, *, is_fake: bool) -> Any
 
 
 def _num_records(loader: Any) -> int:
-    """Return the number of records of a loader's data set; 0 if it has no length."""
     try:
         return len(loader.dataset)
     except (AttributeError, TypeError):
@@ -208,7 +206,6 @@ def _num_records(loader: Any) -> int:
 
 
 def _largest_batch(loader: Any, num_batches: int) -> Any:
-    """Return the batch with most elements among a loader's first ``num_batches``."""
     if isinstance(loader, pytorch.DataLoader):  # Determined's description of a torch loader
         loader = copy.copy(loader)
         loader.pin_memory = False  # would make a CUDA context in a process that forks
@@ -244,9 +241,9 @@ def _end_script(*args: Any, **kwargs: Any) -> Any:
 
 
 def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Run a script or ``-m MODULE`` to its first engine call; return the call's batch.
+    """Run a script or ``-m MODULE`` up to its first engine call; return the arguments.
 
-    The batch is the (positional, keyword) arguments; None if the script calls no engine.
+    Returns (positional, keyword) arguments; None if the script calls no engine.
     """
     show_ranks_to_accelerate()
     with contextlib.ExitStack() as stack:
@@ -276,7 +273,7 @@ def _refusal(whose: str) -> str:
 def _core_api_off_cluster(
     size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Let Determined's Core API answer a script as rank 0 of a trial, off a master."""
+    """Make Determined's Core API behave in the block as in rank 0 of a trial."""
     distributed = SingleRankContext(size)
     info = stand_in_cluster(
         hparams, exp_conf, cluster_id="dry run", num_slots=size, num_ranks=size, address=LOOPBACK_ADDR
@@ -305,7 +302,10 @@ def _core_api_off_cluster(
 
 
 class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
-    """Distributed context of one of ``size`` ranks; assumes equal values on all ranks."""
+    """Distributed context of one of ``size`` ranks, without communication.
+
+    Collectives return as if all ranks had passed the same value.
+    """
 
     def __init__(self, size: int, rank: int = 0) -> None:
         super().__init__()
@@ -327,8 +327,6 @@ class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # 
 
 
 class _DryRunContext(DeepSpeedTrialContext):
-    """A trial context without a cluster, for engines that are stand-ins."""
-
     def __init__(
         self,
         world_size: int,

@@ -1,4 +1,4 @@
-"""Build the report of a search as JSON values; renderings add no facts."""
+"""Build the report of a search as JSON values, which all formats render."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
 def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the small part of a report that is shown while the search runs.
 
-    The part has no configs, which may hold secrets.
+    It has no configs, because these may contain secrets.
     """
     kept = {*document["pareto"], document["best"], document["own"]}
     newest = document["trials"][-_MAX_LIVE_ROWS:]
@@ -146,7 +146,7 @@ def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return ids of trials that no trial beats in both throughput and memory.
+    """Return ids of the trials that no trial beats in both throughput and memory.
 
     ``rows`` are the report's trials. The ids are sorted by ascending memory.
     """
@@ -161,7 +161,10 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def memory_bytes(measured: Measured) -> float | None:
-    """Return peak bytes: the allocator's, else tensors', else a CPU rank's; or None."""
+    """Return peak bytes of the allocator, else of tensors, else of the rank's process.
+
+    None if none of these was measured.
+    """
     for name in ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes"):
         if (value := measured.value(name)) is not None:
             return value
@@ -211,7 +214,7 @@ def _model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Return whether the gain exceeds the half-widths of both confidence intervals."""
+    """Return whether the gain exceeds the sum of both confidence half-widths."""
     gain = gain_over(best, own, metric)
     outcomes = [trial.outcome for trial in (best, own) if trial is not None]
     widths = [one.value("half_width") or 0.0 for one in outcomes if isinstance(one, Measured)]
@@ -230,7 +233,7 @@ def _failures(trials: Sequence[TrialResult]) -> list[dict[str, Any]]:
 
 
 def _step_shares(trial: TrialResult, parts: Mapping[str, float] | None) -> dict[str, Any] | None:
-    """Return the seconds of a step, part by part; None if nothing was measured.
+    """Return the seconds of a step by part; None if nothing was measured.
 
     ``step_s``: the measured time. ``measured``: forward, backward, optimizer step, and ``between``, the rest (loading data,
     logging). ``explained``: the predicted ``parts``, scaled down if they exceed the measured time, and ``idle``, the rest.
@@ -253,7 +256,7 @@ def _step_shares(trial: TrialResult, parts: Mapping[str, float] | None) -> dict[
 
 
 def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, float]:
-    """Return parts, scaled to at most ``whole``, plus the rest; drop tiny parts."""
+    """Return ``parts``, scaled to at most ``whole``, and the rest, without tiny parts."""
     total = sum(parts.values())
     factor = min(1.0, whole / total) if total else 1.0
     scaled = {name: value * factor for name, value in parts.items()}
@@ -264,7 +267,7 @@ def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, fl
 def _sensitivity(
     scored: Sequence[tuple[float, TrialResult]], best: TrialResult, space: Space, metric: str
 ) -> list[dict[str, Any]]:
-    """Return per setting the loss with each value, the most effective setting first.
+    """Return the loss with each value of each setting, the largest effect first.
 
     The loss is that of the best trial with the value, relative to ``best``. DeepSpeed's defaults are filled in. Effects of
     settings that were changed together are not separated.
@@ -312,7 +315,6 @@ def _effective_settings(trial: TrialResult, space: Space) -> dict[str, Any]:
 
 
 def _needs(trials: Sequence[TrialResult], margins: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the memory that larger micro batches lack, by the method's predictions."""
     by_id = {trial.trial_id: trial for trial in trials}
     known = [one for one in margins if one["trial_id"] in by_id]
     known.sort(key=lambda one: by_id[one["trial_id"]].candidate.is_own)
@@ -322,7 +324,7 @@ def _needs(trials: Sequence[TrialResult], margins: Sequence[Mapping[str, Any]]) 
 
 
 def _tried(trials: Sequence[TrialResult], like: TrialResult, micro_batch_size: int) -> str | None:
-    """Return how a trial of the same structure with this micro batch ended, or None."""
+    """Return how a trial with these settings and this micro batch ended, or None."""
     structure = like.candidate.stage, like.candidate.settings
     for trial in trials:
         candidate, outcome = trial.candidate, trial.outcome

@@ -1,4 +1,4 @@
-"""Format numbers for people: amounts, bytes, times and shares."""
+"""Format numbers for people: amounts, bytes, times and percentages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 
 def amount(value: float) -> str:
-    """Return four digits, with a prefix for large numbers: ``1.234 G``."""
+    """Return a number with four digits, and a prefix if it is large: ``1.234 G``."""
     for size, prefix in _PREFIXES:
         if abs(value) >= size:
             return f"{value / (1e3 if prefix == 'k' else size):.4g} {prefix}"
@@ -25,7 +25,7 @@ def gibibytes(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a time in seconds, milliseconds or microseconds, whichever suits."""
+    """Return a time in s, ms or µs, with three digits."""
     if value >= 1:
         return f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
@@ -41,7 +41,7 @@ def knob(path: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return ``1h05m``, ``3m20s`` or ``12s``."""
+    """Format seconds as ``1h05m``, ``3m20s`` or ``12s``."""
     whole = max(round(seconds), 0)
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02}m"
@@ -49,7 +49,7 @@ def format_duration(seconds: float) -> str:
 
 
 def rates(metrics: Mapping[str, float]) -> str:
-    """Return a text on the measured throughputs; empty if none were measured."""
+    """Return a text with the measured throughputs; empty if none was measured."""
     return ", ".join(
         f"{amount(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
     )

@@ -17,7 +17,7 @@ from dstrial.dsat.report.document import UNITS
 
 
 class LiveProgress:
-    """Shows lines during the ``with`` block, and on a terminal a progress bar."""
+    """Context manager that prints lines and, on a terminal, a progress bar."""
 
     def __init__(self, metric: str, max_trials: int, console: Console | None = None) -> None:
         self._metric = metric
@@ -97,7 +97,6 @@ def ended_line(trial: TrialResult, metric: str) -> str:
 
 
 def _trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
-    """Return one line per trial, the best first, failures last."""
 
     def rank(trial: TrialResult) -> tuple[float, int]:
         value = trial.score(metric)

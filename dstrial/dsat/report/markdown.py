@@ -134,7 +134,7 @@ def facts(document: Document) -> list[tuple[str, str]]:
 
 
 def needs(document: Document) -> list[str]:
-    """Return sentences about the memory that larger micro batches lack or leave."""
+    """Return sentences on how much memory larger micro batches lack or leave free."""
     found = []
     for one in document["needs"]:
         whose = "the best configuration" if one["trial_id"] == document["best"] else "your own configuration"
@@ -166,7 +166,6 @@ def _step_times(document: Document) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _sensitivity(document: Document) -> Iterator[tuple[str, str, str, str]]:
-    """Yield table rows on settings: (setting, effect, value, loss)."""
     for one in document["sensitivity"]:
         for row in one["values"]:
             loss = formatting.share(-row["loss"], signed=True) if row["loss"] > 0 else "best"

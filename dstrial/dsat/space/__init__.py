@@ -1,1 +1,1 @@
-"""The search space: knobs, which values are legal, and which have an effect."""
+"""The search space: settings to vary, with their legal and useful values."""

@@ -1,8 +1,8 @@
-"""Reject duplicate, illegal and hopeless candidates; measure the effects of knobs.
+"""Reject duplicate, illegal and hopeless candidates; measure effects of settings.
 
-Rules say which keys DeepSpeed reads. No rule says what a trial does with a hyperparameter of ``--space``, an *unproven knob*.
-So measurements that differ only in one such knob are compared: the engines (``dstrial.dsat.rank.step_timer``), what a micro
-batch computes and keeps, and the time of a step. A knob is *dead* if nothing differs.
+The effect of a hyperparameter of ``--space`` on a trial is unknown (an *unproven knob*). So measurements that differ only in
+one such knob are compared: the engines (``dstrial.dsat.rank.step_timer``), what a micro batch computes and keeps, and the time
+of a step. If nothing differs, the knob is *dead*.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Rejection:
     """The reason why a candidate is not measured.
 
     ``again``: a candidate that is equal, or differs only in a setting without effect, was measured. ``open``: an equal
-    candidate is being measured. ``hopeless``: a candidate that needs less memory ran out of memory. ``outcome`` is what the
-    candidate is assumed to give; None if unknown.
+    candidate is being measured. ``hopeless``: a candidate that needs less memory ran out of memory. ``outcome`` is the
+    candidate's presumed outcome; None if unknown.
     """
 
     kind: Literal["again", "open", "illegal", "hopeless"]
@@ -77,7 +77,7 @@ class Filters:
         self._identities.clear()
 
     def check(self, candidate: Candidate, observations: Sequence[Observation]) -> Rejection | None:
-        """Return why a candidate is not measured; None if it should be measured."""
+        """Return why a candidate is not to be measured; None if it is."""
         if self.disabled:
             return None
         reason = self._space.illegal_reason(candidate)
@@ -122,7 +122,6 @@ class Filters:
         return self._identities[candidate]
 
     def _clamped(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with its sizes limited to the model's number of parameters."""
         if self._num_params is None:
             return candidate
         effective = self._space.checked(candidate).effective
@@ -144,7 +143,7 @@ def _with_settings(candidate: Candidate, settings: dict[str, Any]) -> Candidate:
 
 
 def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -> bool:
-    """Return whether a candidate surely needs at least as much memory as another one.
+    """Return whether ``candidate`` surely needs at least as much memory as ``other``.
 
     True if the stage is the same, micro batch and buckets are no smaller, and nothing else differs.
     """
@@ -163,7 +162,7 @@ def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnobEffect:
-    """The measured difference between two values of one setting."""
+    """The measured difference between two values of a setting."""
 
     path: str
     values: tuple[Any, Any]
@@ -173,9 +172,9 @@ class KnobEffect:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the knob is known to have no effect.
+        """Whether the setting is known to have no effect.
 
-        That is: no metric differs between its values, and the step times are measured precisely enough to show a difference.
+        True if no metric differs, and the step times are precise enough to show a difference.
         """
         return not self.changes and self.noise <= _MAX_NOISE
 
@@ -201,9 +200,9 @@ def unproven_knobs(space: Space) -> tuple[str, ...]:
 
 
 def trials_for_effects(space: Space) -> list[Candidate]:
-    """Return candidates that differ from the user's own in one setting of ``--space``.
+    """Return candidates to measure the effect of ``--space`` settings.
 
-    Only settings are varied whose effect DeepSpeed's rules do not determine. Illegal candidates are left out.
+    Each differs from the user's own configuration in one setting of unknown effect. Illegal candidates are left out.
     """
     own = space.own()
     found = []
@@ -220,10 +219,10 @@ def trials_for_effects(space: Space) -> list[Candidate]:
 def best_knob_effects(
     space: Space, observations: Sequence[Pair], identity: Callable[[Candidate], str] | None = None
 ) -> list[KnobEffect]:
-    """Return the effect with most changes for each setting and each two of its values.
+    """Return, for each setting and pair of values, the effect with most changes.
 
-    Measurements are compared that differ in this setting only. Only settings of ``--space`` count whose effect DeepSpeed's rules
-    do not determine. ``identity`` is a faster substitute for ``space.identity``.
+    Compares measurements that differ only in one ``--space`` setting of unknown effect. ``identity`` is a faster substitute for
+    ``space.identity``.
     """
     found: dict[tuple[str, str], KnobEffect] = {}
     for path in unproven_knobs(space):
@@ -259,7 +258,7 @@ def best_knob_effects(
 
 
 def _without_dead(candidate: Candidate, dead: Sequence[KnobEffect], space: Space) -> Candidate:
-    """Return a candidate whose settings without effect have one common value each."""
+    """Return a candidate in which every dead setting has one fixed value."""
     settings = dict(candidate.settings)
     for effect in dead:
         if _effective_value(space, candidate, effect.path) in effect.values:

@@ -60,7 +60,7 @@ KNOWN_PATHS = frozenset(knob.path for knob in KNOBS)
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
-    """Return the values to try; of those above ``num_params``, only the smallest."""
+    """Return a knob's values to try; of those above ``num_params``, only the smallest."""
     if not knob.counts_params or num_params is None:
         return knob.values
     below = tuple(value for value in knob.values if value <= num_params)
@@ -72,7 +72,7 @@ def live_knobs(stage: int, *, is_pipeline: bool) -> tuple[Knob, ...]:
 
 
 def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
-    """Remove keys, in place, that a ZeRO stage does not read, and disabled offloading."""
+    """Remove disabled offloading, and keys that a ZeRO stage does not read, in place."""
     zero = merged.get(ZERO)
     if isinstance(zero, dict):
         for key in zero_keys_without_effect(stage):
@@ -93,7 +93,10 @@ def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
 def with_neutral_values(
     settings: Sequence[tuple[str, Any]], stage: int, base: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return sorted settings that also disable what the stage refuses in ``base``."""
+    """Return sorted settings, plus those that disable offloading the stage rejects.
+
+    ``base`` is the user's DeepSpeed config, which may enable offloading.
+    """
     values = dict(settings)
     zero = base.get(ZERO)
     given = zero if isinstance(zero, Mapping) else {}
@@ -111,7 +114,7 @@ def with_neutral_values(
 def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[str]) -> str | None:
     """Return why a candidate is illegal: an error, or a dead setting; None if legal.
 
-    ``found`` is the check of its config; ``own_warnings`` of the user's config do not count.
+    ``found`` is the check of its config. ``own_warnings`` are warnings about the user's config, which are ignored.
     """
     if found.problems:
         return str(found.problems[0])
@@ -131,5 +134,8 @@ def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[s
 
 
 def width_of(effective: Mapping[str, Any]) -> int:
-    """Return bytes per value: 2 for fp16 or bf16, else 4; the config has all defaults."""
+    """Return bytes per value: 2 for fp16 or bf16, else 4.
+
+    ``effective`` is a DeepSpeed config with defaults filled in.
+    """
     return 2 if effective["fp16"]["enabled"] or effective["bf16"]["enabled"] else 4

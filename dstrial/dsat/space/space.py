@@ -1,4 +1,4 @@
-"""The search space: structures (ZeRO stage and knob settings) and micro batches.
+"""The search space: structures (ZeRO stage and settings) and micro batches.
 
 ``dstrial.config.deepspeed_rules.check`` alone decides whether a configuration is legal and whether a key has any effect.
 """
@@ -64,11 +64,11 @@ class Space:
     """The configurations that may be measured for one experiment.
 
     ``base`` is the user's merged DeepSpeed config. ``stages`` are ZeRO stages. ``free_batch`` lets the global batch follow the
-    micro batch. ``extra`` is ``--space`` as path -> values, which replace a knob's values or make a new knob.
-    ``hyperparameters`` are those that a trial reads.
+    micro batch. ``extra`` is ``--space`` as path -> values, which replace a setting's values or add a setting.
+    ``hyperparameters`` are those of the experiment.
 
     Raises:
-        ConfigError: the config has no solvable batch, or the batch cannot be shared by the replicas.
+        ConfigError: the batch sizes of the config contradict each other, or do not divide by the replicas.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class Space:
         return Candidate(self._stage, (), self._own_batch, is_own=True)
 
     def smallest(self) -> Candidate:
-        """Return the user's own structure with the smallest micro batch."""
+        """Return the user's own configuration with the smallest micro batch."""
         return Candidate(self._stage, (), self.batch_size_grid.split(0))
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
-        """Return the config keys, each with its legal values, that vary in a ZeRO stage.
+        """Return the settings that vary in a ZeRO stage, each with its legal values.
 
         They are those that dsat varies itself and those of ``--space``.
         """
@@ -169,14 +169,14 @@ class Space:
         reason = None
         for stage in self.stages:
             if self.illegal_reason(self.candidate(self._structure(stage, []), 0)) is not None:
-                continue  # the stage is illegal without the value, too
+                continue  # the stage is illegal even without the value
             reason = self._refusal(stage, path, value)
             if reason is None:
                 return None
         return reason
 
     def _refusal(self, stage: int, path: str, value: Any) -> str | None:
-        """Return why a stage refuses a value with any other settings; None if accepted."""
+        """Return why a stage rejects a value with any other settings; None if accepted."""
         key = (stage, path, repr(value))
         if path.startswith(HYPERPARAMETERS):
             return None
@@ -202,7 +202,10 @@ class Space:
         return first
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
-        """Draw a random structure; sizes above ``num_params`` count as one value."""
+        """Draw a ZeRO stage's settings at random.
+
+        Sizes above ``num_params`` count as one value.
+        """
         settings = []
         for knob in self.knobs(stage):
             if knob.is_drawn:
@@ -211,7 +214,7 @@ class Space:
         return self._structure(stage, settings)
 
     def describe(self, candidate: Candidate) -> str:
-        """Return a line: stage, batch, and changes to the user's own configuration."""
+        """Return a line with stage, batch, and changes to the user's own configuration."""
         batch = candidate.batch
         words = [f"stage {candidate.stage}, micro batch {batch.micro_batch_size} x {batch.accumulation}"]
         num_stages = self.sizes_of(candidate).pp
@@ -223,12 +226,12 @@ class Space:
         return ", ".join(words)
 
     def structures(self, stage: int, knobs: Sequence[Knob]) -> Iterator[Structure]:
-        """Yield a structure for every combination of the knobs' values, legal or not."""
+        """Yield a configuration for every combination of the knobs' values, legal or not."""
         for values in itertools.product(*(knob.values for knob in knobs)):
             yield self._structure(stage, list(zip((knob.path for knob in knobs), values, strict=True)))
 
     def first_position(self, last: int) -> int:
-        """Return the grid position at which to begin a search, at most ``last``.
+        """Return the grid index of micro batches at which to begin, at most ``last``.
 
         Pipelines begin at the largest micro batch that leaves enough micro batches per step.
         """
@@ -240,7 +243,7 @@ class Space:
         )
 
     def candidate(self, structure: Structure, position: int) -> Candidate:
-        """Return a structure with the micro batch size at a position of the grid."""
+        """Add the micro batch size at index ``position`` of the grid to a structure."""
         batch = self.batch_size_grid.split(position)
         if self.axes and not self.sizes_problem(structure.settings):
             sizes = self._sizes(structure.settings)
@@ -265,7 +268,7 @@ class Space:
         return None if is_own else _layers_problem(num_stages, self._hyperparameters)
 
     def _sizes(self, settings: Sequence[tuple[str, Any]]) -> ParallelDims:
-        """Return dimensions changed by ``settings``; raise ValueError if impossible."""
+        """Return the dimensions with ``settings`` applied; raise ValueError if impossible."""
         changed = {self.axes[path]: value for path, value in settings if path in self.axes}
         for value in changed.values():
             if type(value) is not int:
@@ -291,11 +294,11 @@ class Space:
         return self._checked[key]
 
     def effective(self, candidate: Candidate) -> Mapping[str, Any]:
-        """Return a candidate's DeepSpeed config with all defaults in it."""
+        """Return a candidate's DeepSpeed config with defaults filled in."""
         return self._effective if candidate.is_own else self.checked(candidate).effective
 
     def illegal_reason(self, candidate: Candidate) -> str | None:
-        """Return why a candidate is refused or which setting has no effect; None if legal."""
+        """Return why a candidate is rejected or has a dead setting; None if legal."""
         if candidate.is_own:
             return None
         key = json.dumps(candidate.to_json(), sort_keys=True)
@@ -308,7 +311,7 @@ class Space:
     def identity(self, candidate: Candidate) -> str:
         """Return a text that is equal for candidates with equal effective settings.
 
-        The settings are the complete DeepSpeed config, without dead keys, and the hyperparameters of knobs.
+        These are the DeepSpeed config with defaults and without dead keys, and the varied hyperparameters.
         """
         effective = self.checked(candidate).effective
         read = {
@@ -328,7 +331,7 @@ class Space:
 
 
 def efficiency(accumulation: int, num_stages: int) -> float:
-    """Return the share of a step in which a pipeline is neither filling nor draining.
+    """Return the fraction of a step in which no pipeline stage is idle.
 
     Source: Huang et al. 2019 (GPipe), section 2.3; the same for 1F1B (Narayanan et al. 2021).
     """
@@ -336,12 +339,12 @@ def efficiency(accumulation: int, num_stages: int) -> float:
 
 
 def enough_accumulation(num_stages: int) -> int:
-    """Return the micro batches per step that keep a pipeline well filled."""
+    """Return the micro batches per step that keep a pipeline 90 % busy; 1 without one."""
     return 1 if num_stages == 1 else _PER_STAGE * num_stages
 
 
 def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
-    """Return the index of the largest micro batch that fills a pipeline well, else 0."""
+    """Return the index of the largest micro batch that fills a pipeline to 90 %, or 0."""
     good = [
         position
         for position, split in enumerate(splits)
@@ -352,7 +355,7 @@ def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
 
 
 def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:
-    """Return the path of ``--space`` that sets pipeline stages; None without one."""
+    """Return the path of ``--space`` that sets the number of pipeline stages, or None."""
     for name in _STAGE_NAMES:
         path = f"{HYPERPARAMETERS}{name}"
         if path in paths and sizes.has_pipeline_engine and hyperparameters.get(name) == sizes.pp:
@@ -361,7 +364,6 @@ def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes
 
 
 def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, *, is_free: bool) -> BatchSplit:
-    """Return a batch as divided by the replicas of ``sizes``."""
     micro = batch.micro_batch_size
     if is_free:
         accumulation = max(batch.accumulation, enough_accumulation(sizes.pp))
