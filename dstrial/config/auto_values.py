@@ -1,7 +1,7 @@
-"""Values that the Trainer or Accelerate fills in for ``"auto"``. Pure functions.
+"""Values with which transformers' Trainer or Accelerate replaces ``"auto"``. Pure.
 
-The Trainer uses Accelerate. Accelerate rejects every ``"auto"`` that remains when it creates the engine, even if DeepSpeed
-would accept it. For entrypoints with these libraries, an ``"auto"`` at a key that is not listed here is therefore an error.
+The Trainer uses Accelerate, which rejects every ``"auto"`` that remains when it creates the engine, even if DeepSpeed would
+accept the ``"auto"``. With these libraries, an ``"auto"`` at a key that is not listed here is therefore an error.
 
 Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``);
 accelerate 1.11 and 1.15 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
@@ -110,10 +110,7 @@ class AutoValues:
         return cls("Hugging Face's Trainer" if is_trainer else "Accelerate", is_trainer, script.arguments)
 
     def says(self, key: str) -> str | None:
-        """Return text on where the library takes a dotted key's value from, for messages.
-
-        None if the library replaces no ``"auto"`` at this key.
-        """
+        """Return how the library replaces ``"auto"`` at a dotted key; None if it does not."""
         if key in _BY_PLUGIN:
             return f"Accelerate fills in {_BY_PLUGIN[key]}"
         if key in _BY_HIDDEN_SIZE:
@@ -132,10 +129,10 @@ class AutoValues:
     def solve(
         self, sizes: Mapping[str, object], num_replicas: int, where: Mapping[str, str]
     ) -> BatchSolution | None:
-        """Return the batch sizes; None if the source does not show the micro batch.
+        """Solve the batch equation; return None if only the script knows the micro batch.
 
-        ``sizes`` are the batch sizes in the DeepSpeed config. A number there takes precedence over an argument, as in
-        ``dstrial.dsat.get_hf_args_with_overwrites``. ``where`` maps the name of each size to its ``file:line: key``.
+        ``sizes`` are the batch sizes in the DeepSpeed config; a number there takes precedence over a command-line argument.
+        ``where`` maps the name of each size to its ``file:line: key``.
         """
         total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
         from_flags = [self._number(flag) if self.is_trainer else None for flag in (MICRO_FLAG, STEPS_FLAG)]

@@ -135,7 +135,7 @@ def _indivisible(
 def _divisor_hint(total: int, replicas: int, key: str, value: int) -> str:
     """Return a hint to set ``key`` to the divisor nearest to ``value``, or "".
 
-    The divisor is one of the records per replica, ``total / replicas``; "" if that is no whole number.
+    The divisor divides ``total / replicas``; the hint is "" if that is no integer.
     """
     if total % replicas:
         return ""

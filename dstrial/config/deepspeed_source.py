@@ -30,10 +30,7 @@ class DeepSpeedSource:
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of hyperparameters ``<engine>_deepspeed_config``.
-
-    These hold the DeepSpeed configs of all engines but the main one.
-    """
+    """Return the keys ``<engine>_deepspeed_config``, one per additional engine."""
     return tuple(key for key in hyperparameters if key.endswith(f"_{MAIN_KEY}"))
 
 
@@ -91,7 +88,6 @@ def _read_base(
 
     ``given`` is the value of hyperparameter ``key``: the config, or the path of its file.
     """
-    # The config is in a separate file or in the experiment config.
     where = f"hyperparameters.{key}"
     if isinstance(given, Mapping):
         return Document(label, dict(given), _below(lines, ("hyperparameters", key)))
@@ -139,7 +135,7 @@ def _merged_lines(
 
 
 def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> list[dict[str, Any]]:
-    """Return a trial's merged DeepSpeed configs, main config first.
+    """Return a trial's merged DeepSpeed configs, ``deepspeed_config`` first.
 
     Configs that cannot be read are left out.
     """

@@ -125,10 +125,10 @@ def check_command(
         num_slots: the most slots on one machine; a config that requests more is rejected.
         environment_variables: each ``NAME=value``; the config's variables follow.
         template: values for missing keys.
-        launch_error: whether to reject also a template that requests more slots.
+        launch_error: whether a template that requests more slots is rejected, too.
 
     Raises:
-        ConfigError: the config is wrong; has all problems.
+        ConfigError: the config is invalid; the message lists all problems.
     """
     label = f"{NAMES[kind]} config"
     findings = Diagnostics({}, label)

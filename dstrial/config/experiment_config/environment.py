@@ -33,7 +33,7 @@ def by_device(given: Any) -> dict[str, Any]:
 def joined_variables(first: Any, then: Any) -> Any:
     """Return the environment variables of ``first``, followed by those of ``then``.
 
-    The result is a list if both are lists, otherwise device kind -> list. If one is invalid, ``then`` is returned.
+    The result is a list if both are lists, otherwise device kind -> list. If either is invalid, ``then`` is returned.
     """
     if isinstance(first, list) and isinstance(then, list):
         return [*first, *then]
@@ -42,7 +42,7 @@ def joined_variables(first: Any, then: Any) -> Any:
     if isinstance(then, Mapping) and (
         set(then) - set(_KINDS) or (then.get(_GPU_ALIAS) is not None and then.get("cuda") is not None)
     ):
-        return then  # wrong, as check_devices() reports
+        return then  # check_devices() reports the invalid value
     return {device: [*_listed(first, device), *_listed(then, device)] for device in DEVICES}
 
 

@@ -91,9 +91,9 @@ def _defaults() -> dict[str, Any]:
 
 
 def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
-    """Return the given value at ``path`` as a 1-tuple; None if not given.
+    """Return the value at ``path`` as a 1-tuple; None if not given.
 
-    If a parent in ``path`` is no mapping, it is a short form, and the parent's value is returned.
+    A parent that is no mapping is a short form of one, such as ``max_length: 100``; its value is returned.
     """
     for part in path:
         if not isinstance(config, Mapping):

@@ -103,7 +103,7 @@ def check_submission(
         template: a partial config with values for missing keys.
         is_detached: whether trials run outside the master. They need no entrypoint, and the searcher is unused.
         document: ``config_text`` if already parsed; modified in place.
-        has_files: whether to check that the entrypoint's files exist. They may be installed instead (Determined 0.38.1).
+        has_files: whether to check that the entrypoint's files exist; Determined 0.38.1 also accepts installed modules.
     """
     document = document or read_yaml_text(config_text, LABEL)
     exceeds: list[bool] = []
@@ -326,8 +326,8 @@ def read_override(text: str) -> dict[str, Any]:
 def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
     """Return the config of a continued experiment, as YAML.
 
-    ``active`` is the current config. Labels, checkpoint policy and more may have changed since the submission.
-    ``changes`` override ``active`` as a config overrides its template. ConfigError if the searcher's type changes.
+    ``active`` is the current config, which may differ from the submitted one. ``changes`` override ``active`` as a config
+    overrides its template. ConfigError if the searcher's type changes.
 
     Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
     """
