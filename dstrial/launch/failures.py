@@ -138,8 +138,8 @@ class RankEnding:
 def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
     """Return the failure that caused the others; None if no rank failed.
 
-    This is the earliest failure that is not a consequence. A failing rank closes its connections while it unwinds, so
-    its peers may fail and write their records before its own record is complete.
+    This is the earliest failure that is not a consequence. (A failing rank closes its connections early, so its peers may
+    fail and write their records first.)
     """
     ordered = sorted(endings, key=lambda ending: (ending.is_consequence, ending.time_s))
     return ordered[0] if ordered else None
@@ -262,7 +262,7 @@ class LaunchOutcome:
         first_failure: the failure that caused the others; None if no rank failed by itself.
         exit_codes: by local rank, as in a shell.
         stopped_by: name of the stop signal; None if there was none.
-        killed_ranks: global ranks that did not exit in time and were killed.
+        killed_ranks: global ranks that were killed because they did not exit in time.
         ended_at_once: whether a second Ctrl-C killed the ranks.
         is_consequence: whether the first failure only reports that a rank on another machine has exited.
         failed_s: time of the first failure, seconds since the epoch.

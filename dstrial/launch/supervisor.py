@@ -154,7 +154,7 @@ class Supervisor:
             failure,
             exit_codes,
             stopped_by=self._requested,
-            # Without those that failed by themselves before they were killed.
+            # Excludes ranks that failed by themselves before the kill.
             killed_ranks=tuple(
                 rank.rank for rank in self._ranks if rank.was_killed and rank.status == -signal.SIGKILL
             ),

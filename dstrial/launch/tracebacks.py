@@ -91,7 +91,7 @@ def _chain(
 ) -> Iterable[tuple[traceback.TracebackException, BaseException, str]]:
     """Yield the exceptions of a chain that are shown, the root cause first.
 
-    Each is a tuple: its formatted form, the exception, and Python's phrase before the next exception.
+    Each item is (formatted form, exception, Python's phrase before the next exception).
     """
     found: list[tuple[traceback.TracebackException, BaseException, str]] = []
     joint, seen = "", set()

@@ -21,7 +21,7 @@ def to_strict_json(value: Any, where: str) -> Any:
     """Convert a value to strict JSON: dict, list, str, int, float, bool and None.
 
     Args:
-        value: numbers, strings, None, mappings, sequences, NumPy scalars and arrays, host tensors, in any nesting; not mutated.
+        value: numbers, strings, None, mappings, sequences, NumPy scalars and arrays, CPU tensors, in any nesting; not mutated.
         where: the value's name in an error, for example ``metrics['loss']``.
 
     Raises:
@@ -180,8 +180,8 @@ class JsonLinesTail:
     def poll(self) -> tuple[bool, list[dict[str, Any]]]:
         """Return whether the file was replaced or truncated, and the new rows.
 
-        New rows are those since the last call. After a replacement, all rows of the file are returned, and earlier ones are
-        void. Lines that are no JSON object are left out.
+        New rows are those since the last call. After a replacement all rows of the file are new. Lines that are no JSON object
+        are left out.
         """
         try:
             with self._path.open("rb") as file:

@@ -23,7 +23,7 @@
     .dstrial-output           marks the directory as output, so that no context directory includes it
     logs/attempt_<n>/         the ranks' output, one directory per attempt
 
-This module starts no process and knows nothing about training.
+This module starts no process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ logger = logging.getLogger("dstrial.local")
 RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"  # environment variable: directory of all runs
 LOCAL_ID = 0  # id of experiment and trial in checkpoints of a run without a master
 RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # environment variable of ranks: the run's directory
-REWRITE_VARIABLE = "DSTRIAL_REWRITE"  # trial number; its checkpoint is only restored and saved again
+REWRITE_VARIABLE = (
+    "DSTRIAL_REWRITE"  # environment variable: trial id in a checkpoint that is only restored and saved again
+)
 TEST_VARIABLE = "DSTRIAL_TEST"  # environment variable, 1: train two batches, save a checkpoint, read it back
 
 
@@ -99,7 +101,7 @@ def utc_stamp(moment: str | None = None) -> str:
 def default_runs_dir(runs_dir: str | os.PathLike[str] | None = None) -> Path:
     """Return the absolute directory of all runs; it need not exist.
 
-    It is the argument, the variable ``DSTRIAL_RUNS_DIR``, or ``runs``, in this order.
+    It is the first that is given of ``runs_dir``, the variable ``DSTRIAL_RUNS_DIR``, and ``runs``.
     """
     return Path(runs_dir or os.environ.get(RUNS_DIR_VARIABLE) or "runs").absolute()
 

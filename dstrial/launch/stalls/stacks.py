@@ -87,8 +87,7 @@ class Place:
     """Where a rank is in the code, and for what it waits.
 
     ``frame`` is the innermost call of the user's code, else of dstrial's code. If ``worker_pid`` is not 0, the frame is in the
-    data loader's worker with this pid. ``gathers_weights``: whether ZeRO 3 gathers the weights of a
-    module in forward or backward.
+    data loader's worker with this pid. ``gathers_weights``: whether ZeRO 3 gathers a module's weights in forward or backward.
     """
 
     wait: Wait
@@ -107,7 +106,7 @@ class Place:
 def dump_stacks(files: Mapping[int, Path]) -> dict[int, str]:
     """Make processes dump their Python stacks to ``files``; return the texts by pid.
 
-    ``files``: pid -> file to which the process appends its stacks. Waits at most 5 s.
+    ``files`` maps a pid to the file to which the process appends its stacks. Waits at most 5 s.
     """
     sizes: dict[int, int] = {}
     for pid, path in files.items():
