@@ -76,9 +76,9 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
 
 
 def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
-    """Create a checkpoint's directory and the ``.saving`` directory, which names this process.
+    """Create a checkpoint's directory, and the ``.saving`` directory beside it.
 
-    If one of them cannot be created, neither remains. Ranks: 0.
+    If either cannot be created, both are removed. Ranks: 0.
     """
     saving_path = _saving_path(checkpoints_path, storage_id)
     try:

@@ -54,9 +54,8 @@ logger = logging.getLogger("dstrial.local")
 RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"  # environment variable: directory of all runs
 LOCAL_ID = 0  # id of experiment and trial in checkpoints of a run without a master
 RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # environment variable of ranks: the run's directory
-REWRITE_VARIABLE = (
-    "DSTRIAL_REWRITE"  # environment variable: trial id in a checkpoint that is only restored and saved again
-)
+# Environment variable with the trial id in a checkpoint that a rank only restores and saves again.
+REWRITE_VARIABLE = "DSTRIAL_REWRITE"
 TEST_VARIABLE = "DSTRIAL_TEST"  # environment variable, 1: train two batches, save a checkpoint, read it back
 
 

@@ -1,9 +1,8 @@
 """The control channel, which exchanges small Python objects between ranks.
 
 It replaces Determined's ``DistributedContext``, whose ZMQ sockets need two fixed ports per machine and have no timeout. The
-control channel uses a separate gloo group. It works with any accelerator's backend, needs no port, and raises an error at the
-deadline that names the missing ranks. Values are pickled. A message is unpickled only after its HMAC tag is verified; only
-this job's ranks can create the tag.
+control channel uses a separate gloo group, needs no port, and at the deadline raises an error that names the missing ranks.
+Values are pickled. A message is unpickled only after its HMAC tag is verified, which only this job's ranks can create.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ def new_secret() -> str:
 
 
 def key_from_environ(environ: Mapping[str, str]) -> bytes | None:
-    """Return the key for message tags; None if no variable has a secret.
+    """Derive the key for message tags from ``DSTRIAL_SECRET`` or a cluster's token.
 
-    The key follows from ``DSTRIAL_SECRET`` or a cluster's token.
+    None if neither variable is set.
     """
     text = environ.get(SECRET_VARIABLE) or environ.get(_CLUSTER_VARIABLE)
     return hmac.digest(text.encode(), b"dstrial ranks", "sha256") if text else None
@@ -78,7 +78,7 @@ def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
         RankError: the file cannot be read here, or another account owns it.
         RuntimeError: from torch, if the writer does not arrive or has exited.
 
-    Ranks: all of a machine. The writer must not leave the block before all ranks have read the key.
+    Ranks: all of a machine, collectively. The writer must stay in the block until all ranks have read the key.
     """
     if not is_writer:
         yield _read_key(store.get("key").decode(errors="replace"))

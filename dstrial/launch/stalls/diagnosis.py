@@ -11,9 +11,7 @@ from dstrial.launch.stalls.stacks import Place, Wait
 from dstrial.ranks.heartbeat import Beat, Phase
 
 STOPPED_AFTER_S = 10.0  # a stopped process is a stall after this time, whatever the timeout
-FIRST_FACTOR = (
-    8  # multiplies the timeout of the first phase of a kind, which may compile; 16 minutes by default
-)
+FIRST_FACTOR = 8  # multiplies the timeout of a phase's first occurrence, which may compile; 16 min by default
 
 _LEAF_MODULES = (
     "ZeRO 3 gathers the weights of a module that not all ranks have called, such as an expert without tokens on some rank. Call "
