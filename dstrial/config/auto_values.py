@@ -1,7 +1,7 @@
 """Values with which transformers' Trainer or Accelerate replaces ``"auto"``. Pure.
 
-The Trainer uses Accelerate, which rejects every ``"auto"`` that remains when it creates the engine, even if DeepSpeed would
-accept the ``"auto"``. With these libraries, an ``"auto"`` at a key that is not listed here is therefore an error.
+The Trainer uses Accelerate, which rejects every ``"auto"`` that remains when Accelerate creates the engine. With these
+libraries, an ``"auto"`` at a key that is not listed here is therefore an error.
 
 Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``);
 accelerate 1.11 and 1.15 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
@@ -92,10 +92,7 @@ _BY_ACCELERATE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """Values with which a script's library replaces ``"auto"`` in a DeepSpeed config.
-
-    The library is Hugging Face's Trainer, or Accelerate without the Trainer.
-    """
+    """Values with which a script's Trainer, or Accelerate alone, replaces ``"auto"``."""
 
     name: str  # for messages
     is_trainer: bool

@@ -148,7 +148,7 @@ def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> 
 
 
 def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
-    """Return the lines of the keys below ``prefix``, by paths relative to ``prefix``."""
+    """Return relative path -> ``file:line`` of the keys below ``prefix``."""
     inside = {path[len(prefix) :]: line for path, line in lines.items() if path[: len(prefix)] == prefix}
     inside.setdefault((), locate(lines, prefix, ""))
     # A value from the command line has no line, so its message needs the whole key.

@@ -219,8 +219,8 @@ def masked_shell(text: str, names: SecretNames) -> str:
 def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> Any:
     """Return a config with each mask replaced by the real secret.
 
-    ``sources`` are configs of a parent or template. The first source that has the secret is used. ConfigError lists every mask
-    for which no source has the secret. ``where`` names the config in messages.
+    The secret is taken from the first config in ``sources``, such as a parent or template, that has it. ConfigError lists every
+    mask without a secret. ``where`` names the config in messages.
     """
     found = _put_back(value, sources, where)
     return _replaced(value, found) if found else value

@@ -1,7 +1,7 @@
 """``dstrial doctor --train``: a short end-to-end test of training on this machine.
 
-The test trains a small GPT, resumes its checkpoint in the same ZeRO stage (bitwise equal) and in another one, and measures speed,
-FLOPs and memory of a larger GPT. Each step runs a dstrial command in a separate process.
+The test trains a small GPT, resumes its checkpoint in the same ZeRO stage (bitwise equal) and in another stage, and measures
+speed, FLOPs and memory of a larger GPT. Each step runs a dstrial command in a separate process.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ spare adopts the program's environment, directory and open files (``fork``) and 
 and the client starts a new process. This module computes a server's *key*: all environment variables except those that are
 read only after the fork. A server serves only programs with the same key.
 
-Standard library only, apart from the modules that a server is asked to import.
+The package itself uses only the standard library.
 """
 
 from __future__ import annotations

@@ -341,7 +341,7 @@ def _load_main(words: Sequence[str]) -> types.CodeType:
 def end_without_teardown() -> None:
     """Flush all files and exit at once, as the last exit handler.
 
-    Deallocating a million objects in memory shared with the server would copy the pages, which takes 0.4 s.
+    Deallocating objects would copy the memory pages shared with the server, which takes 0.4 s.
     """
     # Text layers first: they flush into binary layers.
     for layer in (io.TextIOWrapper, (io.BufferedWriter, io.BufferedRandom)):

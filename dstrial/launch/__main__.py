@@ -173,7 +173,6 @@ def _launch_off_cluster(
 def _run_ranks(
     options: argparse.Namespace, config: Mapping[str, Any] | None, timeout_s: float, **arguments: Any
 ) -> LaunchOutcome:
-    """Run the command line's trial or script; pass ``arguments`` to ``run_ranks``."""
     from dstrial.launch.local_ranks import run_ranks
     from dstrial.launch.stalls.diagnosis import StallSettings
 

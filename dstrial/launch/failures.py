@@ -1,7 +1,6 @@
 """Error records of failed ranks, the root cause among them, and launch outcomes.
 
-A rank writes its error record in the format of torchrun's error files, so that torchrun can read dstrial's records, and
-dstrial can read records of ``torch.distributed.elastic``.
+A rank's error record has the format of torchrun's error files, so that torchrun and dstrial can read each other's records.
 """
 
 from __future__ import annotations
@@ -225,8 +224,7 @@ def is_consequence(record: ErrorRecord | None) -> bool:
 def is_watchdog_abort(signal_name: str | None, stderr_text: str) -> bool:
     """Return whether NCCL's watchdog aborted a rank that waited for missing peers.
 
-    The watchdog throws in a C++ thread, which ends the process by SIGABRT. Python can record no exception; only standard
-    error shows the cause.
+    The watchdog throws in a C++ thread, which ends the process by SIGABRT; only standard error shows the cause.
     """
     return signal_name == "SIGABRT" and is_peer_error(stderr_text)
 

@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _record_end() -> None:
-    """Record that this rank's program has ended; the launcher ends a hanging process."""
+    """Record that this rank's program has ended; if the process hangs, it is killed."""
     name_threads()
     leave()
 

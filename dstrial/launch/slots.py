@@ -98,7 +98,7 @@ class SlurmStep:
     """A Slurm step (one ``srun``), as seen by one launcher in it.
 
     With one task per node (``srun python -m dstrial.launch``), each launcher starts the ranks of its node. With several tasks
-    per node, Slurm determines the number and placement of ranks, and each launcher starts one rank in place of its ``task``.
+    per node, each launcher starts one rank, and Slurm determines the number and placement of ranks.
     """
 
     task: RankIdentity

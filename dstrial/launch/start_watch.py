@@ -1,7 +1,7 @@
 """Report the startup phases of ranks that take more than some seconds.
 
-Such a phase is logged, and again each time its duration has doubled. The current phase is in ``starting.json`` of the
-allocation's directory, which ``dstrial run`` and ``dstrial status`` read.
+Such a phase is logged, and again each time its duration has doubled. ``starting.json`` in the allocation's directory has the
+current phase, for ``dstrial run`` and ``dstrial status``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Serve the rendezvous store at ``MASTER_ADDR`` from a separate process.
 
-Ranks that create their process group without dstrial need this store. The process runs ``python -m
-dstrial.launch.store_process DESCRIPTOR ADDRESS``, so that the launcher does not import torch. The ``TCPStore`` contains plain
-bytes and listens on loopback if the job is on one machine. torchrun's rendezvous instead stores a pickle on all interfaces
-(torch 2.13 ``elastic/rendezvous/dynamic_rendezvous.py:444`` and ``:1126``), so that any client could run code.
+Ranks that create their process group without dstrial need this store. The separate process spares the launcher the import of
+torch. The ``TCPStore`` contains plain bytes and listens on loopback if the job is on one machine. (torchrun's rendezvous stores a
+pickle and listens on all interfaces, so that any client could run code: torch 2.13
+``elastic/rendezvous/dynamic_rendezvous.py:444`` and ``:1126``.)
+
+``python -m dstrial.launch.store_process DESCRIPTOR ADDRESS``
 """
 
 from __future__ import annotations

@@ -164,7 +164,6 @@ class Supervisor:
         )
 
     def _first_ending(self) -> RankEnding | None:
-        """Return the failure that caused the others; None if no rank failed by itself."""
         endings = [ending for rank in self._ranks if (ending := self._ending(rank)) is not None]
         first = first_ending(endings)
         if first is None or not first.is_consequence:

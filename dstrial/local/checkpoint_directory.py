@@ -3,8 +3,7 @@
 ``<checkpoints>/<uuid>/`` is a checkpoint as soon as its completion marker exists. During a save, ``<uuid>.saving/`` in the same
 directory names the process of rank 0. If that process has died, the next start removes the two directories.
 
-``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules. A run without a master is one trial, so "best of the trial"
-and "best of the experiment" mean the same checkpoints.
+``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules; in a run without a master, its only trial is the experiment.
 """
 
 from __future__ import annotations

@@ -498,7 +498,6 @@ class MirroredCheckpointContext(NodeCheckpointContext):
 
 
 def _selected_files(source: Path, selector: Callable[[str], bool] | None) -> dict[str, FileEntry]:
-    """Return path -> size and checksum of the files that ``selector`` accepts."""
     next(source.iterdir(), None)  # raises an OSError unless the directory can be read
     names = [found.relative_to(source).as_posix() for found in source.rglob("*") if found.is_file()]
     return hash_files(source, [name for name in names if selector is None or selector(name)])
@@ -552,9 +551,8 @@ def _superfluous(
 def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
     """Find another run's complete checkpoint by its uuid, or return None.
 
-    Searches the runs of this process, this run's runs directory, and the default runs directory.
-
-    Source: Determined 0.38.1 keeps the checkpoints of all local runs in one directory and finds each by its uuid.
+    Searches the runs of this process, this run's runs directory, and the default runs directory. (Determined 0.38.1 keeps all
+    local checkpoints in one directory.)
     """
     if not is_uuid(storage_id):
         return None

@@ -94,8 +94,7 @@ def read_json(path: Path) -> Any:
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     """Append one row to a file of JSON lines with a single write.
 
-    A killed process can leave only an incomplete last line, which ``repair_json_lines`` removes. If the write fails, the
-    written part of the row is removed.
+    If the write fails, the written part of the row is removed. If the process is killed, ``repair_json_lines`` removes it.
 
     Raises:
         OSError: the row could not be written completely.

@@ -281,7 +281,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         download_mode: core.DownloadMode,
         selector: Callable[[str], bool] | None,
     ) -> Iterator[Path]:
-        """Yield the files of a checkpoint that is given by its directory or record."""
+        """Yield the directory with a checkpoint's files; ``record`` may contain them."""
         settings = recorded_storage(record, own)
         if settings is None:
             yield record

@@ -182,7 +182,7 @@ class RunDirectory:
         """Return the log directory, not created yet, for an allocation's ranks.
 
         The launchers on all hosts of the allocation get the same directory. If the last attempt belongs to another allocation,
-        the master has started the trial again (a restart, an activation), and this call begins a new attempt.
+        because the master has restarted the trial, this call begins a new attempt.
         """
         record = self.read_record()
         attempt = record.num_attempts

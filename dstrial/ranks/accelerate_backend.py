@@ -2,8 +2,8 @@
 
 ``PartialState._prepare_backend`` of accelerate 1.15 (``state.py``), which Hugging Face's Trainer also uses, chooses a backend
 only for accelerators, or with ``cpu=True``, which disables DeepSpeed. Without a backend every rank behaves as a single-rank
-job and trains on all data, even if a process group exists. Releases up to 1.10 chose gloo. No environment variable selects the
-backend; a script can pass ``InitProcessGroupKwargs(backend="gloo")``, and the patch has the same effect for other scripts.
+job and trains on all data, even if a process group exists. Releases up to 1.10 chose gloo. The patch has the same effect as
+``InitProcessGroupKwargs(backend="gloo")`` in a script; no environment variable selects the backend.
 """
 
 from __future__ import annotations

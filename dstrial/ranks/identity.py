@@ -1,8 +1,7 @@
 """Find this process's rank, world size and rendezvous in the environment.
 
-Each launcher sets different variables. They are tried in a fixed order, most explicit first: torchrun, DeepSpeed's
-launcher (both also under Determined's launch layers), Slurm's ``srun``, Open MPI's ``mpirun``, then Hydra (MPICH
-and Intel MPI). If no launcher's variables are set, the process is a single rank.
+Launchers' variables are tried in a fixed order: torchrun, DeepSpeed's launcher (both also under Determined's launch layers),
+Slurm's ``srun``, Open MPI's ``mpirun``, then Hydra (MPICH and Intel MPI). If none are set, the process is a single rank.
 """
 
 from __future__ import annotations

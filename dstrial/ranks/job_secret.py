@@ -1,8 +1,7 @@
 """A job's shared secret for message tags, and the job's private rendezvous file.
 
-Other accounts (on loopback) or machines (on a network) can connect to a rank and send arbitrary bytes. Unpickling these bytes
-could run code, so every message has an HMAC tag that is verified first. ``DSTRIAL_STORE`` names the rendezvous file of the
-ranks of one machine.
+Other accounts (on loopback) or machines (on a network) can send bytes to a rank. Unpickling these bytes could run code, so every
+message has an HMAC tag that is verified first. ``DSTRIAL_STORE`` names the rendezvous file of one machine's ranks.
 """
 
 from __future__ import annotations

@@ -389,17 +389,9 @@ def _sizes(
 ) -> ParallelDims:
     """Return the job's parallel dimensions; by default each rank is a replica.
 
-    Each dimension is read from the configs, else from the checkpoint, else from the trial's source.
-
-    Args:
-        raw: the experiment config with defaults.
-        config: the main DeepSpeed config.
-        slots: number of slots of a trial.
-        slots_key: key or flag that gives ``slots``, for messages.
-        source: facts about the trial's source.
-        stages: number of pipeline stages in the trial's source; None if it has no pipeline.
-        resumed: the checkpoint to resume from; None for a new run.
-        findings: collects problems and notes.
+    Each dimension is read from the configs, else from the checkpoint ``resumed``, else from the trial's source. ``raw`` is the
+    experiment config with defaults, ``config`` the main DeepSpeed config. ``slots`` is the trial's number of slots, from key or
+    flag ``slots_key``. ``stages`` is the number of pipeline stages in the source; None without a pipeline.
     """
     section = dstrial_section(raw)
     if clash := autotp_clash(count_in(section, "model_parallel_size"), config):
@@ -456,8 +448,8 @@ def _stages_of_source(
 ) -> int | None:
     """Return a pipeline's number of stages, or None if the source has no pipeline.
 
-    If the source does not show ``num_stages``, it is the smallest number for which the batch equation has a solution. ``main``
-    is the main DeepSpeed config.
+    If the source does not show ``num_stages``, the result is the smallest number for which the batch equation of ``main``, the
+    main DeepSpeed config, has a solution.
     """
     if not source.mentions_pipeline:
         return None
