@@ -30,8 +30,8 @@ class NumberPair:
     """A Trainer argument and the DeepSpeed keys that must have the same value."""
 
     argument: str
-    keys: tuple[str, ...]  # dotted; if two keys differ and neither is overwritten, the first one counts
-    also_removed: tuple[str, ...] = ()  # equivalent arguments; if the key's value wins, they are removed too
+    keys: tuple[str, ...]  # dotted; if two keys differ and neither is overwritten, the first takes precedence
+    also_removed: tuple[str, ...] = ()  # equivalent arguments, removed too if the key takes precedence
 
 
 BETAS = ("adam_beta1", "adam_beta2")
@@ -100,7 +100,7 @@ class AutoValues:
 
     @classmethod
     def of(cls, script: ScriptSource | None) -> AutoValues | None:
-        """Return the values for a script; None if it uses neither Trainer nor Accelerate."""
+        """Return a script's values; None if it uses neither Trainer nor Accelerate."""
         if script is None or script.library is None:
             return None
         is_trainer = script.library == "trainer"

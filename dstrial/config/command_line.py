@@ -23,7 +23,7 @@ class GivenFlag:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandLine:
-    """The arguments of a script, as words after the shell's splitting."""
+    """The arguments of a script, split into words as by a shell."""
 
     words: tuple[str, ...]
 

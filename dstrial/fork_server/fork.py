@@ -150,7 +150,7 @@ def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
 def _run_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
     """Wait in an idle fork for a program from socket ``descriptor``, run it and exit.
 
-    The exit also unwinds the frames inherited from the parent, which must hold open files by descriptor only.
+    The exit also unwinds the frames inherited from the parent; these must hold open files by descriptor only.
     """
     global spare
     with _ending_on_error():
@@ -212,7 +212,7 @@ def reply(descriptor: int, problem: str) -> None:
 
 
 def _receive(descriptor: int) -> tuple[bytes, list[int]]:
-    """Wait for a request; return its byte (``PROGRAM``, for example) and descriptors."""
+    """Wait for a request; return its kind, such as ``PROGRAM``, and descriptors."""
     with _ending_on_error():
         connection = socket.socket(fileno=descriptor)
         request, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES + 1, socket.MSG_CMSG_CLOEXEC)

@@ -145,7 +145,7 @@ def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
 
 
 def record_exception(error: BaseException, text: str | None = None, **fields: str) -> bool:
-    """Write this rank's error record unless it exists; False without a launcher.
+    """Write this rank's error record unless one exists; False without a launcher.
 
     ``text`` defaults to the full traceback; ``fields`` are ``line``, ``advice`` and ``whole`` of ``ErrorRecord``.
     """
@@ -255,10 +255,10 @@ class LaunchOutcome:
     """The result of one launch.
 
     Attributes:
-        exit_code: 0 only if every rank exited 0; 130 after a second Ctrl-C; else that of the first failing
+        exit_code: 0 only if every rank exited 0; 130 after a second Ctrl-C; else the exit code of the first failing
             rank, or of a killed rank (128 + n for signal n).
         first_failure: the failure that caused the others; None if no rank failed by itself.
-        exit_codes: by local rank, as in a shell.
+        exit_codes: exit code of each local rank, as in a shell.
         stopped_by: name of the stop signal; None if there was none.
         killed_ranks: global ranks that were killed because they did not exit in time.
         ended_at_once: whether a second Ctrl-C killed the ranks.
@@ -277,7 +277,7 @@ class LaunchOutcome:
 
     @property
     def killed_text(self) -> str:
-        """A sentence on the ranks that were killed; empty if none, or by a second Ctrl-C."""
+        """A sentence on killed ranks; empty without any, or after a second Ctrl-C."""
         if not self.killed_ranks or self.ended_at_once:
             return ""
         return f"rank(s) {', '.join(map(str, self.killed_ranks))} did not end in time and were killed"

@@ -1,4 +1,4 @@
-"""Explain out-of-memory errors: memory by role, and settings to change."""
+"""Explain out-of-memory errors: memory by kind of tensor, and settings to change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 
 def memory_advice(error: BaseException) -> str:
-    """Return a text on memory use, with hints; empty unless an out-of-memory error.
+    """Return a text on memory use, with hints; empty if memory was not the problem.
 
     Call it while the exception propagates, before memory is freed. Ranks: any; no communication.
     """

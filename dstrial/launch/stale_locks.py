@@ -69,7 +69,7 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Build:
-    """An extension (compiled operator) that a process compiles or loads now.
+    """An extension, such as a DeepSpeed operator, that a process builds or loads now.
 
     ``since_s`` is the start in epoch seconds. ``holder`` is a clause such as `` by process 12``, or empty. ``is_compiled``:
     whether a compiled file exists; then the process probably only loads it.

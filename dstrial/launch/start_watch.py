@@ -42,7 +42,7 @@ WITHOUT_OPERATOR = {
 class Activity:
     """What the ranks wait for at startup: a phase, or the build of an operator.
 
-    ``since_s`` is its start in epoch seconds; ``detail`` is for the log.
+    ``since_s`` is the start in epoch seconds; ``detail`` is for the log.
     """
 
     text: str

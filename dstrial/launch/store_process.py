@@ -1,7 +1,7 @@
 """Serve the rendezvous store at ``MASTER_ADDR`` from a separate process.
 
-Ranks that create their process group without dstrial need this store. The separate process spares the launcher the import of
-torch. The ``TCPStore`` contains plain bytes and listens on loopback if the job is on one machine. (torchrun's rendezvous stores a
+Ranks that create their process group without dstrial need this store. The separate process keeps torch out of the launcher. The
+``TCPStore`` contains plain bytes and listens on loopback if the job is on one machine. (torchrun's rendezvous stores a
 pickle and listens on all interfaces, so that any client could run code: torch 2.13
 ``elastic/rendezvous/dynamic_rendezvous.py:444`` and ``:1126``.)
 
@@ -24,7 +24,7 @@ _TIMEOUT = datetime.timedelta(seconds=900)
 class StoreProcess:
     """A rendezvous store in a child process, until ``close`` or the parent's exit.
 
-    Ranks that connect before torch is imported wait in the socket's backlog.
+    Ranks that connect before the child has imported torch wait in the socket's backlog.
 
     Raises:
         RankError: another program has taken the port.

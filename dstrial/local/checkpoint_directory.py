@@ -1,9 +1,9 @@
-"""Create, list and delete the checkpoint directories of a run; the keep policy.
+"""Create, list and delete a run's checkpoint directories; decide which to keep.
 
 ``<checkpoints>/<uuid>/`` is a checkpoint as soon as its completion marker exists. During a save, ``<uuid>.saving/`` in the same
 directory names the process of rank 0. If that process has died, the next start removes the two directories.
 
-``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules; in a run without a master, its only trial is the experiment.
+``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules; a run without a master is an experiment with one trial.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
 
 
 def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
-    """Create a checkpoint's directory, and the ``.saving`` directory beside it.
+    """Create a checkpoint's directory, and beside it the ``.saving`` directory.
 
-    If either cannot be created, both are removed. Ranks: 0.
+    The latter names this process as the writer. On an error both are removed. Ranks: 0.
     """
     saving_path = _saving_path(checkpoints_path, storage_id)
     try:

@@ -460,10 +460,10 @@ class MirroredCheckpointContext(NodeCheckpointContext):
             remove_checkpoint(self._checkpoints_path, storage_id)
 
     def _is_own(self, storage_id: str) -> bool:
-        """Return whether this trial has saved the checkpoint, by the master's record.
+        """Return whether, according to the master, this trial has saved the checkpoint.
 
-        The master lets a trial delete only the trial's own checkpoints. It rejects a deletion if the files are gone already
-        (Determined 0.38.1 ``core/_checkpoint.py``, ``delete``).
+        The master lets a trial delete only the trial's own checkpoints, and only if their files still exist (Determined 0.38.1
+        ``core/_checkpoint.py``, ``delete``).
         """
         if storage_id not in self._owned:
             try:
@@ -589,7 +589,7 @@ def open_checkpoint_store(
 ) -> LocalCheckpointContext:
     """Open or create a checkpoints directory; rank 0 removes incomplete checkpoints.
 
-    ``settings`` is the external storage of the files; None if ``checkpoints_path`` has them.
+    ``settings`` is the external storage of the files; None if ``checkpoints_path`` has the files.
 
     Raises:
         CheckpointError: the object storage cannot be written.

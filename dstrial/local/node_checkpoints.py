@@ -183,8 +183,8 @@ class ObjectStorageManager(storage.StorageManager):  # type: ignore[misc]  # myp
 class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
     """Determined's checkpoint context, with completion markers.
 
-    With object storage, each node transfers its files once. Determined 0.38.1 finds ranks that share a directory by device and
-    inode, which may be equal on two machines.
+    With object storage, each node transfers its files once. (Determined 0.38.1 detects a shared directory by device and inode,
+    which may be equal on two machines.)
     """
 
     @classmethod

@@ -169,7 +169,7 @@ class RunDirectory:
         return sorted(self.path.glob("outcome*.json"))
 
     def link_best(self, uuid: str) -> None:
-        """Link ``best`` to a checkpoint, in place of another one."""
+        """Create or replace the link ``best`` to the checkpoint ``uuid``."""
         link = self.best_path.with_name(".best")
         link.unlink(missing_ok=True)
         link.symlink_to(self.checkpoints_path.relative_to(self.path) / uuid)

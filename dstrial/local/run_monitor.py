@@ -110,7 +110,7 @@ def to_report(group: str, steps_completed: int, metrics: Mapping[str, Any]) -> R
 
 
 def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | None:
-    """Return (name, value) of the metric to show for a report; None if it has none.
+    """Return (name, value) of the metric to show for a report; None without one.
 
     The metric is ``preferred``, else ``loss``, else the first that is neither a counter nor a speed.
     """

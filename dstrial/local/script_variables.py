@@ -53,7 +53,7 @@ MEASURING_KEYS = frozenset({MEASURING_KEY, SETTINGS_KEY, AROUND_FIT_KEY})
 
 
 def is_measuring(hparams: Mapping[str, Any]) -> bool:
-    """Return whether a trial of dsat only measures speed, and ends after some steps."""
+    """Return whether a trial of dsat (autotuning) runs only to measure its speed."""
     return bool(hparams.get(MEASURING_KEY))
 
 

@@ -53,7 +53,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         metric: the searcher metric; None without one.
         smaller_is_better: whether a smaller searcher metric is better.
         cluster: Determined's train context, which also gets every report; None without a master.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             return self._last_validation
 
     def get_experiment_best_validation(self) -> float | None:
-        """Return the best searcher metric of this run's attempts, without NaN, or None."""
+        """Return the best searcher metric of this run, ignoring NaN; None without one."""
         values = [value for value in self.validations().values() if not math.isnan(value)]
         if not values:
             return None

@@ -185,6 +185,6 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 
 
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
-    """Return the Python path that a config sets for CPUs; None if it sets none."""
+    """Return the path of the Python interpreter that a config sets for CPUs, or None."""
     variables = by_device(config["environment"]["environment_variables"]).get("cpu") or []
     return dict(variable.partition("=")[::2] for variable in variables).get(INTERPRETER_VARIABLE) or None

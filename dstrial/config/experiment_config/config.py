@@ -116,7 +116,7 @@ def load_experiment(
 
     Args:
         path: the experiment's YAML file.
-        context_dir: directory of the model definition.
+        context_dir: directory of the model definition (the user's code).
         overrides: texts ``key=value`` as from ``--config``; see :mod:`dstrial.config.dotted_keys`.
         require_concrete: whether a search space as hyperparameter is an error.
         require_entrypoint: whether a missing ``entrypoint`` is an error.
@@ -276,7 +276,7 @@ def _read_engines(
     context_dir: Path,
     findings: Diagnostics,
 ) -> dict[str, DeepSpeedSource]:
-    """Return hyperparameter name -> DeepSpeed config, the main config first.
+    """Return hyperparameter -> DeepSpeed config, first the main ``deepspeed_config``.
 
     Configs that cannot be read are recorded as problems and left out.
     """

@@ -90,7 +90,7 @@ def _defaults() -> dict[str, Any]:
 def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
     """Return the value at ``path`` as a 1-tuple; None if not given.
 
-    A parent that is no mapping is a short form of one, such as ``max_length: 100``; its value is returned.
+    If a parent is no mapping, but a short form such as ``max_length: 100``, the parent's value is returned.
     """
     for part in path:
         if not isinstance(config, Mapping):

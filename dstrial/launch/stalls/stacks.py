@@ -1,6 +1,6 @@
 """Dump the ranks' Python stacks, and find out for what each rank waits.
 
-A signal requests a dump. It is sent only to processes with a handler, because it would end others.
+A signal requests a dump. Only processes with a handler get the signal, because it would end other processes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ThreadStack:
 
 
 class Wait(enum.Enum):
-    """The kind of operation for which a rank waits, from its stack."""
+    """The kind of operation for which a rank waits, derived from the rank's stack."""
 
     RANKS = "ranks"
     DATA = "data"

@@ -192,7 +192,7 @@ class StallWatch:
         return seen
 
     def _dump(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
-        """Store and return the stacks of all threads by rank, without stopped ranks."""
+        """Store and return all threads' stacks by rank; stopped ranks are left out."""
         files = self._watched.stacks_files
         asked = {view.beat.pid: view.rank for view in views if view.state not in "tT" and view.rank in files}
         found = {}
