@@ -44,6 +44,8 @@ def read_deepspeed(
 ) -> DeepSpeedSource | None:
     """Read one DeepSpeed config of an experiment, and merge its overwrites.
 
+    Returns None if the hyperparameter is missing, or if a problem was recorded.
+
     Args:
         key: hyperparameter with the config, or with the path of its file.
         hyperparameters: all hyperparameters of the experiment config.
@@ -51,9 +53,6 @@ def read_deepspeed(
         lines: ``file:line`` of each key of the experiment config.
         label: name of the experiment config in messages.
         findings: collects problems.
-
-    Returns:
-        The config; None if the hyperparameter is missing, or if a problem was recorded.
     """
     overwrite = hyperparameters.get(OVERWRITE_KEY) if key == MAIN_KEY else None
     overwrite_key = f"hyperparameters.{OVERWRITE_KEY}"
@@ -121,7 +120,7 @@ def _merged_lines(
 ) -> dict[KeyPath, str]:
     """Return the ``file:line`` of each key of the merged config.
 
-    ``overwritten`` has the paths of the overwritten values. ``lines`` and ``label`` are those of the experiment config.
+    ``overwritten`` are the overwritten paths; ``lines`` and ``label`` belong to the experiment config.
     """
     overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
     for dotted_path, line in [*overwrite_lines.items()]:

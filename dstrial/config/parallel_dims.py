@@ -90,7 +90,7 @@ class ParallelDims:
     def with_section(self, section: Any) -> ParallelDims:
         """Return the dimensions of one replica, with sizes from ``data.dstrial``.
 
-        ``section`` is ``data.dstrial``. Sizes that it lacks, or that are invalid, are taken from this object.
+        Sizes that are missing or invalid in ``section`` (``data.dstrial``) are taken from this object.
         """
         given = section if isinstance(section, Mapping) else {}
         sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}

@@ -1,10 +1,9 @@
 """Start programs as forks of a server that has imported torch and DeepSpeed.
 
-The server (``server``) imports the modules and forks idle processes, called *spares*. The process that started the server
-(``client``) sends a spare the program to run. If a new process would import the same module files as the server did, the
-spare adopts the program's environment, directory and open files (``fork``) and runs the program. If not, the spare refuses,
-and the client starts a new process. This module computes a server's *key*: all environment variables except those that are
-read only after the fork. A server serves only programs with the same key.
+The server (``server``) imports the modules and forks idle processes, called *spares*. Its parent (``client``) sends a spare the
+program to run. The spare (``fork``) adopts the program's environment, directory and open files, and runs the program. If a new
+process would import other module files than the server did, the spare refuses, and the client starts a new process. A server
+serves only programs with its *key*: all environment variables except those that are read only after the fork.
 
 The package itself uses only the standard library.
 """

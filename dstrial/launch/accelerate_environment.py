@@ -55,7 +55,7 @@ def accelerate_variables(
         environ: the ranks' other variables; a value that the user has set takes precedence.
         context_dir: base of the config's relative path; the current directory if None.
         extents: ``data.dstrial`` of the experiment config, which may have the parallel sizes of a replica.
-        resumed: the checkpoint to resume from, whose batch size is kept; None for a new run.
+        resumed: checkpoint whose batch size is kept; None for a new run.
 
     Returns:
         The variables; empty if the trial has no DeepSpeed config or the user has disabled DeepSpeed.
@@ -96,7 +96,7 @@ def effective_config(
     Args:
         source: the experiment's DeepSpeed config.
         sizes: the parallel dimensions of the job.
-        resumed: the checkpoint to resume from, whose batch size is kept; None for a new run.
+        resumed: checkpoint whose batch size is kept; None for a new run.
 
     Raises:
         ConfigError: the batch sizes do not fit these ranks.

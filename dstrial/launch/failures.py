@@ -121,7 +121,7 @@ class ErrorRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankEnding:
-    """The failure of a rank with its time, a candidate for the root cause of a launch.
+    """A rank's failure, which may be the root cause of a launch's failure.
 
     Attributes:
         failure: the failure to report.

@@ -108,7 +108,7 @@ def run_ranks(
     Args:
         command: program and arguments, not interpreted by a shell.
         num_ranks: ranks on this machine.
-        env: variables for the ranks, in addition to those of this process.
+        env: the ranks' variables, in addition to this process's.
         log_dir: directory of ``rank_<n>/stdout.log`` and ``stderr.log``, which replace earlier files; if None, ranks
         inherit this process's output (or, with ``on_line``, write to pipes).
         shutdown_timeout_s: time from a stop request until the ranks are killed.

@@ -42,7 +42,7 @@ def slots_argument(text: str) -> int:
 
 
 def is_on_cluster(environ: Mapping[str, str]) -> bool:
-    """Return whether ``environ`` is that of a task of Determined or dstrial's master."""
+    """Return whether ``environ`` belongs to a task of Determined or dstrial's master."""
     return any(name in environ for name in _CLUSTER_VARIABLES)
 
 

@@ -63,7 +63,7 @@ def metric_number(value: Any) -> float | None:
 
 
 def write_json_atomically(path: Path, value: Any, *, sync: bool = True) -> None:
-    """Write a JSON document atomically with :func:`dstrial.file_writes.replace_file`."""
+    """Write a JSON document atomically; with ``sync``, flush the file to disk."""
     text = json.dumps(to_strict_json(value, path.name), indent=2, allow_nan=False) + "\n"
     replace_file(path, text, sync=sync)
 

@@ -346,7 +346,7 @@ def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
     """Prevent DeepSpeed from compiling its shared-memory collective for a CPU group.
 
     Only inference uses the collective (``inference_all_reduce``, with gloo as fallback), yet 0.19.8 builds it on every CPU
-    rank. The build takes most of a minute. A rank killed during the build leaves a stale lock file that blocks all later runs.
+    rank, for most of a minute. A rank killed during the build leaves a stale lock file that blocks all later runs.
 
     A no-op unless ``is_cpu`` (DeepSpeed trains on the CPU). Ranks: any; no communication.
     """

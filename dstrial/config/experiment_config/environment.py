@@ -69,10 +69,9 @@ def images(given: Any, default: str) -> dict[str, Any]:
 
 
 def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, dict[str, str]]:
-    """Check the environment variables; in ``raw``, replace them by lists per device.
+    """Return device kind ("cpu", "cuda", "rocm") -> variable name -> value.
 
-    Returns:
-        Device kind ("cpu", "cuda", "rocm") -> variable name -> value.
+    In ``raw``, the variables are checked and replaced by one list per device kind.
     """
     for key in ("image", "environment_variables"):
         values = raw["environment"][key]
