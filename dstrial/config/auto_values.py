@@ -1,7 +1,7 @@
-"""Values that the Trainer or Accelerate fills in for ``"auto"``. Pure functions.
+"""Values with which transformers' Trainer or Accelerate replaces ``"auto"``. Pure.
 
-The Trainer uses Accelerate. Accelerate rejects every ``"auto"`` that remains when it creates the engine, even if DeepSpeed
-would accept it. For entrypoints with these libraries, an ``"auto"`` at a key that is not listed here is therefore an error.
+The Trainer uses Accelerate, which rejects every ``"auto"`` that remains when Accelerate creates the engine. With these
+libraries, an ``"auto"`` at a key that is not listed here is therefore an error.
 
 Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``);
 accelerate 1.11 and 1.15 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
@@ -30,8 +30,8 @@ class NumberPair:
     """A Trainer argument and the DeepSpeed keys that must have the same value."""
 
     argument: str
-    keys: tuple[str, ...]  # dotted; if two keys differ and neither is overwritten, the first one counts
-    also_removed: tuple[str, ...] = ()  # equivalent arguments; if the key's value wins, they are removed too
+    keys: tuple[str, ...]  # dotted; if two keys differ and neither is overwritten, the first takes precedence
+    also_removed: tuple[str, ...] = ()  # equivalent arguments, removed too if the key takes precedence
 
 
 BETAS = ("adam_beta1", "adam_beta2")
@@ -92,10 +92,7 @@ _BY_ACCELERATE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """Values with which a script's library replaces ``"auto"`` in a DeepSpeed config.
-
-    The library is Hugging Face's Trainer, or Accelerate without the Trainer.
-    """
+    """Values with which a script's Trainer, or Accelerate alone, replaces ``"auto"``."""
 
     name: str  # for messages
     is_trainer: bool
@@ -103,17 +100,14 @@ class AutoValues:
 
     @classmethod
     def of(cls, script: ScriptSource | None) -> AutoValues | None:
-        """Return the values for a script; None if it uses neither Trainer nor Accelerate."""
+        """Return a script's values; None if it uses neither Trainer nor Accelerate."""
         if script is None or script.library is None:
             return None
         is_trainer = script.library == "trainer"
         return cls("Hugging Face's Trainer" if is_trainer else "Accelerate", is_trainer, script.arguments)
 
     def says(self, key: str) -> str | None:
-        """Return text on where the library takes a dotted key's value from, for messages.
-
-        None if the library replaces no ``"auto"`` at this key.
-        """
+        """Return how the library replaces ``"auto"`` at a dotted key; None if it does not."""
         if key in _BY_PLUGIN:
             return f"Accelerate fills in {_BY_PLUGIN[key]}"
         if key in _BY_HIDDEN_SIZE:
@@ -132,10 +126,10 @@ class AutoValues:
     def solve(
         self, sizes: Mapping[str, object], num_replicas: int, where: Mapping[str, str]
     ) -> BatchSolution | None:
-        """Return the batch sizes; None if the source does not show the micro batch.
+        """Solve the batch equation; return None if only the script knows the micro batch.
 
-        ``sizes`` are the batch sizes in the DeepSpeed config. A number there takes precedence over an argument, as in
-        ``dstrial.dsat.get_hf_args_with_overwrites``. ``where`` maps the name of each size to its ``file:line: key``.
+        ``sizes`` are the batch sizes in the DeepSpeed config; a number there takes precedence over a command-line argument.
+        ``where`` maps the name of each size to its ``file:line: key``.
         """
         total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
         from_flags = [self._number(flag) if self.is_trainer else None for flag in (MICRO_FLAG, STEPS_FLAG)]

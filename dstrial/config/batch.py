@@ -133,9 +133,9 @@ def _indivisible(
 
 
 def _divisor_hint(total: int, replicas: int, key: str, value: int) -> str:
-    """Return a hint to set ``key`` to the divisor nearest to ``value``, or "".
+    """Return a hint to set ``key`` to the divisor nearest to ``value``.
 
-    The divisor is one of the records per replica, ``total / replicas``; "" if that is no whole number.
+    It is a divisor of ``total / replicas``; the hint is "" if this quotient is no integer.
     """
     if total % replicas:
         return ""

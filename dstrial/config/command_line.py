@@ -23,7 +23,7 @@ class GivenFlag:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandLine:
-    """The arguments of a script, as words after the shell's splitting."""
+    """The arguments of a script, split into words as by a shell."""
 
     words: tuple[str, ...]
 
@@ -50,7 +50,7 @@ class CommandLine:
         return False if flag.value.lower() in _FALSE else None
 
     def with_value(self, name: str, value: str) -> CommandLine:
-        """Return a copy with ``value`` in the flag's last occurrence, or in a new flag."""
+        """Return a copy with the flag set to ``value`` where it last occurs, or added."""
         flag = self.find(name)
         words = [*self.words]
         if flag is None:

@@ -2,9 +2,8 @@
 
 ``tools/generate_deepspeed_rules.py`` generates ``deepspeed_tables/RELEASE.json`` from each supported release. A table may hold
 only the differences from another table. ``root`` describes the top level as a :class:`dstrial.config.keys.Section`. ``removed``
-lists the keys that DeepSpeed rejects, by section. For each type, ``optimizers`` and ``schedulers`` give the parameter names
-(``params``, absent if any name is accepted) and those ``required``. They also tell whether DeepSpeed lists an optimizer as
-tested with ZeRO.
+lists the keys that DeepSpeed rejects, by section. ``optimizers`` and ``schedulers`` map each type to its parameter names
+(``params``, absent if any name is accepted) and ``required`` parameters, and mark optimizers that DeepSpeed tests with ZeRO.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def deepspeed_rules(version: str | None = None) -> DeepSpeedRules:
 
     A release without a table gets the newest table.
     """
-    # The newest table serves for a release without one.
     wanted = (version or installed_deepspeed_version() or "").split("+")[0]
     return _rules_of(wanted if wanted in releases() else releases()[-1])
 

@@ -30,10 +30,7 @@ class DeepSpeedSource:
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of hyperparameters ``<engine>_deepspeed_config``.
-
-    These hold the DeepSpeed configs of all engines but the main one.
-    """
+    """Return the keys ``<engine>_deepspeed_config``, one per additional engine."""
     return tuple(key for key in hyperparameters if key.endswith(f"_{MAIN_KEY}"))
 
 
@@ -47,6 +44,8 @@ def read_deepspeed(
 ) -> DeepSpeedSource | None:
     """Read one DeepSpeed config of an experiment, and merge its overwrites.
 
+    Returns None if the hyperparameter is missing, or if a problem was recorded.
+
     Args:
         key: hyperparameter with the config, or with the path of its file.
         hyperparameters: all hyperparameters of the experiment config.
@@ -54,9 +53,6 @@ def read_deepspeed(
         lines: ``file:line`` of each key of the experiment config.
         label: name of the experiment config in messages.
         findings: collects problems.
-
-    Returns:
-        The config; None if the hyperparameter is missing, or if a problem was recorded.
     """
     overwrite = hyperparameters.get(OVERWRITE_KEY) if key == MAIN_KEY else None
     overwrite_key = f"hyperparameters.{OVERWRITE_KEY}"
@@ -91,7 +87,6 @@ def _read_base(
 
     ``given`` is the value of hyperparameter ``key``: the config, or the path of its file.
     """
-    # The config is in a separate file or in the experiment config.
     where = f"hyperparameters.{key}"
     if isinstance(given, Mapping):
         return Document(label, dict(given), _below(lines, ("hyperparameters", key)))
@@ -125,7 +120,7 @@ def _merged_lines(
 ) -> dict[KeyPath, str]:
     """Return the ``file:line`` of each key of the merged config.
 
-    ``overwritten`` has the paths of the overwritten values. ``lines`` and ``label`` are those of the experiment config.
+    ``overwritten`` are the overwritten paths; ``lines`` and ``label`` belong to the experiment config.
     """
     overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
     for dotted_path, line in [*overwrite_lines.items()]:
@@ -139,7 +134,7 @@ def _merged_lines(
 
 
 def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> list[dict[str, Any]]:
-    """Return a trial's merged DeepSpeed configs, main config first.
+    """Return a trial's merged DeepSpeed configs, ``deepspeed_config`` first.
 
     Configs that cannot be read are left out.
     """
@@ -152,7 +147,7 @@ def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> 
 
 
 def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
-    """Return the lines of the keys below ``prefix``, by paths relative to ``prefix``."""
+    """Return relative path -> ``file:line`` of the keys below ``prefix``."""
     inside = {path[len(prefix) :]: line for path, line in lines.items() if path[: len(prefix)] == prefix}
     inside.setdefault((), locate(lines, prefix, ""))
     # A value from the command line has no line, so its message needs the whole key.

@@ -1,9 +1,9 @@
 """Parse untrusted YAML and JSON into plain values with line numbers.
 
 YAML follows the core schema of version 1.2, as in Determined's client: ``1e-5`` is a number and ``yes`` is a string. JSON is
-strict, as in ``overwrite_deepspeed_config``. A duplicate key is an error in both formats. A text of 700 bytes can expand to
-19 GiB (nine levels of nine aliases), and 20,000 brackets overflow the stack of a recursive reader. Therefore size, number of
-values and depth are limited. For any text, the only error raised is ConfigError.
+strict, as in ``overwrite_deepspeed_config``. A duplicate key is an error in both formats. Size, number of values and depth are
+limited, because nested aliases can expand 700 bytes to 19 GiB, and 20,000 brackets overflow a recursive reader's stack. For any
+text, the only error raised is ConfigError.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def parse_yaml_value(text: str, label: str = "the value") -> Any:
 def yaml_text(value: Any) -> str:
     """Return plain values as YAML with the same meaning in YAML 1.1 and 1.2.
 
-    Without ``_Dumper`` PyYAML would write the string ``"2e-3"`` without quotes, which YAML 1.2 reads as a number.
+    PyYAML by default writes the string ``"2e-3"`` without quotes, which YAML 1.2 reads as a number.
     """
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)  # a SafeDumper
     return text
@@ -287,10 +287,7 @@ def _check_events(text: str, label: str) -> None:
 
 
 class _YamlReader:
-    """Converts composed YAML nodes to values; an alias becomes a copy.
-
-    The copy's values count towards the limit.
-    """
+    """Converts composed YAML nodes to values; an alias becomes a copy."""
 
     def __init__(self, label: str) -> None:
         self.lines: dict[KeyPath, str] = {(): f"{label}:1"}
@@ -324,7 +321,7 @@ class _YamlReader:
         return value
 
     def _begin(self, node: yaml.Node) -> None:
-        """Check a list or mapping, and push it on the stack that the caller pops."""
+        """Check a list or mapping node, and push it onto ``_open``; the caller pops it."""
         self._count(node)
         kind, tag = ("list", "seq") if isinstance(node, yaml.SequenceNode) else ("mapping", "map")
         if node.tag != f"{_TAG}{tag}":

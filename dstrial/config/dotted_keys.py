@@ -128,9 +128,8 @@ def _is_section(name: str, section: Section) -> bool:
 def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     """Return a copy of an experiment config with overrides from the command line.
 
-    Each override is ``key=value``: a dotted key, and a value in YAML. A value with commas that does not begin with a bracket is
-    a list.
-    ``+key=value`` adds a key below ``hyperparameters`` or ``data`` that the file does not have.
+    Each override is ``key=value``: a dotted key and a YAML value. ``1,2`` means the list ``[1,2]``. ``+key=value`` adds a key
+    below ``hyperparameters`` or ``data`` that the file lacks.
     """
     if not overrides:
         return document

@@ -1,7 +1,6 @@
 """Check a config's keys, types and bounds against a table; fill in defaults.
 
-The same code checks DeepSpeed's JSON and the experiment config. A :class:`Dialect` describes the differences between the two.
-:func:`json_schema` converts the table for editors.
+The same code checks DeepSpeed's JSON and the experiment config; a :class:`Dialect` has the differences between the two.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def merge_template(template: Mapping[str, Any], config: Mapping[str, Any]) -> di
 
     Mappings are merged at every depth, with these exceptions. Labels are united. Bind mounts, devices and proxy ports of the
     template are added unless the config uses the same container path or port. Environment variables of the template come before
-    the config's. Log policies are merged by name. Hyperparameters are merged only if both are groups. If the types of searcher
-    or storage differ, only fields common to all types are merged. Periods are not merged, because units may differ.
+    the config's. Log policies are merged by name. A hyperparameter is merged only if it is a group in both configs. If the types
+    of searcher or storage differ, only fields common to all types are merged. Periods are not merged, because units may differ.
     Both arguments are unchecked partial configs; neither is modified.
     """
     return _mapping(template, config, ())
@@ -194,7 +194,7 @@ def _image(base: Any, over: Any) -> Any:
 def merge_policies(base: Any, over: Any) -> Any:
     """Merge log policies by name; those of ``base`` come first.
 
-    A policy with a name alone, or with a null pattern, disables that of the same name.
+    A policy with only a name, or with a null pattern, disables the other policy of that name.
     """
     if not isinstance(base, list) or not isinstance(over, list):
         return copy.deepcopy(over)

@@ -90,7 +90,7 @@ class ParallelDims:
     def with_section(self, section: Any) -> ParallelDims:
         """Return the dimensions of one replica, with sizes from ``data.dstrial``.
 
-        ``section`` is ``data.dstrial``. Sizes that it lacks, or that are invalid, are taken from this object.
+        Sizes that are missing or invalid in ``section`` (``data.dstrial``) are taken from this object.
         """
         given = section if isinstance(section, Mapping) else {}
         sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
@@ -123,8 +123,8 @@ def autotp_clash(
 ) -> tuple[str, str, str] | None:
     """Return a problem as (got, expected, fix) if two tensor-parallel sizes differ.
 
-    ``model_parallel_size`` is that of ``data.dstrial``; the other size is AutoTP's in ``config``, the DeepSpeed config. None if
-    they agree or if one is not given.
+    ``model_parallel_size`` is from ``data.dstrial``; ``config``, the DeepSpeed config, has AutoTP's size. None if the sizes agree
+    or if one is not given.
     """
     size = config_sizes(config).get("model_parallel_size", 1)
     if size == 1 or model_parallel_size in (None, size):
@@ -137,7 +137,7 @@ def autotp_clash(
 
 
 def batch_replicas(config: Mapping[str, Any], dims: ParallelDims) -> int:
-    """Return the number of replicas in DeepSpeed's batch equation, mostly ``dims.dp``.
+    """Return the replicas in DeepSpeed's batch equation, usually ``dims.dp``.
 
     With AutoTP it is the number of all ranks, because DeepSpeed parses the config before it creates AutoTP's groups.
     Source: ``runtime/config.py:458``.
@@ -165,8 +165,8 @@ def replicas_of(
         data_config: the experiment config's ``data`` section.
         world_size: number of all ranks.
         asked: ranks per replica from user code, if given.
-        otherwise: ranks per replica if neither the section nor user code gives a number; that of the resumed checkpoint.
-        config: the DeepSpeed config, whose sizes must agree with both.
+        otherwise: ranks per replica if neither the section nor user code gives a number, as in a resumed checkpoint.
+        config: the DeepSpeed config, whose sizes must agree with the section and ``asked``.
 
     Raises:
         ConfigError: the ranks cannot be divided into replicas, or two sources of a size disagree.
@@ -175,7 +175,7 @@ def replicas_of(
     given = section if isinstance(section, Mapping) else {}
     told = {key: given[key] for key in SECTION_KEYS if isinstance(given.get(key), int)}
     sizes = {key: size for key, size in config_sizes(config).items() if size > 1}
-    if "pipeline_stages" in told:  # AutoTP is refused in a pipeline, which does not read the other one
+    if "pipeline_stages" in told:  # with a pipeline AutoTP is an error, and the other size is not read
         sizes = {}
     if clash := autotp_clash(told.get("model_parallel_size"), config):
         raise ConfigError([ConfigProblem("data.dstrial.model_parallel_size", *clash)])

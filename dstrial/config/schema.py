@@ -1,8 +1,8 @@
 """Table of experiment config keys: Determined's version 0 and ``data.dstrial``.
 
-It has types, bounds, default and description of each key. The check, the completed config, the reference page and the JSON
-Schema (``dstrial check --schema``) are derived from the table. Source: Determined 0.38.1 schemas/expconf/v0. Fields that only
-affect Determined's containers are passed through.
+For each key the table has types, bounds, default and description. The config check, the reference page and the JSON Schema
+(``dstrial check --schema``) use the table. Source: Determined 0.38.1 schemas/expconf/v0. Fields that only affect Determined's
+containers are passed through.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ _SAVED = "checkpoints of {} to keep; without a master (`python -m dstrial.launch
 _STORAGE = _section(
     "storage of checkpoints",
     type=_text("kind of storage; the master's own unless given", enum=tuple(STORAGE_REQUIRES)),
-    # Without Determined's defaults (0, 1, 1): off a cluster no checkpoint is deleted unless the file says so.
+    # Not Determined's defaults (0, 1, 1): without a master, checkpoints are deleted only if the config asks for it.
     save_experiment_best=_count(_SAVED.format("the experiment's best")),
     save_trial_best=_count(_SAVED.format("each trial's best")),
     save_trial_latest=_count(_SAVED.format("each trial's latest")),

@@ -1,8 +1,8 @@
 """Mask secrets in a displayed config; restore them when the config is resubmitted.
 
-Secrets are recognised by name. Patterns for environment variables are broad, because most secrets are passed in variables and
-a false positive costs little. Patterns for other fields are narrow, because ``num_key_value_heads`` and ``pad_token`` are
-hyperparameters. Functions are pure; the caller keeps the real config.
+Secrets are recognised by name. Patterns for environment variables are broad, because most secrets are passed in variables.
+Patterns for other fields are narrow, because ``num_key_value_heads`` and ``pad_token`` are hyperparameters. Functions are
+pure; the caller keeps the real config.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
 def _leaves(
     value: Any, names: SecretNames, path: KeyPath = (), open_keys: Sequence[str] | None = None
 ) -> Iterator[tuple[Secret, bool]]:
-    """Yield each leaf of a config as a ``Secret``, and whether it really is secret.
+    """Yield each leaf of a config as a ``Secret``, and whether the leaf is secret.
 
-    Below a secret field all leaves are secret, except below keys in ``open_keys``; None means outside of secret fields. Null,
-    booleans and empty texts are left out.
+    Below a secret field all leaves are secret, except below keys in ``open_keys``. If ``open_keys`` is None, ``value`` is not
+    below a secret field. Null, booleans and empty texts are left out.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -136,10 +136,10 @@ def _leaves(
 def _variables(
     value: Any, names: SecretNames, path: KeyPath, identity: KeyPath
 ) -> Iterator[tuple[Secret, bool]]:
-    """Yield environment variables as :func:`_leaves` yields leaves.
+    """Yield each environment variable as a ``Secret``, and whether it is secret.
 
-    ``value`` is a list of ``NAME=value``, a mapping of names, or either of them by device kind. ``identity`` is that of
-    :class:`Secret`.
+    ``value`` is a list of ``NAME=value``, a mapping of name to value, or a mapping of device kind to one of these. ``identity``
+    is the ``Secret.identity`` of ``value``.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -219,8 +219,8 @@ def masked_shell(text: str, names: SecretNames) -> str:
 def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> Any:
     """Return a config with each mask replaced by the real secret.
 
-    ``sources`` are configs of a parent or template. The first source that has the secret is used. ConfigError lists every mask
-    for which no source has the secret. ``where`` names the config in messages.
+    The secret is taken from the first config in ``sources``, such as a parent or template, that has it. ConfigError lists every
+    mask without a secret. ``where`` names the config in messages.
     """
     found = _put_back(value, sources, where)
     return _replaced(value, found) if found else value

@@ -1,4 +1,4 @@
-"""``dstrial doctor``: checks of the machine; ``proof`` trains.
+"""Check the machine for ``dstrial doctor``; ``proof`` also tests training.
 
-The command itself does not import torch. A separate process, ``import_probe``, does; it may hang or crash.
+The command does not import torch, which may hang or crash; the separate process ``import_probe`` does.
 """

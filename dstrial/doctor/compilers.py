@@ -27,7 +27,7 @@ class Compilers:
     cxx: str
     cxx_version: str | None
     ninja_version: str | None
-    ninja_beside_python: bool  # whether ninja is next to this Python; trials of a master need no PATH
+    ninja_beside_python: bool  # whether ninja is in the directory of this Python, where trials find it
     has_python_headers: bool
     headers_dir: str
     nvcc: str | None

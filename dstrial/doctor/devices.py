@@ -112,7 +112,7 @@ def _device(nvml: Any, idx: int, offered: Callable[..., Any]) -> Device:
 
 
 def _user(pid: int, num_bytes: int | None) -> str:
-    """Describe a process of a device; in a container its pid may be that of the host."""
+    """Describe a process that uses a device; ``pid`` may be that outside a container."""
     owner = "not visible from here"
     # Do not show the process's arguments, which may contain secrets.
     with contextlib.suppress(psutil.Error):

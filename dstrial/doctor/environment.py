@@ -169,7 +169,7 @@ def judge_master(master: MasterState, *, version: str) -> list[Finding]:
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Finding]:
-    """Return findings on variables; values that may contain secrets are not shown."""
+    """Return findings on environment variables, without values that may be secret."""
     found = [
         *_judge_accelerator(environ),
         *_judge_ranks(environ),

@@ -58,7 +58,7 @@ def count(groups: Iterable[Group]) -> dict[Status, int]:
 
 
 def printable(text: str) -> str:
-    """Return text with control characters, which process names may contain, as codes."""
+    """Escape control characters, which process names may contain."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
@@ -74,7 +74,7 @@ class NoAnswerError(Exception):
 
 
 class Background(Generic[T]):
-    """Runs a call in a daemon thread, so that a hanging call cannot block the exit."""
+    """Runs a call in a daemon thread, so that a hanging call does not block the exit."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()

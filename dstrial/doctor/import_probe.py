@@ -1,8 +1,8 @@
 """Import torch, DeepSpeed and Determined for ``dstrial doctor``; report versions.
 
-``main`` runs in a separate process, because an import may hang or crash. The process writes one JSON object per line to standard
-output: ``{"begins": stage}``, then ``{"stage": stage, "seconds": …, "values": …}`` or ``{"stage": …, "error": …}``. Output of
-libraries goes to standard error. At its deadline the process dumps the stacks of all threads to standard error and exits.
+``main`` runs in a separate process, because an import may hang or crash. For each import (stage) the process writes JSON lines to
+standard output: ``{"begins": stage}``, then ``{"stage": stage, "seconds": …, "values": …}`` or ``{"stage": …, "error": …}``.
+Libraries' output goes to standard error. At the deadline the process dumps all threads' stacks to standard error and exits.
 """
 
 from __future__ import annotations

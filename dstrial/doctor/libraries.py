@@ -90,9 +90,9 @@ def import_all(deadline_s: float) -> Libraries:
 
 
 def read_probe(output: str, errors: str, return_code: int | None, deadline_s: float) -> Libraries:
-    """Parse the output of the process that imports the libraries.
+    """Parse standard output and error of the process that imports the libraries.
 
-    ``errors`` is its standard error. ``return_code`` is None if the process was killed at the deadline.
+    ``return_code`` is None if the process was killed at the deadline.
     """
     current = ""
     values: dict[str, dict[str, Any]] = {}
@@ -121,7 +121,7 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
 
 
 def _ending(errors: str, return_code: int | None, deadline_s: float) -> str:
-    """Return how an import hung or ended the process."""
+    """Return text on how an import hung or ended the process."""
     if return_code is None or "Timeout (" in errors:
         frames = re.findall(r'^  File "(.+?)", line (\d+) in (.+)$', errors, re.MULTILINE)
         own = [f" (it hangs at {file}:{line} in {name})" for file, line, name in frames if file[0] != "<"]

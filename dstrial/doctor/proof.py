@@ -1,7 +1,7 @@
 """``dstrial doctor --train``: a short end-to-end test of training on this machine.
 
-The test trains a small GPT, resumes its checkpoint in the same ZeRO stage (bitwise equal) and in another one, and measures speed,
-FLOPs and memory of a larger GPT. Each step runs a dstrial command in a separate process.
+The test trains a small GPT, resumes its checkpoint in the same ZeRO stage (bitwise equal) and in another stage, and measures
+speed, FLOPs and memory of a larger GPT. Each step runs a dstrial command in a separate process.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _out_of_time(output: str = "") -> StepFailedError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """The devices on which ``doctor --train`` trains."""
+    """Kind and number of the devices on which ``doctor --train`` trains."""
 
     kind: str  # cpu, cuda or rocm
     num_ranks: int
@@ -275,7 +275,7 @@ def _environment(environ: Mapping[str, str], kind: str) -> dict[str, str]:
     kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([own, *given]))
     kept["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # makes cuBLAS deterministic
     if kind == "cpu":
-        # torch's threads are many times slower if they wait for each other on busy cores.
+        # On busy cores, several torch threads are many times slower than one, because they wait for each other.
         kept |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}
     return kept
 

@@ -83,9 +83,9 @@ class GPT(nn.Module):
 
 
 def text_blocks(num_blocks: int, block_size: int) -> TensorDataset:
-    """Return a data set of (characters, next characters), int64 (block_size,) each.
+    """Return (characters, next characters), int64 (block_size,) each, as a data set.
 
-    The text is the source code of the standard library.
+    The text is the source code of Python's standard library.
 
     Raises:
         FileNotFoundError: the library is not installed as source.
@@ -103,7 +103,7 @@ def text_blocks(num_blocks: int, block_size: int) -> TensorDataset:
 
 
 class TextTrial(dstrial.DeepSpeedTrial):
-    """Trains the GPT of hyperparameter ``shape`` on ``num_blocks`` of text."""
+    """Trains the GPT of hyperparameter ``shape`` on ``num_blocks`` blocks of text."""
 
     def __init__(self, context: dstrial.DeepSpeedTrialContext) -> None:
         self.context = context

@@ -1,12 +1,11 @@
 """Start programs as forks of a server that has imported torch and DeepSpeed.
 
-The server (``server``) imports the modules and forks idle processes, called *spares*. The process that started the server
-(``client``) sends a spare the program to run. If a new process would import the same module files as the server did, the
-spare adopts the program's environment, directory and open files (``fork``) and runs the program. If not, the spare refuses,
-and the client starts a new process. This module computes a server's *key*: all environment variables except those that are
-read after the fork. A server serves only programs that have its key.
+The server (``server``) imports the modules and forks idle processes, called *spares*. Its parent (``client``) sends a spare the
+program to run. The spare (``fork``) adopts the program's environment, directory and open files, and runs the program. If a new
+process would import other module files than the server did, the spare refuses, and the client starts a new process. A server
+serves only programs with its *key*: all environment variables except those that are read only after the fork.
 
-Standard library only, apart from the modules that a server is asked to import.
+The package itself uses only the standard library.
 """
 
 from __future__ import annotations
@@ -87,9 +86,9 @@ def import_places(environment: Mapping[str, str]) -> list[str]:
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the names of variables in which two environments have different keys.
+    """Return the sorted names of variables that differ between two environments' keys.
 
-    The key (``key_of``) selects a fork server. The names are sorted, without values: these may be secrets.
+    Values are left out, because they may be secrets.
     """
     ours, theirs = key_of(one), key_of(other)
     return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))

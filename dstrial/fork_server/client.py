@@ -37,8 +37,8 @@ class ForkRefusedError(Exception):
 def trains_trial_class(words: Sequence[str]) -> bool:
     """Return whether a Python command, without the interpreter, trains a trial class.
 
-    Its ranks import ``dstrial.launch.imported_ahead`` before the user's module, as a fork server does. A script may import in
-    any order.
+    Ranks of a trial class import ``dstrial.launch.imported_ahead`` before the user's module, as a fork server does; scripts
+    import in any order.
     """
     if tuple(words[:2]) != ("-m", "dstrial.launch"):
         return False
@@ -192,7 +192,7 @@ class ForkServer:
         python: str = sys.executable,
         program: Sequence[str] = ("-m", server.__name__),
     ) -> None:
-        """Start the server process, which imports ``modules``; return before that ends.
+        """Start the server process, without waiting until it has imported ``modules``.
 
         ``environment`` is that of the programs to fork; ``program`` are the arguments of ``python`` that run the server.
         """

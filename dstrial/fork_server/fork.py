@@ -59,7 +59,7 @@ class Program:
     has_spare: bool = False  # whether the process gets a spare to fork its own children from
 
     def import_directories(self) -> list[str]:
-        """Return the absolute directories that a program puts before installed modules."""
+        """Return the directories that a program puts first in ``sys.path``, absolute."""
         found = ["" if self.words[0] == "-m" else os.path.dirname(self.words[0])]  # noqa: PTH120
         for word, following in itertools.pairwise((*self.words, "")):
             if word.startswith("--cont"):  # --context-dir, or short for it
@@ -128,8 +128,8 @@ def prctl(option: int, value: int) -> None:
 def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
     """Fork this process; return a socket to the idle fork, which waits for a program.
 
-    ``origin`` is this process's state after its imports. With ``is_adopted`` the fork is orphaned, so that the nearest child
-    subreaper above becomes its parent.
+    ``origin`` is this process's state after its imports. With ``is_adopted`` the fork is orphaned, so that its parent is the
+    nearest ancestor that is a child subreaper.
     """
     ours, theirs = (one.detach() for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
@@ -150,7 +150,7 @@ def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
 def _run_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
     """Wait in an idle fork for a program from socket ``descriptor``, run it and exit.
 
-    The exit also unwinds the frames inherited from the parent, which must hold open files by descriptor only.
+    The exit also unwinds the frames inherited from the parent; these must hold open files by descriptor only.
     """
     global spare
     with _ending_on_error():
@@ -199,7 +199,7 @@ def send_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
 
 @contextlib.contextmanager
 def _ending_on_error() -> Iterator[None]:
-    """Exit on any error in the block: a fork must not go on running its parent's code."""
+    """Exit on any error in the block: a fork must not continue its parent's code."""
     try:
         yield
     except BaseException:  # noqa: BLE001
@@ -207,12 +207,12 @@ def _ending_on_error() -> Iterator[None]:
 
 
 def reply(descriptor: int, problem: str) -> None:
-    """Answer a request on socket ``descriptor``: why it failed, or "" for success."""
+    """Send why a request failed, or "" for success, on socket ``descriptor``."""
     os.write(descriptor, b"=" + problem.encode()[:4000])
 
 
 def _receive(descriptor: int) -> tuple[bytes, list[int]]:
-    """Wait for a request; return its byte (``PROGRAM``, for example) and descriptors."""
+    """Wait for a request; return its kind, such as ``PROGRAM``, and descriptors."""
     with _ending_on_error():
         connection = socket.socket(fileno=descriptor)
         request, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES + 1, socket.MSG_CMSG_CLOEXEC)
@@ -341,7 +341,7 @@ def _load_main(words: Sequence[str]) -> types.CodeType:
 def end_without_teardown() -> None:
     """Flush all files and exit at once, as the last exit handler.
 
-    Deallocating a million objects in memory shared with the server would copy the pages, which takes 0.4 s.
+    Deallocating objects would copy the memory pages shared with the server, which takes 0.4 s.
     """
     # Text layers first: they flush into binary layers.
     for layer in (io.TextIOWrapper, (io.BufferedWriter, io.BufferedRandom)):
@@ -356,7 +356,7 @@ def end_without_teardown() -> None:
 
 
 def _move_above(descriptor: int, numbers: Iterable[int]) -> int:
-    """Move an open file to a descriptor above all of ``numbers``; return that."""
+    """Move an open file to a descriptor above ``numbers``; return the descriptor."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1)
     os.close(descriptor)
     return moved

@@ -134,7 +134,7 @@ def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
     env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
     if experiment is not None:
         env |= experiment.environment_variables
-    # Not on a cluster: Determined's processes keep Determined's modules, and dstrial's allocations have the variables.
+    # Only off a cluster: a Determined process needs Determined's own modules, and dstrial's master has set the variables.
     return env | determined_imports.variables(
         {**os.environ, **env}, None if experiment is None else experiment.raw
     )
@@ -173,7 +173,6 @@ def _launch_off_cluster(
 def _run_ranks(
     options: argparse.Namespace, config: Mapping[str, Any] | None, timeout_s: float, **arguments: Any
 ) -> LaunchOutcome:
-    """Run the trial or script of the command line; ``arguments`` go to ``run_ranks``."""
     from dstrial.launch.local_ranks import run_ranks
     from dstrial.launch.stalls.diagnosis import StallSettings
 

@@ -3,8 +3,8 @@
 ``accelerate.Accelerator()`` reads from environment variables whether to use DeepSpeed, and the path of its JSON config. The
 path is that of a copy of the experiment's DeepSpeed config with the overwrites applied; the user's file is not modified.
 
-Source: accelerate 1.15 ``utils/launch.py:prepare_deepspeed_cmd_env`` (sets them), ``utils/dataclasses.py:DeepSpeedPlugin``
-and ``state.py`` (read them).
+Source: accelerate 1.15 ``utils/launch.py:prepare_deepspeed_cmd_env`` sets the variables; ``utils/dataclasses.py`` and
+``state.py`` read them.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def accelerate_variables(
     """Return the variables of a script's ranks; write their DeepSpeed config file.
 
     Args:
-        hyperparameters: the trial's; without a ``deepspeed_config`` no variables are set.
+        hyperparameters: hyperparameters of the trial.
         num_ranks: ranks of the job, on all machines.
-        directory: an existing directory for the effective config, which must exist as long as the ranks.
-        environ: the ranks' other variables; a value that the user has set wins.
+        directory: existing directory for the effective config; must exist until the ranks end.
+        environ: the ranks' other variables; a value that the user has set takes precedence.
         context_dir: base of the config's relative path; the current directory if None.
-        extents: ``data.dstrial`` of the experiment config, which may have the size of a replica.
-        resumed: the checkpoint to resume from, whose batch size is kept; None for a new run.
+        extents: ``data.dstrial`` of the experiment config, which may have the parallel sizes of a replica.
+        resumed: checkpoint whose batch size is kept; None for a new run.
 
     Returns:
         The variables; empty if the trial has no DeepSpeed config or the user has disabled DeepSpeed.
@@ -94,9 +94,9 @@ def effective_config(
     ``"auto"`` stays, which Accelerate replaces by the script's value.
 
     Args:
-        source: the experiment's config.
-        sizes: the parallel dimensions of the ranks.
-        resumed: the checkpoint to resume from, whose batch size is kept; None for a new run.
+        source: the experiment's DeepSpeed config.
+        sizes: the parallel dimensions of the job.
+        resumed: checkpoint whose batch size is kept; None for a new run.
 
     Raises:
         ConfigError: the batch sizes do not fit these ranks.

@@ -1,7 +1,6 @@
 """Error records of failed ranks, the root cause among them, and launch outcomes.
 
-A rank writes its error record in the format of torchrun's error files, so that torchrun can read dstrial's records, and
-dstrial can read records of ``torch.distributed.elastic``.
+A rank's error record has the format of torchrun's error files, so that torchrun and dstrial can read each other's records.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class ErrorRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankEnding:
-    """The failure of a rank with its time, a candidate for the root cause of a launch.
+    """A rank's failure, which may be the root cause of a launch's failure.
 
     Attributes:
         failure: the failure to report.
@@ -138,15 +137,15 @@ class RankEnding:
 def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
     """Return the failure that caused the others; None if no rank failed.
 
-    This is the earliest failure that is not a consequence. A failing rank closes its connections while it unwinds, so
-    its peers may fail and write their records before its own record is complete.
+    This is the earliest failure that is not a consequence. (A failing rank closes its connections early, so its peers may
+    fail and write their records first.)
     """
     ordered = sorted(endings, key=lambda ending: (ending.is_consequence, ending.time_s))
     return ordered[0] if ordered else None
 
 
 def record_exception(error: BaseException, text: str | None = None, **fields: str) -> bool:
-    """Write this rank's error record unless it exists; False without a launcher.
+    """Write this rank's error record unless one exists; False without a launcher.
 
     ``text`` defaults to the full traceback; ``fields`` are ``line``, ``advice`` and ``whole`` of ``ErrorRecord``.
     """
@@ -225,8 +224,7 @@ def is_consequence(record: ErrorRecord | None) -> bool:
 def is_watchdog_abort(signal_name: str | None, stderr_text: str) -> bool:
     """Return whether NCCL's watchdog aborted a rank that waited for missing peers.
 
-    The watchdog throws in a C++ thread, which ends the process by SIGABRT. Python can record no exception; only standard
-    error shows the cause.
+    The watchdog throws in a C++ thread, which ends the process by SIGABRT; only standard error shows the cause.
     """
     return signal_name == "SIGABRT" and is_peer_error(stderr_text)
 
@@ -257,12 +255,12 @@ class LaunchOutcome:
     """The result of one launch.
 
     Attributes:
-        exit_code: 0 only if every rank exited 0; 130 after a second Ctrl-C; else that of the first failing
+        exit_code: 0 only if every rank exited 0; 130 after a second Ctrl-C; else the exit code of the first failing
             rank, or of a killed rank (128 + n for signal n).
         first_failure: the failure that caused the others; None if no rank failed by itself.
-        exit_codes: by local rank, as in a shell.
+        exit_codes: exit code of each local rank, as in a shell.
         stopped_by: name of the stop signal; None if there was none.
-        killed_ranks: global ranks that did not exit in time and were killed.
+        killed_ranks: global ranks that were killed because they did not exit in time.
         ended_at_once: whether a second Ctrl-C killed the ranks.
         is_consequence: whether the first failure only reports that a rank on another machine has exited.
         failed_s: time of the first failure, seconds since the epoch.
@@ -279,7 +277,7 @@ class LaunchOutcome:
 
     @property
     def killed_text(self) -> str:
-        """A sentence on the ranks that were killed; empty if none, or by a second Ctrl-C."""
+        """A sentence on killed ranks; empty without any, or after a second Ctrl-C."""
         if not self.killed_ranks or self.ended_at_once:
             return ""
         return f"rank(s) {', '.join(map(str, self.killed_ranks))} did not end in time and were killed"

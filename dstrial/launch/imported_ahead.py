@@ -1,7 +1,7 @@
 """Import the modules that all trials need: in each rank, or once in a fork server.
 
-These imports must not run tensor operations, start threads, query devices or read rank variables, because a fork would then
-differ from a new process.
+The imports must not run tensor operations, start threads, query devices or read rank variables: a fork would then differ from
+a new process.
 """
 
 # ruff: noqa: E402, F401  # the accelerator is chosen before DeepSpeed is imported, and nothing here is used

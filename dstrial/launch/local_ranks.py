@@ -99,26 +99,26 @@ def run_ranks(
 ) -> LaunchOutcome:
     """Start a command as ``num_ranks`` ranks on this machine and wait for all of them.
 
-    The first SIGINT, SIGTERM or SIGHUP to this process is forwarded to the ranks, but not their children, as SIGTERM; a later
-    SIGINT kills the ranks. Signals are handled only in the main thread. Every rank is the leader of its own session, so the
-    terminal's Ctrl-C does not reach the rank, and its remaining children are killed when it exits. ``OMP_NUM_THREADS`` is 1 for
-    several ranks unless set. Ranks of a job on one machine use a private rendezvous file, loopback (unless ``GLOO_SOCKET_IFNAME``
-    and ``NCCL_SOCKET_IFNAME`` are set) and a shared secret (``DSTRIAL_SECRET``).
+    The first SIGINT, SIGTERM or SIGHUP to this process is forwarded as SIGTERM to the ranks, but not to their children; a later
+    SIGINT kills the ranks. Signals are handled only in the main thread. The terminal's Ctrl-C does not reach the ranks. When a
+    rank exits, its remaining children are killed. ``OMP_NUM_THREADS`` is 1 for several ranks unless set. Ranks of a job on one
+    machine use a private rendezvous file, loopback (unless ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set) and a
+    shared secret (``DSTRIAL_SECRET``).
 
     Args:
         command: program and arguments, not interpreted by a shell.
         num_ranks: ranks on this machine.
-        env: variables for the ranks, in addition to those of this process.
-        log_dir: directory of ``rank_<n>/stdout.log`` and ``stderr.log``, which replace earlier ones; if None, ranks
+        env: the ranks' variables, in addition to this process's.
+        log_dir: directory of ``rank_<n>/stdout.log`` and ``stderr.log``, which replace earlier files; if None, ranks
         inherit this process's output (or, with ``on_line``, write to pipes).
         shutdown_timeout_s: time from a stop request until the ranks are killed.
         failure_grace_s: time from the first failure until the other ranks are killed.
         on_line: called from another thread with rank, ``"stdout"`` or ``"stderr"``, and each line.
         on_stop: called with the signal's name when a stop request is forwarded.
-        placement: for a job on several machines.
-        serves_store: whether ranks may create a process group without dstrial and need a store at ``MASTER_ADDR``.
-        tracebacks_dir: for full tracebacks, ``rank_<n>.txt``; if None, ``rank_<n>/traceback.txt`` in ``log_dir``.
-        on_start: called from another thread with lines on a slow start and on stalls; None logs them.
+        placement: this launcher's position in a job on several machines; None for one machine.
+        serves_store: whether to serve a store at ``MASTER_ADDR``, for process groups that ranks create without dstrial.
+        tracebacks_dir: directory of full tracebacks, ``rank_<n>.txt``; if None, ``rank_<n>/traceback.txt`` in ``log_dir``.
+        on_start: called from another thread with log lines about a slow start or a stall; if None, they are logged.
         stalls: timeout and action for stalled ranks.
 
     Returns:
@@ -217,7 +217,7 @@ def _rank_variables(env: Mapping[str, str], placement: Placement, *, is_redirect
     # Without NVML_CHECK_VARIABLE, a script that queries devices before it imports DeepSpeed cannot fork device users.
     defaults = {NVML_CHECK_VARIABLE: "1", **compile_cache()}
     if is_redirected:
-        # Not if ranks share an output: unbuffered, print() writes a line and its newline separately, and lines would mix.
+        # Not if ranks share an output: unbuffered print() writes a line and its newline separately, so lines would mix.
         defaults["PYTHONUNBUFFERED"] = "1"
     if sum(placement.ranks_by_node) > 1:
         defaults["OMP_NUM_THREADS"] = "1"
@@ -282,7 +282,7 @@ class _Ranks:
             logger.warning("stall detection is disabled: cannot create %s: %s", self._heartbeats, error)
 
     def watched(self, *, has_other_nodes: bool) -> WatchedRanks | None:
-        """Return heartbeats and stack files for stall detection; None without heartbeats."""
+        """Return the input of stall detection; None if ranks write no heartbeats."""
         if self._beats is None:
             return None
         ranks = {one.local_rank: one.rank for one in self.processes}
@@ -354,7 +354,6 @@ class _Ranks:
         return self._work_dir / f"rank_{rank}.{name}"
 
     def _output(self, rank: int, stream: Stream) -> tuple[int, int]:
-        """Return a read and a write descriptor for one output stream of a rank."""
         if self._log_dir is None:
             read, write = os.pipe()
             os.set_blocking(read, False)
@@ -394,9 +393,9 @@ class _Ranks:
 def _popen(
     command: Sequence[str], *, env: dict[str, str], stdout: int = 1, stderr: int = 2
 ) -> subprocess.Popen[bytes] | client.ForkedProcess:
-    """Start a rank; in this process's spare (an idle fork), if it has one."""
+    """Start a rank's process, by fork if this process has a spare (an idle fork)."""
     if tuple(command[:3]) == (sys.executable, "-m", "dstrial.launch.rank_main"):
-        # A fork leads a group in the supervisor's session, by which a master finds the rest of a forked trial.
+        # The fork leads a process group but no session: by its session, a master finds a trial's remaining processes.
         program = Program(command[1:], env, str(Path.cwd()), leads="group")
         process = client.fork_or_none(program, [0, stdout, stderr])
         if process is not None:

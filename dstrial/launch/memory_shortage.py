@@ -1,4 +1,4 @@
-"""Explain out-of-memory errors: memory by role, and settings to change."""
+"""Explain out-of-memory errors: memory by kind of tensor, and settings to change."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 
 def memory_advice(error: BaseException) -> str:
-    """Return a text on memory use, with hints, for an out-of-memory error.
+    """Return a text on memory use, with hints; empty if memory was not the problem.
 
-    Empty for other errors. Call it while the exception propagates, before memory is freed. Ranks: any; no communication.
+    Call it while the exception propagates, before memory is freed. Ranks: any; no communication.
     """
     if not is_memory_shortage(error):
         return ""
@@ -126,7 +126,7 @@ def _memory_text(
 ) -> str:
     """Return a sentence on the memory that this process holds; all sizes are in bytes.
 
-    ``parts`` are the tensors by role; the rest of ``used`` is everything else.
+    ``parts`` maps a role, such as ``gradients``, to its tensors' size; ``used`` also includes all other memory in use.
     """
     rest = {"everything else": used - sum(parts.values())}
     texts = [f"{size_text(size)} {role}" for role, size in {**parts, **rest}.items() if size > 0]

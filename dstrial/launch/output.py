@@ -19,8 +19,7 @@ _LONGEST_LINE_BYTES = 1 << 20
 class LineReader:
     """Calls a function with each line of the ranks' files or pipes, from one thread.
 
-    Lines of one stream arrive in order; a last line without a newline is delivered too. A carriage return, as
-    in progress bars, ends a line like a newline.
+    Lines of one stream arrive in order. A carriage return, as in progress bars, or the end of the output also ends a line.
 
     Args:
         descriptors: (rank, stream) -> non-blocking descriptor of a file or pipe; ``close`` closes them.

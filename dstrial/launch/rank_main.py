@@ -53,7 +53,8 @@ def trial_command(
 ) -> list[str]:
     """Return the command line for one rank of the trial ``module:Class``.
 
-    ``config`` is None on a cluster, which provides it. ``overrides`` change the config. ``resume`` is a checkpoint or run.
+    ``config`` is None on a cluster, which provides the config. ``overrides`` are texts ``key=value``. ``resume`` is a
+    checkpoint or run.
     """
     command = [python, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
     if config is not None:
@@ -70,8 +71,8 @@ def trial_command(
 def script_command(words: Sequence[str], *, directory: Path | None = None) -> list[str]:
     """Return the command that starts one rank of a user's SCRIPT ARGS.
 
-    A Python file or ``-m MODULE``, with or without ``python`` before it, is run by this module, which records the traceback. Any
-    other command is returned unchanged.
+    This module runs a Python file or ``-m MODULE``, with or without ``python`` before it, and records the traceback. Any other
+    command is returned unchanged.
 
     Raises:
         LaunchError: the Python file is missing in ``directory``, in which the ranks start.
@@ -131,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _record_end() -> None:
-    """Record that this rank's program has ended; the launcher ends a hanging process."""
+    """Record that this rank's program has ended; if the process hangs, it is killed."""
     name_threads()
     leave()
 
@@ -161,7 +162,7 @@ def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
 
 def _run_trial(options: argparse.Namespace) -> None:
     begin_phase("importing torch and DeepSpeed")
-    # As Python does for scripts. If a user's module has the name of one imported below, the rank is not a fork.
+    # As Python does for scripts. A user's module may thus replace a module imported below; a fork server would refuse.
     find_modules_first(options.context_dir)
     with collector.paused_for_good():
         import dstrial.launch.imported_ahead  # noqa: F401
@@ -170,7 +171,7 @@ def _run_trial(options: argparse.Namespace) -> None:
         from dstrial.resume.locate import saved_run_to_resume
         from dstrial.trainer import run_trial
 
-    # The launcher serves no store for a trial, whose module may create a process group when it is imported.
+    # For a trial the launcher serves no store, but the trial's module may create a process group when it is imported.
     meet_privately(identify(os.environ))
     os.chdir(options.context_dir)
     begin_phase(f"importing {options.trial.partition(':')[0]}")

@@ -42,7 +42,7 @@ def slots_argument(text: str) -> int:
 
 
 def is_on_cluster(environ: Mapping[str, str]) -> bool:
-    """Return whether ``environ`` is that of a task of Determined or dstrial's master."""
+    """Return whether ``environ`` belongs to a task of Determined or dstrial's master."""
     return any(name in environ for name in _CLUSTER_VARIABLES)
 
 
@@ -62,8 +62,8 @@ def num_accelerators() -> int:
 def num_slots(asked: int | None, configured: int | None) -> int:
     """Return the number of ranks that a launcher starts outside a cluster.
 
-    This is ``asked`` (``--slots``), else ``configured`` (``slots_per_trial``; 0: one rank on CPU), else one per accelerator,
-    else 1. Each rank checks whether there are enough accelerators (``ranks.devices.device_index``).
+    It is ``asked`` (``--slots``), else ``configured`` (``slots_per_trial``; 0 means one rank on the CPU), else one per
+    accelerator, else 1. Each rank checks whether there are enough accelerators.
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"--slots is {asked}; expected at least 1. Leave it out to take the config's.")
@@ -98,7 +98,7 @@ class SlurmStep:
     """A Slurm step (one ``srun``), as seen by one launcher in it.
 
     With one task per node (``srun python -m dstrial.launch``), each launcher starts the ranks of its node. With several tasks
-    per node, Slurm determines the number and placement of ranks, and each launcher starts one rank in place of its ``task``.
+    per node, each launcher starts one rank, and Slurm determines the number and placement of ranks.
     """
 
     task: RankIdentity
@@ -126,7 +126,7 @@ class SlurmStep:
         }
 
     def placement(self, timeout_s: float) -> Placement:
-        """Find the step's first launcher within ``timeout_s``; return this placement."""
+        """Find the step's first launcher; return the placement of this launcher."""
         from dstrial.launch.local_ranks import Placement
         from dstrial.ranks.rendezvous_store import located
 
@@ -144,7 +144,7 @@ def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
 
 
 def step_of(task: RankIdentity, wanted: int | None, num_accelerators: int) -> SlurmStep:
-    """Return this launcher's share of the ranks of a Slurm step. Pure.
+    """Return the Slurm step with the ranks that this launcher starts. Pure.
 
     ``wanted`` is the number of ranks on all nodes; None for one per accelerator or task.
 

@@ -31,8 +31,8 @@ _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "ove
 def remove_stale_locks(root: Path | None = None) -> list[Path]:
     """Remove and log stale locks of extension builds; return their paths.
 
-    A lock is stale if no process has the file open, also 2 seconds later. On a shared file system it must also be older than
-    half an hour. ``root`` defaults to the directory of torch's compiled extensions. Linux only.
+    A lock is stale if no process has the file open, also 2 seconds later. On a network file system it must also be older than
+    30 minutes. ``root`` defaults to the directory of torch's compiled extensions. Linux only.
     """
     return [lock for lock in find_stale_locks(root) if _remove(lock)]
 
@@ -69,7 +69,7 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Build:
-    """An extension (compiled operator) that a process compiles or loads now.
+    """An extension, such as a DeepSpeed operator, that a process builds or loads now.
 
     ``since_s`` is the start in epoch seconds. ``holder`` is a clause such as `` by process 12``, or empty. ``is_compiled``:
     whether a compiled file exists; then the process probably only loads it.
@@ -100,7 +100,7 @@ def _locks(folder: Path) -> list[Path]:
 
 
 def _holder(status: os.stat_result) -> str:
-    """Return `` by process PID``, which has a file open; empty if unknown."""
+    """Return the clause `` by process PID`` for a file's opener; empty if unknown."""
     wanted = status.st_dev, status.st_ino
     return next((f" by process {pid}" for pid, opened in _open_files() if opened == wanted), "")
 
@@ -131,7 +131,7 @@ def _remove(lock: Path) -> bool:
 
 
 def _open_files() -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield (pid, (device, inode)) of open files, as far as this account may inspect."""
+    """Yield (pid, (device, inode)) of open files that this account may inspect."""
     for descriptors in _PROCESSES.glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):
             for descriptor in descriptors.iterdir():

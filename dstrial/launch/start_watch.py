@@ -1,7 +1,7 @@
 """Report the startup phases of ranks that take more than some seconds.
 
-Such a phase is logged, and again each time its duration has doubled. The current phase is in ``starting.json`` of the
-allocation's directory, which ``dstrial run`` and ``dstrial status`` read.
+Such a phase is logged, and again each time its duration has doubled. ``starting.json`` in the allocation's directory has the
+current phase, for ``dstrial run`` and ``dstrial status``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dstrial.ranks.startup_phase import TRAINING, read_phase
 
 STARTING_NAME = "starting.json"
 _START_POLL_S = 0.5
-# A new phase is logged after this time without a log line: several short phases must not make a long silence.
+# A new phase is logged if no line was logged for this time, so that several short phases make no long silence.
 _SILENCE_S = 4.0
 _LOADING_S = 30.0  # age at which a lock on a compiled extension is reported
 _REPEAT_AFTER_S = 30.0  # age at which a phase is logged again; later each time its age has doubled
@@ -42,7 +42,7 @@ WITHOUT_OPERATOR = {
 class Activity:
     """What the ranks wait for at startup: a phase, or the build of an operator.
 
-    ``since_s`` is its start in epoch seconds; ``detail`` is for the log.
+    ``since_s`` is the start in epoch seconds; ``detail`` is for the log.
     """
 
     text: str
@@ -64,7 +64,7 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
 def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
     """Return the ranks' oldest startup phase; None if all ranks train.
 
-    ``phases`` has (phase, start in epoch seconds) of each rank; None for a rank without one since the start at ``began_s``.
+    ``phases`` has (phase, start in epoch seconds) of each rank, or None if the rank, started at ``began_s``, reported none.
     """
     current = [(_INITIAL_PHASE, began_s) if phase is None else phase for phase in phases]
     current = [phase for phase in current if phase[0] not in ("", TRAINING)]
@@ -149,10 +149,9 @@ class _Watch:
             self._print_line(f"starting: {still}{found.text}{detail}")
 
     def _builds(self) -> list[Build]:
-        """Return builds that have held their lock long enough to be no mere loading.
+        """Return the builds whose locks are too old for the mere loading of an extension.
 
-        Builds are found by their locks, not by a wrapped ``jit_load``, because ranks also wait for builds of other trials and
-        of the user's own extensions.
+        Builds are found by their locks, because ranks also wait for builds of other trials and of the user's extensions.
         """
         return [
             build

@@ -1,9 +1,11 @@
 """Serve the rendezvous store at ``MASTER_ADDR`` from a separate process.
 
-Ranks that create their process group without dstrial need this store. The process runs ``python -m
-dstrial.launch.store_process DESCRIPTOR ADDRESS``, so that the launcher does not import torch. The ``TCPStore`` contains plain
-bytes and listens on loopback if the job is on one machine. torchrun's rendezvous instead stores a pickle on all interfaces
-(torch 2.13 ``elastic/rendezvous/dynamic_rendezvous.py:444`` and ``:1126``), so that any client could run code.
+Ranks that create their process group without dstrial need this store. The separate process keeps torch out of the launcher. The
+``TCPStore`` contains plain bytes and listens on loopback if the job is on one machine. (torchrun's rendezvous stores a
+pickle and listens on all interfaces, so that any client could run code: torch 2.13
+``elastic/rendezvous/dynamic_rendezvous.py:444`` and ``:1126``.)
+
+``python -m dstrial.launch.store_process DESCRIPTOR ADDRESS``
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _TIMEOUT = datetime.timedelta(seconds=900)
 class StoreProcess:
     """A rendezvous store in a child process, until ``close`` or the parent's exit.
 
-    Ranks that connect before torch is imported wait in the socket's backlog.
+    Ranks that connect before the child has imported torch wait in the socket's backlog.
 
     Raises:
         RankError: another program has taken the port.

@@ -154,7 +154,7 @@ class Supervisor:
             failure,
             exit_codes,
             stopped_by=self._requested,
-            # Without those that failed by themselves before they were killed.
+            # Excludes ranks that failed by themselves before the kill.
             killed_ranks=tuple(
                 rank.rank for rank in self._ranks if rank.was_killed and rank.status == -signal.SIGKILL
             ),
@@ -164,7 +164,6 @@ class Supervisor:
         )
 
     def _first_ending(self) -> RankEnding | None:
-        """Return the failure that caused the others; None if no rank failed by itself."""
         endings = [ending for rank in self._ranks if (ending := self._ending(rank)) is not None]
         first = first_ending(endings)
         if first is None or not first.is_consequence:

@@ -1,7 +1,4 @@
-"""Format short tracebacks: frames of user code, with counts of other frames.
-
-This module only formats text; ``failures`` stores full tracebacks.
-"""
+"""Format short tracebacks: frames of user code, with counts of other frames."""
 
 from __future__ import annotations
 
@@ -91,7 +88,7 @@ def _chain(
 ) -> Iterable[tuple[traceback.TracebackException, BaseException, str]]:
     """Yield the exceptions of a chain that are shown, the root cause first.
 
-    Each is a tuple: its formatted form, the exception, and Python's phrase before the next exception.
+    Each item is (formatted form, exception, Python's phrase before the next exception).
     """
     found: list[tuple[traceback.TracebackException, BaseException, str]] = []
     joint, seen = "", set()
@@ -163,8 +160,8 @@ def _of_user(frames: Sequence[_Frame]) -> list[_Frame]:
 def _folded(frames: Sequence[_Frame], base: str, *, keeps_innermost: bool) -> list[str]:
     """Return user frames as lines; consecutive other frames become one line.
 
-    Frames before the first user frame are counted at the end, so that user frames come first. Without user frames the innermost
-    frames are kept.
+    User frames come first; frames before the first user frame are counted at the end. Without user frames the innermost frames
+    are kept.
     """
     kept = {position for position, frame in enumerate(frames) if _package(frame.file) is None}
     if not kept and keeps_innermost:

@@ -25,7 +25,7 @@ def import_trial(spec: str, context_dir: Path) -> type[Any]:
         TrialImportError: the import raises, or the module has no such class. The message ends with the
         traceback of user code.
 
-    Ranks: each its own; no communication.
+    Ranks: any; no communication.
     """
     module_name, separator, class_name = spec.partition(":")
     if not (separator and module_name and class_name):

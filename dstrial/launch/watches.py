@@ -23,7 +23,7 @@ def polling(
 ) -> Iterator[None]:
     """Call ``poll`` periodically from a thread until the block ends, then ``close``.
 
-    If ``poll`` raises, the exception is logged (a repeated one only once), and polling continues.
+    If ``poll`` raises, the exception is logged (a repeated exception only once), and polling continues.
     """
     is_over = threading.Event()
 
@@ -49,7 +49,7 @@ def polling(
 
 
 class StatusFile:
-    """A JSON status file in the allocation's directory; no file off a master."""
+    """A JSON status file in the allocation's directory; a no-op without a master."""
 
     def __init__(self, name: str) -> None:
         directory = os.environ.get(ALLOCATION_DIR_VARIABLE)

@@ -1,1 +1,1 @@
-"""Determined's Core API on a run directory, with or without a master."""
+"""Determined's Core API, implemented on a run directory, with or without a master."""

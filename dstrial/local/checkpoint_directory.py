@@ -1,10 +1,9 @@
-"""Create, list and delete the checkpoint directories of a run; the keep policy.
+"""Create, list and delete a run's checkpoint directories; decide which to keep.
 
 ``<checkpoints>/<uuid>/`` is a checkpoint as soon as its completion marker exists. During a save, ``<uuid>.saving/`` in the same
 directory names the process of rank 0. If that process has died, the next start removes the two directories.
 
-``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules. A run without a master is one trial, so "best of the trial"
-and "best of the experiment" mean the same checkpoints.
+``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules; a run without a master is an experiment with one trial.
 """
 
 from __future__ import annotations
@@ -76,9 +75,9 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
 
 
 def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
-    """Create a checkpoint's directory and the note of its writer.
+    """Create a checkpoint's directory, and beside it the ``.saving`` directory.
 
-    If the directory cannot be created, the call removes what it has created. Ranks: 0.
+    The latter names this process as the writer. On an error both are removed. Ranks: 0.
     """
     saving_path = _saving_path(checkpoints_path, storage_id)
     try:
@@ -100,8 +99,8 @@ def remove_checkpoint(
 ) -> None:
     """Remove a complete or incomplete checkpoint, its completion marker first.
 
-    ``delete_files`` deletes the files of a checkpoint whose directory is only a record. If it raises, or the process is killed
-    during the call, ``remove_incomplete_checkpoints`` removes the rest.
+    ``delete_files`` deletes the files of a checkpoint in object storage. If it raises, or the process is killed during the
+    call, ``remove_incomplete_checkpoints`` removes the rest.
     """
     path = checkpoints_path / storage_id
     if path.is_dir():
@@ -148,9 +147,9 @@ def remove_incomplete_checkpoints(
 ) -> dict[str, int]:
     """Remove incomplete checkpoints of dead processes; return name -> removed bytes.
 
-    A checkpoint is kept if its writer lives or runs on another machine. ``delete_files`` is that of ``remove_checkpoint``; if it
+    A checkpoint is kept if its writer is alive or on another machine. ``delete_files`` is as in ``remove_checkpoint``; if it
     raises ``CheckpointError``, the checkpoint is kept for the next call. Directories without a ``.saving`` directory are kept,
-    such as the TensorBoard files that Determined stores under the cluster's id.
+    such as Determined's TensorBoard files.
     """
     names = {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
     removed: dict[str, int] = {}
@@ -196,9 +195,9 @@ class KeepPolicy:
 
     @classmethod
     def from_config(cls, checkpoint_storage: Mapping[str, object] | None) -> KeepPolicy | None:
-        """Read ``checkpoint_storage``; None, which keeps all, without a ``save_…`` field.
+        """Read ``checkpoint_storage``; None (keep all) if it has no ``save_…`` field.
 
-        If a ``save_…`` field is given, the missing ones get Determined's defaults: latest 1, trial best 1, experiment best 0.
+        If a field is given, missing ones get Determined's defaults: latest 1, trial best 1, experiment best 0.
         """
         fields = checkpoint_storage or {}
         given = {key: fields[key] for key in _KEEP_DEFAULTS if fields.get(key) is not None}
@@ -221,8 +220,8 @@ def checkpoints_to_delete(
     """Return the uuids of checkpoints that the policy deletes, oldest first.
 
     ``checkpoints`` are (uuid, ``steps_completed``), oldest first; the newest is always kept. ``validations`` is
-    ``steps_completed`` -> searcher metric. A checkpoint without a metric, or with NaN, is never among the best. Of two equal
-    metrics, the one with fewer steps is better.
+    ``steps_completed`` -> searcher metric. A checkpoint without a metric, or with NaN, is never among the best. Of two
+    checkpoints with equal metrics, the checkpoint with fewer steps is better.
     """
     if not checkpoints:
         return []

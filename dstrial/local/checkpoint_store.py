@@ -93,7 +93,7 @@ class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc
             inode = self.path.stat().st_ino
         except FileNotFoundError as error:
             raise StorageGoneError(str(self.path), "no directory") from error
-        # Compare inodes only: a remounted network file system has another device number, and the same inodes.
+        # Compare inodes only: a remounted network file system has the same inodes, but another device number.
         if inode != self._inode:
             raise StorageGoneError(str(self.path), "a directory that was made since")
 
@@ -101,11 +101,11 @@ class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc
 class LocalCheckpointContext(NodeCheckpointContext):
     """Stores checkpoints in a directory that all ranks can write to, without a master.
 
-    With an external storage, ``checkpoints_path`` has the records of checkpoints.
+    With an external storage, ``checkpoints_path`` has only a record (metadata and completion marker) of each checkpoint.
 
     Args:
         checkpoints_path: directory of the checkpoints or of their records.
-        manager: where files are stored.
+        manager: Determined's storage manager for the files.
         settings: the external storage; None if the files are in ``checkpoints_path``.
         keep: the policy for deleting checkpoints after each save; None keeps all.
         validations: returns ``steps_completed`` -> searcher metric, for ``keep``; called on the chief.
@@ -319,9 +319,9 @@ class LocalCheckpointContext(NodeCheckpointContext):
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> Iterator[Path]:
-        """Yield the checkpoint's directory; takes a uuid or a path.
+        """Yield the directory of a checkpoint, which is given by uuid or path.
 
-        Ranks: any; with object storage as in Determined, which is all, unless ``download_mode`` is ``NoSharedDownload``.
+        Ranks: any; with object storage all, collectively, unless ``download_mode`` is ``NoSharedDownload``.
         """
         with self._restored_from(self._find(storage_id), self._settings, download_mode, selector) as path:
             yield path
@@ -384,9 +384,9 @@ class LocalCheckpointContext(NodeCheckpointContext):
         return path
 
     def _stored(self, name: str) -> Path | None:
-        """Return the directory with metadata of a checkpoint that lies in object storage.
+        """Return a local directory with the metadata of a checkpoint in object storage.
 
-        None if ``name`` is no UUID or the checkpoints lie elsewhere.
+        None if ``name`` is no UUID, or if object storage has no such checkpoint.
         """
         manager = self._storage_manager
         if not isinstance(manager, ObjectStorageManager) or not is_uuid(name):
@@ -460,10 +460,10 @@ class MirroredCheckpointContext(NodeCheckpointContext):
             remove_checkpoint(self._checkpoints_path, storage_id)
 
     def _is_own(self, storage_id: str) -> bool:
-        """Return whether this trial has saved the checkpoint, by the master's record.
+        """Return whether, according to the master, this trial has saved the checkpoint.
 
-        The master lets a trial delete only the trial's own checkpoints. It rejects a deletion if the files are gone already
-        (Determined 0.38.1 ``core/_checkpoint.py``, ``delete``).
+        The master lets a trial delete only the trial's own checkpoints, and only if their files still exist (Determined 0.38.1
+        ``core/_checkpoint.py``, ``delete``).
         """
         if storage_id not in self._owned:
             try:
@@ -481,7 +481,7 @@ class MirroredCheckpointContext(NodeCheckpointContext):
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> Iterator[Path]:
-        """Yield a checkpoint's directory; takes a uuid, or a path from ``--resume``."""
+        """Yield a checkpoint's directory; the id is a uuid, or a path from ``--resume``."""
         if Path(storage_id).is_absolute():
             record = Path(storage_id)
             with self._restored_from(record, self._settings, download_mode, selector) as path:
@@ -498,7 +498,6 @@ class MirroredCheckpointContext(NodeCheckpointContext):
 
 
 def _selected_files(source: Path, selector: Callable[[str], bool] | None) -> dict[str, FileEntry]:
-    """Return size and checksum of each file in a directory that the selector selects."""
     next(source.iterdir(), None)  # raises an OSError unless the directory can be read
     names = [found.relative_to(source).as_posix() for found in source.rglob("*") if found.is_file()]
     return hash_files(source, [name for name in names if selector is None or selector(name)])
@@ -552,9 +551,8 @@ def _superfluous(
 def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
     """Find another run's complete checkpoint by its uuid, or return None.
 
-    Searches the runs of this process, this run's runs directory, and the default runs directory.
-
-    Source: Determined 0.38.1 keeps the checkpoints of all local runs in one directory and finds each by its uuid.
+    Searches the runs of this process, this run's runs directory, and the default runs directory. (Determined 0.38.1 keeps all
+    local checkpoints in one directory.)
     """
     if not is_uuid(storage_id):
         return None
@@ -591,7 +589,7 @@ def open_checkpoint_store(
 ) -> LocalCheckpointContext:
     """Open or create a checkpoints directory; rank 0 removes incomplete checkpoints.
 
-    ``settings`` is the external storage of the files; None if ``checkpoints_path`` has them.
+    ``settings`` is the external storage of the files; None if ``checkpoints_path`` has the files.
 
     Raises:
         CheckpointError: the object storage cannot be written.

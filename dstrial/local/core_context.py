@@ -106,7 +106,7 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
         if collector is None:
             return
         for one in collector._metric_collectors:
-            # When stopped, the collector would fill its window with samples of one moment: take at most one.
+            # A stopping collector would fill its window with samples of one moment: let it take one if it has none.
             sample = one.sample_metrics
             one.sample_metrics = lambda one=one, sample=sample: None if one.metric_samples else sample()
         super()._close()
@@ -204,8 +204,8 @@ def mirror(
 ) -> LocalTrainContext:
     """Let a master's core context also write to a run directory; return its ``train``.
 
-    Replaces ``core_context.train`` and ``core_context.checkpoint``. ``core.init`` must have made the context with manual
-    TensorBoard files. At the end, call ``flush_progress`` of the result and :func:`remove_tensorboard_directories`.
+    Replaces ``core_context.train`` and ``core_context.checkpoint``. The context's ``tensorboard_mode`` must be ``MANUAL``. At
+    the end, call ``flush_progress`` of the result and :func:`remove_tensorboard_directories`.
     """
     is_chief = core_context.distributed.rank == 0
     if is_chief:
@@ -231,8 +231,7 @@ def mirror(
 def remove_tensorboard_directories(core_context: core.Context, run_directory: RunDirectory) -> None:
     """Remove the empty directories that Determined creates for TensorBoard files.
 
-    A run directory has these files in ``tensorboard/``. Call this at the end of a run: while ranks start, one rank may still
-    create the directories.
+    Call this at the end of a run, because ranks create the directories while they start.
     """
     if core_context.distributed.rank != 0 or core_context.info is None:
         return

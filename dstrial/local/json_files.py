@@ -21,7 +21,7 @@ def to_strict_json(value: Any, where: str) -> Any:
     """Convert a value to strict JSON: dict, list, str, int, float, bool and None.
 
     Args:
-        value: numbers, strings, None, mappings, sequences, NumPy scalars and arrays, host tensors, in any nesting; not mutated.
+        value: numbers, strings, None, mappings, sequences, NumPy scalars and arrays, CPU tensors, in any nesting; not mutated.
         where: the value's name in an error, for example ``metrics['loss']``.
 
     Raises:
@@ -63,7 +63,7 @@ def metric_number(value: Any) -> float | None:
 
 
 def write_json_atomically(path: Path, value: Any, *, sync: bool = True) -> None:
-    """Write a JSON document atomically with :func:`dstrial.file_writes.replace_file`."""
+    """Write a JSON document atomically; with ``sync``, flush the file to disk."""
     text = json.dumps(to_strict_json(value, path.name), indent=2, allow_nan=False) + "\n"
     replace_file(path, text, sync=sync)
 
@@ -94,8 +94,7 @@ def read_json(path: Path) -> Any:
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     """Append one row to a file of JSON lines with a single write.
 
-    A killed process can leave only an incomplete last line, which ``repair_json_lines`` removes. If the write fails, the
-    written part of the row is removed.
+    If the write fails, the written part of the row is removed. If the process is killed, ``repair_json_lines`` removes it.
 
     Raises:
         OSError: the row could not be written completely.
@@ -180,8 +179,8 @@ class JsonLinesTail:
     def poll(self) -> tuple[bool, list[dict[str, Any]]]:
         """Return whether the file was replaced or truncated, and the new rows.
 
-        New rows are those since the last call. After a replacement, all rows of the file are returned, and earlier ones are
-        void. Lines that are no JSON object are left out.
+        New rows are those since the last call. After a replacement all rows of the file are new. Lines that are no JSON object
+        are left out.
         """
         try:
             with self._path.open("rb") as file:

@@ -1,10 +1,10 @@
 """A checkpoint context whose nodes each transfer files to object storage once.
 
 Ranks write a checkpoint into a scratch directory of their node. Then the first rank of each node uploads the node's files, and
-rank 0 uploads the completion marker last. To load a checkpoint, the first rank of each node downloads the checkpoint for all.
+rank 0 uploads the completion marker last. To load a checkpoint, the first rank of each node downloads it for all.
 
 The run directory keeps a record of each checkpoint in object storage: ``checkpoints/<uuid>/`` with the manifest, the metadata and
-a completion marker that names the storage. Whatever lists or chooses checkpoints reads the records.
+a completion marker that names the storage. Code that lists or chooses checkpoints reads the records.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run_on_all_ranks(
     Args:
         distributed: the ranks, and the channel for the exchange of results.
         step: the function; its result is small and can be pickled.
-        describe: makes the error message for a failure on this rank; the other ranks raise it too.
+        describe: returns the error message for a failure on this rank; the other ranks raise it too.
 
     Raises:
         CheckpointError: ``step`` raised an ``OSError`` on this rank, or any exception on another rank. Any other exception of
@@ -94,9 +94,10 @@ def completion_info(storage_id: str, steps_completed: Any) -> dict[str, Any]:
 
 
 def write_record(files: Path, record: Path, info: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Complete ``record``, the local directory of a checkpoint in object storage.
+    """Write the local record of a checkpoint in object storage.
 
-    It gets the manifest and the metadata of the directory ``files``, which may be ``record`` itself, and the completion marker.
+    Copies manifest and metadata from the directory ``files`` to the directory ``record``, unless these are the same, and writes
+    the completion marker.
     """
     record.mkdir(exist_ok=True)
     for name in _RECORDED:
@@ -182,15 +183,15 @@ class ObjectStorageManager(storage.StorageManager):  # type: ignore[misc]  # myp
 class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
     """Determined's checkpoint context, with completion markers.
 
-    With object storage, each node transfers its files once. Determined 0.38.1 finds ranks that share a directory by device and
-    inode, which may be equal on two machines.
+    With object storage, each node transfers its files once. (Determined 0.38.1 detects a shared directory by device and inode,
+    which may be equal on two machines.)
     """
 
     @classmethod
     def of_cluster(
         cls, cluster: core.CheckpointContext, manager: ObjectStorageManager | None
     ) -> NodeCheckpointContext:
-        """Return a master's checkpoint context; ``manager`` replaces its own, if given."""
+        """Convert Determined's context of a master; a given ``manager`` stores the files."""
         made = cls.__new__(cls)
         made.__dict__.update(cluster.__dict__)
         if manager is not None:
@@ -280,7 +281,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         download_mode: core.DownloadMode,
         selector: Callable[[str], bool] | None,
     ) -> Iterator[Path]:
-        """Yield the files of a checkpoint that is given by its directory or record."""
+        """Yield the directory with a checkpoint's files; ``record`` may contain them."""
         settings = recorded_storage(record, own)
         if settings is None:
             yield record
@@ -362,7 +363,7 @@ def _require_manifest(root: Path, expected: str | None) -> None:
 def downloaded_record(manager: ObjectStorageManager, storage_id: str) -> Path | None:
     """Download a checkpoint's marker, manifest and metadata; return their directory.
 
-    None if the storage has no such checkpoint, or one without a completion marker.
+    None if the storage has no such checkpoint, or if its completion marker is missing.
     """
     # The ranks of a node share the scratch directory and download at the same time.
     record = manager.scratch / f"records-{os.getpid()}" / storage_id
@@ -373,7 +374,7 @@ def downloaded_record(manager: ObjectStorageManager, storage_id: str) -> Path | 
 
 
 def shared_scratch(distributed: core.DistributedContext, stack: contextlib.ExitStack) -> Path:
-    """Return a scratch directory of this node; ``stack`` of its first rank deletes it.
+    """Return a directory that this node's ranks share until ``stack`` is closed.
 
     Ranks: all, collectively.
     """

@@ -23,7 +23,7 @@
     .dstrial-output           marks the directory as output, so that no context directory includes it
     logs/attempt_<n>/         the ranks' output, one directory per attempt
 
-This module starts no process and knows nothing about training.
+This module starts no process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ logger = logging.getLogger("dstrial.local")
 RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"  # environment variable: directory of all runs
 LOCAL_ID = 0  # id of experiment and trial in checkpoints of a run without a master
 RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # environment variable of ranks: the run's directory
-REWRITE_VARIABLE = "DSTRIAL_REWRITE"  # trial number; its checkpoint is only restored and saved again
+# Environment variable with the trial id in a checkpoint that a rank only restores and saves again.
+REWRITE_VARIABLE = "DSTRIAL_REWRITE"
 TEST_VARIABLE = "DSTRIAL_TEST"  # environment variable, 1: train two batches, save a checkpoint, read it back
 
 
@@ -99,7 +100,7 @@ def utc_stamp(moment: str | None = None) -> str:
 def default_runs_dir(runs_dir: str | os.PathLike[str] | None = None) -> Path:
     """Return the absolute directory of all runs; it need not exist.
 
-    It is the argument, the variable ``DSTRIAL_RUNS_DIR``, or ``runs``, in this order.
+    It is the first that is given of ``runs_dir``, the variable ``DSTRIAL_RUNS_DIR``, and ``runs``.
     """
     return Path(runs_dir or os.environ.get(RUNS_DIR_VARIABLE) or "runs").absolute()
 
@@ -168,7 +169,7 @@ class RunDirectory:
         return sorted(self.path.glob("outcome*.json"))
 
     def link_best(self, uuid: str) -> None:
-        """Link ``best`` to a checkpoint, in place of another one."""
+        """Create or replace the link ``best`` to the checkpoint ``uuid``."""
         link = self.best_path.with_name(".best")
         link.unlink(missing_ok=True)
         link.symlink_to(self.checkpoints_path.relative_to(self.path) / uuid)
@@ -181,7 +182,7 @@ class RunDirectory:
         """Return the log directory, not created yet, for an allocation's ranks.
 
         The launchers on all hosts of the allocation get the same directory. If the last attempt belongs to another allocation,
-        the master has started the trial again (a restart, an activation), and this call begins a new attempt.
+        because the master has restarted the trial, this call begins a new attempt.
         """
         record = self.read_record()
         attempt = record.num_attempts

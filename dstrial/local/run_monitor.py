@@ -76,7 +76,7 @@ class RunMonitor:
         return self._view
 
     def _progress(self) -> tuple[int | None, int | None]:
-        """Return this attempt's trained and total batches; None if unknown."""
+        """Return (trained batches, total batches) of this attempt; None if unknown."""
         # Reports may be ahead of the progress file.
         known = self._view.batches_trained, self._view.batches_total
         try:
@@ -110,9 +110,9 @@ def to_report(group: str, steps_completed: int, metrics: Mapping[str, Any]) -> R
 
 
 def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | None:
-    """Return name and value of the one metric of a report to show, or None.
+    """Return (name, value) of the metric to show for a report; None without one.
 
-    The choice is ``preferred``, then ``loss``, then the first metric that is neither a counter nor a speed.
+    The metric is ``preferred``, else ``loss``, else the first that is neither a counter nor a speed.
     """
     for name in (preferred, "loss"):
         if name is not None and name in report.metrics:

@@ -53,10 +53,7 @@ MEASURING_KEYS = frozenset({MEASURING_KEY, SETTINGS_KEY, AROUND_FIT_KEY})
 
 
 def is_measuring(hparams: Mapping[str, Any]) -> bool:
-    """Return whether the hyperparameters belong to a dsat trial that only measures.
-
-    Such a trial ends as soon as enough steps are timed.
-    """
+    """Return whether a trial of dsat (autotuning) runs only to measure its speed."""
     return bool(hparams.get(MEASURING_KEY))
 
 

@@ -53,7 +53,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         metric: the searcher metric; None without one.
         smaller_is_better: whether a smaller searcher metric is better.
         cluster: Determined's train context, which also gets every report; None without a master.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.cluster.report_early_exit(reason)
 
     def note_steps(self, num_steps: int, num_skipped: int) -> None:
-        """Record the run's optimizer steps of all engines, and the skipped ones of them."""
+        """Record how many optimizer steps all engines made, and how many were skipped."""
         self._update_status({"optimizer_steps": num_steps, "skipped_steps": num_skipped})
 
     def note_telemetry(self, totals: Mapping[str, Any]) -> None:
@@ -196,9 +196,9 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
     def report_system_metrics(
         self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime, node_idx: int
     ) -> None:
-        """Append a node's averages, node -> name -> value. Ranks: the node's first.
+        """Append a node's average system metrics, node -> metric -> value, to a file.
 
-        The chief appends to ``metrics.jsonl``, another node's rank to ``metrics.node<n>.jsonl``.
+        The chief appends to ``metrics.jsonl``, other ranks to ``metrics.node<n>.jsonl``. Ranks: the first of each node.
         """
         row = {
             "group": group,
@@ -238,7 +238,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             return self._last_validation
 
     def get_experiment_best_validation(self) -> float | None:
-        """Return the best searcher metric of this run's attempts, without NaN, or None."""
+        """Return the best searcher metric of this run, ignoring NaN; None without one."""
         values = [value for value in self.validations().values() if not math.isnan(value)]
         if not values:
             return None

@@ -2,9 +2,8 @@
 
 ``PartialState._prepare_backend`` of accelerate 1.15 (``state.py``), which Hugging Face's Trainer also uses, chooses a backend
 only for accelerators, or with ``cpu=True``, which disables DeepSpeed. Without a backend every rank behaves as a single-rank
-job and trains on all data, even if a process group exists. Releases up to 1.10 chose gloo. A script may pass
-``InitProcessGroupKwargs(backend="gloo")``; this module has the same effect for all other scripts. No environment variable
-selects the backend, so the method is patched in the rank's process when ``accelerate`` is imported.
+job and trains on all data, even if a process group exists. Releases up to 1.10 chose gloo. The patch has the same effect as
+``InitProcessGroupKwargs(backend="gloo")`` in a script; no environment variable selects the backend.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _is_deepspeed_on_cpu() -> bool:
 
 
 def _bring_up_ranks() -> None:
-    """Create the job's gloo process group without compiling operators. Ranks: all."""
+    """Create the gloo process group without compiling. Ranks: all, collectively."""
     import deepspeed
     import torch.distributed
 

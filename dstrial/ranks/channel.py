@@ -37,7 +37,7 @@ _START = "start of the control channel"
 
 @dataclasses.dataclass(slots=True)
 class _Transfer:
-    """A started collective operation; ``received`` is the buffer of the result."""
+    """A started collective operation; its result is written to ``received``."""
 
     name: str
     number: int
@@ -55,9 +55,9 @@ class PendingGather:
         self._transfer = transfer
 
     def wait(self) -> list[Any]:
-        """Return the values of all ranks, by rank. Ranks: all, at the same place.
+        """Return the values of all ranks, by rank. Ranks: all, collectively.
 
-        If a value is too long for one message, this starts a second collective.
+        If a value is too long for one message, ``wait`` starts a second collective.
         """
         return [self._channel._decode(payload) for payload in self._channel._finish(self._transfer)]
 
@@ -72,7 +72,7 @@ class GroupChannel:
         RankTimeoutError: a rank missed the deadline; the message names the missing ranks.
         RankError: a peer has exited.
 
-    Ranks: those in ``ranks``, collectively, also for all methods except ``leave`` and ``close``.
+    Ranks: those in ``ranks``, collectively; so are all methods except ``leave`` and ``close``.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, timeout_s: float) -> None:

@@ -1,9 +1,8 @@
 """The control channel, which exchanges small Python objects between ranks.
 
 It replaces Determined's ``DistributedContext``, whose ZMQ sockets need two fixed ports per machine and have no timeout. The
-control channel uses a separate gloo group. It works with any accelerator's backend, needs no port, and raises an error at the
-deadline that names the missing ranks. Values are pickled. A message is unpickled only after its HMAC tag is verified; only
-this job's ranks can create the tag.
+control channel uses a separate gloo group, needs no port, and at the deadline raises an error that names the missing ranks.
+Values are pickled. A message is unpickled only after its HMAC tag is verified, which only this job's ranks can create.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ def timeout_from_environ() -> float:
 class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determined ships no types
     """A ``DistributedContext`` over gloo, to pass to ``determined.core.init``.
 
-    Every method is collective over all ranks (``_local`` methods: over a machine's ranks) and has a timeout. The timeout is
-    ``timeout_s``, by default ``DSTRIAL_TIMEOUT_S`` or 1800 seconds. All ranks must call the methods in the same order, from one
-    thread per rank. A single rank does not communicate.
+    Every method is collective over all ranks (``_local`` methods: over a machine's ranks). Its timeout is ``timeout_s``, by
+    default ``DSTRIAL_TIMEOUT_S`` or 1800 seconds. All ranks must call the methods in the same order, from one thread per rank.
+    A single rank does not communicate.
 
     Raises:
         RankTimeoutError: a rank did not create its channel in time; the message names the missing ranks.

@@ -56,8 +56,8 @@ def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_sha
 def refuse_instances(identity: RankIdentity, environ: Mapping[str, str]) -> None:
     """Raise RankError for several ranks on several MIG instances of GPUs.
 
-    A process sees only the first MIG instance of ``CUDA_VISIBLE_DEVICES``, so all ranks would use it, and NCCL does not
-    support MIG instances. Source: NVIDIA's MIG user guide, "CUDA Device Enumeration".
+    A process sees only the first MIG instance of ``CUDA_VISIBLE_DEVICES``, and NCCL does not support MIG instances. Source:
+    NVIDIA's MIG user guide, "CUDA Device Enumeration".
     """
     words = [word.strip() for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     instances = [word for word in words if word.startswith("MIG-")]

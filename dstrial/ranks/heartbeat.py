@@ -1,11 +1,10 @@
 """Write this rank's heartbeat (phase and batch) to a file that the launcher reads.
 
-Rank and launcher map the file, and use neither locks nor system calls. Without dstrial's launcher the rank writes to private
-memory. The file has one slot of ``SLOT_BYTES`` for each rank of this machine. A slot has a lane for the main thread, a lane for
-the background save thread, the owner's pid, and the longest duration of each phase.
+Rank and launcher map the file into memory, and use neither locks nor system calls. Without dstrial's launcher the rank writes
+to private memory. The file has one slot of ``SLOT_BYTES`` for each rank of this machine. A slot has a *lane* (the state of one
+thread) for the main thread and one for the background save thread, the rank's pid, and the longest duration of each phase.
 
-A heartbeat costs cache misses, because a training step fills the caches. So the hot path writes through memory views, which
-touch half as much memory as ``struct``.
+The hot path writes through memory views, which cause fewer cache misses than ``struct``.
 """
 
 from __future__ import annotations
@@ -54,17 +53,17 @@ class Phase(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat: what one thread of a rank (main or save) has last written.
+    """A heartbeat: the last state that a rank's main or save thread has written.
 
     Attributes:
-        phase: what the thread does.
+        phase: current activity of the thread.
         waits_for_data: whether the main thread waits for its data loader.
         batch: number of trained batches.
         since_s: start time of the phase or of the latest batch, monotonic.
         thread_id: Python's id of the thread.
         pid: process id of the rank.
         start_ticks: start time of the process, in the kernel's ticks.
-        longest_s: longest duration of each phase, 0 if none has ended; of consecutive batches only the last is measured.
+        longest_s: by ``Phase``, the longest duration so far; 0 if none has ended. Of consecutive batches only the last is timed.
     """
 
     phase: Phase
@@ -110,7 +109,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, batch: int) -> Iterator[None]:
-        """Record ``phase`` for the block, and ``BETWEEN`` after a successful block."""
+        """Record ``phase`` during the block, and ``BETWEEN`` after it unless it raises."""
         self.begin(phase, batch)
         yield
         self.begin(Phase.BETWEEN, batch)

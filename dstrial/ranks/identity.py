@@ -1,8 +1,7 @@
 """Find this process's rank, world size and rendezvous in the environment.
 
-Each launcher sets different variables. They are tried in a fixed order, most explicit first: torchrun, DeepSpeed's
-launcher (both also under Determined's launch layers), Slurm's ``srun``, Open MPI's ``mpirun``, then Hydra (MPICH
-and Intel MPI). If no launcher's variables are set, the process is a single rank.
+Launchers' variables are tried in a fixed order: torchrun, DeepSpeed's launcher (both also under Determined's launch layers),
+Slurm's ``srun``, Open MPI's ``mpirun``, then Hydra (MPICH and Intel MPI). If none are set, the process is a single rank.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ DEVICE_VARIABLE = "DSTRIAL_LOCAL_RANK"
 _FIRST_DERIVED_PORT = 15_000
 _NUM_DERIVED_PORTS = 14_000
 
-# Slurm's internal steps (batch script, interactive shell, extern) have ids from here on. Such a step is
+# Slurm's internal steps (batch script, interactive shell, extern) have ids from this one up. Such a step is
 # one process, whatever SLURM_NTASKS says (slurm.h, SLURM_MAX_NORMAL_STEP_ID).
 _SLURM_FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
 
@@ -48,7 +47,7 @@ class RankIdentity:
         master_port: TCP port on which rank 0 serves the rendezvous. 0 on a single rank without a given port;
         ``init_process_group`` then chooses a free port.
         launcher: the launcher whose variables were used.
-        nodes: nodes on which rank 0 may run: all nodes of a Slurm step in list order, if no address is known.
+        nodes: nodes to search for rank 0: all nodes of a Slurm step in list order; empty if rank 0's address is known.
     """
 
     rank: int
@@ -71,10 +70,9 @@ class RankIdentity:
 def identify(environ: Mapping[str, str]) -> RankIdentity:
     """Return this process's rank identity from environment variables.
 
-    A job on one machine needs no master address. The rendezvous is on the loopback interface (for ``dstrial.launch`` in a
-    file), on one of 14,000 ports derived from the job's id. ``process_group`` handles a port that is taken. Several
-    machines need ``MASTER_ADDR`` or Determined's ``DET_CHIEF_IP``. A Slurm step needs neither, because its nodes are known;
-    rank 0 is searched on the nodes, beginning with the first.
+    A job on one machine needs no master address: its rendezvous is a file (``dstrial.launch``), or a loopback port derived from
+    the job's id. A job on several machines needs ``MASTER_ADDR`` or Determined's ``DET_CHIEF_IP``. A Slurm step needs neither,
+    because rank 0 is searched on the step's nodes.
 
     Args:
         environ: usually ``os.environ``; not modified.
@@ -111,7 +109,7 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
 def device_variable(identity: RankIdentity, device_idx: int) -> str:
     """Return the value of ``DSTRIAL_LOCAL_RANK``: ``rank:device index:local rank``.
 
-    The variable keeps the local rank where ``LOCAL_RANK`` must name a device.
+    The variable preserves the local rank if ``LOCAL_RANK`` is set to the device index.
     """
     return f"{identity.rank}:{device_idx}:{identity.local_rank}"
 
@@ -225,8 +223,8 @@ def _from_slurm(view: _EnvView) -> RankIdentity | None:
 def _slurm_local_world_size(view: _EnvView, world_size: int, node_rank: int, num_nodes: int) -> int:
     """Return the number of the step's tasks on this node.
 
-    ``SLURM_GTIDS`` lists the tasks. Counts of nodes are in list order, but ``SLURM_NODEID`` is not in a heterogeneous step
-    (22.05: ``srun -w host3 : -w host1``).
+    ``SLURM_GTIDS`` lists the tasks. In a heterogeneous step, ``SLURM_NODEID`` cannot index the nodes' task counts, whose order
+    differs (Slurm 22.05: ``srun -w host3 : -w host1``).
     """
     own_tasks = view.text("SLURM_GTIDS")
     if own_tasks is not None:

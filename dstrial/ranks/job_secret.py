@@ -1,8 +1,7 @@
 """A job's shared secret for message tags, and the job's private rendezvous file.
 
-Other accounts (on loopback) or machines (on a network) can connect to a rank and send arbitrary bytes. Unpickling these bytes
-could run code, so every message has an HMAC tag that is verified first. ``DSTRIAL_STORE`` names the rendezvous file of the
-ranks of one machine.
+Other accounts (on loopback) or machines (on a network) can send bytes to a rank. Unpickling these bytes could run code, so every
+message has an HMAC tag that is verified first. ``DSTRIAL_STORE`` names the rendezvous file of one machine's ranks.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ def new_secret() -> str:
 
 
 def key_from_environ(environ: Mapping[str, str]) -> bytes | None:
-    """Return the key for message tags; None if no variable has a secret.
+    """Derive the key for message tags from ``DSTRIAL_SECRET`` or a cluster's token.
 
-    The key follows from ``DSTRIAL_SECRET`` or a cluster's token.
+    None if neither variable is set.
     """
     text = environ.get(SECRET_VARIABLE) or environ.get(_CLUSTER_VARIABLE)
     return hmac.digest(text.encode(), b"dstrial ranks", "sha256") if text else None
@@ -78,7 +77,7 @@ def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
         RankError: the file cannot be read here, or another account owns it.
         RuntimeError: from torch, if the writer does not arrive or has exited.
 
-    Ranks: all of a machine. The writer must not leave the block before all ranks have read the key.
+    Ranks: all of a machine, collectively. The writer must stay in the block until all ranks have read the key.
     """
     if not is_writer:
         yield _read_key(store.get("key").decode(errors="replace"))

@@ -77,9 +77,9 @@ def num_torch_accelerators() -> int:
     """Return torch's number of accelerators, without breaking CUDA in later forks.
 
     torch counts by initialising the CUDA driver, which a fork cannot use afterwards. So this function sets
-    ``PYTORCH_NVML_BASED_CUDA_CHECK``, as DeepSpeed does later (deepspeed/__init__.py:14). torch ignores the variable for MIG
-    instances in ``CUDA_VISIBLE_DEVICES`` (2.13 cuda/__init__.py, ``_device_count_nvml``) and in 2.6's ``torch.accelerator``;
-    forks cannot use CUDA then.
+    ``PYTORCH_NVML_BASED_CUDA_CHECK``, as DeepSpeed does later (deepspeed/__init__.py:14). torch ignores the variable, and forks
+    cannot use CUDA, if ``CUDA_VISIBLE_DEVICES`` has MIG instances (2.13 cuda/__init__.py, ``_device_count_nvml``) or in torch
+    2.6's ``torch.accelerator``.
 
     Ranks: any; no communication.
     """
@@ -107,14 +107,13 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
 
     The rendezvous of ``dstrial.launch`` on one machine is a private file; a single rank needs none. Otherwise rank 0 or
     torchrun serves the rendezvous at ``identity.master_port``, on loopback if the job is on one machine. If another
-    program uses a port that was derived from the job's id, rank 0 fails at once with an error that names the port;
-    ``MASTER_PORT`` sets another port. On one machine gloo and NCCL use loopback unless ``GLOO_SOCKET_IFNAME`` and
-    ``NCCL_SOCKET_IFNAME`` are set.
+    program has taken the port, rank 0 fails at once; ``MASTER_PORT`` sets another port. On one machine gloo and NCCL use
+    loopback unless ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set.
 
     Args:
         identity: this process's identity, from ``identify(os.environ)``.
-        timeout_s: timeout of the rendezvous and, on most backends, of each collective operation, seconds; also the default
-        for groups that are created later.
+        timeout_s: timeout in seconds of the rendezvous and, on most backends, of each collective operation; also the
+        default for groups that are created later.
 
     Returns:
         ``identity``, with rank 0's address if it was unknown before.
@@ -206,8 +205,8 @@ def _share_timeout(timeout: datetime.timedelta) -> _Replaced:
     """Make the default group's timeout the default of groups created later.
 
     ``new_group`` does not inherit the default group's timeout, and DeepSpeed passes none: its groups would use torch's 30 minutes
-    (10 with NCCL). If a caller passes no timeout, torch calls the replaced function (2.6 to 2.13 distributed_c10d.py:
-    ``new_group``, ``split_group``). If the user has set no timeout and torch's default is shorter, torch's default is kept.
+    (10 with NCCL). So torch's function that returns the default is replaced (2.6 to 2.13 distributed_c10d.py: ``new_group``,
+    ``split_group``). If the user has set no timeout and torch's default is shorter, torch's default is kept.
     """
     theirs = getattr(distributed_c10d, _DEFAULT_TIMEOUT, None)
     if theirs is None:  # another torch release
@@ -240,12 +239,12 @@ def _share_device(
 ) -> _Replaced:
     """Create a gloo group for ranks that share a device, instead of DeepSpeed's NCCL.
 
-    NCCL rejects two ranks on one device. DeepSpeed uses an existing group with any backend (comm/comm.py:878). A group that it
-    creates is bound to the device, and gloo has no ``perform_nocolor_split`` (torch 2.13 distributed_c10d.py:2057). Gloo's
+    NCCL rejects two ranks on one device. DeepSpeed uses an existing group with any backend (comm/comm.py:878), but binds a group
+    that it creates to the device, for which gloo lacks ``perform_nocolor_split`` (torch 2.13 distributed_c10d.py:2057). Gloo's
     collectives copy CUDA tensors through the host; reduce-scatter is an all-reduce of a copy (ProcessGroupGloo.cpp,
-    ``_reduce_scatter_base``). But ``send`` and ``recv`` pass the device address to the socket unchecked, so pipelines' calls are
-    copied through the host here. DeepSpeed's ``stage_on_cpu`` (comm/torch.py:137), made for MPS, does not work: it also copies
-    inputs back, after ZeRO 3 has changed them, and losses differ without an error.
+    ``_reduce_scatter_base``). Gloo's ``send`` and ``recv`` instead pass the device address to the socket, so DeepSpeed's are
+    replaced by copies through the host. DeepSpeed's ``stage_on_cpu`` (comm/torch.py:137) is not used: it also copies inputs back,
+    after ZeRO 3 has changed them, and losses differ without an error.
     """
     if identity.rank == 0:
         logger.warning(
@@ -325,10 +324,10 @@ def shutdown() -> None:
 def keep() -> None:
     """Keep the process group until the process exits; ``shutdown`` becomes a no-op.
 
-    Used if a library still needs the group after dstrial has finished. The group is destroyed at interpreter exit, before
+    For a library that still needs the group after dstrial has finished. The group is destroyed at interpreter exit, before
     torch's threads end.
 
-    Ranks: each its own; no communication.
+    Ranks: any; no communication.
     """
     global _created
     _created = None
@@ -347,8 +346,7 @@ def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
     """Prevent DeepSpeed from compiling its shared-memory collective for a CPU group.
 
     Only inference uses the collective (``inference_all_reduce``, with gloo as fallback), yet 0.19.8 builds it on every CPU
-    rank. The build needs a C++ compiler and most of a minute. A rank killed during the build leaves a stale lock file
-    that blocks all later runs. Each rank leaves 67 MB in /dev/shm.
+    rank, for most of a minute. A rank killed during the build leaves a stale lock file that blocks all later runs.
 
     A no-op unless ``is_cpu`` (DeepSpeed trains on the CPU). Ranks: any; no communication.
     """
@@ -359,10 +357,10 @@ def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
 def ask_torch_for_free_memory() -> None:
     """Make DeepSpeed read free device memory from torch if devices are given by UUID.
 
-    ZeRO 1 and 2 read it. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) parses ``CUDA_VISIBLE_DEVICES`` as integers, but
-    MIG instances have only UUIDs, and users may list whole devices by UUID too.
+    ZeRO 1 and 2 read the free memory. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) parses ``CUDA_VISIBLE_DEVICES`` as
+    integers, but MIG instances have only UUIDs, and users may list whole devices by UUID.
 
-    Ranks: each its own; no communication.
+    Ranks: any; no communication.
     """
     words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if all(word.strip().isdecimal() for word in words) or words == [""]:

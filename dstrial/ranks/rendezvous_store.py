@@ -1,9 +1,8 @@
 """Open the store with which the ranks of a job create their process group.
 
 Values in the store are never unpickled. Ranks of ``dstrial.launch`` on one machine use a private ``FileStore``. A
-single rank needs no shared store. All others use a ``TCPStore``, which listens on loopback if the job is on one machine.
-torch's ``env://`` listens on all interfaces, whatever ``MASTER_ADDR`` is (torch 2.13
-``rendezvous.py:_create_c10d_store``).
+single rank needs no shared store. Other jobs use a ``TCPStore``, which listens on loopback if the job is on one machine.
+(torch's ``env://`` always listens on all interfaces: torch 2.13 ``rendezvous.py:_create_c10d_store``.)
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
 def located(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
     """Return the identity with rank 0's address filled in.
 
-    If only Slurm's node list is known, the nodes are polled in turn for rank 0, for at most ``timeout_s``. Ranks: each its own,
-    before ``open_store``.
+    If only Slurm's node list is known, the nodes are polled in turn for rank 0, for at most ``timeout_s``. Ranks: all, before
+    ``open_store``; not collective.
     """
     if identity.rank == 0 or not identity.nodes:
         return identity
@@ -110,7 +109,7 @@ def as_init_method(store: Any, identity: RankIdentity) -> str:
 def meet_privately(identity: RankIdentity) -> None:
     """Make torch's ``env://`` rendezvous use the store of :func:`open_store`.
 
-    For user code that creates the process group itself, if the launcher serves no store.
+    User code can then create the process group itself, although the launcher serves no store.
     """
     if identity.world_size > 1 and private_path(os.environ, identity) is None:
         return

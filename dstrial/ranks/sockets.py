@@ -1,7 +1,4 @@
-"""Listening sockets and free ports for ranks, and the limit of open files.
-
-The ranks of one machine listen on loopback.
-"""
+"""Listening sockets and free ports for ranks, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -68,11 +65,10 @@ def free_port() -> int:
 
 
 def listening_socket(addr: str, port: int) -> socket.socket:
-    """Return a socket that listens on one address only, if possible.
+    """Return a socket that listens only on IP address ``addr`` of this machine.
 
-    For a host name the socket listens on all interfaces, because the name may resolve to loopback here (Debian's
-    ``127.0.1.1``) and to another interface elsewhere. The socket also listens on all interfaces for an address that this
-    machine does not have, as behind a container's NAT.
+    The socket listens on all interfaces if ``addr`` is a host name, because the name may resolve to loopback here (Debian's
+    ``127.0.1.1``), or if this machine does not have the address, as behind a container's NAT.
     """
     if addr == "localhost":
         addr = LOOPBACK_ADDR

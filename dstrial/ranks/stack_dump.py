@@ -14,8 +14,8 @@ from typing import IO
 STACKS_FILE_VARIABLE = "DSTRIAL_STACKS_FILE"
 """Environment variable with the file to which this rank appends its stacks."""
 
-# A real-time signal has no other use. SIGUSR1 and SIGUSR2 belong to users (Slurm sends them before a time limit). The signal
-# ends a process without a handler, so the launcher sends it only to processes that catch it.
+# A real-time signal, because users need SIGUSR1 and SIGUSR2 (Slurm sends them before a time limit). The signal ends a process
+# without a handler, so the launcher sends it only to processes that catch it.
 STACKS_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 9
 
 _kept: list[IO[bytes]] = []

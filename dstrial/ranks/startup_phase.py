@@ -1,6 +1,6 @@
 """Report a rank's startup phase to the launcher through a file.
 
-The launcher displays the phases. Each rank writes a separate file. Without dstrial's launcher nothing is written.
+The launcher displays the phases of all ranks. Without dstrial's launcher nothing is written.
 """
 
 from __future__ import annotations

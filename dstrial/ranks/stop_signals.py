@@ -18,14 +18,14 @@ class StopSignals:
     """Context manager in which SIGTERM and Ctrl-C set a flag (:attr:`requested`).
 
     A rank of ``dstrial.launch`` ignores SIGINT: the launcher forwards Ctrl-C as SIGTERM. Without the launcher the first SIGINT
-    sets the flag and the second one raises KeyboardInterrupt. The block's end restores the previous handlers. Outside the main
-    thread Python allows no handlers, and the flag stays unset.
+    sets the flag and the second SIGINT raises KeyboardInterrupt. The block's end restores the previous handlers. Outside the
+    main thread Python allows no handlers, and the flag stays unset.
 
     Processes forked in the block (data loader workers) exit on SIGTERM but ignore SIGINT, because the rank needs them for its
     last batches. The flag may differ between ranks until the loop synchronises it.
 
     Args:
-        is_deferred: whether ``listen``, not entering the block, installs the signal handlers.
+        is_deferred: whether the handlers are installed by ``listen`` instead of on entering the block.
     """
 
     def __init__(self, *, is_deferred: bool = False) -> None:

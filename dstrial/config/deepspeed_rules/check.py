@@ -37,7 +37,7 @@ class CheckResult:
     effective: dict[str, Any]
     batch: BatchSolution | None  # None if there is no solution, or if the script sets the sizes
     notes: tuple[str, ...] = ()  # information about valid settings, as whole sentences
-    # By dotted key: the library that replaces `"auto"`, and its source.
+    # Dotted key -> text: which library replaces `"auto"`, and where the library takes the value from.
     filled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def raise_if_any(self) -> None:

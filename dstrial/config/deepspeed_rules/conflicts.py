@@ -254,7 +254,7 @@ def _parallelism(s: Settings) -> None:
         "1 with a PipelineModule",
         "Remove it; a pipeline's layers are cut by the model itself.",
     )
-    # Trained so, losses differ from those of one rank: Muon orthogonalises each rank's slice of a matrix.
+    # With AutoTP, Muon orthogonalises each rank's slice of a matrix, so losses differ from those on one rank.
     expected = "another optimizer with tensor_parallel.autotp_size, since Muon needs whole matrices"
     s.reject(tensor > 1 and s.optimizer == "muon", "optimizer.type", expected, "Use AdamW, or remove AutoTP.")
     key = "tensor_parallel.tp.tp_size"
@@ -266,7 +266,7 @@ def _parallelism(s: Settings) -> None:
     # engine.py 957: AutoTP replaces the mpu, and with it the sequence-parallel groups.
     is_both = tensor > 1 and sequence > 1
     s.reject(is_both, key, "1 with tensor_parallel.autotp_size", "Keep one of the two.")
-    # groups.py 911: gradients are then reduced over the data-parallel ranks of a device mesh only.
+    # groups.py 911: with both keys, gradients are reduced over the data-parallel ranks of a device mesh only.
     key, expected = "data_parallel_size", "not given with sequence_parallel_size"
     fix = "Remove it, and pass mpu=parallel_state_sp to deepspeed.initialize (docs/how-to/parallelism.md)."
     s.reject(sequence > 1 and s.is_given(key), key, expected, fix)

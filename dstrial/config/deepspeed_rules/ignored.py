@@ -50,7 +50,7 @@ def zero_keys_without_effect(stage: int) -> tuple[str, ...]:
 
 
 def check_ignored(settings: Settings) -> None:
-    """Warn of every given setting that has no effect or an unexpected effect.
+    """Warn of given settings that DeepSpeed ignores or that have an unexpected effect.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py 1745 and the constructor calls 2670-2795; utils/groups.py 925;
     runtime/config.py 458; runtime/zenflow/engine.py 69; runtime/pipe/engine.py 1298; clip_grad_norm_ of runtime/utils.py.

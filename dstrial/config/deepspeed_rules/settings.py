@@ -14,7 +14,7 @@ ZERO = "zero_optimization"
 
 
 class Settings:
-    """A DeepSpeed config that the rules check, and the findings of the rules.
+    """A DeepSpeed config that the rules check, and the rules' findings.
 
     Args:
         config: the config as given.

@@ -22,7 +22,7 @@ _UNUSED = {
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check the ``searcher`` section; delete fields of other searchers from ``raw``.
 
-    ``raw`` is the whole config with defaults, ``given`` the section as written.
+    ``raw`` is the whole config with defaults; ``given`` is the ``searcher`` section as the user wrote it.
     """
     searcher = raw["searcher"]
     if not given:
@@ -32,7 +32,7 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diag
     name = searcher["name"]
 
     def require(key: str, expected: str, fix: str) -> None:
-        # A wrong value is None in `searcher`, and has a problem already.
+        # An invalid value is None in `searcher`; its problem is already recorded.
         if searcher[key] is None and given.get(key) is None:
             findings.problem(f"searcher.{key}", "not given", expected, fix)
 

@@ -125,10 +125,10 @@ def check_command(
         num_slots: the most slots on one machine; a config that requests more is rejected.
         environment_variables: each ``NAME=value``; the config's variables follow.
         template: values for missing keys.
-        launch_error: whether to reject also a template that requests more slots.
+        launch_error: whether a template that requests more slots is rejected, too.
 
     Raises:
-        ConfigError: the config is wrong; has all problems.
+        ConfigError: the config is invalid; the message lists all problems.
     """
     label = f"{NAMES[kind]} config"
     findings = Diagnostics({}, label)
@@ -185,6 +185,6 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 
 
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
-    """Return the Python path that a config sets for CPUs; None if it sets none."""
+    """Return the path of the Python interpreter that a config sets for CPUs, or None."""
     variables = by_device(config["environment"]["environment_variables"]).get("cpu") or []
     return dict(variable.partition("=")[::2] for variable in variables).get(INTERPRETER_VARIABLE) or None

@@ -1,7 +1,7 @@
 """Load the experiment config: parse it, check it and fill in defaults.
 
-``experiment_seed`` defaults to 0 (Determined uses the time), and ``name`` to the file's stem. The same command thus finds and
-reproduces its earlier runs.
+``experiment_seed`` defaults to 0 (in Determined to the time), and ``name`` to the file's stem, so that a repeated command
+finds and reproduces its earlier runs.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def load_experiment(
 
     Args:
         path: the experiment's YAML file.
-        context_dir: directory of the model definition.
+        context_dir: directory of the model definition (the user's code).
         overrides: texts ``key=value`` as from ``--config``; see :mod:`dstrial.config.dotted_keys`.
         require_concrete: whether a search space as hyperparameter is an error.
         require_entrypoint: whether a missing ``entrypoint`` is an error.
@@ -139,9 +139,9 @@ def load_experiment(
 
 
 def experiment_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Return an experiment's name, by default the file's stem, without other checks.
+    """Return an experiment's name, by default the file's stem.
 
-    Earlier runs of the experiment are found by this name.
+    Other keys of the config are not checked.
     """
     path = Path(path)
     given = apply_overrides(read_yaml(path, str(path)), overrides).value
@@ -163,9 +163,8 @@ def check_experiment(
 ) -> ExperimentConfig:
     """Check a parsed experiment config, as :func:`load_experiment` does.
 
-    ``path`` names the config in messages. ``has_files``: whether a model definition exists, which must contain the entrypoint's
-    files. ``more_checks`` is called with the config with defaults, and with the findings. Other arguments are those of
-    :func:`load_experiment`.
+    ``path`` names the config in messages. ``has_files``: whether to check that ``context_dir`` contains the entrypoint's files.
+    ``more_checks`` is called with the config with defaults, and with ``Diagnostics`` to record problems in.
     """
     findings = Diagnostics(document.lines, document.label)
     given = _mapping_of(document, context_dir, findings)
@@ -277,7 +276,7 @@ def _read_engines(
     context_dir: Path,
     findings: Diagnostics,
 ) -> dict[str, DeepSpeedSource]:
-    """Return hyperparameter name -> DeepSpeed config, the main config first.
+    """Return hyperparameter -> DeepSpeed config, first the main ``deepspeed_config``.
 
     Configs that cannot be read are recorded as problems and left out.
     """
@@ -355,8 +354,8 @@ def _check_entrypoint(
 ) -> TrialSource:
     """Check the entrypoint, and its files if ``context_dir`` is given.
 
-    Returns facts from the trial's or script's source; an empty ``TrialSource`` without files. ``is_required``: whether a
-    missing entrypoint is a problem.
+    Returns facts from the entrypoint's source, empty without ``context_dir``. ``is_required``: whether a missing entrypoint is
+    a problem.
     """
     entrypoint, expected = raw["entrypoint"], "module:Class, or a command"
     if entrypoint is None:
@@ -390,23 +389,15 @@ def _sizes(
 ) -> ParallelDims:
     """Return the job's parallel dimensions; by default each rank is a replica.
 
-    Each dimension is read from the configs, else from the checkpoint, else from the trial's source.
-
-    Args:
-        raw: the experiment config with defaults.
-        config: the main DeepSpeed config.
-        slots: number of slots of a trial.
-        slots_key: key or flag that gives ``slots``, for messages.
-        source: facts about the trial's source.
-        stages: number of pipeline stages in the trial's source; None if it has no pipeline.
-        resumed: the checkpoint to resume from.
-        findings: collects problems and notes.
+    Each dimension is read from the configs, else from the checkpoint ``resumed``, else from the trial's source. ``raw`` is the
+    experiment config with defaults, ``config`` the main DeepSpeed config. ``slots`` is the trial's number of slots, from key or
+    flag ``slots_key``. ``stages`` is the number of pipeline stages in the source; None without a pipeline.
     """
     section = dstrial_section(raw)
     if clash := autotp_clash(count_in(section, "model_parallel_size"), config):
         findings.problem("data.dstrial.model_parallel_size", *clash)
     given = {key: count_in(section, key) for key in SECTION_KEYS}
-    if stages is None and given["pipeline_stages"] is None:  # a pipeline does not read them
+    if stages is None and given["pipeline_stages"] is None:  # with a pipeline they are not used
         given |= config_sizes(config)
     told = {field: given.get(key) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
@@ -434,7 +425,7 @@ def _sizes(
         return replica.on(world_size)
     of_section = math.prod(count_in(section, key) or 1 for key in SECTION_KEYS)
     if is_resumed or world_size % of_section == 0:
-        # The resume check reports this error, or the check of the DeepSpeed config that gives a size.
+        # The resume check or the check of the DeepSpeed config reports this error.
         return ParallelDims(world_size, is_pipeline=replica.is_pipeline)
     below = world_size // per_replica * per_replica
     choices = " or ".join(str(n) for n in (below, below + per_replica) if n)
@@ -457,8 +448,8 @@ def _stages_of_source(
 ) -> int | None:
     """Return a pipeline's number of stages, or None if the source has no pipeline.
 
-    If the source does not show ``num_stages``, it is the smallest number for which the batch equation has a solution. ``main``
-    is the main DeepSpeed config.
+    If the source does not show ``num_stages``, the result is the smallest number for which the batch equation of ``main``, the
+    main DeepSpeed config, has a solution.
     """
     if not source.mentions_pipeline:
         return None

@@ -112,10 +112,9 @@ def check_shared_batch(
     ranks_per_replica: int,
     findings: Diagnostics,
 ) -> None:
-    """Record a problem if an elastic trial can share its batch on ``wish`` slots only.
+    """Record a problem if no other slot count in the elastic range divides the batch.
 
-    ``section`` is ``data.dstrial``, whose ``min_slots`` and ``max_slots`` are the range; ``wish`` is
-    ``resources.slots_per_trial``.
+    The range is ``min_slots`` to ``max_slots`` of ``section``, ``data.dstrial``. ``wish`` is ``resources.slots_per_trial``.
     """
     elasticity = elasticity_of(section, wish)
     most = elasticity.at_most
@@ -140,7 +139,7 @@ def check_shared_batch(
 
 
 def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> bool:
-    """Return whether whole replicas on ``num_slots`` slots divide a batch evenly."""
+    """Return whether ``num_slots`` slots make whole replicas that divide the batch."""
     replicas, rest = divmod(num_slots, ranks_per_replica)
     return rest == 0 and replicas > 0 and train_batch_size % replicas == 0
 

@@ -88,7 +88,7 @@ def check_entrypoint(
 ) -> TrialSource:
     """Check that the entrypoint's file exists and defines the trial class.
 
-    Returns the facts that the source shows; problems are recorded in ``findings``.
+    Returns facts from the source; problems are recorded in ``findings``.
     """
     trial = trial_spec(entrypoint)
     if trial is None:
@@ -124,10 +124,7 @@ def check_entrypoint(
 
 
 def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> None:
-    """Record a problem if a trial's module is not an installed package either.
-
-    Only for modules that are not in the model definition.
-    """
+    """Record a problem if a module that ``context_dir`` lacks is not installed."""
     module, _, class_name = trial.partition(":")
     top_level = module.split(".")[0]
     if not (context_dir / top_level).is_dir() and _is_importable(top_level):
@@ -257,12 +254,11 @@ def _defined_names(tree: ast.Module) -> set[str]:
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
-    """Return the syntax trees of the definition of ``name`` and all that it uses.
+    """Return the definition of ``name`` and those it uses, as syntax trees.
 
-    If ``tree`` does not define ``name``, the first one is the whole module.
+    If ``tree`` does not define ``name``, the first tree is the whole module.
     """
-    # A module may define an ordinary trial and a pipeline, so unrelated definitions are left out. If the module does
-    # not define the name itself, the whole module counts.
+    # A module may define an ordinary trial and a pipeline, so unrelated definitions are left out.
     definitions = {
         node.name: node
         for node in tree.body

@@ -33,7 +33,7 @@ def by_device(given: Any) -> dict[str, Any]:
 def joined_variables(first: Any, then: Any) -> Any:
     """Return the environment variables of ``first``, followed by those of ``then``.
 
-    The result is a list if both are lists, otherwise device kind -> list. If one is invalid, ``then`` is returned.
+    The result is a list if both are lists, otherwise device kind -> list. If either is invalid, ``then`` is returned.
     """
     if isinstance(first, list) and isinstance(then, list):
         return [*first, *then]
@@ -42,7 +42,7 @@ def joined_variables(first: Any, then: Any) -> Any:
     if isinstance(then, Mapping) and (
         set(then) - set(_KINDS) or (then.get(_GPU_ALIAS) is not None and then.get("cuda") is not None)
     ):
-        return then  # wrong, as check_devices() reports
+        return then  # check_devices() reports the invalid value
     return {device: [*_listed(first, device), *_listed(then, device)] for device in DEVICES}
 
 
@@ -69,10 +69,9 @@ def images(given: Any, default: str) -> dict[str, Any]:
 
 
 def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, dict[str, str]]:
-    """Check the environment variables; in ``raw``, replace them by lists per device.
+    """Return device kind ("cpu", "cuda", "rocm") -> variable name -> value.
 
-    Returns:
-        Device kind ("cpu", "cuda", "rocm") -> variable name -> value.
+    In ``raw``, the variables are checked and replaced by one list per device kind.
     """
     for key in ("image", "environment_variables"):
         values = raw["environment"][key]

@@ -57,8 +57,8 @@ def concrete_values(
 ) -> dict[str, Any]:
     """Return one value for each valid hyperparameter, as for one trial.
 
-    With ``require_concrete`` every search space is an error. Otherwise the middle of a range or the first categorical value is
-    used, with a warning. ``needs_counts``: numeric ranges need a ``count``, as for the grid searcher.
+    With ``require_concrete`` every search space is an error. Otherwise its middle or first categorical value is used, with a
+    warning. ``needs_counts``: numeric ranges need a ``count``, as for the grid searcher.
 
     Source: Determined 0.38.1 schemas/expconf/v0/hyperparameter*.json.
     """

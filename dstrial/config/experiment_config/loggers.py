@@ -92,7 +92,7 @@ def check_loggers(
     """Record a problem for each invalid logger, and for each whose package is missing.
 
     ``raw`` is the config with defaults. With ``installs_itself`` the trial may install packages, so a missing package is only
-    noted. ``has_package`` returns whether the package of a logger's name is installed.
+    a note. ``has_package`` returns whether a logger's package is installed, given the logger's name.
     """
     for spec in _read(dstrial_section(raw).get("loggers"), findings):
         if has_package(spec.name):

@@ -1,7 +1,4 @@
-"""Find the origin of each value in a submitted experiment's configs.
-
-The configs include DeepSpeed configs. Files are only read.
-"""
+"""Find the origin of each value in an experiment's config and DeepSpeed configs."""
 
 from __future__ import annotations
 
@@ -51,9 +48,9 @@ def config_values(
     """Return every value of a completed config with its origin, in the config's order.
 
     Args:
-        effective: the completed config, with later changes.
+        effective: the completed config, with changes since the submission.
         submitted: the config as the client wrote it.
-        template: the template that was merged into the submission, if any.
+        template: the template that was merged into the submission; None without one.
     """
     return [
         ConfigValue(dotted(path), value, _origin(path, value, submitted, template))
@@ -91,9 +88,9 @@ def _defaults() -> dict[str, Any]:
 
 
 def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
-    """Return the given value at ``path`` as a 1-tuple; None if not given.
+    """Return the value at ``path`` as a 1-tuple; None if not given.
 
-    If a parent in ``path`` is no mapping, it is a short form, and the parent's value is returned.
+    If a parent is no mapping, but a short form such as ``max_length: 100``, the parent's value is returned.
     """
     for part in path:
         if not isinstance(config, Mapping):
@@ -114,8 +111,8 @@ def checked_again(
     """Check a submitted config again, with its template, to explain its values.
 
     Args:
-        original: the config as the client wrote it, as YAML.
-        template: values for missing keys, or None.
+        original: the submitted YAML.
+        template: values for missing keys; None without a template.
         context_dir: directory of the unpacked model definition.
         has_files: whether to check that the entrypoint's files exist.
     """

@@ -15,7 +15,7 @@ from dstrial.config.keys import Dialect, Section, check_keys
 from dstrial.config.schema import EXPERIMENT, STORAGE_REQUIRES
 
 _SAVE_DEFAULTS = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
-# Modules of client libraries. With dashes these are names of packages, all of which Determined 0.38.1 requires.
+# Storage type -> module of the client library. With dashes for dots it is the package, which Determined 0.38.1 requires.
 _CLIENTS = {"s3": "boto3", "gcs": "google.cloud.storage", "azure": "azure.storage.blob"}
 _FIELDS = {
     "shared_fs": (

@@ -103,7 +103,7 @@ def check_submission(
         template: a partial config with values for missing keys.
         is_detached: whether trials run outside the master. They need no entrypoint, and the searcher is unused.
         document: ``config_text`` if already parsed; modified in place.
-        has_files: whether to check that the entrypoint's files exist. They may be installed instead (Determined 0.38.1).
+        has_files: whether to check that the entrypoint's files exist; Determined 0.38.1 also accepts installed modules.
     """
     document = document or read_yaml_text(config_text, LABEL)
     exceeds: list[bool] = []
@@ -150,9 +150,9 @@ def _check_slots(
     resumed: SavedRun | None,
     findings: Diagnostics,
 ) -> bool:
-    """Check the slots of a trial; return whether a trial needs more slots than exist.
+    """Check a trial's slots; return whether the trial needs more than ``num_slots``.
 
-    ``num_slots`` is the number that exists; None skips this check.
+    ``num_slots`` is the number of slots that exist; None skips the comparison.
     """
     slots = raw["resources"]["slots_per_trial"]
     max_slots = raw["resources"]["max_slots"]
@@ -201,9 +201,7 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
 
 
 def _strip_searcher(config: Any) -> dict[str, Any]:
-    """Reduce a detached run's searcher to its metric; return the original searcher.
-
-    The result is {} if the config has no valid searcher.
+    """Reduce a detached run's searcher to its metric; return the original, or {}.
 
     Source: Determined 0.38.1, ``core_v2.Config``, whose searcher has a metric and tells whether there are several trials.
     """
@@ -228,7 +226,7 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
 
 
 def search_section(given: Any) -> dict[str, Any]:
-    """Return a config's checked ``hyperparameters`` and ``searcher``, for a preview."""
+    """Return checked ``hyperparameters`` and ``searcher``, to preview a search."""
     check_value(given, LABEL)
     findings = Diagnostics({}, LABEL)
     if not isinstance(given, dict):
@@ -248,7 +246,6 @@ def search_section(given: Any) -> dict[str, Any]:
 
 
 def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Record a problem if a search would create too many trials at once."""
     # The master keeps these trials in memory and writes them in one commit.
     if findings.problems:
         return
@@ -326,8 +323,8 @@ def read_override(text: str) -> dict[str, Any]:
 def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
     """Return the config of a continued experiment, as YAML.
 
-    ``active`` is the current config. Labels, checkpoint policy and more may have changed since the submission.
-    ``changes`` override ``active`` as a config overrides its template. ConfigError if the searcher's type changes.
+    ``active`` is the current config, which may differ from the submitted one. ``changes`` override ``active`` as a config
+    overrides its template. ConfigError if the searcher's type changes.
 
     Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
     """

@@ -11,7 +11,7 @@ from dstrial.launch.stalls.stacks import Place, Wait
 from dstrial.ranks.heartbeat import Beat, Phase
 
 STOPPED_AFTER_S = 10.0  # a stopped process is a stall after this time, whatever the timeout
-FIRST_FACTOR = 8  # timeout of the first phase of a kind, in timeouts: it may compile; 16 minutes by default
+FIRST_FACTOR = 8  # multiplies the timeout of a phase's first occurrence, which may compile; 16 min by default
 
 _LEAF_MODULES = (
     "ZeRO 3 gathers the weights of a module that not all ranks have called, such as an expert without tokens on some rank. Call "
@@ -127,8 +127,8 @@ def find_stall(
     """Return the stall if the ranks have stalled, else None.
 
     The ranks have stalled if none enters a new phase for the timeout plus the longest duration so far (``longest_s``) of any
-    current phase. (A rank that waits for another rank is silent as long as that rank.) The first phase of a kind is certain
-    after ``FIRST_FACTOR`` timeouts. A stopped process counts after ten seconds. User code between batches is never certain.
+    current phase. In the first phase of a kind, a stall is certain only after ``FIRST_FACTOR`` timeouts; in user code between
+    batches it never is. A process stopped by a signal is a stall after ten seconds.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
     if not views:
@@ -149,7 +149,7 @@ def find_stall(
 def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
     """Return the rank for which the others wait; None if unknown.
 
-    Of several such ranks, the one farthest behind is returned. ``places`` has where each rank is, from its stack.
+    Of several such ranks, the rank farthest behind is returned. ``places`` maps ranks to their positions in the code.
     """
     # On an accelerator, a wait for other ranks may not show in the stack. So a rank that seems to compute is the straggler
     # only if the stack of another rank shows a wait.
@@ -170,7 +170,7 @@ def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> Ra
 def diagnose(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosis:
     """Return a text on where each rank is, the straggler first, and a hint.
 
-    ``places`` has where each rank with a stack is. The text has no full stop.
+    ``places`` maps ranks with a stack to their positions in the code. The text has no full stop.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
     straggler = find_straggler(views, places)
@@ -228,7 +228,7 @@ def _diagnose_collectives(views: Sequence[RankView], places: Mapping[int, Place]
         return Diagnosis(f"{ranks} {where}", None, hint)
     texts = [f"{_name(ranks)} {'is' if len(ranks) == 1 else 'are'} {at}" for at, ranks in groups.items()]
     ahead = max(views, key=lambda view: view.beat.batch)
-    # A rank that is ahead of an exchange in which the others wait has skipped it.
+    # The other ranks wait in a collective; a rank that is ahead of it has skipped the call.
     is_ahead = any(view.beat.batch != ahead.beat.batch for view in views)
     named = _name([ahead.rank]) if is_ahead else "one of them"
     return Diagnosis(

@@ -1,6 +1,6 @@
 """Dump the ranks' Python stacks, and find out for what each rank waits.
 
-A signal requests a dump. It is sent only to processes with a handler, because it would end others.
+A signal requests a dump. Only processes with a handler get the signal, because it would end other processes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ThreadStack:
 
 
 class Wait(enum.Enum):
-    """The kind of operation for which a rank waits, from its stack."""
+    """The kind of operation for which a rank waits, derived from the rank's stack."""
 
     RANKS = "ranks"
     DATA = "data"
@@ -87,8 +87,7 @@ class Place:
     """Where a rank is in the code, and for what it waits.
 
     ``frame`` is the innermost call of the user's code, else of dstrial's code. If ``worker_pid`` is not 0, the frame is in the
-    data loader's worker with this pid. ``gathers_weights``: whether ZeRO 3 gathers the weights of a
-    module in forward or backward.
+    data loader's worker with this pid. ``gathers_weights``: whether ZeRO 3 gathers a module's weights in forward or backward.
     """
 
     wait: Wait
@@ -107,7 +106,7 @@ class Place:
 def dump_stacks(files: Mapping[int, Path]) -> dict[int, str]:
     """Make processes dump their Python stacks to ``files``; return the texts by pid.
 
-    ``files``: pid -> file to which the process appends its stacks. Waits at most 5 s.
+    ``files`` maps a pid to the file to which the process appends its stacks. Waits at most 5 s.
     """
     sizes: dict[int, int] = {}
     for pid, path in files.items():

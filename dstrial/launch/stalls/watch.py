@@ -1,6 +1,6 @@
 """Poll the ranks' heartbeats; report a stall with straggler and stacks.
 
-The launcher's log gets the report, ``stalled.json`` in the allocation's directory the current stall. ``diagnosis`` decides.
+The report goes to the launcher's log; ``stalled.json`` in the allocation's directory describes the current stall.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WatchedRanks:
     """
 
     beats: mmap.mmap | bytearray
-    ranks: Mapping[int, int]  # slot in ``beats`` -> rank
+    ranks: Mapping[int, int]
     stacks_files: Mapping[int, Path]
     kept_stacks: Path | None = None
     has_other_nodes: bool = False
@@ -192,7 +192,7 @@ class StallWatch:
         return seen
 
     def _dump(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
-        """Store and return the stacks of all threads by rank, without stopped ranks."""
+        """Store and return all threads' stacks by rank; stopped ranks are left out."""
         files = self._watched.stacks_files
         asked = {view.beat.pid: view.rank for view in views if view.state not in "tT" and view.rank in files}
         found = {}
@@ -256,7 +256,7 @@ class StallWatch:
         self._end_ranks(diagnosis.straggler, line)
 
     def _end_if_late(self, slot: int, view: RankView) -> None:
-        """Kill a rank whose program ended long ago; report the threads that keep it alive."""
+        """Kill a rank whose program ended long ago; log the threads that delay its exit."""
         if view.age_s <= EXIT_TIMEOUT_S or slot in self._killed_slots:
             return
         self._killed_slots.add(slot)
