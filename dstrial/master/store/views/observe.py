@@ -1,4 +1,4 @@
-"""Read the database file directly, also while the master is down."""
+"""Queries on the database file that do not need a running master."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ExperimentView:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the experiment ended or paused, and no trial has an allocation."""
+        """Return whether the experiment has ended or is paused, and no trial is running."""
         return (self.state in TERMINAL_STATES or self.state == "PAUSED") and not any(
             trial.is_running for trial in self.trials
         )
@@ -79,7 +79,7 @@ class Stalled(Start):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """Number of slots in use, and state -> count of experiments and trials."""
+    """Number of slots in use, and number of experiments and of trials by state."""
 
     num_slots_used: int
     experiments: dict[str, int]
@@ -163,7 +163,7 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
-    """Return (description, epoch time of its start) of an allocation's stall, or None."""
+    """Return (description, epoch time of the start) of an allocation's stall, or None."""
     return _report(directory / "stalled.json", "text")  # written by dstrial.launch.stalls.watch
 
 
