@@ -221,7 +221,7 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
     """Return (slot count, start, end) of allocations that overlap a time range.
 
-    Times are microseconds since the epoch; the end is None for active allocations. Those without slots are skipped.
+    Times are microseconds since the epoch; the end of an active allocation is None. Allocations without slots are skipped.
     """
     rows = connection.execute(
         "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "

@@ -1,4 +1,4 @@
-"""Telemetry of a trial's ranks: the newest report, and curves by rank."""
+"""Telemetry of a trial's ranks: the newest report, and curves of single metrics."""
 
 from __future__ import annotations
 

@@ -19,9 +19,7 @@ from dstrial.master.store.trials import Trial
 MAX_NAMES = 10_000
 """Metric names per trial, over all groups; further names are dropped, because lists of trials contain all names."""
 
-MAX_NAME_CHARS = (
-    256  # in a name of a metric or group (MLflow allows 250); bounds the summaries of a trial to a few MiB
-)
+MAX_NAME_CHARS = 256  # per metric or group name (MLflow allows 250); limits summaries to a few MiB per trial
 
 SUMMARY_METRICS = """
 (SELECT json_group_object(key, json(names)) FROM (
