@@ -230,7 +230,6 @@ def _write(
 
 
 def _resolves_outside(path: Path, root: Path) -> bool:
-    """Return whether ``path`` is below ``root`` but links to a file outside ``root``."""
     return path.is_relative_to(root) and not path.resolve().is_relative_to(root.resolve())
 
 

@@ -267,8 +267,6 @@ def _lost_batches(
 
 
 def _best_first(view: ExperimentView, experiment: ExperimentConfig) -> list[TrialView]:
-    """Return trials sorted by best validation; trials without a validation come last."""
-
     def key(trial: TrialView) -> tuple[bool, float, int]:
         value = trial.best_metric or 0.0
         return trial.best_metric is None, value if experiment.smaller_is_better else -value, trial.id

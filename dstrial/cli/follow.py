@@ -49,8 +49,8 @@ class Verdict:
 class LogTail:
     """Passes new lines of the trials' logs to ``show(text, rank, stream)``.
 
-    The launcher's report on the first failed rank and the master's error line are withheld, because the summary repeats them.
-    If the master restarts the trial, the report is shown. ``after`` maps trial id -> id of the last line already shown.
+    The launcher's report on the first failed rank and the master's error line are withheld, as the summary repeats them; the
+    report is shown if the master restarts the trial. ``after`` maps trial id -> id of the last line already shown.
     """
 
     def __init__(

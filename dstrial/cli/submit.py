@@ -51,7 +51,7 @@ _POLL_PERIOD_S = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Master:
-    """A running master that ``dstrial run`` uses, with a client for it."""
+    """The running master that ``dstrial run`` uses, and a client of the master."""
 
     state: StateDirectory
     record: MasterRecord
@@ -266,7 +266,7 @@ def config_of_run(
 def submit(
     request: RunRequest, master: Master, run_directory: RunDirectory, context: Context
 ) -> tuple[int, dict[int, int]]:
-    """Create the run's experiment, activate its paused one, or join its active one.
+    """Create the run's experiment, or continue its paused or active experiment.
 
     Returns the experiment's id, and trial id -> id of the last log line for each trial of an earlier attempt.
     """
@@ -311,7 +311,7 @@ def _resumable_experiment(
     """Return the run's last experiment if it can continue; None for a new experiment.
 
     An experiment cannot continue if its fingerprint is not ``mark``, or if the user resumes from an older checkpoint
-    (``is_newest`` is false). In this case, it is cancelled if it is paused; if it is active, ``DstrialError`` is raised.
+    (``is_newest`` is false). Then a paused experiment is cancelled; an active experiment raises ``DstrialError``.
     """
     last = Submission.read(run_directory)
     if last is None or last.cluster_id != master.record.cluster_id:

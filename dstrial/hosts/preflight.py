@@ -295,7 +295,6 @@ def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> 
 
 
 def _map_concurrently(items: Sequence[_Item], do: Callable[[_Item], _Result]) -> list[_Result]:
-    """Call ``do`` for all items concurrently; return the results in the items' order."""
     if not items:
         return []
     with ThreadPoolExecutor(max_workers=len(items)) as threads:

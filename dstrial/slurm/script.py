@@ -222,7 +222,6 @@ def _header(
     output: Path,
     options: Sequence[str],
 ) -> str:
-    """Return the first lines of a batch script: shebang, comments and sbatch options."""
     log = str(output.parent).replace("%", "%%") + f"/{output.name}"
     sbatch = [
         f"--job-name={name}",

@@ -160,7 +160,6 @@ def _defaults(
 
 
 def _strip_temporary_path(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
-    """Remove the path of the unpacked model definition from a problem's text."""
     texts = (problem.where, problem.got, problem.expected, problem.fix)
     return ConfigProblem(
         *(text.replace(f"{context_dir}/", "").replace(context_dir, "the model definition") for text in texts)

@@ -133,7 +133,7 @@ def _allocation_json(row: Allocation) -> dict[str, Any]:
 def _submitted(row: commands.CommandInfo, names: SecretNames) -> str:
     """Return a task's config as JSON with masked secrets.
 
-    This is a generic task's config as submitted; of other tasks, the config merged with defaults.
+    A generic task's config is as submitted, that of other tasks is merged with defaults.
     """
     return masked_json(row.original_config or row.config, names)
 

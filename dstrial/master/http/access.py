@@ -113,7 +113,7 @@ def may_use_checkpoint(
 ) -> bool:
     """Return whether an allocation may read (or change) a checkpoint.
 
-    Returns True for an unknown checkpoint, so that the handler responds with 404.
+    True for an unknown checkpoint, to which handlers respond with 404.
     """
     experiment_id = checkpoints.experiment_of(connection, checkpoint_uuid)
     if experiment_id is None or experiment_id == allocation.experiment_id:

@@ -1,7 +1,7 @@
 """uvicorn's connection class with a deadline for unauthenticated clients.
 
-uvicorn limits the size of a request's head but has no read timeout. The base class is not part of uvicorn's documented API:
-only this module uses it, ``pyproject.toml`` pins the release, and ``tests/master/http/test_connection.py`` checks the names.
+uvicorn has no read timeout. Its connection class is undocumented: ``pyproject.toml`` pins the release, and
+``tests/master/http/test_connection.py`` checks the names that this module uses.
 """
 
 from __future__ import annotations

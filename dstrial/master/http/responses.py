@@ -1,8 +1,7 @@
 """Response bodies, error responses and streams of the API.
 
-Clients print names, descriptions and messages verbatim (``det experiment list``), so control characters are escaped here.
-User data (configs, metrics, metadata) is sent as ``orjson.Fragment``, byte for byte as stored; clients print it as JSON or YAML,
-which escape control characters. An error response is a status and one form of JSON, never a traceback.
+Clients print names, descriptions and messages verbatim, so control characters are escaped here. User data (configs, metrics,
+metadata) is sent as stored (``orjson.Fragment``), as clients print it as JSON or YAML, which escape control characters.
 """
 
 from __future__ import annotations

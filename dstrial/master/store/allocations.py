@@ -108,7 +108,8 @@ def insert(
 ) -> str:
     """Insert an allocation in state ASSIGNED, and return its id.
 
-    ``ports`` maps environment variable -> port. ``directory`` is the parent of the allocation's. ``others`` are further columns.
+    ``ports`` maps environment variable -> port. ``directory`` is the parent of the allocation's directory. ``others`` are
+    further columns.
     """
     allocation_id = f"{task_id}.{run_id}"
     columns = {

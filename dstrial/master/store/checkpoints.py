@@ -108,7 +108,6 @@ def add_checkpoint(
 
 
 def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
-    """Return ``metadata`` with the client's manifest SHA-256 replaced by ``digest``."""
     rest = {key: value for key, value in metadata.items() if key != MANIFEST_DIGEST}
     return rest if digest is None else {**rest, MANIFEST_DIGEST: digest}
 
@@ -213,8 +212,8 @@ def list_checkpoints(
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
     """Store a checkpoint's remaining files (path -> bytes), and update its state.
 
-    If no file remains, the state is DELETED; if fewer files than before remain, PARTIALLY_DELETED. A
-    deleted checkpoint keeps its file list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
+    If no file remains, the state is DELETED; if fewer files than before remain, PARTIALLY_DELETED. A deleted checkpoint keeps its
+    file list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
     """
     row = require_checkpoint(tx.connection, uuid)
     before: dict[str, int] = json.loads(row.resources)

@@ -155,7 +155,7 @@ def model_definition(connection: sqlite3.Connection, experiment_id: int) -> byte
 
 
 def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
-    """Return active unmanaged experiments without trials that started before a time.
+    """Return active unmanaged experiments, started before a time, that have no trials.
 
     The result is a list of ids. A script, not the master, creates the trials of an unmanaged experiment.
     """

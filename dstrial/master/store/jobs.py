@@ -177,7 +177,7 @@ def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[
 def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
     """Return the disabled slots among ``slot_ids``: slot id -> whether it drains.
 
-    A draining slot lets its running tasks finish. A disabled node disables all of its slots, and also has a key in the result,
+    A draining slot lets its running tasks finish. A disabled node disables all of its slots, and is also in the result, with its
     ``agent_key``.
     """
     rows = connection.execute("SELECT slot_id, drain FROM disabled_slots").fetchall()

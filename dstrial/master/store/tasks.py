@@ -1,4 +1,4 @@
-"""Queries on tasks; a task is a trial or a command, and has allocations (runs)."""
+"""Queries on tasks: a task executes a trial or a command in allocations (runs)."""
 
 from __future__ import annotations
 

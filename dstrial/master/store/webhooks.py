@@ -161,7 +161,7 @@ def check_url(url: str) -> None:
 
 
 def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int] | None) -> list[Webhook]:
-    """Return webhooks without a workspace and those of ``workspace_ids`` (None: all)."""
+    """Return webhooks of some workspaces (None: all) and those without a workspace."""
     rows = connection.execute("SELECT * FROM webhooks ORDER BY id").fetchall()
     return [
         _webhook(connection, row)

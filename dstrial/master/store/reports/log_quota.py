@@ -81,7 +81,7 @@ def _size_of(tx: Transaction, owner: LogOwner) -> LogSize:
 def _delete_oldest(tx: Transaction, owner: LogOwner, excess_bytes: int) -> tuple[int, int]:
     """Delete the oldest lines that processes printed; return (number, freed bytes).
 
-    Deletes at most ``_MAX_DELETED`` lines, to keep the writer thread responsive. Each call of ``add_lines`` adds fewer lines.
+    Deletes at most ``_MAX_DELETED`` lines, so that the writer thread is not blocked. ``add_lines`` adds fewer lines.
     """
     of_log = f"{owner.condition} AND source = 'task'"
     rows = tx.execute(

@@ -1,7 +1,7 @@
 """Store metric reports, and update each trial's best and latest validation.
 
-The table has partial indexes, which SQLite uses only for statements with a literal ``steps >= 0`` or ``steps < 0``. Without
-these, every report would scan the reports of all trials.
+Every statement needs a literal ``steps >= 0`` or ``steps < 0``: without one, SQLite does not use the partial indexes and scans
+the reports of all trials.
 """
 
 from __future__ import annotations
@@ -254,9 +254,9 @@ def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int
 
 
 def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None) -> array[int]:
-    """Return ids of a trial's reports, except those that a later run replaced.
+    """Return ids of a trial's reports by batch, except those that a later run repeats.
 
-    They are sorted by batch; profiling reports, which have no batch, come first.
+    Ids of profiling reports, which have no batch, come first.
     """
     condition = "" if group is None else " AND group_name = ?"
     values = (trial_id, *(() if group is None else (group,)))
@@ -291,10 +291,7 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
 def reports(
     connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
 ) -> list[Report]:
-    """Return at most ``limit`` reports by trial and batch, except replaced reports.
-
-    A report is replaced when a later run repeats its batch.
-    """
+    """Return up to ``limit`` reports in batch order, except those a later run repeats."""
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
         for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:
@@ -305,10 +302,7 @@ def reports(
 
 
 def every_report(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> Iterator[Report]:
-    """Yield a trial's reports by batch, except profiling and replaced reports.
-
-    A report is replaced when a later run repeats its batch.
-    """
+    """Yield a trial's reports in batch order, except those that a later run repeats."""
     condition = "" if group is None else " AND group_name = ?"
     yield from fetch_each(
         Report,

@@ -1,7 +1,4 @@
-"""Lists of experiments, trials and runs: filters, sort orders, pagination.
-
-Runs are the trials of all experiments of a project.
-"""
+"""Lists of experiments, trials and runs (all trials of a project), page by page."""
 
 from __future__ import annotations
 
@@ -185,7 +182,6 @@ def list_experiments(
 
 
 def _of_page(select: str, id_column: str, page: str, order: str) -> str:
-    """Return SQL that reads the rows whose ids the subquery ``page`` selects."""
     return f"{select} WHERE {id_column} IN ({page}) {order}"
 
 

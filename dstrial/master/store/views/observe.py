@@ -138,7 +138,7 @@ ORDER BY trials.id
 
 
 def starting(state: StateDirectory, experiment_id: int | None = None) -> list[Start]:
-    """Return pending trials with the reason, and starting trials with their phase."""
+    """Return why trials are pending, and the startup phases of starting trials."""
     with _connection(state) as connection:
         waiting = connection.execute(_WAITING).fetchall()
         live = connection.execute(_LIVE).fetchall()
@@ -155,7 +155,7 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
 
 
 def stalled(state: StateDirectory) -> list[Stalled]:
-    """Return running trials whose ranks have stalled, with a description."""
+    """Return the running trials whose ranks hang, with a description."""
     with _connection(state) as connection:
         live = connection.execute(_LIVE).fetchall()
     found = [(row, stall_in(Path(row["directory"]))) for row in live]
