@@ -223,9 +223,9 @@ def _best_of_newest_run(runs_dir: Path) -> str:
 
 
 def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSource:
-    """Download a checkpoint of which the run directory has only a reference.
+    """Resolve a checkpoint directory that only refers to another storage.
 
-    If the object storage cannot be read here, the files are downloaded from a running master that knows the checkpoint.
+    A checkpoint in object storage is downloaded or, if that fails, copied through a running master that knows the checkpoint.
     """
     settings = recorded_storage(source.path)
     if settings is None:

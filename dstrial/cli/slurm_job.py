@@ -285,7 +285,7 @@ def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: b
 
 
 def _remove(created: Sequence[Path]) -> None:
-    """Delete the run directory (first of ``created``) and its empty parents (the rest)."""
+    """Delete the run directory ``created[0]`` and its empty parents ``created[1:]``."""
     for path in created[:1]:
         shutil.rmtree(path, ignore_errors=True)
     for path in created[1:]:

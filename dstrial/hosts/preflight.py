@@ -135,7 +135,7 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
 def named_interface(environ: Mapping[str, str], facts: Sequence[Facts]) -> str | None:
     """Return the network interface that gloo's or NCCL's variable names; None for any.
 
-    If gloo's variable lists several interfaces, NCCL's is used. NCCL's may also be a prefix or a negation (``^``), so it is used
+    gloo's variable has priority unless it lists several interfaces. NCCL's may be a prefix or a negation (``^``), so it is used
     only if a host has an interface of exactly that name.
     """
     gloo, nccl = (environ.get(name, "") for name in _INTERFACE_VARIABLES)
