@@ -1,8 +1,8 @@
 """Entry point of ``dstrial``: imports and runs the module of one subcommand.
 
 A subcommand's module has ``add_parser(subparsers)``, which adds the arguments, and ``main(args)``, which returns the exit
-status. An optional ``with_defaults(words)`` inserts default arguments. The module must not import torch, deepspeed or determined
-at top level.
+status. An optional ``with_defaults(words)`` inserts default arguments. Torch, deepspeed and determined must not be imported at
+top level.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser of all subcommands; only ``command`` gets its arguments."""
+    """Return the parser of all subcommands; add arguments only to that of ``command``."""
     width = max(map(len, COMMANDS))
     listing = "".join(
         f"\n{title}:\n" + "".join(f"  {name:<{width}}  {text}\n" for name, text in group.items())

@@ -1,4 +1,4 @@
-"""``dstrial checkpoint``; resolves its argument: a directory, a run or a UUID."""
+"""``dstrial checkpoint``, and the resolution of its argument CHECKPOINT."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """The checkpoint that a CHECKPOINT argument names, with its run or master."""
+    """A resolved CHECKPOINT argument: its files, and the run or master that has it."""
 
     path: Path  # absolute
     run_directory: RunDirectory | None = None  # None if the checkpoint is not in a run directory
@@ -93,7 +93,7 @@ class CheckpointSource:
 
     @property
     def needs_mark(self) -> bool:
-        """Whether the checkpoint is incomplete without a completion marker.
+        """Whether a missing completion marker means that the checkpoint is incomplete.
 
         Only checkpoints in run directories have markers.
         """
@@ -102,7 +102,7 @@ class CheckpointSource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
-    """A resolved checkpoint with its manifest, and the layout of each engine."""
+    """A resolved checkpoint, its manifest, and the layout of each engine's files."""
 
     source: CheckpointSource
     manifest: Manifest
@@ -114,7 +114,7 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(asked: str, args: argparse.Namespace) -> OpenCheckpoint:
-    """Resolve a CHECKPOINT argument and read the manifest; no file is verified.
+    """Resolve a CHECKPOINT argument and read the manifest; do not verify files.
 
     ``asked`` is the argument; ``args`` has the options of :func:`add_shared_options`.
     """
@@ -155,7 +155,7 @@ def add_action(
 def add_shared_options(
     parser: argparse.ArgumentParser, *, json: bool = False, progress: bool = False, trust: bool = True
 ) -> None:
-    """Add ``--runs-dir`` and ``--state-dir``, where UUIDs are searched.
+    """Add ``--runs-dir`` and ``--state-dir``, in which UUIDs are looked up.
 
     ``json`` adds ``--json``, ``progress`` adds ``--no-progress``, and ``trust`` adds ``--trust-code``.
     """
@@ -181,11 +181,11 @@ def add_shared_options(
 def find_checkpoint(
     asked: str, *, runs_dir: str | None = None, state_dir: str | None = None
 ) -> CheckpointSource:
-    """Resolve a directory, a run (its newest checkpoint), a UUID or ``best``.
+    """Resolve a directory of a checkpoint or run, a UUID or ``best``.
 
-    ``best`` is that of the newest run in ``runs_dir``. The checkpoint is not verified. A UUID is searched in ``runs_dir``, then
-    at the master of ``state_dir``; both have defaults. A checkpoint in object storage is downloaded; the copy is deleted when
-    this process ends.
+    A run means its newest checkpoint, ``best`` the best checkpoint of the newest run in ``runs_dir``. A UUID is looked up in
+    ``runs_dir``, then at the master of ``state_dir``. A checkpoint in object storage is downloaded; the copy is deleted at exit.
+    Files are not verified.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
@@ -223,9 +223,9 @@ def _best_of_newest_run(runs_dir: Path) -> str:
 
 
 def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSource:
-    """Replace a run's record of a checkpoint by the checkpoint's files.
+    """Resolve a checkpoint directory that only refers to another storage.
 
-    Without credentials for the object storage, they come through a running master that knows the checkpoint.
+    A checkpoint in object storage is downloaded or, if that fails, copied through a running master that knows the checkpoint.
     """
     settings = recorded_storage(source.path)
     if settings is None:
@@ -247,7 +247,7 @@ def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSo
 
 
 def _new_directory(uuid: str) -> Path:
-    """Return a scratch directory, deleted at exit, that is named after a checkpoint."""
+    """Create a directory named ``uuid`` that is deleted at exit."""
     target = _DOWNLOADS.enter_context(scratch_directory("dstrial-download-")) / uuid
     target.mkdir()
     return target

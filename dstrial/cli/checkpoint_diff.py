@@ -132,7 +132,7 @@ def _compare_state(
     b: OpenCheckpoint,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
-    """Compare one engine's state in two checkpoints; add to ``differences``.
+    """Compare one engine's state in two checkpoints; add results to ``differences``.
 
     Returns the summary of the compared weights; {} if ``sections`` lacks ``weights``.
     """
@@ -201,7 +201,6 @@ def _sort_key(difference: WeightDifference) -> float:
 
 
 def _finite_or_none(value: float) -> float | None:
-    """Return the value for JSON: None if it is not finite."""
     return value if math.isfinite(value) else None
 
 

@@ -165,7 +165,7 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
 def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_plain: bool) -> None:
     """Raise if a checkpoint has no DeepSpeed weights of an engine, or damaged files.
 
-    ``verifies``: whether to compare the engine's files with the manifest. ``is_plain``: whether to hide the progress bar.
+    If ``verifies``, the engine's files are compared with the manifest. ``is_plain`` hides the progress bar.
     """
     roles = {path: role_of(path, opened.layouts) for path in opened.manifest.files}
     if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles.values()):
@@ -230,7 +230,6 @@ def _write(
 
 
 def _resolves_outside(path: Path, root: Path) -> bool:
-    """Return whether ``path`` is in directory ``root``, but a link leads it outside."""
     return path.is_relative_to(root) and not path.resolve().is_relative_to(root.resolve())
 
 

@@ -126,9 +126,10 @@ def _workspace(output: Path) -> Iterator[Path]:
 
 
 def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_trusted: bool) -> Path:
-    """Return the model definition's directory; reject code of an untrusted checkpoint.
+    """Return a directory with the model definition, or raise.
 
-    It is ``asked`` (``--context``), the run's directory, the checkpoint's copy, or a copy from the master in ``workspace``.
+    The order is ``asked`` (``--context``); if the checkpoint is trusted, the run's context directory or the copy in the
+    checkpoint; a copy from the master in ``workspace``.
     """
     if asked is not None:
         if not Path(asked).is_dir():
@@ -210,7 +211,7 @@ def _config_for(
 ) -> dict[str, Any]:
     """Return an experiment config for ranks that restore and save the checkpoint.
 
-    ``config``, ``hparams`` and ``steps_completed`` are those of the checkpoint. ``zero_stage`` None keeps the ZeRO stage.
+    ``config``, ``hparams`` and ``steps_completed`` are the checkpoint's. ``zero_stage`` None keeps the ZeRO stage.
     """
     hyperparameters = copy.deepcopy(dict(hparams))
     if zero_stage is not None:
@@ -242,10 +243,7 @@ def _config_for(
 
 
 def _set_trust(values: dict[str, Any], checkpoint: Path, *, trusts: bool) -> None:
-    """Set in ``values`` whether the ranks may unpickle any class in a checkpoint.
-
-    ``values`` is the experiment config.
-    """
+    """Set in experiment config ``values`` whether ranks may unpickle any class."""
     data = values.get("data")
     section = data.get("dstrial") if isinstance(data, Mapping) else None
     kept = {**section} if isinstance(section, Mapping) else {}
@@ -263,9 +261,7 @@ def _rewrite(
     *,
     is_trusted: bool,
 ) -> Path:
-    """Restore the checkpoint on CPU ranks, save it, and return the new directory.
-
-    The run directory of these ranks is in ``workspace``.
+    """Load the checkpoint on CPU ranks and save it in ``workspace``; return its path.
 
     Raises:
         CheckpointError: the trial is a script that cannot stop before the first batch.
@@ -333,7 +329,7 @@ def _rewrite(
 
 @contextlib.contextmanager
 def _in_working_copy(context_dir: Path, workspace: Path) -> Iterator[None]:
-    """Change into a copy of the model definition, because scripts write files there."""
+    """Change into a copy of the model definition, as scripts write files there."""
     before = Path.cwd()
     copied = workspace / "context"
     shutil.copytree(
@@ -368,9 +364,9 @@ def _variables(checkpoint: Path, experiment: ExperimentConfig) -> dict[str, str]
 
 
 def _require_layout(written: Path, before: tuple[Layout, ...], num_slots: int, zero_stage: int | None) -> int:
-    """Return the ZeRO stage of the written checkpoint, after a check of its layout.
+    """Check the layout of the written checkpoint, and return its ZeRO stage.
 
-    ``before`` are the layouts of the original checkpoint; ``zero_stage`` is None if the stage is kept.
+    ``before`` has the original checkpoint's layout of each engine. ``zero_stage`` None means the original stage.
 
     Raises:
         CheckpointLayoutError: the model definition ignored the new layout.

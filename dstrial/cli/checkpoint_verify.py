@@ -136,7 +136,7 @@ def registration_of(source: CheckpointSource, state: StateDirectory) -> Registra
 def _uuid_of(path: Path) -> str:
     """Return a checkpoint's UUID, quoted for a URL.
 
-    It is in the completion marker, which copies keep. Without a marker it is the directory's name.
+    The UUID is in the completion marker or, without a marker, the directory's name.
     """
     try:
         name = read_marker(path).get("uuid")
@@ -146,10 +146,7 @@ def _uuid_of(path: Path) -> str:
 
 
 def verify_with_progress(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
-    """Verify every file of a checkpoint; show a progress bar on terminals.
-
-    ``is_plain`` hides the progress bar.
-    """
+    """Verify every file of a checkpoint; show a progress bar unless ``is_plain``."""
     manifest = read_manifest(source.path)
     with bytes_bar("verifying", bytes_to_read(manifest), is_plain=is_plain) as advance:
         return check_integrity(source.path, manifest, needs_mark=source.needs_mark, on_bytes=advance)

@@ -95,9 +95,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the content of the DeepSpeed JSON named by an Accelerate config, or None.
+    """Return the DeepSpeed config that an Accelerate config names as a file, or None.
 
-    ``path`` is the Accelerate config's file, to whose directory the name may be relative.
+    ``path`` is the Accelerate config's file; the name may be relative to its directory.
     """
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
@@ -117,7 +117,7 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _require_script(entrypoint: str | None, output: Path) -> None:
-    """Raise if the entrypoint has a launcher, or its script is not below ``output``."""
+    """Raise if the entrypoint has a launcher, or a script outside of ``output``."""
     words = [] if entrypoint is None else shlex.split(entrypoint)
     if not words:
         return
@@ -149,7 +149,7 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _print_keys(conversion: Conversion) -> None:
-    """Print a table of where each key of the Accelerate config went, unused keys last."""
+    """Print the new place of each key of the Accelerate config; unused keys last."""
     order = list(_DESTINATIONS)
     keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
     rows = [(one.key, render(one.value), _DESTINATIONS[one.status], one.explanation) for one in keys]

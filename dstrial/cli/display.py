@@ -40,7 +40,7 @@ _MAX_TRIALS_SHOWN = 50
 
 
 def _is_phase(text: str) -> bool:
-    """Return whether a line of ``launch.start_watch`` only names a new startup phase."""
+    """Return whether a log line of ``launch.start_watch`` only names a startup phase."""
     is_repeated = ": still " in text
     return text.startswith("dstrial.launch: starting: ") and " since " not in text and not is_repeated
 
@@ -51,7 +51,7 @@ class Display:
     Args:
         out: standard output.
         err: standard error.
-        num_ranks: with a single rank, its lines have no rank as prefix.
+        num_ranks: number of ranks; if 1, output lines have no rank as prefix.
         metric: the validation metric to show.
     """
 
@@ -66,7 +66,7 @@ class Display:
         self._written_s = time.monotonic()
 
     def line(self, text: str, rank: int | None = None, stream: str = "stdout") -> None:
-        """Show a line that a rank wrote to ``stream``; if ``rank`` is None, a launcher's."""
+        """Show a line that a rank (None: the launcher) has written to ``stream``."""
         if rank is None:
             self.message(text)
         else:
@@ -74,23 +74,23 @@ class Display:
             self._write(prefix + text, self._err if stream == "stderr" else self._out)
 
     def message(self, text: str) -> None:
-        """Show a line of the launcher, except startup phases, which ``starting`` shows."""
+        """Show a line of the launcher; skip startup phases, which ``starting`` shows."""
         if text.startswith("waiting for "):
             self._shown.add(text)
         if not _is_phase(text):
             self._write(text, self._out)
 
     def starting(self, text: str, age_s: float) -> None:
-        """Show a startup phase once, if nothing else was shown for some seconds.
+        """Show a startup phase, which began ``age_s`` ago, unless it has been shown.
 
-        ``age_s``: seconds since the phase began.
+        It is shown only if nothing else was shown for ``_SILENCE_S``.
         """
         if text not in self._shown and time.monotonic() - self._written_s >= _SILENCE_S:
             self._shown.add(text)
             self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
 
     def view(self, view: RunView) -> None:
-        """Show the progress and the new reports in a view of the run."""
+        """Show the progress and the new reports of the run."""
         for report in view.new_reports:
             if report.group in ("training", "validation"):
                 self.message(report_line(report, view.batches_total, self._metric))
@@ -104,7 +104,7 @@ class Display:
 
 
 class BarDisplay(Display):
-    """Shows an attempt as a progress bar in the last line, with all other lines above."""
+    """Shows an attempt as a progress bar in the last line, below all other output."""
 
     def __init__(
         self, out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None
@@ -168,8 +168,8 @@ def summary(
         view: the run's last progress.
         metric: the searcher's metric.
         smaller_is_better: whether the best value of ``metric`` is the smallest.
-        resume_command: words of the command that resumes the run; empty to omit it.
-        steps_before: batches in the checkpoint from which the attempt resumed; None for a new run.
+        resume_command: words of the command that resumes the run; if empty, none is shown.
+        steps_before: batches trained before the attempt; None for a new run.
     """
     stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
@@ -222,7 +222,7 @@ def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def view_at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
-    """Return ``view`` at the failed rank's batch, if that is after the last report."""
+    """Return ``view`` advanced to the failed rank's batch, if that is later."""
     batch = outcome.first_failure and outcome.first_failure.batches_trained
     if not batch:
         return view
@@ -239,10 +239,7 @@ def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
 
 
 def skipped_steps(run_directory: RunDirectory) -> str | None:
-    """Return a text such as ``3 of 100 (…)``: skipped and all optimizer steps.
-
-    None if no step was skipped.
-    """
+    """Return how many optimizer steps were skipped (``3 of 100 (…)``); None if none."""
     status: Mapping[str, object] = {}
     with contextlib.suppress(DstrialError):
         status = read_json(run_directory.status_path) or {}
@@ -254,9 +251,9 @@ def skipped_steps(run_directory: RunDirectory) -> str | None:
 def _lost_batches(
     verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
 ) -> str | None:
-    """Return a clause for the summary on lost batches or on nothing to train, or None.
+    """Return the summary's remark on lost batches or on nothing to train, or None.
 
-    ``steps_before`` are the batches in the checkpoint from which the attempt resumed.
+    ``steps_before`` is the number of batches trained before the attempt.
     """
     if verdict.state is RunState.COMPLETED:
         has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
@@ -270,8 +267,6 @@ def _lost_batches(
 
 
 def _best_first(view: ExperimentView, experiment: ExperimentConfig) -> list[TrialView]:
-    """Return the trials sorted by best validation, those without a validation last."""
-
     def key(trial: TrialView) -> tuple[bool, float, int]:
         value = trial.best_metric or 0.0
         return trial.best_metric is None, value if experiment.smaller_is_better else -value, trial.id
@@ -280,7 +275,7 @@ def _best_first(view: ExperimentView, experiment: ExperimentConfig) -> list[Tria
 
 
 def best_checkpoint(view: ExperimentView, experiment: ExperimentConfig) -> str | None:
-    """Return the UUID of a search's best checkpoint; None if there is none."""
+    """Return the UUID of the best checkpoint of a search's trials, or None."""
     return next((best.best_checkpoint for best in _best_first(view, experiment)[:1]), None)
 
 
@@ -299,7 +294,7 @@ def progress_line(view: ExperimentView, experiment: ExperimentConfig) -> str:
 def search_summary(
     view: ExperimentView, experiment: ExperimentConfig, verdict: Verdict, run_directory: RunDirectory
 ) -> list[str]:
-    """Return a search's summary: its trials, state and best checkpoint."""
+    """Return the lines of a search's summary: trials, state and best checkpoint."""
     described = f" ({verdict.reason})" if verdict.reason else ""
     rows = [("state", verdict.state.value + described)]
     rows.append(("run directory", shown_path(run_directory.path)))
@@ -308,13 +303,15 @@ def search_summary(
             rows.insert(1, ("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
         if best.best_checkpoint is not None:
             path = run_directory.checkpoints_path / best.best_checkpoint
-            shown = f"checkpoints/{path.name}" if path.is_dir() else path.name  # in another storage
+            shown = (
+                f"checkpoints/{path.name}" if path.is_dir() else path.name
+            )  # else it is in another storage
             rows.append(("  best", shown))
     return trial_table(view, experiment) + row_lines(rows)
 
 
 def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]:
-    """Return a line per trial, the best first; a last line counts omitted trials."""
+    """Return a table of trials, best first, as lines; the last line counts the rest."""
     specs = experiment.raw.get("hyperparameters") or {}
     rows: list[tuple[object, ...]] = []
     for trial in _best_first(view, experiment)[:_MAX_TRIALS_SHOWN]:

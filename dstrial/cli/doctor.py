@@ -88,7 +88,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if there is no problem and all steps of ``--train`` succeeded, else 1."""
+    """Run the checks; return 1 for a problem or a failed step of ``--train``, else 0."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names from elsewhere may not be encodable on this terminal: replace such characters.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -160,10 +160,9 @@ def _show_step(step: Step) -> None:
 def document(groups: Iterable[Group], seconds: float) -> dict[str, Any]:
     """Return the JSON document of ``--json``.
 
-    ``schema``: an integer; ``dstrial``: the version; ``ok``: whether there is no problem; ``counts``: ``ok``, ``note``,
-    ``problem`` -> number; ``seconds``: total time; ``groups``: in the order of the text, each with ``name``, ``seconds`` and
-    ``findings``, each with ``name``, ``status`` (``ok``, ``note`` or ``problem``), ``what`` and ``todo`` (may be empty). Names
-    are stable between versions; ``what`` and ``todo`` are for people.
+    Keys: ``schema`` (an integer), ``dstrial`` (the version), ``ok`` (whether there is no problem), ``counts`` (by status),
+    ``seconds`` (in total) and ``groups``. A group has ``name``, ``seconds`` and ``findings``; a finding has ``name``, ``status``
+    (``ok``, ``note`` or ``problem``), ``what`` and ``todo`` (texts; ``todo`` may be empty). Names are stable between versions.
     """
     found = list(groups)
     counts = count(found)
@@ -178,7 +177,7 @@ def document(groups: Iterable[Group], seconds: float) -> dict[str, Any]:
 
 
 def _write(group: Group, *, is_coloured: bool) -> None:
-    """Print one line per finding, for ``grep``."""
+    """Print one line per finding, so that ``grep`` finds complete messages."""
     lines = [f"{group.name} ({group.seconds:.2f} s)"]
     for finding in group.findings:
         status = f"{finding.status:<8}"

@@ -24,7 +24,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def with_defaults(words: Sequence[str]) -> list[str]:
-    """Return the words after ``dstrial dsat``, with ``predict`` as default method."""
+    """Return the words after ``dstrial dsat``; insert method ``predict`` if absent."""
     return with_method(words)
 
 

@@ -57,15 +57,15 @@ class Entrypoint:
 
     trial: str | None  # ``module:Class``; None for a command
     words: tuple[str, ...] = ()  # the command
-    starts_ranks: bool = False  # the command is a launcher such as torchrun, and runs once, not per rank
+    starts_ranks: bool = False  # the command is a launcher such as torchrun, which runs once, not per rank
 
 
 def parse_entrypoint(entrypoint: str | Sequence[str] | None, where: str) -> Entrypoint:
     """Parse an entrypoint; strip launchers that ``dstrial run`` replaces.
 
     ``model_def:MyTrial`` and ``python3 -m dstrial.launch --trial model_def:MyTrial`` are trials. Before a script, ``python3 -m
-    dstrial.launch`` and Determined's launch layers are stripped. Any other command is kept; one with shell syntax runs in a
-    shell, as on a cluster. ``where`` names the config in a ConfigError.
+    dstrial.launch`` and Determined's launch layers are stripped. Other commands are kept; commands with shell syntax run in a
+    shell. ``where`` names the config in a ConfigError.
     """
     if not entrypoint:
         raise _error(
@@ -124,7 +124,7 @@ def _error(where: str, got: str, fix: str) -> ConfigError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The checkpoint to resume from, and the run that continues."""
+    """The checkpoint from which a run resumes, and the run that it continues."""
 
     run_directory: RunDirectory | None  # None starts a new run from the checkpoint
     checkpoint: Path
@@ -132,14 +132,14 @@ class ResumePoint:
 
     @property
     def steps_completed(self) -> int | None:
-        """Batches trained at the checkpoint; None if a new run starts from the checkpoint."""
+        """Batches trained at the checkpoint; None if it starts a new run."""
         if self.run_directory is None:
             return None
         stored = list_checkpoints(self.run_directory.checkpoints_path)
         return next((found.steps_completed for found in stored if found.path == self.checkpoint), None)
 
     def saved_run(self) -> SavedRun | None:
-        """Return the checkpoint's metadata for config checks; None without a manifest."""
+        """Return the checkpoint's metadata for config checks; None if it has no manifest."""
         if not (self.checkpoint / MANIFEST_NAME).is_file():
             return None  # the user's own script wrote the checkpoint
         return read_saved_run(self.checkpoint).of_trial(LOCAL_ID)
@@ -167,7 +167,7 @@ def resume_point_of(args: argparse.Namespace) -> ResumePoint | None:
 
 
 def run_directory_of(args: argparse.Namespace) -> RunDirectory | None:
-    """Return the directory of ``--run-dir``; None if the flag is absent."""
+    """Return the run directory of ``--run-dir``; None if the flag is absent."""
     path = getattr(args, "run_dir", None)
     return None if path is None else RunDirectory(Path(path).absolute())
 
@@ -175,7 +175,7 @@ def run_directory_of(args: argparse.Namespace) -> RunDirectory | None:
 def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | None:
     """Return the first run with a complete checkpoint, and its newest checkpoint.
 
-    None if no run has one. Searches, whose checkpoints belong to several trials, are skipped.
+    Returns None if no run has a checkpoint. Searches, whose checkpoints belong to several trials, are skipped.
     """
     for run_directory in runs:
         if run_directory.is_search:
@@ -189,7 +189,7 @@ def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | No
 def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
     """Resolve ``--resume``: ``latest``, a run directory, or a checkpoint directory.
 
-    ``latest`` is searched in ``runs_dir`` among the runs of experiment ``name`` and ``context_dir``.
+    ``latest`` is the newest run in ``runs_dir`` with this experiment ``name`` and ``context_dir`` that can resume.
     """
     if resume == "latest":
         return _latest(runs_dir, name, context_dir)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _TRIALS_SHOWN = 100  # rows of `dstrial show`, best first
-_ALL = -1  # limit of a page with everything
+_ALL = -1  # limit of a page that contains all rows
 _ENDED = ("STATE_COMPLETED", "STATE_CANCELED", "STATE_ERROR")
 _NOT_FOUND = 404
 _DESCRIPTIONS = {
@@ -88,7 +88,7 @@ def _list(client: Client, args: argparse.Namespace) -> int:
 
 
 def _reasons(client: Client, ids: Sequence[int]) -> dict[int, str]:
-    """Return by id why experiments ended, which Determined's protocol does not say."""
+    """Return experiment id -> reason of the end, which Determined's API lacks."""
     found = client.get("/page/experiments", ids=list(ids))["experiments"] if ids else []
     return {one["id"]: visible(one["reason"]) for one in found}
 
@@ -147,7 +147,7 @@ def _show(client: Client, args: argparse.Namespace) -> int:
 
 
 def _kill(client: Client, args: argparse.Namespace) -> int:
-    """Kill experiments; return 1 if the master refused one of them, else 0."""
+    """Kill experiments; return 1 if the master rejected a request, else 0."""
     exit_code = 0
     for experiment_id in args.ids:
         try:

@@ -1,4 +1,4 @@
-"""Follow an experiment until it settles, and judge how it ended."""
+"""Follow an experiment until it has ended or paused, and tell how it ended."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class FollowResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """How an attempt at a run ended: state, exit code and reason."""
+    """How an attempt at a run (from start or resume to end) has ended."""
 
     state: RunState
     exit_code: int  # of ``dstrial run``
     reason: str | None = None  # why the attempt did not complete, or was stopped
-    may_continue: bool = False  # the master may still save a checkpoint: lost batches are unknown
+    may_continue: bool = False  # the master may still save a checkpoint, so lost batches are unknown
 
 
 class LogTail:
     """Passes new lines of the trials' logs to ``show(text, rank, stream)``.
 
-    The launcher's report on the first failed rank and the master's error line are held back, because the summary repeats them.
-    If the master restarts the trial, the report is shown. ``after`` maps a trial's id to the id of its last line already shown.
+    The launcher's report on the first failed rank and the master's error line are withheld, as the summary repeats them; the
+    report is shown if the master restarts the trial. ``after`` maps trial id -> id of the last line already shown.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ def follow(
 ) -> FollowResult:
     """Wait until an experiment has ended or is paused, and return why.
 
-    The caller's signal handler appends to ``signals``: the first signal pauses the experiment, a second SIGINT detaches from
-    it. ``on_poll`` is called about ten times a second, ``on_stop`` after the pause request. ``has_many_trials`` prints stalls
-    of trials; a single trial's log already contains its stalls.
+    The caller's signal handler appends to ``signals``: the first signal pauses the experiment, a second SIGINT ends only this
+    call. ``on_poll`` is called about ten times a second, ``on_stop`` after the pause request. With ``has_many_trials``, stalls of
+    trials are printed; a single trial's log already contains its stalls.
     """
     stalls = StallReporter(master, experiment_id, print_line)
     is_pausing = False
@@ -178,7 +178,7 @@ def _pause(master: Master, experiment_id: int) -> bool:
 def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOutcome:
     """Return the outcome of a run's last attempt: exit codes and first failed rank.
 
-    It is read from the files that the launchers wrote. Without such a file, it has the exit code that the master recorded.
+    Source: files that the launchers wrote or, if there is no file, the exit code that the master recorded.
     """
     found = []
     with contextlib.suppress(DstrialError):
@@ -197,9 +197,9 @@ def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOut
 
 
 def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master: bool = False) -> Verdict:
-    """Return the verdict ``judged``, corrected by the experiment's state.
+    """Return the verdict on an attempt, from ``judged`` and the experiment's state.
 
-    ``judged`` is the verdict on the ranks or the search. ``has_own_master``: whether the master serves this run only.
+    ``judged`` is the verdict of ``judge`` or ``judge_search``. ``has_own_master``: whether the master serves only this run.
     """
     view = followed.view
     if view is None:
@@ -228,8 +228,8 @@ def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master:
 def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
     """Return the verdict on an attempt from its ranks' outcome and ``status.json``.
 
-    The attempt has completed if all ranks exited 0 (the launcher reports exit 0 before the end of training as a failure), or if
-    the trial itself requested a stop before a stop signal.
+    The attempt has completed if all ranks exited with 0, or if the trial itself requested a stop before a stop signal. (The
+    launcher reports an exit with 0 before the end of training as a failure.)
     """
     text = str(status.get("status", ""))
     if outcome.ended_at_once:
@@ -253,7 +253,7 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
 
 
 def judge_search(followed: FollowResult) -> Verdict:
-    """Return the verdict on a search; :func:`judge_experiment` adds trials' failures."""
+    """Return the verdict on a search without trials' failures (``judge_experiment``)."""
     state = "deleted" if followed.view is None else followed.view.state.lower()
     if state == "completed":
         return Verdict(RunState.COMPLETED, 0)

@@ -44,7 +44,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check the hosts; print either their properties or all problems."""
+    """Check the hosts; print their properties or, if there are problems, all problems."""
     hosts = hosts_of(args)
     try:
         preflight = check_hosts(

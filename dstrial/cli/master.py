@@ -210,7 +210,7 @@ def _show_logs(args: argparse.Namespace, state: StateDirectory) -> None:
 
 
 def _follow(path: Path, position: int) -> None:
-    """Print what is appended to a log after byte ``position``, until interrupted.
+    """Print a growing log from byte ``position`` on, until interrupted.
 
     If the file is truncated, printing restarts at its beginning.
     """

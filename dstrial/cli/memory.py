@@ -1,4 +1,4 @@
-"""``dstrial memory``: predict a model's memory by dry run, or show a run's.
+"""``dstrial memory``: predict a model's memory by dry run, or show a run's memory.
 
 A dry run needs no device. It covers a trial, each stage of a pipeline, or a script up to its first batch.
 """
@@ -77,7 +77,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print a model's predicted or measured memory; return 0, or 1 without any."""
+    """Print predicted or measured memory; return 1 if nothing could be predicted."""
     if Path(args.experiment).is_dir():
         return _show_run(args, RunDirectory.open(args.experiment))
     return _show_prediction(args)
@@ -151,7 +151,7 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
 def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int) -> str | None:
     """Predict a run's memory by dry run, and store the result in the run directory.
 
-    Returns the problem as text; None if the prediction succeeded.
+    Returns None, or the text of the problem that prevented the prediction.
     """
     try:
         return _predict_stages(run, _planned_of(experiment, num_slots))[1]
@@ -166,7 +166,7 @@ def _predict_stages(
 ) -> tuple[list[dict[str, float]], str | None]:
     """Run the dry runs, store the result, and return (result, first problem or None).
 
-    The result has one mapping per pipeline stage: part of memory -> bytes. It is [] if a dry run fails.
+    The result has one mapping, part of memory -> bytes, per pipeline stage; [] if a dry run failed.
     """
     placements = _run_planned(planned, deadline_s)
     found = [one.largest() for one in placements]
@@ -196,7 +196,7 @@ def _load(args: argparse.Namespace, num_slots: int | None) -> ExperimentConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Planned:
-    """A placement, and the dry run from which its memory is computed."""
+    """A model on a number of devices, and the dry run that predicts its memory."""
 
     placement: Placement
     request: DryRunRequest | None = None  # None if the placement has a problem
@@ -224,7 +224,7 @@ def _settings_text(experiment: ExperimentConfig) -> str:
 
 
 def _planned_of(experiment: ExperimentConfig, num_slots: int) -> list[_Planned]:
-    """Return the placement of each pipeline stage; one without a pipeline."""
+    """Return the dry run of each pipeline stage; one dry run without a pipeline."""
     from dstrial.dsat.predictor.inputs import dry_run_request
     from dstrial.dsat.predictor.model_memory import Placement
 
@@ -263,7 +263,7 @@ def _planned_of(experiment: ExperimentConfig, num_slots: int) -> list[_Planned]:
 def _run_planned(
     planned: Sequence[_Planned], deadline_s: float = _DEADLINE_S, capacity_bytes: float = math.inf
 ) -> list[Placement]:
-    """Dry-run each pipeline stage once; return all placements with result or problem."""
+    """Run each stage's dry run once; return placements with the result or problem."""
     from dstrial.engine.dryrun.process import dry_runs
 
     requests: dict[int | None, DryRunRequest] = {}
@@ -322,7 +322,7 @@ def _require_dry_runnable(experiment: ExperimentConfig, entrypoint: Entrypoint) 
 
 
 def _python_words(words: Sequence[str]) -> list[str]:
-    """Return the words from the script or ``-m`` on; empty for non-Python commands."""
+    """Return a command's words from the script or ``-m`` on; [] unless it is Python."""
     is_interpreter = bool(words) and Path(words[0]).name.startswith("python")
     rest = list(words[1:] if is_interpreter else words)
     is_script = bool(rest) and (rest[0].endswith(".py") or (is_interpreter and rest[0] == "-m"))

@@ -193,8 +193,8 @@ def _hosts_and_slots(
 ) -> tuple[tuple[Host, ...], int | None]:
     """Return the hosts to train on, and the number of slots.
 
-    No hosts stand for this machine, and None for the config's number of slots. On hosts, the default number is
-    ``slots_per_trial`` if the config has it, else all slots of the hosts.
+    On this machine there are no hosts, and None means the config's number of slots. On hosts, the default number is the
+    config's ``slots_per_trial`` or, if it is not set, all slots.
     """
     if args.hostfile is None and allocation is None:
         return (), 1 if args.debug else args.slots
@@ -233,7 +233,7 @@ def _check_hosts(
 
 
 def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
-    """Read the command line and config; raise on errors before any file is created.
+    """Read the command line and config; raise for errors before creating any file.
 
     ``slots`` is the number of slots; None for the config's number.
     """
@@ -274,7 +274,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
 
 
 def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return the ``key=value`` of ``--config`` and of flags such as ``--logger``."""
+    """Return config overrides (``key=value``) from ``--config``, ``--logger`` etc."""
     overrides = list(args.config)
     if args.trust_code:
         manifest = None if point is None else point.checkpoint / MANIFEST_NAME
@@ -341,7 +341,7 @@ def _require_trainable(
 
 
 def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point: ResumePoint | None) -> None:
-    """Print warnings, and settings that the checkpoint of a resumed run determines."""
+    """Print warnings, and settings that a resumed run takes from the checkpoint."""
     warnings = list(experiment.warnings)
     if not args.slurm and (hint := slurm_job.unused_nodes_hint()) is not None:
         warnings.insert(0, hint)
@@ -366,9 +366,9 @@ def _has_engine() -> bool:
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
-    """Return the config's ``max_restarts``; 0 if unset, so that failures show at once.
+    """Return the config's ``max_restarts``; 0 if it is not set, or with ``--test``.
 
-    With ``--test`` it is always 0.
+    Without restarts, failures are shown at once.
     """
     if args.test:
         return 0
@@ -392,10 +392,7 @@ def _record_end_on_error(run_directory: RunDirectory) -> Iterator[None]:
 
 
 def _debug(request: RunRequest, run_directory: RunDirectory) -> int:
-    """Train on one rank in this process; return the exit status.
-
-    The process keeps its terminal, for a debugger.
-    """
+    """Train on one rank in this process, for a debugger; return the exit status."""
     from dstrial import determined_imports
     from dstrial.launch import rank_main
 
@@ -453,7 +450,7 @@ def _train(request: RunRequest, run_directory: RunDirectory, allocation: Allocat
 def _master_of(
     request: RunRequest, run_directory: RunDirectory, out: LossTolerantStream, *, is_in_job: bool
 ) -> Iterator[Master]:
-    """Yield the user's master, started if none runs; in a Slurm job, the run's own."""
+    """Yield the user's master, started if needed; in a Slurm job, a new master."""
     args = request.args
     if is_in_job:
         options = daemon.MasterOptions(num_slots=request.num_slots, python=args.python, is_under_slurm=True)
@@ -475,7 +472,7 @@ def _master_of(
 
 
 class _Attempt:
-    """Submits one attempt at a run to a master, shows its progress, records its end."""
+    """Submits an attempt at a run to a master, shows its progress, records its end."""
 
     def __init__(
         self,
@@ -500,7 +497,7 @@ class _Attempt:
     def follow(self, signals: list[signal.Signals], job: slurm_job.BatchJob | None) -> int:
         """Submit the run, show it until it ends, and return the exit status.
 
-        ``signals`` collects the signals of this process. ``job`` is the Slurm job around this process, if any.
+        ``signals`` collects signals to this process. ``job`` is the Slurm job in which this process runs, or None.
         """
         request, master, print_line = self._request, self._master, self._display.message
         try:
@@ -546,7 +543,7 @@ class _Attempt:
         self._display.view(self._view)
 
     def _show(self, log: LogTail, view: ExperimentView) -> None:
-        """Show new log lines and reports of a trial, or its startup phase."""
+        """Show new log lines and reports of a trial; before the first, its startup phase."""
         for trial in view.trials:
             log.poll(trial.id)
         self._poll_run()
@@ -636,7 +633,7 @@ class _Attempt:
         return verdict, lines, text
 
     def _link_best(self, view: ExperimentView | None) -> None:
-        """Link ``best`` of the run directory to its best checkpoint."""
+        """Create the run directory's symlink ``best`` to its best checkpoint."""
         experiment, run_directory = self._request.experiment, self._run_directory
         # Metrics may be unreadable, and a file system without symbolic links: then only the summary names the checkpoint.
         with contextlib.suppress(OSError, DstrialError):
@@ -649,7 +646,7 @@ class _Attempt:
                 run_directory.link_best(best)
 
     def _resume_value(self, verdict: Verdict) -> str:
-        """Return this run's value of ``--resume``: ``latest`` if possible, else a path."""
+        """Return the ``--resume`` value for this run: ``latest`` if possible, else a path."""
         experiment = self._request.experiment
         runs = find_runs(
             default_runs_dir(self._request.args.runs_dir), experiment.name, experiment.context_dir

@@ -1,4 +1,4 @@
-"""``dstrial run --slurm``: submit a job and follow it, or train inside one."""
+"""``dstrial run --slurm``: submit a job and follow it, or train inside a job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from dstrial.visible_text import visible
 
 _POLL_S = 3.0  # between queries of Slurm's controller; a grace period is rarely below 30 s
 _SHOW_S = 0.5  # between reads of the job's output
-_SILENCE_S = 60.0  # time without a response after which the controller is reported
+_SILENCE_S = 60.0  # time without a response after which the user is told
 _ENDED_BY_REQUEUE_S = 90.0  # wait after a requeue, in which Slurm ends this process
 _PREEMPTED = "Slurm gives its nodes to another job"
 
@@ -96,7 +96,7 @@ def require_slurm_flags(args: argparse.Namespace) -> None:
 
 
 def unused_nodes_hint(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return a hint if training uses one of several nodes of a Slurm job; else None."""
+    """Return a hint if training uses only one of a Slurm job's nodes, else None."""
     with contextlib.suppress(LaunchError):
         allocation = allocation_of(environ)
         if allocation is not None and len(allocation.nodes) > 1:
@@ -120,9 +120,9 @@ class BatchJob:
         write_json_atomically(run_directory.slurm_job_path, {"job_id": self._job_id})
 
     def watch(self, signals: list[signal.Signals]) -> None:
-        """Append SIGTERM to ``signals`` if Slurm ends the job; any signal ends the watch.
+        """Start a thread that appends SIGTERM to ``signals`` once Slurm ends the job.
 
-        Slurm signals the steps of a preempted job, but not its batch script.
+        Slurm signals the steps of a preempted job, but not its batch script. The thread ends with the first signal.
         """
 
         def poll() -> None:
@@ -137,9 +137,9 @@ class BatchJob:
     def decide_requeue(
         self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory
     ) -> Verdict:
-        """Decide whether Slurm shall requeue the job; return the verdict.
+        """Decide whether to requeue the job; return ``verdict`` with the reason for that.
 
-        If the job is requeued, the verdict's reason says why. ``stopped_by`` is the name of the signal that stopped the run.
+        ``stopped_by`` is the name of the signal that stopped the run.
         """
         if verdict.state is RunState.COMPLETED:
             return verdict
@@ -163,7 +163,7 @@ class BatchJob:
         return bool(self._requeue_reason)
 
     def requeue(self, out: LossTolerantStream) -> None:
-        """Requeue the job if ``decide_requeue`` decided so; Slurm then ends this process."""
+        """Requeue the job if ``decide_requeue`` said so; Slurm then ends this process."""
         if not self._requeue_reason:
             return
         job = self._job() if self._requeue_reason == _PREEMPTED else None
@@ -191,8 +191,8 @@ def run_as_job(
 ) -> int:
     """Submit a run as a batch job and follow it; return the exit status.
 
-    ``inner`` are the arguments of the job's ``dstrial run``, without ``--run-dir``. ``own`` is the run's existing directory; None
-    for a new one.
+    ``inner`` are the arguments of the job's ``dstrial run``, without ``--run-dir``. ``own`` is the run directory; None for a new
+    run.
     """
     out = LossTolerantStream(sys.stdout)
     path = own or new_run_path(default_runs_dir(args.runs_dir), experiment.name)
@@ -250,7 +250,7 @@ def _script(
 def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: bool) -> tuple[int, Path]:
     """Submit a batch script; return the job's id and its output file.
 
-    ``path`` is the run directory. ``has_own_output``: whether the user's options name the output file.
+    ``path`` is the run directory. ``has_own_output``: whether an option of the user names the output file.
     """
     created = [one for one in (path, *path.parents) if not one.exists()]
     try:
@@ -285,7 +285,7 @@ def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: b
 
 
 def _remove(created: Sequence[Path]) -> None:
-    """Delete ``created``: the run directory, then those of its parents that are empty."""
+    """Delete the run directory ``created[0]`` and its empty parents ``created[1:]``."""
     for path in created[:1]:
         shutil.rmtree(path, ignore_errors=True)
     for path in created[1:]:
@@ -294,7 +294,7 @@ def _remove(created: Sequence[Path]) -> None:
 
 
 class _Follower:
-    """Shows a job's output; one Ctrl-C stops the job with a checkpoint, two detach."""
+    """Shows a job's output; Ctrl-C stops the job, a second Ctrl-C only this command."""
 
     def __init__(self, job_id: int, log: Path, out: LossTolerantStream, *, python: str) -> None:
         self._job_id, self._log, self._out, self._python = job_id, log, out, python

@@ -78,7 +78,7 @@ def _read_database(
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
     """Return usage, starting trials, stalled trials, and the database's problem or "".
 
-    ``record`` is the running master's; without one, only the usage is read.
+    If no master runs (``record`` is None), only the usage is read.
     """
     try:
         usage = observe.usage(state)

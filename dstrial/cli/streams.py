@@ -57,7 +57,7 @@ class LossTolerantStream:
 
 
 def to_null_device(stream: TextIO) -> None:
-    """Redirect a stream to the null device, to avoid an error at Python's exit."""
+    """Redirect a stream to the null device, so that Python's flush at exit succeeds."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(descriptor, stream.fileno())
@@ -66,7 +66,7 @@ def to_null_device(stream: TextIO) -> None:
 
 
 def count_argument(text: str, *, may_be_zero: bool = True) -> int:
-    """Parse a count; for ``type=`` of an ``argparse`` argument."""
+    """Parse a count, as the ``type`` of an ``argparse`` argument."""
     least = 0 if may_be_zero else 1
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is no count; expected an integer of at least {least}")
@@ -74,7 +74,7 @@ def count_argument(text: str, *, may_be_zero: bool = True) -> int:
 
 
 def seconds_argument(text: str, *, may_be_zero: bool = False) -> float:
-    """Parse a number of seconds; for ``type=`` of an ``argparse`` argument."""
+    """Parse a number of seconds, as the ``type`` of an ``argparse`` argument."""
     try:
         value = float(text)
     except ValueError:
@@ -112,12 +112,12 @@ def field_lines(fields: Sequence[tuple[str, object]]) -> str:
     return "".join(f"{name + ':':<{width}}{visible_line(str(value))}\n" for name, value in shown)
 
 
-_SMALL_BYTES = 64 << 20  # smaller totals are done before a bar is read
+_SMALL_BYTES = 64 << 20  # no bar for smaller totals, which take a moment
 
 
 @contextlib.contextmanager
 def bytes_bar(what: str, num_bytes: int, *, is_plain: bool = False) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in bytes; yield the thread-safe function that advances it.
+    """Show a progress bar in bytes; yield a thread-safe function that advances it.
 
     ``what`` is the bar's label. The bar is hidden with ``is_plain``, without a terminal, and for small totals.
     """
@@ -154,7 +154,7 @@ def context_text(context: Context) -> str:
 def command_of(name: str) -> str:
     """Return how to invoke a command installed beside this Python, such as ``det``.
 
-    The result is the name if PATH finds that file, else the path, relative if below the working directory.
+    Returns the name if PATH finds that file, else its path, relative if it is below the working directory.
     """
     own = Path(sys.executable).with_name(name)
     found = shutil.which(name)

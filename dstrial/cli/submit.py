@@ -51,7 +51,7 @@ _POLL_PERIOD_S = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Master:
-    """A running master that ``dstrial run`` uses, with a client for it."""
+    """The running master that ``dstrial run`` uses, and a client of the master."""
 
     state: StateDirectory
     record: MasterRecord
@@ -61,7 +61,7 @@ class Master:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The run that a ``dstrial run`` command line requests, after all checks."""
+    """A run that a ``dstrial run`` command line requests, validated."""
 
     args: argparse.Namespace
     experiment: ExperimentConfig
@@ -83,7 +83,7 @@ class RunRequest:
 
 
 def command_line(args: argparse.Namespace, **changes: object) -> list[str]:
-    """Return the words of a ``dstrial run`` command line, from ``run`` on.
+    """Convert ``args`` to the words of a ``dstrial run`` command, from ``run`` on.
 
     ``changes`` replace values of ``args``.
     """
@@ -104,12 +104,12 @@ def command_line(args: argparse.Namespace, **changes: object) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submission:
-    """The content of a run directory's ``submission.json``."""
+    """A run's last submission to a master, stored in ``submission.json``."""
 
     experiment_id: int
     cluster_id: str
-    fingerprint: str  # of the config and the files
-    checkpoint_storage: dict[str, Any]  # of the user's config, for its retention
+    fingerprint: str  # hash of the config and the files
+    checkpoint_storage: dict[str, Any]  # retention settings of the user's config
 
     @classmethod
     def read(cls, run_directory: RunDirectory) -> Submission | None:
@@ -124,7 +124,7 @@ class Submission:
 
 
 def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None = None) -> tuple[Master, bool]:
-    """Return the user's master, and whether it was started now.
+    """Return the user's master, and whether this call has started it.
 
     A new master with CPU slots gets at least ``num_slots``. ``on_hosts`` are options of a new master whose trials run on hosts.
     """
@@ -182,9 +182,9 @@ def await_hosts(state: StateDirectory) -> None:
 
 @contextlib.contextmanager
 def own_master(run_directory: RunDirectory, options: daemon.MasterOptions) -> Iterator[Master]:
-    """Yield a new master that serves one run; its state is in the run directory.
+    """Yield a new master that serves one run, with its state in the run directory.
 
-    It ends with the block, or with this process.
+    The master ends with the block, or with this process.
     """
     from dstrial.master.login import session
 
@@ -211,7 +211,7 @@ def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
 
 
 def submitted_config(request: RunRequest) -> dict[str, Any]:
-    """Return the run's experiment config, without what ``config_of_run`` adds to it."""
+    """Return the run's experiment config before additions of ``config_of_run``."""
     config = copy.deepcopy(request.experiment.raw)
     config["entrypoint"] = _entrypoint_words(request.entrypoint)
     config["resources"] = {**(config.get("resources") or {}), "slots_per_trial": request.num_slots}
@@ -229,9 +229,9 @@ def _entrypoint_words(entrypoint: Entrypoint) -> list[str]:
 def config_of_run(
     config: Mapping[str, Any], request: RunRequest, run_directory: RunDirectory
 ) -> dict[str, Any]:
-    """Return ``config`` with the run's variables and its checkpoint directory.
+    """Return ``config`` with the run's environment variables and checkpoint directory.
 
-    The single trial of a run also keeps its metrics and logs in the run directory. Trials of a search only report to the master.
+    A single trial also stores metrics and logs in the run directory; trials of a search only report to the master.
     """
     quiet = _NO_BARS if request.args.no_progress else {}
     variables = {
@@ -266,7 +266,7 @@ def config_of_run(
 def submit(
     request: RunRequest, master: Master, run_directory: RunDirectory, context: Context
 ) -> tuple[int, dict[int, int]]:
-    """Create the run's experiment, activate its paused one, or join its active one.
+    """Create the run's experiment, or continue its paused or active experiment.
 
     Returns the experiment's id, and trial id -> id of the last log line for each trial of an earlier attempt.
     """
@@ -308,10 +308,10 @@ def submit(
 def _resumable_experiment(
     master: Master, run_directory: RunDirectory, mark: str, *, is_newest: bool
 ) -> observe.ExperimentView | None:
-    """Return the run's last experiment if it can continue; None if a new one is due.
+    """Return the run's last experiment if it can continue; None for a new experiment.
 
     An experiment cannot continue if its fingerprint is not ``mark``, or if the user resumes from an older checkpoint
-    (``is_newest`` is false). Then a paused experiment is cancelled, and an active one raises ``DstrialError``.
+    (``is_newest`` is false). Then a paused experiment is cancelled; an active experiment raises ``DstrialError``.
     """
     last = Submission.read(run_directory)
     if last is None or last.cluster_id != master.record.cluster_id:

@@ -119,7 +119,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemon.MasterOptions) -> bool:
-    """Check and print the hosts or nodes of a new master; return False if it has none.
+    """Check and print a new master's hosts or nodes; return False if it has none.
 
     Problems of the hosts are not fatal if trials of an earlier master are still running there.
     """
@@ -196,10 +196,7 @@ def _show_hosts(
 
 
 def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name: str) -> None:
-    """Raise if hosts are given although Slurm or Ray provides the nodes.
-
-    ``name`` is the back end's name in messages.
-    """
+    """Raise if hosts are given although Slurm or Ray (``name``) provides the nodes."""
     given = {
         "--hostfile": options.hostfile or settings.hostfile,
         "--include": options.include,
@@ -262,7 +259,7 @@ def _serve(state: StateDirectory, options: daemon.MasterOptions) -> int:
 
 
 def _print_login(state: StateDirectory, record: MasterRecord) -> None:
-    """Log ``det`` in; print the master's address, slots and login link for browsers."""
+    """Log ``det`` in; print the master's address, slots and login link."""
     from dstrial.master.login import browser_link, log_in
 
     outcome = log_in(record)

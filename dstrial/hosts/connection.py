@@ -26,12 +26,12 @@ class HostConnection:
     """Runs a program on a host by a local process; exchanges JSON lines with it.
 
     The local process is ssh, srun or Ray's relay. The program is ``remote.main``, which replaces itself by the master's agent on
-    request. Any thread may call ``send``, which never blocks; one thread calls ``next``. Each sent line, at least one per
-    ``BEAT_S``, acknowledges the agent's last heartbeat.
+    request. Any thread may call ``send``, which never blocks; one thread calls ``next``. A line is sent at least every ``BEAT_S``
+    and acknowledges the agent's last heartbeat.
 
     Attributes:
         heard_s: time of the last received line, monotonic seconds.
-        lease_ends_s: time at which the agent kills its allocations unless another heartbeat is acknowledged; monotonic seconds,
+        lease_ends_s: time at which the agent kills its allocations unless a later heartbeat is acknowledged; monotonic seconds,
             None before the first heartbeat.
     """
 
@@ -45,7 +45,7 @@ class HostConnection:
         self._sent: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None] = queue.SimpleQueue()
         self._beat: float | None = None
         self._stderr = b""
-        # Writes the goodbye when this process closes its input or is killed; without a goodbye the network was lost.
+        # Sends ``GOODBYE`` when this process closes the pipe or is killed; an agent that gets none assumes a network failure.
         # Ignores SIGTERM, which `scancel` sends to every process of a job.
         self._input = subprocess.Popen(
             ["sh", "-c", f"trap '' HUP INT TERM; cat; printf '\\n%s\\n' {shlex.quote(GOODBYE)}"],
@@ -74,7 +74,7 @@ class HostConnection:
             thread.start()
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Queue a JSON line, after a payload in lines with a base64 ``piece`` each."""
+        """Queue ``message`` as a JSON line, after ``payload`` as base64 in other lines."""
         self._sent.put((message, payload))
 
     def next(self, timeout_s: float | None = None) -> dict[str, Any] | None:
@@ -101,13 +101,13 @@ class HostConnection:
             self._program.wait(timeout_s)
 
     def errors(self) -> str:
-        """Return the last part of the local process's stderr; complete once it has ended."""
+        """Return the end of the local process's stderr, complete once the process ended."""
         if self._program.poll() is not None:
             self._threads[0].join(_CLOSE_S)  # a process of ProxyCommand may keep the pipe open for ever
         return self._stderr.decode(errors="replace").strip()
 
     def refusal(self) -> Refusal:
-        """Return why the program has not answered, and a fix, for users."""
+        """Return a message for users: why the program has not answered, and what to do."""
         return self.transport.refusal(self.host.name, self._python, self._program.poll(), self.errors())
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Parse hostfiles and host filters in DeepSpeed's format; define their flags.
 
-A line is ``NAME slots=N``; ``#`` begins a comment. A filter is ``NAME[:SLOT,SLOT...]``, several joined by ``@``. Source:
-DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and ``parse_resource_filter``. A missing file is an error;
-DeepSpeed trains on one machine instead.
+A line is ``NAME slots=N``; ``#`` begins a comment. Filters ``NAME[:SLOT,SLOT...]`` are joined by ``@``. A missing file
+is an error; DeepSpeed trains on one machine instead. Source: DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and
+``parse_resource_filter``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Host:
 
 
 def read_hosts(path: Path, *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """Return the hosts of a hostfile that pass the filters, in the file's order.
+    """Return the hosts and slots of a hostfile that the filters allow, in order.
 
-    ``include`` or ``exclude``, but not both, is a filter like ``host1@host2:0,2``: all of host1, slots 0 and 2 of host2.
+    At most one filter may be given; ``host1@host2:0,2`` means all slots of host1, and slots 0 and 2 of host2.
 
     Raises:
         ConfigError: all problems of the file and the filters.
@@ -172,7 +172,7 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = F
 
 
 def require_hostfile(args: argparse.Namespace) -> None:
-    """Raise ConfigError if the user gives a flag that needs ``--hostfile`` without it."""
+    """Raise ConfigError if a flag that needs ``--hostfile`` is given without it."""
     given = {"--include": args.include, "--exclude": args.exclude, "--python": args.python}
     problems = [
         ConfigProblem(flag, "given without --hostfile", "both or none", "Add --hostfile FILE.")
@@ -188,10 +188,10 @@ def hosts_of(args: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
-    """Return ``resources.slots_per_trial`` as the user set it; None if not set.
+    """Return ``resources.slots_per_trial`` of a config; None if it is not set.
 
-    ``overrides`` are ``key=value`` texts that win over the config file. If the key is not set, all slots of a hostfile are
-    used; the default of 1 applies to one machine only.
+    ``overrides`` are ``key=value`` texts that win over the config file. If the key is not set, all slots of a hostfile are used;
+    the config's default of 1 is for single machines.
     """
     for override in reversed(overrides):
         key, _, value = override.partition("=")
@@ -207,7 +207,7 @@ def python_of(args: argparse.Namespace) -> str:
 
 
 def placement_lines(preflight: Preflight) -> list[str]:
-    """Return a line for users about each checked host: its name, slots and address."""
+    """Return one line per checked host: its name, slots and address."""
     lines = []
     for ready in preflight.hosts:
         count = len(ready.host.slots)

@@ -36,11 +36,11 @@ class Facts:
 
     python: str
     versions: Mapping[str, str | None]  # of torch, deepspeed and dstrial; None if not installed
-    num_accelerators: int  # as its drivers count them
+    num_accelerators: int  # as counted by the drivers
     addresses: tuple[tuple[str, str], ...]  # interfaces and IPv4 addresses; first the one that ssh used
-    skew_s: float  # its clock minus this machine's, seconds
+    skew_s: float  # the host's clock minus this machine's, seconds
     environment: Mapping[str, str]  # variables of programs that ssh starts there
-    machine: str  # id of the machine, equal if two host names mean the same one
+    machine: str  # id of the machine; equal if two host names are the same machine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ReadyHost:
 
     host: Host
     facts: Facts
-    address: str  # its address for the other hosts, on ``interface``
+    address: str  # IPv4 address for the other hosts, on ``interface``
     interface: str
 
 
@@ -72,14 +72,14 @@ def check_hosts(
     """Check that hosts can train together: versions, devices, network and storage.
 
     Args:
-        hosts: at least one.
+        hosts: the hosts, at least one.
         python: path of the interpreter on each host.
         shared_directory: directory of checkpoints, which all hosts must mount; created by the first host.
-        environ: environment of the training; ``GLOO_SOCKET_IFNAME`` names the interface to use on each host.
+        environ: environment of the training; ``GLOO_SOCKET_IFNAME`` names the network interface.
         transport: starts programs on the hosts; None for ssh.
 
     Raises:
-        HostError: all problems of all hosts.
+        HostError: lists all problems of all hosts.
     """
     began_s = time.monotonic()
     transport = transport or SshTransport()
@@ -118,7 +118,7 @@ def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProbl
 
 
 def facts_of(answer: Mapping[str, Any]) -> Facts:
-    """Parse a host's first report; call it at once, as it compares the clocks."""
+    """Parse a host's first report; call without delay, as clocks are compared."""
     first = [address for address in answer["reached_at"] if not address.startswith("127.")]
     pairs = [(str(name), str(address)) for name, address in answer["addresses"]]
     return Facts(
@@ -135,8 +135,8 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
 def named_interface(environ: Mapping[str, str], facts: Sequence[Facts]) -> str | None:
     """Return the network interface that gloo's or NCCL's variable names; None for any.
 
-    gloo's variable may list several interfaces, which means any. NCCL's may be a prefix or a negation (``^``); it is used only
-    if a host has an interface of exactly that name.
+    gloo's variable has priority unless it lists several interfaces. NCCL's may be a prefix or a negation (``^``), so it is used
+    only if a host has an interface of exactly that name.
     """
     gloo, nccl = (environ.get(name, "") for name in _INTERFACE_VARIABLES)
     if gloo and "," not in gloo:
@@ -146,9 +146,9 @@ def named_interface(environ: Mapping[str, str], facts: Sequence[Facts]) -> str |
 
 
 def place_of(facts: Facts, interface: str | None) -> tuple[str, str]:
-    """Return a host's IPv4 address for other hosts, and its interface; "" if none.
+    """Return a host's (IPv4 address, interface) for connections from other hosts.
 
-    An address on ``interface`` is preferred; without one, the host's first address is used.
+    An address on ``interface`` is preferred, else the first address is used. Both are "" if the host has no address.
     """
     pairs = [pair for pair in facts.addresses if pair[0] == interface] or facts.addresses
     name, address = next(iter(pairs), ("", ""))
@@ -167,10 +167,10 @@ def fact_problems(
     environ: Mapping[str, str],
     interface: str | None,
 ) -> list[HostProblem]:
-    """Return the problems that follow from ``facts``, the hosts' reports. Pure.
+    """Return the problems that follow from ``facts``, the hosts' reports.
 
-    ``here`` has this machine's version of each package, required on all hosts. ``interface`` is required on each host; None for
-    any.
+    ``here`` has this machine's version of each package, which all hosts must have. All hosts must have ``interface`` unless it
+    is None.
     """
     problems = []
     machines: dict[str, str] = {}
@@ -232,7 +232,7 @@ def _network_problems(fact: Facts, interface: str | None, *, is_alone: bool) -> 
 def _connectivity(
     connections: Sequence[HostConnection], places: Sequence[tuple[str, str]]
 ) -> list[HostProblem]:
-    """Make every host connect to every other one; return a problem per failure."""
+    """Connect each host to each other host; return the failures."""
 
     def listen(number: int) -> int | None:
         answer = connections[number].ask({"do": "listen", "address": places[number][0]}, _ANSWER_S)
@@ -262,7 +262,7 @@ def _connectivity(
 
 
 def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> list[HostProblem]:
-    """Write a file on the first host, read it on the others; return the failures."""
+    """Write a file on the first host and read it on the others; return the failures."""
     if not connections:
         return []
     first, *others = connections
@@ -295,7 +295,6 @@ def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> 
 
 
 def _map_concurrently(items: Sequence[_Item], do: Callable[[_Item], _Result]) -> list[_Result]:
-    """Call ``do`` for all items concurrently; return the results in the items' order."""
     if not items:
         return []
     with ThreadPoolExecutor(max_workers=len(items)) as threads:

@@ -1,11 +1,11 @@
 """The first program on a host: report facts, test connections, start the next.
 
-The source is passed to ``python -I -c``, so that a host without dstrial can report this: standard library only, and no other
-module of dstrial. Each request and each answer is a line of JSON; answers begin with ``PREFIX``, because a login shell may
-print lines, too. The program ends at the end of its input.
+The source is passed to ``python -I -c`` and uses only the standard library, so that it also runs on a host without dstrial.
+Each request and each response is a line of JSON; responses begin with ``PREFIX``, because a login shell may print other lines.
+The program ends at the end of its input.
 """
 
-# Importing pathlib takes 5 ms of each start; the host may have any Python version.
+# Importing pathlib would add 5 ms to each start. The host may have any Python version.
 # ruff: noqa: PTH103, PTH106, PTH108, PTH112, PTH116, PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import time
 
 PREFIX = "dstrial-host "
-"""First characters of each answer line."""
+"""First characters of each response."""
 PACKAGES = ("torch", "deepspeed", "dstrial")
 """Packages that must have the same version on all hosts."""
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -57,7 +57,7 @@ def version_of(package: str) -> str | None:
 
 
 def num_accelerators() -> int:
-    """Return how many devices NVIDIA's or AMD's driver lists on this host."""
+    """Return the number of GPUs that NVIDIA's or AMD's driver lists on this host."""
     with contextlib.suppress(OSError):
         cards = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
         if cards:
@@ -71,7 +71,7 @@ def num_accelerators() -> int:
 
 
 def addresses() -> list[list[str]]:
-    """Return ``[interface, IPv4 address]`` pairs without loopback; link-local is last."""
+    """Return ``[interface, IPv4 address]`` pairs, link-local last, without loopback."""
     import fcntl
 
     found = []
@@ -105,7 +105,7 @@ def listen(address: str, listeners: list[socket.socket]) -> int | None:
 
 
 def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
-    """Connect to other hosts; return for each what is wrong, or None.
+    """Connect to other hosts; return the error text of each connection, or None.
 
     ``targets`` are ``[address, port]``; the port is None if the host does not listen.
     """
@@ -128,7 +128,7 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
 def write_probe(directory: str) -> dict[str, Any]:
     """Write a file with a random word into a directory, which is created if needed.
 
-    Return the file's ``path``, its ``word`` and the directories ``made``; or an ``error``.
+    Return the file's ``path``, the ``word`` and the created directories ``made``, or an ``error``.
     """
     word = secrets.token_hex(16)
     path = os.path.join(directory, f".dstrial-hosts-{word[:12]}")
@@ -170,7 +170,7 @@ def read_probe(path: str) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any]) -> dict[str, Any]:
-    """Replace this process by another program (execve); on failure, return ``error``."""
+    """Replace this process by another program (execve), or return an ``error``."""
     try:
         os.chdir(request["directory"])
         os.execve(request["command"][0], request["command"], request["environment"])  # noqa: S606  # no shell is meant

@@ -29,8 +29,8 @@ class SrunTransport(Transport):
     """Start programs by ``srun`` in an allocation, each as a step of one task.
 
     A step with ``--overlap`` may use all memory, cores and devices that its job has on the node. Exceptions: in a job with
-    ``--gpus-per-task`` a step gets the devices of one task, and in a job with ``--gpus`` Slurm rejects the step. For such jobs
-    ``devices`` says how many devices a step requests, by node; else it is empty.
+    ``--gpus-per-task``, a step gets the devices of one task; in a job with ``--gpus``, Slurm rejects the step. For such jobs,
+    ``devices`` maps node -> number of devices that a step requests; for other jobs, it is empty.
     """
 
     connect_s = _CONNECT_S
@@ -75,7 +75,7 @@ def own_allocation() -> Allocation:
     """Return the Slurm allocation in which this process runs.
 
     Raises:
-        LaunchError: this process is outside of an allocation, or one of several tasks.
+        LaunchError: this process is not in an allocation, or is one of several tasks of a step.
     """
     found = allocation_of(os.environ)
     if found is None:
@@ -96,7 +96,7 @@ def transport_of(allocation: Allocation) -> SrunTransport:
 def hosts_of_allocation(allocation: Allocation, wanted: int | None = None) -> tuple[Host, ...]:
     """Return the nodes of a Slurm allocation that have slots, as hosts.
 
-    ``wanted`` is the number of slots on all nodes together; None for all.
+    ``wanted`` is the total number of slots; None for all.
 
     Raises:
         LaunchError: the allocation has fewer slots, or its nodes cannot share them equally.

@@ -1,4 +1,4 @@
-"""Start programs on hosts: the base class for ssh, Slurm and Ray, and ssh."""
+"""Start programs on hosts: the base class of transports, and the ssh transport."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ LOCAL_PREFIXES = (
     "OMPI_", "PALS_",
 )  # fmt: skip
 """Prefixes of variables that are not sent to other hosts."""
-# Slurm's variables of the step that starts a program. The step has one task; libraries would take it for a job of one rank.
+# Slurm's variables of the step that starts a program. The step has one task, so libraries would assume a job of one rank.
 _OF_A_STEP = (
     "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
     "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS", "SLURM_NNODES", "SLURM_STEPMGR", "PMI_", "PMIX_",
@@ -78,7 +78,7 @@ _OF_A_STEP = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a host cannot be used (``got``), and what to do (``fix``), for users."""
+    """Message for users: why a host cannot be used (``got``), what to do (``fix``)."""
 
     got: str
     fix: str
@@ -87,16 +87,15 @@ class Refusal:
 class Transport(abc.ABC):
     """A way to start a program on a host through a local command: ssh, srun or relay.
 
-    Messages may contain ``{host}``, ``{python}`` (the interpreter's path there), ``{line}`` (the last printed line) and
-    ``{job}``.
+    Messages may contain ``{host}``, ``{python}`` (path of the host's interpreter), ``{line}`` (last line of stderr), ``{job}``.
 
     Attributes:
         connect_s: timeout of the start, seconds.
-        ends_with_parent: whether the Slurm or Ray job has lost the host once the program's parent process there has ended.
+        ends_with_parent: whether the end of the program's parent process means that the Slurm or Ray job has lost the host.
         job: Slurm's or Ray's id of the job, for messages; "" with ssh.
-        known_errors: rows of causes (exit codes, or phrases in lower case), what is wrong, what to do; the first match is used.
-        timeout_error: what is wrong and what to do if the command is still running.
-        other_error: what is wrong and what to do if no row of ``known_errors`` matches.
+        known_errors: rows (causes, problem, fix), where causes are exit codes or phrases in lower case; the first match is used.
+        timeout_error: problem and fix if the command is still running.
+        other_error: problem and fix if no row of ``known_errors`` matches.
     """
 
     connect_s: float
@@ -108,16 +107,16 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def words(self, host: str, python: str) -> list[str]:
-        """Return the local command that runs ``remote.main`` by ``python`` on ``host``."""
+        """Return the local command that runs ``remote.main`` with ``python`` on ``host``."""
 
     def environment(self) -> Mapping[str, str] | None:
-        """Return the environment of the command ``words``; None to inherit this process's."""
+        """Return the environment of the local command; None: this process's environment."""
         return None
 
     def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
         """Return why a program on a host has not answered, and a fix.
 
-        ``exit_code`` (None while it runs) and ``errors`` (stderr) are those of the command ``words``.
+        ``exit_code`` (None while running) and ``errors`` (stderr) are the local command's.
         """
         text, line = errors.lower(), last_line(errors)
         if exit_code is None:
@@ -142,7 +141,7 @@ def _packed_source() -> str:
 
 
 def remote_words(python: str) -> list[str]:
-    """Return the command on a host that runs ``remote.main``, even without dstrial."""
+    """Return the host's command that runs ``remote.main``, even without dstrial."""
     program = f"import base64,zlib;exec(zlib.decompress(base64.b64decode({_packed_source()!r})))"
     return [python, "-I", "-u", "-c", program]
 
@@ -154,7 +153,7 @@ def last_line(text: str) -> str:
 
 
 class SshTransport(Transport):
-    """Start programs by ``ssh HOST``, with the user's own configuration of ssh."""
+    """Start programs by ``ssh HOST``, with the user's ssh configuration."""
 
     connect_s = float(CONNECT_S)
     known_errors = _SSH_ERRORS
@@ -170,7 +169,7 @@ class SshTransport(Transport):
 
 
 def remote_command(python: str) -> str:
-    """Return the shell command, on a host, that runs ``remote.main``."""
+    """Return the shell command that runs ``remote.main`` on a host, for ssh."""
     words = " ".join(map(shlex.quote, remote_words(python)))
     # The outer shell turns a signal that ends the program into an exit code; sshd would only close the connection.
     return f"exec sh -c {shlex.quote(f'{words}; exit $?')}"
@@ -179,8 +178,8 @@ def remote_command(python: str) -> str:
 def remote_environment(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program that this process starts on another host.
 
-    The variables of ``environ``, without those of this machine (``is_local_variable``), win over those of ``there``, the
-    environment of a login on that host.
+    ``there`` is the environment of a login on that host. Variables of ``environ`` win, except local ones
+    (``is_local_variable``), which are not sent.
     """
     ours = {name: value for name, value in environ.items() if not is_local_variable(name)}
     theirs = {name: value for name, value in there.items() if not name.startswith(("SSH_", *_OF_A_STEP))}
@@ -188,5 +187,5 @@ def remote_environment(environ: Mapping[str, str], there: Mapping[str, str]) -> 
 
 
 def is_local_variable(name: str) -> bool:
-    """Return whether a variable describes this machine and is not sent to other hosts."""
+    """Return whether a variable is specific to this machine, so not sent to others."""
     return name in LOCAL_NAMES or name.startswith(LOCAL_PREFIXES)

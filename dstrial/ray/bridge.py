@@ -1,9 +1,9 @@
 """The bridge: a process that imports Ray and connects a master to a Ray cluster.
 
 Once connected to Ray, ``python -m dstrial.ray.bridge`` listens on a UNIX socket. A client's connection carries one request and
-one answer, each a line of JSON. A relay (:mod:`dstrial.ray.relay`) is a client that requests a program on a node of a job;
-the bridge then forwards the program's input and output. At the end of its stdin the bridge waits until the relays have sent
-their last lines, and exits; the jobs' placement groups and programs remain.
+one response, each a line of JSON. A relay (:mod:`dstrial.ray.relay`) is a client that starts a program on a node of a job; the
+bridge forwards the program's input and output. At the end of its stdin, the bridge waits for the last lines of the relays, and
+exits; placement groups and programs remain.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dstrial.ray import node_actor
 from dstrial.ray.cluster import GPU, parse_groups, parse_nodes
 from dstrial.ray.relay import CODE, ERR, EXIT_CODE_OF_CONNECTION, OUT, framed
 
-NAMESPACE = "dstrial"  # Ray's, of placement groups and actors
-_NODE_ID_LABEL = "ray.io/node-id"  # Ray's label with a node's id
+NAMESPACE = "dstrial"  # Ray namespace of placement groups and actors
+_NODE_ID_LABEL = "ray.io/node-id"  # label that Ray sets to a node's id
 _HEAD_S = 5.0  # timeout of the first connection to the head node; Ray itself tries for more than a minute
 _START_S = 30.0  # timeout of an actor's start, which imports Ray on the node
 _READ_S = 2.0  # timeout of an actor's wait for output; also the interval of checks for closed relays
 _LOST_S = 20.0  # timeout of an actor's answer, in case its node is lost
 _RELAY = "relay"  # name of the threads that serve relays
-_CLOSE_S = 4.0  # grace period after the master's end for relays to send a goodbye; shorter than the client's
+_CLOSE_S = 4.0  # grace period for relays after the master's end; shorter than ``client._CLOSE_S``
 _BACKLOG = 64  # pending connections of the socket
 
 
@@ -42,7 +42,7 @@ class _JobGoneError(Exception):
 
 
 class Bridge:
-    """A Ray driver that serves a master; the constructor connects to Ray or raises."""
+    """A Ray driver that serves a master; the constructor connects to Ray."""
 
     def __init__(self, address: str) -> None:
         import ray
@@ -90,7 +90,7 @@ class Bridge:
         return {"id": group.id.hex()}
 
     def remove(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Remove the placement group ``id`` of a request, with its actors. Idempotent."""
+        """Remove the placement group ``id`` of the request, and its actors. Idempotent."""
         import ray
         from ray.util.placement_group import get_placement_group, remove_placement_group
 
@@ -132,7 +132,7 @@ class Bridge:
 
 
 def _serve(bridge: Bridge, connection: socket.socket) -> None:
-    """Answer a client's request, or serve a relay until its program or the relay ends."""
+    """Respond to a client's request, or serve a relay until its program or it ends."""
     with connection, contextlib.suppress(OSError), connection.makefile("rb", buffering=0) as lines:
         request = json.loads(lines.readline())
         if request["do"] == "start":
@@ -168,7 +168,7 @@ def _serve_relay(bridge: Bridge, request: Mapping[str, Any], connection: socket.
 
 
 def _without_ids(text: str) -> str:
-    """Return the text of a Ray error without its indented lines, the ids of the actor."""
+    """Join the lines of a Ray error, without the indented lines (ids of the actor)."""
     return " ".join(line for line in text.splitlines() if not line.startswith("\t"))
 
 

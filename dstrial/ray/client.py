@@ -1,4 +1,4 @@
-"""Client of the bridge to Ray, which starts and restarts the bridge on demand."""
+"""Client of the bridge to Ray; starts and restarts the bridge on demand."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _POLL_S = 0.05  # interval of checks whether the bridge is connected
 
 
 class RayRefusedError(Exception):
-    """Ray rejects the values of a request; the message is Ray's."""
+    """Ray rejects the values of a request; has Ray's message."""
 
 
 def require_ray(where: str) -> None:
-    """Raise MissingExtraError if Ray, needed by ``where``, is missing; import nothing."""
+    """Raise MissingExtraError if Ray is not installed; ``where`` names what needs Ray."""
     found = importlib.util.find_spec("ray")
     if found is None or found.origin is None:
         raise MissingExtraError(
@@ -36,7 +36,7 @@ def require_ray(where: str) -> None:
 
 
 class BridgeClient:
-    """Client of the bridge to Ray; one thread may call it, any may read ``socket``."""
+    """Client of the bridge to Ray; only the attribute ``socket`` is thread-safe."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -45,9 +45,9 @@ class BridgeClient:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, what: str, **values: Any) -> dict[str, Any]:
-        """Send a request to the bridge and return the answer.
+        """Send a request to the bridge and return the response.
 
-        ``what`` is ``poll``, ``reserve`` or ``remove``, with the values that this method of ``Bridge`` reads.
+        ``what`` is a method of ``Bridge``, ``poll``, ``reserve`` or ``remove``; ``values`` are its request.
 
         Raises:
             RayRefusedError: Ray rejects the values.

@@ -1,4 +1,4 @@
-"""Parse a Ray cluster's nodes and placement groups; choose a job's slots. Pure."""
+"""Parse a Ray cluster's nodes and placement groups; choose a job's slots."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class RayNode:
     """A node of a Ray cluster."""
 
     id: str  # Ray's id, a new one at each start of Ray on the node
-    name: str  # for users, unique among living nodes
+    name: str  # name for users, unique among living nodes
     is_alive: bool
     total: Mapping[str, float]  # resources by name, reserved or not
     free: Mapping[str, float]  # resources that are not reserved
     death_reason: str = ""  # Ray's reason; empty if the node is alive or Ray gives none
-    is_draining: bool = False  # whether Ray has asked it to leave the cluster
+    is_draining: bool = False  # whether Ray is draining the node
 
     def num_slots(self, kind: str) -> int:
         return int(self.total.get(kind, 0))
@@ -32,15 +32,15 @@ class RayGroup:
 
     id: str  # hexadecimal
     name: str
-    state: str  # Ray's word: ``PENDING``, ``PREPARED``, ``CREATED``, ``RESCHEDULING``, ``REMOVED``
+    state: str  # ``PENDING``, ``PREPARED``, ``CREATED``, ``RESCHEDULING``, ``REMOVED``
     bundles: tuple[Mapping[str, float], ...]  # in rank order
     node_ids: tuple[str, ...]  # node of each bundle; "" if it has none
 
 
 def parse_nodes(seen: Mapping[str, Any]) -> tuple[RayNode, ...]:
-    """Parse the nodes in the bridge's answer to ``poll``, dead ones included.
+    """Parse the nodes, including dead nodes, in a result of ``Bridge.poll``.
 
-    A node's name is Ray's: ``ray start --node-name``, by default its address. If several living nodes have the same name, their
+    A node's name is from ``ray start --node-name``, by default its address. If several living nodes have the same name, their
     ports are appended.
     """
     rows: Sequence[Mapping[str, Any]] = seen["nodes"]
@@ -64,7 +64,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
-    """Parse the placement groups in the bridge's answer to ``poll``, in all states."""
+    """Parse the placement groups, in all states, in a result of ``Bridge.poll``."""
     found = []
     for number, row in seen["groups"].items():
         indices = sorted(row["bundles"], key=int)
@@ -86,8 +86,8 @@ def slots_per_node(
 ) -> tuple[int, ...] | None:
     """Return a job's slots per node, largest first; None if the cluster has too few.
 
-    The job gets as few nodes as possible, with equally many slots on each if possible. ``capacities`` are the slots of the nodes
-    that may be used, free or not, because Ray queues the job. A job that fits on one node waits for one.
+    The job gets as few nodes as possible, with equally many slots on each if possible. ``capacities`` are the numbers of slots,
+    free or in use, of the usable nodes: Ray queues the job until slots are free.
     """
     largest = sorted((count for count in capacities if count), reverse=True)
     if not largest or num_slots > (largest[0] if is_on_one_node else sum(largest)):

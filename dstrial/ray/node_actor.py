@@ -1,9 +1,9 @@
 """The Ray actor on a job's node: start the agent, forward its input and output.
 
-The actor is pickled by value, so that the node needs no dstrial: standard library only. It is detached
-(``lifetime="detached"``), lives as long as the job's placement group, and is found again by a restarted master. The actor
-closes the agent's input only when asked to. So the agent survives the loss of Ray, or of the bridge (the process that connects
-the master to Ray), until its lease ends.
+The actor is pickled by value and uses only the standard library, so the node needs no dstrial. It is detached
+(``lifetime="detached"``): it lives as long as the job's placement group, and a restarted master finds it by name. The actor
+closes the agent's input only on request, so the agent survives the loss of Ray or of the bridge (the process that connects the
+master to Ray) until its lease ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Program:
         self._is_input_over = False
 
     def read(self, timeout_s: float) -> tuple[bytes, bytes, int | None]:
-        """Wait for output; return stdout, stderr, and the exit code, None before the end."""
+        """Wait for output; return stdout, stderr and the exit code (None while running)."""
         found = [b"", b""]
         with self._reading:
             poll = select.poll()
@@ -79,7 +79,7 @@ class _Program:
         return found[0], found[1], code if code is None or code >= 0 else 128 - code
 
     def write(self, data: bytes) -> bool:
-        """Write to the program's input; return whether the program accepts more."""
+        """Write to the program's input; return False if the program reads no more."""
         with self._writing:
             waiting = select.poll()
             if not self._stdin.closed:
@@ -94,19 +94,18 @@ class _Program:
             return not self._is_input_over
 
     def end_input(self) -> None:
-        """Close the program's input; end a ``write`` that blocks."""
+        """Close the program's input; a blocked ``write`` returns."""
         self._is_input_over = True
         with self._writing:
             self._stdin.close()
 
     def drain(self) -> None:
-        """Read and discard the output until the program ends, so that it never blocks."""
+        """Discard the output until the program ends, so that the program never blocks."""
         while self.read(_TRAILING_OUTPUT_S)[2] is None:
             pass
         self.close()
 
     def close(self) -> None:
-        """Close an ended program's pipes."""
         self.end_input()
         for output in self._outputs:
             output.close()
@@ -115,18 +114,18 @@ class _Program:
 class NodeActor:
     """A Ray actor that runs programs on a node. Thread-safe.
 
-    With ``is_worker`` the actor's process ends when its parent, Ray's daemon on the node, ends.
+    If ``is_worker``, the actor's process exits when its parent, Ray's daemon on the node, has ended.
     """
 
     def __init__(self, *, is_worker: bool = False) -> None:
         self._programs: dict[int, _Program] = {}
-        self._not_started: dict[int, bytes] = {}  # messages by number
+        self._not_started: dict[int, bytes] = {}  # number -> error message
         self._numbers = itertools.count(1)
         if is_worker:
             threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def start(self, words: Sequence[str]) -> int:
-        """Start a program; return its number, even on failure, which ``read`` reports."""
+        """Start a program and return its number; ``read`` reports a failed start."""
         number = next(self._numbers)
         try:
             self._programs[number] = _Program(words, environment_of(_login_environment(), os.environ))
@@ -156,10 +155,9 @@ class NodeActor:
             self._programs[number].end_input()
 
     def abandon(self, number: int) -> None:
-        """Read and discard the output of program ``number`` until it ends. Idempotent.
+        """Discard the output of program ``number`` until the program ends. Idempotent.
 
-        The program's input stays open. If the program is dstrial's agent, which gets no more acknowledgements, it ends when its
-        lease ends.
+        The program's input stays open. dstrial's agent, which then gets no more acknowledgements, ends with its lease.
         """
         program = self._programs.pop(number, None)
         if program is not None:
@@ -167,11 +165,10 @@ class NodeActor:
 
 
 def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a program that the actor starts. Pure.
+    """Return the environment of a program that the actor starts.
 
-    It is that of Ray's daemon on the node (``login``), without Ray's own variables and preloaded allocator, and with the
-    devices of the actor (``own``). Other variables of the actor are not inherited: Ray sets ``OMP_NUM_THREADS`` and others for
-    the actor only.
+    ``login`` is the environment of Ray's daemon on the node; Ray's own variables and preloaded allocator are removed. Of the
+    actor's environment ``own``, only the device variables are added, as Ray sets others (``OMP_NUM_THREADS``) for the actor only.
     """
     found = {name: value for name, value in login.items() if not name.startswith("RAY_")}
     loaded = [path for path in found.pop("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
@@ -200,9 +197,9 @@ def _reset_priority(pid: int) -> None:
 
 
 def _end_with(daemon: int) -> None:
-    """Exit when Ray's daemon, the parent with pid ``daemon``, has ended.
+    """Exit this process when its parent, Ray's daemon with pid ``daemon``, has ended.
 
-    Ray does not end such workers, although their resources may be reserved again.
+    Ray does not end such workers, although it may reserve their resources for other jobs.
     """
     while os.getppid() == daemon:
         time.sleep(_PARENT_POLL_S)

@@ -1,7 +1,7 @@
 """The relay: a local command that forwards stdio of a program on a Ray node.
 
 :class:`dstrial.hosts.connection.HostConnection` starts a relay as it starts ssh. The relay connects to the bridge, which talks
-to Ray. It is run as a file and uses the standard library only, so it needs just 10 MB of memory.
+to Ray. It is run as a file and uses only the standard library, so it needs just 10 MB of memory.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Slurm's allocations, jobs, batch scripts and commands."""
+"""Run Slurm's commands, write batch scripts, and parse jobs and allocations."""

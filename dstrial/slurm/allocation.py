@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from dstrial.errors import LaunchError
 
-# Lowest number of steps that Slurm itself creates (slurm.h: SLURM_MAX_NORMAL_STEP_ID).
+# Lowest id of the steps that Slurm itself creates (slurm.h: SLURM_MAX_NORMAL_STEP_ID).
 _FIRST_OWN_STEP = 0xFFFFFFF0
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -28,15 +28,15 @@ class Allocation:
     num_tasks: tuple[int, ...]  # requested on each node; 1 by default
     # the job's accelerators on this node; 0 if it has none or Slurm does not manage them
     num_devices: int = 0
-    # whether they were requested per task or for the whole job; then a step must request its own
+    # whether the devices were requested per task or for the whole job; then each step must request devices
     divides_devices: bool = False
 
 
 def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the Slurm allocation that ``environ`` describes; None without one. Pure.
+    """Return the Slurm allocation that the variables describe; None outside of a job.
 
     Raises:
-        LaunchError: the variables cannot be parsed, or this process is one of several tasks.
+        LaunchError: the variables cannot be parsed, or this process is one of several tasks of a step.
     """
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job or "SLURM_JOB_NODELIST" not in environ:
@@ -69,10 +69,10 @@ def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def slots_of_nodes(allocation: Allocation, wanted: int | None) -> list[int]:
-    """Return the number of slots on each node of an allocation, in its order. Pure.
+    """Return the number of slots (ranks) on each node of an allocation, in its order.
 
-    A slot is for one rank. If a node has several tasks, each task is a slot. Else ``wanted`` slots are divided equally between
-    the nodes; if ``wanted`` is None, each accelerator is a slot.
+    If a node has several tasks, each task is a slot. Otherwise ``wanted`` slots are divided equally between the nodes or, if
+    ``wanted`` is None, each accelerator is a slot.
 
     Raises:
         LaunchError: the allocation has too few slots, or the nodes cannot share them equally.
@@ -122,13 +122,13 @@ def _divides_devices(environ: Mapping[str, str]) -> bool:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expand Slurm's list of nodes: ``gpu[01-03,7]-ib,login`` are five names. Pure.
+    """Expand a node list of Slurm: ``gpu[01-03,7]-ib,login`` means five names.
 
-    The order and leading zeros are kept. A name with several brackets means all combinations (hostlist expressions,
-    ``man scontrol``, "show hostnames").
+    The order and leading zeros are kept. A name with several brackets means all combinations. Source: hostlist expressions in
+    scontrol(1), "show hostnames".
 
     Raises:
-        ValueError: the text is no list of nodes.
+        ValueError: the text is not a node list.
     """
     names: list[str] = []
     for word in _words(text):
@@ -143,7 +143,7 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Split a list of nodes at the commas outside of brackets."""
+    """Split a node list at the commas outside of brackets."""
     words = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if ",".join(words) != text:
         raise _error(text)
@@ -168,7 +168,7 @@ def _error(text: str) -> ValueError:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Expand Slurm's ``4(x2),3`` tasks to 4, 4, 3; empty if it cannot be parsed. Pure."""
+    """Expand Slurm's task counts ``4(x2),3`` to [4, 4, 3]; [] if they are invalid."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = _COUNT.fullmatch(part.strip())

@@ -65,7 +65,7 @@ _UNREACHABLE = (
     "slurm backup controller in standby",
 )
 _IMPOSSIBLE = "node configuration is not available"
-# Rejections because no node, or too few, have what a job asks for.
+# Rejections because no nodes, or too few nodes, have the resources that a job requests.
 _NODES_MISSING = (
     _IMPOSSIBLE,
     "node count specification invalid",
@@ -88,7 +88,7 @@ _CHECK_S = 10.0  # timeout of a check whose result the user waits for
 
 
 def require_slurm(*names: str, or_else: str = "leave --slurm out to train here") -> None:
-    """Raise LaunchError unless commands are on PATH; ``or_else`` ends its message."""
+    """Raise LaunchError unless commands are on PATH; ``or_else`` ends the message."""
     absent = [name for name in names if shutil.which(name) is None]
     if absent:
         raise LaunchError(
@@ -122,7 +122,7 @@ def run_slurm(
 
 
 def submit(script: Path) -> int:
-    """Submit a batch script; return the job's number.
+    """Submit a batch script; return the job id.
 
     Raises:
         LaunchError: Slurm rejects the script.
@@ -137,7 +137,7 @@ def submit(script: Path) -> int:
 
 
 def lacks_nodes(said: str) -> bool:
-    """Return whether sbatch rejects a job for nodes that no partition has. Pure."""
+    """Return whether sbatch rejects a job because no partition has such nodes."""
     return any(words in said.lower() for words in _NODES_MISSING)
 
 
@@ -153,7 +153,7 @@ def test(script: Path) -> None:
 
 
 def rejection_of(script: Path) -> tuple[str, str] | None:
-    """Return Slurm's reason to reject a batch script, and a fix; None if accepted.
+    """Return why Slurm rejects a batch script, and a fix; None if it accepts.
 
     Raises:
         ConnectionError: Slurm does not answer.
@@ -169,7 +169,7 @@ def rejection_of(script: Path) -> tuple[str, str] | None:
 
 
 def is_refusal(code: int, said: str) -> bool:
-    """Return whether ``sbatch --test-only`` has rejected a job permanently. Pure."""
+    """Return whether ``sbatch --test-only`` has rejected a job permanently."""
     words = said.lower()
     is_temporary = any(one in words for one in _TEMPORARY) or (
         _POLICY in words and _NAMED_LIMIT.search(words) is None
@@ -178,33 +178,33 @@ def is_refusal(code: int, said: str) -> bool:
 
 
 def is_away(said: str) -> bool:
-    """Return whether a message means that Slurm is unreachable. Pure."""
+    """Return whether a message means that Slurm is unreachable."""
     return any(words in said.lower() for words in _UNREACHABLE)
 
 
 def away_reason(said: str, command: str, code: int) -> str:
-    """Return why a Slurm command has failed, in one line for an error message. Pure.
+    """Return why a Slurm command has failed, as one line for an error message.
 
-    ``said`` is its output; if that is empty, the exit code ``code`` is named.
+    The line has the command's output ``said`` or, if ``said`` is empty, its exit code.
     """
     lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in said.splitlines() if line.strip()]
     return f"{command} says: {'; '.join(lines)}" if lines else f"{command} ended with {code}"
 
 
 def refused(errors: str, script: str) -> str:
-    """Return an error message, with a fix, for sbatch's rejection of a script. Pure."""
+    """Return an error message, with a fix, from sbatch's rejection of a script."""
     said = one_line(errors)
     return f"Slurm rejects the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
 
 
 def one_line(errors: str) -> str:
-    """Return the messages on sbatch's stderr in one line. Pure."""
+    """Join sbatch's error messages into one line, without prefixes."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return "; ".join(re.sub(r"^(sbatch: )?(error: )?", "", line) for line in lines) or "nothing"
 
 
 def fix_for(said: str) -> str | None:
-    """Return what a user can do about sbatch's error message; None if unknown. Pure."""
+    """Return how a user can fix an error that sbatch reports; None if unknown."""
     return next((fix for words, fix in _FIXES if words in said.lower()), None)
 
 
@@ -222,13 +222,13 @@ def job_of(job_id: int) -> Job | None:
 
 
 def requeue(job_id: int) -> str:
-    """Requeue a running job, which ends it; return Slurm's error, "" for none."""
+    """Requeue a running job, which kills its processes; return Slurm's error, else ""."""
     code, output, errors = run_slurm(["scontrol", "requeue", str(job_id)])
     return (errors or output).strip() if code else ""
 
 
 def cancel(job_id: int, *, signal_name: str = "") -> str:
-    """Cancel a job, or signal its batch script; return Slurm's error, "" for none."""
+    """Cancel a job, or signal its batch script; return Slurm's error, else ""."""
     options = [f"--signal={signal_name}", "--batch"] if signal_name else []
     code, output, errors = run_slurm(["scancel", *options, str(job_id)])
     return (errors or output).strip() if code else ""

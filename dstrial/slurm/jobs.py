@@ -15,28 +15,28 @@ _NONE = ("", "None", "Unknown", "N/A", "(null)")
 # States of a job without nodes, or that will start again.
 _WAITING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED", "CONFIGURING")
 _RUNNING_STATES = ("RUNNING", "RESIZING", "SUSPENDED", "STOPPED")
-# States of a job that will soon lose its nodes; a preempted one may be requeued.
+# States of a job that will soon lose its nodes; a preempted job may be requeued.
 _ENDING_STATES = ("COMPLETING", "SIGNALING", "STAGE_OUT", "PREEMPTED")
-# States of a node that can run jobs. "unknown" has not registered since the controller's start.
+# States of a node that can run jobs. An "unknown" node has not registered since the controller's start.
 _UP = ("idle", "mixed", "allocated", "completing", "reserved", "planned", "unknown")
 _GPUS = re.compile(r"gpu(?::[^:,()]+)?:(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """A Slurm job, as scontrol or squeue shows it."""
+    """A Slurm job, parsed from the output of scontrol or squeue."""
 
     job_id: str
-    state: str  # Slurm's word, ``PENDING`` for example
-    reason: str = ""  # why it is waiting or has ended, Slurm's word; empty for none
-    nodes: str = ""  # Slurm's list of its nodes; empty while it has none
-    is_preempted: bool = False  # whether Slurm has preempted it since its start
-    name: str = ""  # from ``squeue`` only, like the next two fields
+    state: str  # Slurm's name of the state, for example ``PENDING``
+    reason: str = ""  # Slurm's reason why the job waits or has ended; empty if none
+    nodes: str = ""  # node list in Slurm's format; empty without nodes
+    is_preempted: bool = False  # whether Slurm has preempted the job since its start
+    name: str = ""  # this and the next two fields are only from ``squeue``
     left_s: int | None = None  # time until its time limit; None for no limit, or if unknown
     limit: str = ""  # its time limit in Slurm's format
-    exit_code: int = 0  # exit code of its batch script; from ``scontrol`` only, like all later fields
-    signal: int = 0  # signal that ended it, 0 for none
-    num_restarts: int = 0  # how often it was requeued
+    exit_code: int = 0  # of the batch script; this and the later fields are only from ``scontrol``
+    signal: int = 0  # signal that ended the batch script, 0 for none
+    num_restarts: int = 0  # how often the job was requeued
     output: str = ""  # path of its output file; empty if unknown
     begins_at: str = ""  # Slurm's planned start; empty if unknown
 
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def leaving_reason(self) -> str | None:
-        """Why the job loses its nodes soon; None if it keeps them, or has none."""
+        """Why the job soon loses its nodes; None if it keeps its nodes, or has none."""
         if self.is_waiting or self.is_over:
             return None
         if self.is_preempted:
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def described(self) -> str:
-        """The job's state for users: ``pending (Resources)``."""
+        """The job's state for users, for example ``running on node1``."""
         text = self.state.lower().replace("_", " ")
         if self.is_waiting:
             return f"{text} ({explained(self.reason)})" if self.reason else text
@@ -76,7 +76,7 @@ class Job:
 
 
 def parse_job(text: str) -> Job | None:
-    """Parse the line of ``scontrol show job -o``; None if it shows no job."""
+    """Parse the output of ``scontrol show job -o``; None if it shows no job."""
     found = {
         name: match[1]
         for name in _SCONTROL_FIELDS
@@ -102,7 +102,7 @@ def parse_job(text: str) -> Job | None:
 
 
 def parse_queue(text: str) -> list[Job]:
-    """Return the jobs in the output of squeue, called as in ``SQUEUE``."""
+    """Parse the output of the command ``SQUEUE`` to jobs."""
     jobs = []
     for line in text.splitlines():
         words = line.strip().removesuffix("|").split("|", len(_FIELDS) - 1)
@@ -125,7 +125,7 @@ def parse_queue(text: str) -> list[Job]:
 
 
 def seconds(text: str) -> int | None:
-    """Parse a time like ``1-02:03:04`` or ``3:04`` to seconds; None for other texts."""
+    """Convert a time like ``1-02:03:04`` or ``3:04`` to seconds; None for other texts."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None
@@ -149,10 +149,9 @@ def num_gpus(gres: str) -> int:
 
 
 def parse_nodes(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> dict[str, tuple[int, str]]:
-    """Return node name -> (number of slots, state) from the output of sinfo.
+    """Return node name -> (number of slots, state) from the output of ``SINFO``.
 
-    sinfo is called as in ``SINFO``; its output has a line for each node and partition. A slot is a GPU, or a task of
-    ``cpus_per_task`` cores. Nodes without slots are left out.
+    A slot is a GPU (``wants_devices``) or ``cpus_per_task`` cores. Nodes without slots are left out.
     """
     found: dict[str, tuple[int, str]] = {}
     for line in text.splitlines():
@@ -197,6 +196,6 @@ _EXPLAINED = {
 
 
 def explained(reason: str) -> str:
-    """Return Slurm's reason for a job's state with its meaning, if known. Pure."""
+    """Append the meaning to Slurm's reason for a job's state, if the meaning is known."""
     meaning = _EXPLAINED.get(reason.partition(",")[0])
     return reason if meaning is None else f"{reason}: {meaning}"

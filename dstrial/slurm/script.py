@@ -1,4 +1,4 @@
-"""Write batch scripts for Slurm, and read the user's options of sbatch."""
+"""Write batch scripts for Slurm, and parse the user's sbatch options."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 LOG_NAME = "slurm.log"
 SCRIPT_NAME = "sbatch.sh"
-NODES_SUFFIX = ".nodes"  # suffix of the file in which a holding job writes its nodes
-CANCELLED_SUFFIX = ".cancelled"  # suffix of the file that the master creates before it cancels a holding job
+NODES_SUFFIX = ".nodes"  # suffix of the file into which a job that holds nodes writes their names
+CANCELLED_SUFFIX = ".cancelled"  # suffix of the file that the master creates before it cancels such a job
 ALIVE_NAME = "alive"  # file that a running master touches
-MASTER_TIMEOUT_MINUTES = 60  # a holding job ends after this time without its master
+MASTER_TIMEOUT_MINUTES = 60  # such a job ends if its master has not run for this time
 NOTICE_S = (30, 120)  # range of the notice before a time limit; Slurm may signal up to a minute earlier
 CLUSTER_OPTIONS = (
     "--clusters",
@@ -35,14 +35,13 @@ _SIZES = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--exclusive")
 
 
 def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) -> list[str]:
-    """Return the user's options of sbatch, from the config and the command line. Pure.
+    """Return the user's sbatch options, from the config and the command line.
 
-    An option and a value that is a separate word (``-p gpu``) are joined to one line of the script. ``settings`` is the
-    config's top-level key ``slurm``, Determined's; ``more``, from the command line, comes last. ``where`` names the config in
-    messages.
+    Each item is one line of the script: an option, with its value if that is a separate word (``-p gpu``). ``settings`` is the
+    config's key ``slurm``; the words ``more`` of the command line come last. ``where`` names the config in messages.
 
     Raises:
-        ConfigError: all problems of the options.
+        ConfigError: lists all invalid options.
     """
     given = settings.get("sbatch_args") or []
     problems = []
@@ -73,7 +72,7 @@ def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) ->
 
 
 def value_of(options: Sequence[str], *names: str) -> str | None:
-    """Return the last value of an sbatch option with one of ``names``, or None. Pure."""
+    """Return the last value of an sbatch option with one of ``names``, or None."""
     value = None
     for option in options:
         name, _, given = option.partition("=") if option.startswith("--") else (option[:2], "", option[2:])
@@ -90,13 +89,13 @@ def asks_for_devices(options: Sequence[str]) -> bool:
 def request_lines(
     settings: Mapping[str, Any], options: Sequence[str], num_slots: int, *, wants_devices: bool, where: str
 ) -> list[str]:
-    """Return the options that request a trial's slots, one task per slot. Pure.
+    """Return the sbatch options that request a trial's slots, one task per slot.
 
-    The user's ``options`` win: they may set the number of nodes and tasks, or devices. ``settings`` is the config's key
-    ``slurm``, of which ``slots_per_node`` and ``gpu_type`` are read. ``where`` names the config in messages.
+    Tasks or devices that the user's ``options`` request are left out. ``settings`` is the config's key ``slurm``, of which
+    ``slots_per_node`` and ``gpu_type`` are read. ``where`` names the config in messages.
 
     Raises:
-        ConfigError: the slots are no multiple of ``slots_per_node``.
+        ConfigError: ``num_slots`` is not a multiple of ``slots_per_node``.
     """
     per_node = settings.get("slots_per_node")
     if per_node is not None and (
@@ -122,10 +121,10 @@ def request_lines(
 
 
 def notice_s(limit: str | None) -> int:
-    """Return how many seconds before its time limit a job has to start ending. Pure.
+    """Return how many seconds before its time limit a job must start to stop.
 
-    That is a tenth of the limit, within ``NOTICE_S``. ``limit`` is in one of sbatch's formats, ``MINUTES``,
-    ``HOURS:MINUTES:SECONDS`` or ``DAYS-HOURS`` for example; None if unknown.
+    The result is a tenth of the limit, within the range ``NOTICE_S``. ``limit`` is in one of sbatch's formats, for example
+    ``MINUTES`` or ``DAYS-HOURS``; None if unknown.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", (limit or "").strip())
     least_s, most_s = NOTICE_S
@@ -142,7 +141,7 @@ def notice_s(limit: str | None) -> int:
 
 
 def refused_options(options: Sequence[str]) -> list[str]:
-    """Return the user's sbatch options that a master's node-holding job cannot have."""
+    """Return the sbatch options that users may not set for a job that holds nodes."""
     own = (
         "--job-name", "-J", "--array", "-a", "--wrap", "--chdir", "-D", "--output", "-o", "--requeue",
         "--wait", "-W", "--parsable", "--test-only", *CLUSTER_OPTIONS,
@@ -165,10 +164,10 @@ def batch_script(
     command: Sequence[str],
     submitted_by: str,
 ) -> str:
-    """Return the batch script that starts a run, or resumes it after a requeue. Pure.
+    """Return the batch script that starts a run, and resumes the run after a requeue.
 
-    ``request`` has the options that request slots, ``options`` the user's, which come last and win. The script runs
-    ``command``; ``submitted_by``, for a comment, is the command that the user ran.
+    ``request`` has the options that request slots; the user's ``options`` come last and win. The script runs ``command``. A
+    comment has the user's command, ``submitted_by``.
 
     Raises:
         ConfigError: a directory has characters that Slurm cannot handle.
@@ -186,10 +185,10 @@ def batch_script(
 def holding_script(
     *, name: str, title: str, request: Sequence[str], options: Sequence[str], directory: Path
 ) -> str:
-    """Return the batch script of a job that only holds nodes for a master. Pure.
+    """Return the batch script of a job that only holds nodes for a master.
 
-    ``request`` has the options that request slots, ``options`` the user's, which come last and win. ``title`` names the trial.
-    The master and the nodes mount ``directory``, for the job's files.
+    ``request`` has the options that request slots; the user's ``options`` come last and win. ``title`` names the trial in a
+    comment. ``directory`` has the job's files, and is mounted by the master's machine and the nodes.
 
     Raises:
         ConfigError: a directory has characters that Slurm cannot handle.
@@ -223,7 +222,6 @@ def _header(
     output: Path,
     options: Sequence[str],
 ) -> str:
-    """Return a batch script's first lines, with all options."""
     log = str(output.parent).replace("%", "%%") + f"/{output.name}"
     sbatch = [
         f"--job-name={name}",

@@ -102,7 +102,7 @@ def _slots(usage: _Usage, node: Node) -> dict[str, dict[str, Any]]:
 
 
 def _stats(slots: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Return slot counts (total, disabled, ...) by the value of device field ``key``."""
+    """Return slot counts (total, disabled, ...) per value of the device field ``key``."""
     counts: dict[str, dict[str, Any]] = {}
     for slot in slots:
         empty = {"total": 0, "disabled": 0, "draining": 0, "states": {}}
@@ -157,7 +157,7 @@ def _node_in_path(request: ApiRequest) -> Node:
 
 
 def _slot_in_path(request: ApiRequest) -> tuple[Node, int]:
-    """Return the node and slot id in the path, in which a slot is ``3`` or ``003``."""
+    """Return the node and slot id of the path, which may have leading zeros (``003``)."""
     node = _node_in_path(request)
     text = request.path_params["slot_id"]
     offered = [slot.id for slot in node.slots]
@@ -184,9 +184,9 @@ def list_agents(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 
 
 def _switch(tx: Transaction, request: ApiRequest, slot_id: int, what: str) -> _Usage:
-    """Enable or disable a slot, as the request's path says; return the new usage.
+    """Enable or disable a slot, depending on the request's path; return the new usage.
 
-    ``slot_id`` may be the ``agent_key`` of a whole node. ``what`` names the slot or node in the logs of tasks that are killed.
+    ``slot_id`` may be the ``agent_key`` of a whole node. ``what`` names the slot or node in the logs of killed tasks.
     """
     if request.route.path.endswith("/enable"):
         jobs.enable_slot(tx, slot_id)

@@ -94,7 +94,7 @@ async def make_link(request: ApiRequest) -> dict[str, Any]:
 
 
 async def spend_link(request: ApiRequest) -> Response:
-    """Exchange a login link's code for a session token, also set as a cookie."""
+    """Respond to a login link's code with a session token, also set as a cookie."""
     origin = request.headers.get("origin", "").lower()
     # Prevents login CSRF: another site that knows a code must not log its visitor in as a user of its choice.
     if origin != f"http://{request.headers['host'].lower()}":
@@ -113,7 +113,7 @@ async def spend_link(request: ApiRequest) -> Response:
 
 
 async def log_out(request: ApiRequest) -> Response:
-    """Revoke the request's session token and delete the cookie; access tokens stay."""
+    """Revoke the request's session token and delete the cookie; keep access tokens."""
     identity = request.identity
     assert identity is not None
     await request.services.write(lambda tx: tokens.end_token(tx, identity.token_hash))
@@ -156,8 +156,7 @@ def _token_json(token: AccessToken) -> dict[str, Any]:
 def _expiry_us(request: ApiRequest, lifespan: str | None) -> int | None:
     """Return a new access token's expiry in microseconds; None if it never expires.
 
-    ``lifespan`` is like "48h", or "-1" for the longest that the master's settings allow; None means the default of the
-    settings.
+    ``lifespan`` is a time such as "48h", "-1" (the maximum in the master's settings), or None (the default in the settings).
     """
     settings = request.services.settings
     limit = settings.token_max_days

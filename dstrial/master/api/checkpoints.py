@@ -97,7 +97,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
 async def _require_storage(request: ApiRequest, task_id: str) -> None:
     """Raise HTTP 409 if the trial's checkpoint storage is unavailable.
 
-    The status is not 503, at which clients would retry indefinitely while the trial holds its slots.
+    On 503, clients would retry indefinitely while the trial holds its slots.
     """
 
     def read(connection: Connection) -> dict[str, Any] | None:
@@ -153,7 +153,7 @@ def delete_checkpoints(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def remove_files(tx: Transaction, request: ApiRequest) -> None:
-    """Enqueue deletion of files that match ``checkpointGlobs``.
+    """Enqueue a job that deletes checkpoint files matching ``checkpointGlobs``.
 
     Without patterns, the job only updates the stored file lists.
     """
@@ -236,9 +236,9 @@ async def download(request: ApiRequest) -> StreamingResponse:
 
 
 async def _archive(directory: Path, stack: contextlib.ExitStack) -> AsyncIterator[bytes]:
-    """Yield a tar.gz of a directory's regular files; raise if a file is unreadable.
+    """Yield a tar.gz of a directory's regular files, then close ``stack``.
 
-    At the end ``stack`` is closed.
+    Raises the error of a file that is unreadable.
     """
     read_end, write_end = os.pipe()
     problems: list[Exception] = []
@@ -269,7 +269,7 @@ async def _archive(directory: Path, stack: contextlib.ExitStack) -> AsyncIterato
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """Return all regular files below a directory, sorted; ``rglob()`` fails if deep."""
+    """Return the regular files below a directory, however deep (unlike ``rglob()``)."""
     found, directories = [], [directory]
     while directories:
         with os.scandir(directories.pop()) as entries:
@@ -326,7 +326,7 @@ _COLUMNS = {
 def list_checkpoints(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     """Return a page of checkpoints, sorted by an attribute or a validation metric.
 
-    Without an explicit order, checkpoints sorted by a metric are best first. Checkpoints without a value come last.
+    By a metric, the default order is best first; checkpoints without a value come last.
     """
     sort_by = request.query_choice("sortByAttr", bindings.checkpointv1SortBy)
     metric = request.query("sortByMetric")

@@ -1,4 +1,4 @@
-"""Routes of ``det command`` and ``det tensorboard``; helpers for generic tasks.
+"""Routes of ``det command`` and ``det tensorboard``; functions for generic tasks.
 
 A command is a process on this machine with a log, an exit code and, if requested, slots.
 """
@@ -44,8 +44,7 @@ async def checked(
 ) -> CommandConfig:
     """Validate a command's config, merged over its template and the master's defaults.
 
-    Masked secrets in ``given`` are restored from the template and from ``others``: configs from which a user may have copied
-    them.
+    Masked secrets in ``given`` are restored from the template and from ``others``, configs that a user may have copied.
 
     Raises:
         RequestError: 404, the template does not exist.
@@ -78,7 +77,7 @@ async def checked(
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
-    """Return a command's workspace id, by default 1; reject an archived workspace."""
+    """Return the id of a command's workspace (default 1); raise if it is archived."""
     row = await request.services.read(workspaces.require, workspace_id or projects.DEFAULT_ID)
     if row.is_archived:
         raise RequestError(
@@ -124,8 +123,8 @@ def routes_of(
 ) -> list[Route]:
     """Return the routes that start, list, show, kill and prioritise a kind of command.
 
-    ``noun`` names the kind in paths and JSON, for example "command". ``launch`` handles a start. ``to_json`` converts a row for
-    the response. ``sorts`` has the allowed sort orders.
+    ``noun`` names the kind in paths and JSON, for example "command". ``launch`` handles the start request. ``to_json`` converts
+    a row for the response. ``sorts`` has the allowed sort orders.
     """
 
     def to_answer(connection: Connection, request: ApiRequest) -> tuple[commands.CommandInfo, dict[str, Any]]:
@@ -193,7 +192,7 @@ async def _launch_command(
 ) -> tuple[commands.CommandInfo, dict[str, Any]]:
     """Create a command; return its row, and the response's config and warnings.
 
-    ``experiment_ids`` and ``trial_ids`` are those that a TensorBoard shows.
+    A TensorBoard shows ``experiment_ids`` and ``trial_ids``.
     """
     body, services = request.body(), request.services
     spec = await checked(request, body.mapping("config") or {}, kind, body.text("templateName"))

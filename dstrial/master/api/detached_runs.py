@@ -84,7 +84,7 @@ def start_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def patch_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Record the state that a detached run reports; without a state, a heartbeat."""
+    """Record the state that a detached run reports or, without a state, a heartbeat."""
     trial_id = request.path_params["trial_id"]
     state = request.body().choice("state", bindings.trialv1State)
     detached_runs.set_state(tx, trial_id, None if state is None else state.removeprefix("STATE_"))
@@ -92,9 +92,9 @@ def patch_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 async def add_logs(request: ApiRequest) -> dict[str, Any]:
-    """Store log lines of a detached run.
+    """Store log lines of a detached run, with the time of arrival as timestamp.
 
-    A line's timestamp is its time of arrival, as the client sends the script's start time with every line.
+    The client sends the script's start time with every line.
     """
     records = request.json() or []
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):

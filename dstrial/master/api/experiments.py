@@ -65,14 +65,14 @@ def checked(
     document: Document | None = None,
     active: Mapping[str, Any] | None = None,
 ) -> Submission:
-    """Validate a YAML config with its model definition; slow, so call it in a thread.
+    """Validate a YAML config and model definition; slow, so call it in a thread.
 
     ``tgz`` is the model definition. ``resumed`` is the checkpoint from which the first trial starts. ``template`` supplies
     missing keys. ``storage`` is the workspace's checkpoint storage. ``document`` is the parsed ``config``, and is modified in
     place. ``active`` is the complete config of the experiment from which ``config`` is derived.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: the config is invalid; lists all problems.
         RequestError: the model definition cannot be unpacked.
     """
     with tempfile.TemporaryDirectory(prefix="dstrial-check-") as name:
@@ -160,7 +160,6 @@ def _defaults(
 
 
 def _strip_temporary_path(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
-    """Strip the temporary directory of the model definition from a problem's text."""
     texts = (problem.where, problem.got, problem.expected, problem.fix)
     return ConfigProblem(
         *(text.replace(f"{context_dir}/", "").replace(context_dir, "the model definition") for text in texts)
@@ -177,7 +176,10 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
 def _with_trials(
     connection: Connection, experiment_id: int
 ) -> tuple[listings.ListedExperiment, list[int], str | None]:
-    """Return an experiment, its trial ids, and its only trial's external id (or None)."""
+    """Return an experiment, its trial ids, and the external id of its only trial.
+
+    The external id is None if there are several trials or the trial has none.
+    """
     row = listings.get_experiment(connection, experiment_id)
     if row is None:
         experiment_rows.require(connection, experiment_id)
@@ -187,7 +189,7 @@ def _with_trials(
 
 
 async def _to_json(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
-    """Return experiments as ``v1Experiment``; large ones are converted in a thread."""
+    """Return experiments as ``v1Experiment``; convert large experiments in a thread."""
 
     def show() -> list[dict[str, Any]]:
         return [experiment_json(services, row) for row in rows]
@@ -220,11 +222,10 @@ def prepare(
 ) -> Prepared:
     """Validate a submitted YAML config and its files; slow, so call it in a thread.
 
-    If ``config`` or ``files`` is empty, that of experiment ``parent_id`` is taken. The template ``template_name`` supplies
-    missing keys.
+    An empty ``config`` or ``files`` is copied from experiment ``parent_id``. Template ``template_name`` supplies missing keys.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: the config is invalid; lists all problems.
         RequestError: the model definition cannot be packed or unpacked.
     """
     tgz = pack(files)
@@ -286,9 +287,9 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
-    """Create an experiment whose trials a script runs, or find one by ``external_id``.
+    """Create an experiment whose trials a script runs, or find it by ``external_id``.
 
-    Returns a v1CreateExperimentResponse. ``external_id`` is an id that the script chose, or None.
+    ``external_id`` is an id that the script chose, or None. Returns a v1CreateExperimentResponse.
     """
     services = request.services
     config, project_id = body.text("config") or "", body.integer("projectId")
@@ -328,7 +329,7 @@ def _unmask_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Return a YAML config with masked secrets restored from its template or parent.
+    """Restore masked secrets of a YAML config from its template or ``parent``.
 
     ``parent`` is the experiment from which a user may have copied the config.
     """
@@ -429,9 +430,9 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 def _resumed_run(connection: Connection, experiment_id: int) -> SavedRun | None:
-    """Return the checkpoint from which an experiment's only trial resumes, or None.
+    """Return the checkpoint from which an experiment's only trial resumes.
 
-    None if the experiment has several trials.
+    Returns None if there is no checkpoint, or several trials.
     """
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
@@ -451,7 +452,7 @@ def _reject_project_change(connection: Connection, project_id: int, changes: Map
 def _prepare_continued(
     services: Services, experiment_id: int, override: str
 ) -> tuple[Submission | None, bool]:
-    """Validate the continuation of an experiment; return (submission, has changes).
+    """Validate a request to continue an experiment; return (submission, has changes).
 
     ``override`` is YAML that changes the config. The submission is None if a script, not the master, runs the trials.
     """

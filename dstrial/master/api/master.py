@@ -115,7 +115,7 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def stream_logs(request: ApiRequest) -> Stream:
-    """Stream the master's log from line ``offset``; negative: counted from the end."""
+    """Stream the master's log from line ``offset``, from the end if negative."""
     offset, limit = request.query_int("offset") or 0, request.query_int("limit") or 0
     if limit < 0:
         raise RequestError(400, f"limit is {limit}; expected at least 0. Send 0 for no limit.")
@@ -174,7 +174,7 @@ class _LogReader:
         return entries
 
     def _entry(self, text: str) -> dict[str, Any]:
-        """Return a line as ``v1LogEntry``; a line without a time has the previous line's."""
+        """Return a line as ``v1LogEntry``, with the previous line's time if it has none."""
         match = _LINE.fullmatch(text)
         if match is not None:
             self._time = datetime.datetime.fromisoformat(match[1]).astimezone(datetime.timezone.utc)

@@ -89,8 +89,7 @@ def create_project(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 def _editable_project(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
     """Return the project in the path; raise HTTP 403 if the user may not change it.
 
-    ``verb`` completes the message "cannot VERB". For PATCH of the default (immutable) project, raise 400 rather than 403, as in
-    Determined 0.38.1.
+    ``verb`` completes the message "cannot VERB". PATCH of the default (immutable) project raises 400 (Determined 0.38.1).
     """
     row = projects.require(connection, request.path_params["project_id"])
     if request.route.method == "PATCH":

@@ -1,6 +1,6 @@
-"""Routes for usage reports: raw spans, or sums per day or month, as JSON or CSV.
+"""Routes for usage reports: time intervals, or daily or monthly sums.
 
-The columns, the kinds of rows and the unit of the sums (slot-seconds) are as in Determined 0.38.1.
+Reports are JSON or CSV. Columns, kinds of rows and unit of the sums (slot-seconds) are as in Determined 0.38.1.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _window(request: ApiRequest) -> tuple[int, int]:
 def _raw(connection: Connection, request: ApiRequest) -> list[dict[str, Any]]:
     """Return v1ResourceAllocationRawEntry items: one per activity of an allocation.
 
-    Activities are, for example, training and validation. One more item is for the agent itself. ``seconds`` counts the time
-    within the request's range.
+    Activities are, for example, training and validation; one more item is for the agent. ``seconds`` is the time within the
+    request's time range.
     """
     after_us, before_us = _window(request)
     services, now = request.services, now_us()

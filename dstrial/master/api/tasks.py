@@ -94,7 +94,7 @@ def _summary(
 
 
 def _collection(services: Services, row: background_jobs.BackgroundJob) -> dict[str, Any]:
-    """Return a background job as ``det task list`` shows it: as a checkpoint GC task."""
+    """Return a background job as a checkpoint GC task, for ``det task list``."""
     task_id = f"checkpoint-gc-{row.id}"
     return _summary_json(
         services,
@@ -131,7 +131,10 @@ def _allocation_json(row: Allocation) -> dict[str, Any]:
 
 
 def _submitted(row: commands.CommandInfo, names: SecretNames) -> str:
-    """Return a task's masked JSON config: as submitted if generic, else merged."""
+    """Return a task's config as JSON with masked secrets.
+
+    A generic task's config is as submitted, that of other tasks is merged with defaults.
+    """
     return masked_json(row.original_config or row.config, names)
 
 
@@ -212,7 +215,7 @@ async def _context(
 ) -> bytes:
     """Return the uploaded files (context) of a new task as tar.gz.
 
-    These are the request's files, or else those of the parent (if ``inheritContext``) or of the forked task.
+    The files are the request's or, if it has none, the parent's (if ``inheritContext``) or the forked task's.
     """
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
@@ -247,7 +250,7 @@ def show_config(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def kill(tx: Transaction, request: ApiRequest) -> None:
-    """Kill a task and its descendants; ``killFromRoot`` starts at the tree's root.
+    """Kill a task and its descendants; with ``killFromRoot``, all of its tree.
 
     A COMPLETED or CANCELED task is rejected, as in Determined 0.38.1 (KillGenericTask, "cannot cancel task … as it is in state").
     """

@@ -169,7 +169,7 @@ def retain_logs(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def start_run(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Mark the trial's allocation as started; return the id of its checkpoint storage."""
+    """Mark the allocation as ready; return the id of the trial's checkpoint storage."""
     body = request.body()
     run_id, storage = body.required_integer("runId"), body.mapping("checkpointStorage")
     request.require_trial(run_id)
@@ -212,7 +212,7 @@ def report_source(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
-    """Long-poll until the allocation must stop or has ended, or until the timeout.
+    """Wait (long poll) until the allocation must stop or has ended, or the timeout.
 
     ``preempt`` in the response is false at the timeout.
     """
@@ -273,7 +273,7 @@ async def report_metrics(request: ApiRequest) -> dict[str, Any]:
 
 
 def report_time_us(text: str | None) -> int:
-    """Parse the time of a report into microseconds; None is the current time."""
+    """Parse the time of a report into microseconds; None means the current time."""
     if text is None:
         return now_us()
     try:
@@ -310,7 +310,7 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
 def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
     """Return a report as ``v1MetricsReport``; ``group`` is the requested group.
 
-    If ``group`` is None, a validation report has its values also under ``avg_metrics``.
+    If no group is requested, a validation report has its values also under ``avg_metrics``.
     """
     keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
     if group is None and keys != ["avg_metrics"]:

@@ -110,7 +110,7 @@ async def create_user(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_user(request: ApiRequest) -> dict[str, Any]:
-    """Change a user; non-administrators only change their display name and password."""
+    """Change a user; non-administrators may change only their own name and password."""
     body, user_id = request.body(), request.path_params["user_id"]
     given = [name for name in _ADMIN_ONLY if body.get(name) is not None]
     if not request.user.admin and (user_id != request.user.id or given):
@@ -143,7 +143,7 @@ async def patch_user(request: ApiRequest) -> dict[str, Any]:
 
 
 def _password(body: Fields) -> str | None:
-    """Return the body's new password as clients hash it, or None; reject a blank one."""
+    """Return the client hash of the body's new password or None; raise if it is blank."""
     password = body.text("password")
     if password is None:
         return None

@@ -1,4 +1,4 @@
-"""Routes for webhooks (create, list, change, delete, test) and for trials' alerts.
+"""Routes for webhooks (create, list, change, delete, test) and alerts of trials.
 
 Source: Determined 0.38.1 ``master/internal/webhooks/api_webhook.go`` and ``authz_basic_impl.go``.
 """
@@ -32,7 +32,7 @@ _CONDITION_KEYS = {"EXPERIMENT_STATE_CHANGE": "state", "TASK_LOG": "regex"}
 
 
 def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
-    """Return a webhook as JSON; without ``shows_url``, the often secret URL is masked."""
+    """Return a webhook as JSON; mask its URL, often a secret, unless ``shows_url``."""
     triggers = [
         message(
             bindings.v1Trigger,

@@ -127,8 +127,7 @@ def create_workspace(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 def _editable_workspace(connection: Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
     """Return the workspace in the path; raise HTTP 403 if the user may not change it.
 
-    ``verb`` completes the message "cannot VERB". For PATCH of the default (immutable) workspace, raise 400 rather than 403, as
-    in Determined 0.38.1.
+    ``verb`` completes the message "cannot VERB". PATCH of the default (immutable) workspace raises 400 (Determined 0.38.1).
     """
     row = workspaces.require(connection, request.path_params["workspace_id"])
     if request.route.method == "PATCH":

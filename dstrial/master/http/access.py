@@ -38,7 +38,7 @@ UNAUTHENTICATED = "the token of the request is missing or not valid (any more); 
 
 
 def check_host_and_origin(headers: Headers) -> None:
-    """Raise 403 unless Host and Origin name this machine (DNS rebinding protection)."""
+    """Raise 403 if the Host or Origin is another machine (DNS rebinding protection)."""
     hosts = headers.getlist("host")
     if len(hosts) != 1 or not _HOST.fullmatch(hosts[0].lower()):
         raise RequestError(
@@ -55,7 +55,7 @@ def check_host_and_origin(headers: Headers) -> None:
 
 
 def token_of(headers: Headers) -> tuple[str | None, bool]:
-    """Return a request's token, or None, and whether it came from a cookie."""
+    """Return a request's token (or None), and whether the token is from a cookie."""
     for name in ("x-user-token", "authorization", ALLOCATION_HEADER):
         token = _bearer(headers.get(name))
         if token is not None:
@@ -64,10 +64,10 @@ def token_of(headers: Headers) -> tuple[str | None, bool]:
 
 
 async def identify(services: Services, headers: Headers, method: str, task_id: str | None = None) -> Identity:
-    """Return the user, or allocation, of a request's token; raise 401 or 403.
+    """Return the user or allocation of a request's token; raise 401 or 403 if none.
 
     CSRF protection: a request with a cookie may change state only if its Origin is the master's page. On the host name of task
-    ``task_id`` the cookie must be one of ``ServiceGrants`` for this task.
+    ``task_id``, only a cookie of ``ServiceGrants`` for this task is accepted.
     """
     token, is_cookie = token_of(headers)
     if is_cookie and task_id is not None:
@@ -111,7 +111,10 @@ def may_use_checkpoint(
     *,
     is_change: bool = False,
 ) -> bool:
-    """Return whether an allocation may read or change a checkpoint; True if unknown."""
+    """Return whether an allocation may read (or change) a checkpoint.
+
+    True for an unknown checkpoint, to which handlers respond with 404.
+    """
     experiment_id = checkpoints.experiment_of(connection, checkpoint_uuid)
     if experiment_id is None or experiment_id == allocation.experiment_id:
         return True
@@ -143,7 +146,7 @@ _MAX_GRANTS = 1000
 
 
 class LoginLinks:
-    """In-memory store of one-time codes of login links; keeps their digests only."""
+    """In-memory store of one-time codes of login links; keeps only digests of codes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -157,7 +160,7 @@ class LoginLinks:
         return code
 
     def spend(self, code: str) -> int | None:
-        """Consume a code and return its user's id; None if unknown, used or expired."""
+        """Consume a code; return its user's id, or None if it is unknown or expired."""
         found = self._codes.pop(_digest_of(code), None)
         return None if found is None or self._clock() > found[1] else found[0]
 
@@ -184,7 +187,7 @@ class ServiceGrants:
         return token
 
     def renew(self, code: str, task_id: str) -> str | None:
-        """Exchange the one-time code of a URL for that of a cookie; None if it is invalid."""
+        """Replace a URL's one-time code by a new code for a cookie; None if it is invalid."""
         token = self.token_of(code, task_id)
         if token is None:
             return None

@@ -1,7 +1,7 @@
 """uvicorn's connection class with a deadline for unauthenticated clients.
 
-uvicorn limits the size of a request's head but has no read timeout. The base class is not part of uvicorn's documented API:
-only this module uses it, ``pyproject.toml`` pins the release, and ``tests/master/http/test_connection.py`` checks the names.
+uvicorn has no read timeout. Its connection class is undocumented: ``pyproject.toml`` pins the release, and
+``tests/master/http/test_connection.py`` checks the names that this module uses.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MAX_CONNECTIONS = 1000
 MAX_HEAD_BYTES = 64 * 1024  # limit of a request's head, and of the framing between two chunks of its body
 
-_DEADLINE_S = 30.0  # time from the start of the connection, or its last response, to the next authentication
+_DEADLINE_S = 30.0  # from the start of the connection, or its last response, to the next authentication
 
 
 class Connection(H11Protocol):
     """Client connection, aborted at its deadline unless the client authenticates.
 
     Authentication removes the deadline until the response is sent. At uvicorn's ``limit_concurrency``, a new connection evicts
-    the one nearest to its deadline.
+    the connection with the earliest deadline.
     """
 
     is_at_owner_socket = False

@@ -26,8 +26,8 @@ def camel(name: str) -> str:
 class Fields(dict[str, Any]):
     """A JSON object of a request, with its keys normalised to camelCase.
 
-    User data in it (hyperparameters, metrics) keeps its keys. Methods return None for an absent or null key, and raise
-    ``RequestError`` 400 for a value of the wrong type; ``where`` is the start of that message.
+    Keys of nested objects (hyperparameters, metrics) are unchanged. Methods return None for an absent or null key, and raise
+    ``RequestError`` 400 for a value of the wrong type. ``where`` names the object in error messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "the request's body") -> None:
@@ -51,7 +51,7 @@ class Fields(dict[str, Any]):
         return value
 
     def integer(self, name: str, minimum: int = -_MAX_INTEGER - 1, maximum: int = _MAX_INTEGER) -> int | None:
-        """Return the integer of a key; Determined sends 64-bit integers as strings."""
+        """Return a key's integer; a 64-bit integer may be a string, as in protobuf's JSON."""
         value = self.get(name)
         if value is None:
             return None
@@ -136,7 +136,7 @@ def _is_int32(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error message: ``missing`` for None, long ones truncated."""
+    """Format a value for an error message: None as ``missing``, long values truncated."""
     if value is None:
         return "missing"
     if isinstance(value, (dict, list)):

@@ -1,8 +1,7 @@
 """Response bodies, error responses and streams of the API.
 
-Clients print names, descriptions and messages verbatim (``det experiment list``), so control characters are made visible here.
-User data (configs, metrics, metadata) is sent as ``orjson.Fragment``, byte for byte as stored; clients print it as JSON or YAML,
-which escape control characters. An error is a status and one JSON shape, never a traceback.
+Clients print names, descriptions and messages verbatim, so control characters are escaped here. User data (configs, metrics,
+metadata) is sent as stored (``orjson.Fragment``), as clients print it as JSON or YAML, which escape control characters.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _SUSPECT = re.compile(rb"\\(?:u00[01]|b|f|r)|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8-
 
 
 def message(bindings_class: type, **fields: Any) -> dict[str, Any]:
-    """Return a message of Determined's API; optional fields not given are null.
+    """Return a message of Determined's API; omitted optional fields are null.
 
-    ``bindings_class`` is the message's class in Determined's client. Raises TypeError for other fields than those of the class.
+    ``bindings_class`` is the message's class in Determined's client. Raises TypeError for unknown or missing fields.
     """
     required, optional = _names_of(bindings_class)
     unknown = fields.keys() - required - optional.keys()
@@ -79,8 +78,7 @@ class Page:
 def page_of(total: int, offset: int | None, limit: int | None) -> Page:
     """Return which of ``total`` rows are on the requested page.
 
-    A negative offset counts from the end. Limit 0 or None means 100, -1 all, -2 none (Determined 0.38.1
-    ``master/internal/api/paginate.go``).
+    A negative offset counts from the end. Limit 0 or None means 100 rows, -1 all, -2 none (Determined 0.38.1, ``paginate.go``).
     """
     offset = offset or 0
     limit = limit or DEFAULT_LIMIT
@@ -94,7 +92,7 @@ def page_of(total: int, offset: int | None, limit: int | None) -> Page:
 
 
 def to_json(answer: Any) -> bytes:
-    """Return a response as JSON, with control characters made visible."""
+    """Return a response as JSON; escape control characters in its strings."""
     body = orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS)
     return orjson.dumps(_shown(answer), option=orjson.OPT_NON_STR_KEYS) if _SUSPECT.search(body) else body
 
@@ -143,8 +141,8 @@ class Problem:
 def status_and_text(error: BaseException) -> Problem:
     """Return the HTTP status and message for an exception.
 
-    Transient write failures are 503, which sessions in trials retry. Errors of the request are 4xx. All other exceptions are
-    bugs: 500, with the cause in the master's log only.
+    Transient failures are 503, which trials retry. Errors of the request are 4xx. Other exceptions are bugs: 500, with the cause
+    only in the master's log.
     """
     if file_limit.is_shortage(error):
         return problem(
@@ -183,7 +181,7 @@ def problem(status: int, text: str) -> Problem:
 
 
 def error_response(refusal: Problem) -> Response:
-    """Return a problem as Determined's client expects errors: ``{"error": {…}}``."""
+    """Return a problem in the format of Determined's errors: ``{"error": {…}}``."""
     body = {"error": {"code": refusal.code, "reason": refusal.reason, "error": refusal.text}}
     headers = {}
     if refusal.status in (429, 503):
@@ -201,7 +199,7 @@ Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 def ndjson(items: AsyncIterator[Item]) -> Stream:
     """Return a stream of ``{"result": item}`` lines; a list is sent as one chunk.
 
-    A ``DstrialError`` after the first line is sent as an error line of the protocol.
+    An error of dstrial or SQLite ends the stream with an ``{"error": …}`` line.
     """
     return Stream(_lines(items), media_type="application/json")
 
@@ -219,7 +217,7 @@ async def _lines(items: AsyncIterator[Item]) -> AsyncIterator[bytes]:
 
 
 def event_stream(items: AsyncIterator[Mapping[str, Any] | None]) -> Stream:
-    """Return a stream of server-sent events, one per JSON object; None is a heartbeat."""
+    """Return a stream of server-sent events, one per item; None sends a heartbeat."""
     headers = {"content-type": "text/event-stream", "cache-control": "no-store"}
     return Stream(_events(items), headers=headers)
 
@@ -259,7 +257,7 @@ class Stream(StreamingResponse):
 
 
 async def _until_unknown(is_still_known: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until the request's token is no longer valid, after a logout for example."""
+    """Wait until the request's token is invalid, for example after a logout."""
     while await is_still_known():
         await asyncio.sleep(_TOKEN_CHECK_S)
 

@@ -1,7 +1,6 @@
 """Routes requests to handlers, with access checks, limits and error responses.
 
-All access rules are in this module. A handler that reads ids from a body checks them with ``require_trial`` and the similar
-methods.
+Ids in paths are checked here. A handler checks ids in a body with ``ApiRequest.require_trial`` and similar methods.
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ _PARAMETER = re.compile(r"\{[^}]*\}")
 
 
 class Access(enum.Enum):
-    """What a route requires of a request."""
+    """Which token a request to a route needs."""
 
     PUBLIC = enum.auto()  # nothing
     USER = enum.auto()  # a user's token, not an allocation's
     ADMIN = enum.auto()  # an administrator's token
     TRIAL = enum.auto()
-    """A user's token, or an allocation's for its own trial, task and allocation, for reading its experiment, and for checkpoints
-    of its experiment or the one it started from. The resource is recognised by the names of the path parameters."""
+    """A user's token; or an allocation's token for its own trial, task, allocation and experiment (read-only), and for
+    checkpoints of its experiment or the one it started from. Names of path parameters (``trial_id``) say which id is meant."""
 
     OWNER = enum.auto()  # no token, but a connection to the UNIX socket in the state directory
 
@@ -81,8 +80,8 @@ Handler: TypeAlias = "Callable[[ApiRequest], Awaitable[Answer]]"
 class Route:
     """Method, path, handler and access level of an endpoint.
 
-    Path parameters are in braces; ``{trial_id:int}`` accepts 32-bit integers. If a request has no valid token,
-    ``unauthenticated`` answers instead of a 401, with a login page for example.
+    Path parameters are in braces; ``{trial_id:int}`` accepts 32-bit integers. ``unauthenticated``
+    handles requests without a valid token, for example with a login page; None means 401.
     """
 
     method: str
@@ -102,13 +101,13 @@ def route(
     max_body_bytes: int = MAX_BODY_BYTES,
     unauthenticated: Handler | None = None,
 ) -> Route:
-    """Return a route; ``path`` is below ``/api/v1``, and ``//info`` means ``/info``."""
+    """Return a route; ``path`` is below ``/api/v1``, but ``//info`` means ``/info``."""
     absolute = path[1:] if path.startswith("//") else API_PREFIX + path
     return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)
 
 
 def reads(handle: Callable[[Connection, ApiRequest], Answer]) -> Handler:
-    """Make a handler of a function that reads the database, in one snapshot."""
+    """Make a handler from a function that reads one snapshot of the database."""
 
     @functools.wraps(handle)
     async def run(request: ApiRequest) -> Answer:
@@ -118,7 +117,7 @@ def reads(handle: Callable[[Connection, ApiRequest], Answer]) -> Handler:
 
 
 def writes(handle: Callable[[Transaction, ApiRequest], Answer | None]) -> Handler:
-    """Make a handler of a function that runs in one transaction; None becomes ``{}``."""
+    """Make a handler from a function that runs in a transaction; None becomes ``{}``."""
 
     @functools.wraps(handle)
     async def run(request: ApiRequest) -> Answer:
@@ -143,7 +142,7 @@ class ApiRequest:
     _query: dict[str, list[str]] | None = None
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
-        """Return the result of ``work``; cancel it if the client disconnects before."""
+        """Return the result of ``work``; cancel ``work`` if the client disconnects."""
 
         async def leave() -> None:
             while (await self.receive())["type"] != "http.disconnect":
@@ -198,7 +197,7 @@ class ApiRequest:
         return value
 
     def queries(self, name: str) -> list[str]:
-        """Return all values of a query parameter (name in camelCase), in order."""
+        """Return all values of the query parameter ``name`` (in camelCase), in order."""
         if self._query is None:
             self._query = {}
             text = self.scope.get("query_string", b"").decode("latin-1")
@@ -235,7 +234,7 @@ class ApiRequest:
         return value
 
     def query_choices(self, name: str, choices: type[enum.Enum]) -> list[str]:
-        """Return all values of a query parameter; raise 400 for one not in ``choices``."""
+        """Return all values of a query parameter; raise 400 for values not in ``choices``."""
         allowed = [str(member.value) for member in choices]
         values = self.queries(name)
         if any(value not in allowed for value in values):
@@ -253,9 +252,9 @@ class ApiRequest:
     def ordered(
         self, rows: Iterable[T], keys: Mapping[str, Callable[[T], Any]], choices: type[enum.Enum]
     ) -> list[T]:
-        """Return rows in the order of the query's ``sortBy`` and ``orderBy``.
+        """Return rows sorted by the query parameters ``sortBy`` and ``orderBy``.
 
-        ``keys`` are sort keys by ``sortBy``; ``keys[""]`` is the default. ``choices`` are the allowed values.
+        ``keys`` maps ``sortBy`` -> sort key; ``keys[""]`` is the default. ``choices`` are the allowed values of ``sortBy``.
         """
         sort_by = self.query_choice("sortBy", choices) or ""
         return sorted(rows, key=keys.get(sort_by, keys[""]), reverse=self.is_descending)
@@ -276,11 +275,11 @@ class ApiRequest:
         )
 
     def require_trial(self, trial_id: int) -> None:
-        """Raise 403 if an allocation's token requests another trial than its own."""
+        """Raise 403 if the token is of an allocation of another trial."""
         self._require("trial", trial_id, "trial_id")
 
     def require_experiment(self, experiment_id: int) -> None:
-        """Raise 403 if an allocation's token does more than read its own experiment."""
+        """Raise 403 if an allocation's token is for another experiment, or used to write."""
         self._require("experiment", experiment_id, "experiment_id")
         if self.allocation is not None and self.route.method != "GET":
             raise RequestError(403, "an allocation's token may only read its experiment; use a user's token")
@@ -292,9 +291,9 @@ class ApiRequest:
         self._require("allocation", allocation_id, "id")
 
     async def require_checkpoint(self, checkpoint_uuid: str, *, is_change: bool = False) -> None:
-        """Raise 403 if an allocation's token may not read or change a checkpoint.
+        """Raise 403 if an allocation's token may not read (or change) a checkpoint.
 
-        An allocation may read and change its experiment's checkpoints, and read the checkpoint from which it started.
+        An allocation may read and change its experiment's checkpoints, and read the checkpoint that it started from.
         """
         if self.allocation is not None and not await self.services.read(
             guard.may_use_checkpoint, self.allocation, checkpoint_uuid, is_change=is_change

@@ -24,12 +24,12 @@ def stored(text: str | None) -> Any:
 
 
 def as_data(value: Any) -> Any:
-    """Wrap user data for a response, so that control characters stay unchanged."""
+    """Wrap user data for a response, so that its control characters are not escaped."""
     return orjson.Fragment(orjson.dumps(value))
 
 
 def shown_config(text: str | None, names: SecretNames) -> Any:
-    """Return a stored config, or a part of one, for a response, with secrets masked."""
+    """Return a stored config, or part of a config, as JSON with masked secrets."""
     return None if text is None else orjson.Fragment(masked_json(text, names))
 
 
@@ -46,7 +46,7 @@ def shown_state(row: ListedExperiment | ListedTrial) -> str:
 
 
 def stored_states(names: Iterable[str]) -> list[str]:
-    """Return the stored states for API states: ACTIVE for QUEUED, RUNNING and others."""
+    """Convert states of the API to states in the database: RUNNING to ACTIVE etc."""
     states = {name.removeprefix("STATE_") for name in names}
     if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
         states.add("ACTIVE")
@@ -173,14 +173,14 @@ def _best_checkpoint(row: ListedTrial, names: SecretNames) -> dict[str, Any] | N
 
 
 def sizes_as_texts(resources: str) -> dict[str, str]:
-    """Return path -> size of a checkpoint's files, as text: the API's 64-bit integers."""
+    """Return path -> size of a checkpoint's files, with sizes as strings (API format)."""
     return {path: str(size) for path, size in json.loads(resources).items()}
 
 
 def _config_for_download(text: str, names: SecretNames) -> Any:
-    """Mask the secrets of a checkpoint's config; leave out the storage's.
+    """Mask the secrets of a checkpoint's config, but set those of the storage to None.
 
-    ``det checkpoint download`` would send the mask to the storage. Without credentials it uses the user's, or asks the master.
+    ``det checkpoint download`` would send a mask to the storage. Without credentials, it uses the user's or asks the master.
     """
     shown = masked_json(text, names)
     if MASK not in shown:

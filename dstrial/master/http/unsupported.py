@@ -21,7 +21,7 @@ _PARAMETER = re.compile(r"\{\w+\}")
 
 
 def refusal(method: str, path: str) -> RequestError:
-    """Return 501 for a request of Determined's client that has no route, else 404."""
+    """Return 501 for a request of Determined's client without a route, 404 for others."""
     segments = [segment for segment in path.split("/") if segment]
     if segments[:2] == ["api", "v1"]:
         noun = segments[2] if len(segments) > 2 else ""
@@ -42,9 +42,9 @@ def refusal(method: str, path: str) -> RequestError:
 
 
 def is_fixed_path(method: str, path: str) -> bool:
-    """Return whether Determined's client has this exact path, like ``users/setting``.
+    """Return whether Determined's client has this path without a path parameter.
 
-    Such a path must not match a route with a path parameter, ``users/{user_id}``.
+    For example, ``users/setting`` must not match a route ``users/{user_id}``.
     """
     return (method, path) in client_templates()
 

@@ -1,4 +1,4 @@
-"""Queries on allocations (runs of tasks), and on usage of deleted experiments."""
+"""Queries on allocations (one run of a task on some slots), and usage reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dstrial.master.store.errors import Hint, required
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
-    """A row of the table ``allocations``; ``schema.sql`` documents the columns."""
+    """A row of table ``allocations``, documented in ``schema.sql``."""
 
     id: str
     task_id: str
@@ -85,10 +85,9 @@ class _Supervisor(Protocol):
 
 
 def supervisor_columns(handle: _Supervisor | None) -> dict[str, Any]:
-    """Return columns with the PID and start time of an allocation's supervisor.
+    """Return the columns PID and start time of an allocation's supervisor process.
 
-    The supervisor starts and watches the ranks. ``handle`` is None if there is none on the master's machine; then the result is
-    empty.
+    The supervisor starts and watches ranks. If ``handle`` is None (none runs on the master's machine), return no columns.
     """
     return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
 
@@ -145,9 +144,9 @@ def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) ->
 
 
 def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
-    """Mark a run's allocation as started (ready); count the report if ``has_trained``.
+    """Mark a run's allocation as ready; if ``has_trained``, count one more report.
 
-    ``has_trained`` is False for a report without a batch number (profiling).
+    ``has_trained`` is False for a profiling report, which has no batch number.
     """
     # Any report proves that the trial's code has started.
     tx.execute(
@@ -157,9 +156,9 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
 
 
 def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
-    """Set an allocation log's read offset (bytes) to ``after`` if it is ``before``.
+    """Advance an allocation's log offset from byte ``before`` to byte ``after``.
 
-    ``num_lines`` is the number of lines between the offsets. Returns False if the stored offset is another one.
+    ``num_lines`` is the number of lines in between. If the stored offset is not ``before``, return False, without a change.
     """
     cursor = tx.execute(
         "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
@@ -201,8 +200,8 @@ class AllocationUsage:
     kind: str  # task type, for example TRIAL
     user_id: int
     username: str
-    experiment_id: int  # 0 for a command; the experiment may be deleted
-    workspace_name: str  # its name when the allocation started
+    experiment_id: int  # 0 for a command; the experiment may no longer exist
+    workspace_name: str  # when the allocation started
     labels: tuple[str, ...]  # of the experiment
     num_slots: int
     start_us: int
@@ -211,7 +210,7 @@ class AllocationUsage:
 
 
 def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[AllocationUsage]:
-    """Return the slot usage of allocations that overlap a time range, by start time."""
+    """Return the slot usage of allocations that overlap a time range, oldest first."""
     sql = (
         f"{_USED_BY_TRIALS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
         f"UNION ALL {_USED_BY_COMMANDS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
@@ -223,7 +222,7 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
     """Return (slot count, start, end) of allocations that overlap a time range.
 
-    Times are microseconds since the epoch. The end of an active allocation is None. Allocations without slots are left out.
+    Times are microseconds since the epoch; the end of an active allocation is None. Allocations without slots are skipped.
     """
     rows = connection.execute(
         "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
@@ -238,9 +237,9 @@ def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> list[tuple[str, int, int]]:
     """Return the intervals (activity, start us, end us) of an allocation.
 
-    The activities of a trial are "training", "validation" and "checkpointing". Each report ends an interval, which began at the
-    previous report. Time after the last report counts as training. A command has one interval, with its kind in lower case.
-    ``now_us`` ends an active allocation.
+    The activities of a trial are "training", "validation" and "checkpointing". Each report ends an interval that began at the
+    previous report. Time after the last report counts as training. A command has one interval, named by its kind in lower case.
+    ``now_us`` is the end of an active allocation.
     """
     end_us = now_us if use.end_us is None else use.end_us
     if use.kind in NAMES:
@@ -257,7 +256,7 @@ def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> 
 
 
 def remember_uses(tx: Transaction, experiment_id: int) -> None:
-    """Copy an experiment's slot usage to table ``past_usage`` before its deletion."""
+    """Copy slot usage to table ``past_usage`` before an experiment is deleted."""
     tx.execute(
         "INSERT OR REPLACE INTO past_usage (allocation_id, kind, user_id, experiment_id, workspace_name, labels, "  # noqa: S608 - a constant
         "num_slots, "

@@ -18,7 +18,7 @@ _SHOWN_US = 2_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackgroundJob:
-    """A row of the table ``work``; ``schema.sql`` documents the columns."""
+    """A row of table ``work``, documented in ``schema.sql``."""
 
     id: int
     kind: str
@@ -36,7 +36,7 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
     - "delete_checkpoints": delete the files of checkpoints ``payload["uuids"]`` that match ``payload["globs"]``
     - "sweep": delete incomplete checkpoints ``payload["uuids"]`` of allocation ``payload["allocation_id"]``
     - "delete_experiment", "delete_tensorboard": delete all data, or the TensorBoard files, of the experiment
-    - "delete_project", "delete_workspace": delete row ``payload["id"]``; enqueued after the jobs for its contents
+    - "delete_project", "delete_workspace": delete row ``payload["id"]``; to be enqueued after the jobs that delete its contents
     """
     columns = {"kind": kind, "experiment_id": experiment_id, "payload": payload or {}}
     tx.insert("work", {**columns, "created_us": now_us()})
@@ -44,7 +44,7 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
 
 
 def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> BackgroundJob | None:
-    """Return the oldest job that has not ended and is not in ``but`` (ids), or None."""
+    """Return the oldest job that has not ended, except ids in ``but``; None if none."""
     sql = (
         "SELECT * FROM work WHERE ended_us IS NULL AND id NOT IN (SELECT value FROM json_each(?)) "
         "ORDER BY id LIMIT 1"

@@ -22,21 +22,23 @@ DAY_S = 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restored:
-    kept: Path | None  # directory of the replaced database; None if there was none
+    kept: Path | None  # directory with the replaced database; None if no database existed
     num_experiments: int
     last_experiment: int
     next_experiment: int
 
 
 def last_experiment(path: Path) -> int | None:
-    """Return a database's highest experiment id, 0 without any; None if unreadable."""
+    """Return a database's highest experiment id, else 0; None if it is unreadable."""
     with contextlib.suppress(sqlite3.DatabaseError), sqlite_file.reading(path) as connection:
         return int(connection.execute("SELECT COALESCE(MAX(id), 0) FROM experiments").fetchone()[0])
     return None
 
 
 def make_copy(database: Path, target: Path) -> None:
-    """Copy a database, even one in use, to the new file ``target``; verify the copy.
+    """Copy a database to the new file ``target`` and verify the copy.
+
+    The database may be in use.
 
     Raises:
         DatabaseDamagedError: SQLite cannot copy the database, or the copy fails verification.
@@ -75,7 +77,6 @@ def make_copy(database: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _copied(source: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
-    """Copy a database to ``path``, and yield a connection to the copy."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as made:
         source.backup(made)  # in one step, so that concurrent writes do not restart it
         made.execute("PRAGMA journal_mode = DELETE")  # a single file, without a WAL
@@ -83,7 +84,7 @@ def _copied(source: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connecti
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
-    """Make a backup if no daily backup is younger than a day; return its path or None.
+    """Make a backup, or return None if the last daily backup is younger than a day.
 
     Keeps the ``NUM_DAILY`` newest daily backups. ``now_s`` is the epoch time.
     """
@@ -99,10 +100,9 @@ def make_daily_copy(database: Path, now_s: float) -> Path | None:
 
 
 def restore_copy(database: Path, copy: Path) -> Restored:
-    """Replace a closed database by a backup.
+    """Replace a database, which no process may use, by a backup.
 
-    The replaced files are moved to ``Restored.kept``, a new directory beside the database. New rows get no id that the replaced
-    database has used.
+    The replaced files are moved to a new directory, ``Restored.kept``. Ids that the replaced database assigned are not reused.
 
     Raises:
         DatabaseDamagedError: the backup is damaged; nothing is changed.
@@ -135,9 +135,9 @@ _SKIPPED_IDS = 10_000  # gap after the backup's ids if the replaced database is 
 
 
 def _prepare(copy: Path, new: Path, last_ids: Mapping[str, int] | None) -> Restored:
-    """Copy a backup to ``new``, verify it, and raise its last ids to ``last_ids``.
+    """Copy a backup to ``new``, verify the copy, and reserve the ids in ``last_ids``.
 
-    ``last_ids`` maps table -> last id of the replaced database; None if that is unreadable.
+    ``last_ids`` maps table -> last id that the replaced database assigned; None if unknown.
     """
     new.unlink(missing_ok=True)
     with sqlite_file.reading(copy) as source, _copied(source, new) as made:
@@ -156,7 +156,7 @@ def _prepare(copy: Path, new: Path, last_ids: Mapping[str, int] | None) -> Resto
 
 
 def _last_ids(database: Path) -> Mapping[str, int] | None:
-    """Return table -> last id of the database to replace; None if it is unreadable."""
+    """Return table -> last assigned id; empty for a new database, None if unknown."""
     with contextlib.suppress(sqlite3.DatabaseError):
         if database.exists() and database.stat().st_size:
             with sqlite_file.reading(database) as connection:
@@ -169,9 +169,9 @@ def _ids_of(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def _advance_ids(made: sqlite3.Connection, last_ids: Mapping[str, int] | None) -> None:
-    """Raise the last id per table, so that new rows get no id that was used before.
+    """Advance each table's id counter past ``last_ids``, so that ids are not reused.
 
-    Files and links of users refer to ids. If ``last_ids`` (of the replaced database) is None, ``_SKIPPED_IDS`` ids are skipped.
+    Files and links of users refer to ids. If ``last_ids`` is None (unknown), ``_SKIPPED_IDS`` ids per table are skipped.
     """
     own_ids = _ids_of(made)
     if last_ids is None:
@@ -185,7 +185,7 @@ def _advance_ids(made: sqlite3.Connection, last_ids: Mapping[str, int] | None) -
 
 
 def _move_aside(database: Path) -> Path | None:
-    """Move a database and its WAL to a new directory; return it; None without files."""
+    """Move a database and its WAL to a new directory; return None if no file exists."""
     found = [
         path for end in ("", "-wal", "-shm") if (path := database.with_name(f"{database.name}{end}")).exists()
     ]

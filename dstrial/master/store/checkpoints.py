@@ -38,7 +38,7 @@ _SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A row of the table ``checkpoints``; ``schema.sql`` documents the columns."""
+    """A row of table ``checkpoints``, documented in ``schema.sql``."""
 
     uuid: str
     experiment_id: int
@@ -77,8 +77,8 @@ def add_checkpoint(
 ) -> None:
     """Insert a checkpoint, or update it from a repeated report.
 
-    ``resources`` maps path -> bytes. ``others`` are further columns. The first report with a SHA-256 of the manifest sets it.
-    Later reports cannot change it, so that the storage can be verified.
+    ``resources`` maps path -> bytes. ``others`` are further columns. Only the first SHA-256 of the manifest that is reported
+    is stored, so that the files can be verified.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial.id:
@@ -108,7 +108,6 @@ def add_checkpoint(
 
 
 def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
-    """Return ``metadata`` with ``digest`` in place of the SHA-256 that a client sent."""
     rest = {key: value for key, value in metadata.items() if key != MANIFEST_DIGEST}
     return rest if digest is None else {**rest, MANIFEST_DIGEST: digest}
 
@@ -168,7 +167,7 @@ def in_use(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def claim(tx: Transaction, uuid: str) -> str | None:
-    """Mark a checkpoint as being deleted; return None, or its use if that forbids it."""
+    """Mark a checkpoint as being deleted, unless it is in use; return the use or None."""
     used_as = in_use(tx.connection).get(uuid)
     if used_as is None:
         tx.update("checkpoints", uuid, {"deleting_us": now_us()}, key="uuid")
@@ -176,7 +175,7 @@ def claim(tx: Transaction, uuid: str) -> str | None:
 
 
 def release_claims(tx: Transaction, uuid: str | None = None) -> None:
-    """Unmark a checkpoint after a failed deletion; without ``uuid``, unmark all."""
+    """Undo ``claim`` after a failed deletion, for all checkpoints if ``uuid`` is None."""
     tx.execute("UPDATE checkpoints SET deleting_us = NULL WHERE ? IS NULL OR uuid = ?", (uuid, uuid))
 
 
@@ -213,8 +212,8 @@ def list_checkpoints(
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
     """Store a checkpoint's remaining files (path -> bytes), and update its state.
 
-    Without files, the state is DELETED; with fewer files than before, PARTIALLY_DELETED.
-    A deleted checkpoint keeps its file list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
+    If no file remains, the state is DELETED; if fewer files than before remain, PARTIALLY_DELETED. A deleted checkpoint keeps its
+    file list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
     """
     row = require_checkpoint(tx.connection, uuid)
     before: dict[str, int] = json.loads(row.resources)
@@ -237,7 +236,7 @@ def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> Non
 
 
 def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
-    """Record that a trial uses a checkpoint; ``kind`` is TRIAL_SOURCE_INFO_TYPE_…."""
+    """Record that a trial uses a checkpoint for inference or fine-tuning (``kind``)."""
     require_checkpoint(tx.connection, uuid)
     columns = {"checkpoint_uuid": uuid, "trial_id": trial_id, "type": kind}
     tx.insert("trial_sources", columns, "INSERT OR IGNORE")
@@ -296,7 +295,7 @@ def unknown_of(connection: sqlite3.Connection, uuids: list[str]) -> list[str]:
 
 
 def is_known_storage(connection: sqlite3.Connection, path: str) -> bool:
-    """Return whether the storage at a path was used before, and so has a marker file."""
+    """Return whether the storage at a path is known to have a marker file."""
     return exists(connection, "SELECT 1 FROM cluster WHERE key = ?", (f"storage:{path}",))
 
 

@@ -1,4 +1,4 @@
-"""Queries on commands (tasks without a trial) and on their context files."""
+"""Queries on commands (tasks without a trial) and the files uploaded with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IN_ORDER = "ORDER BY c.priority, c.queue_position, c.task_id"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """A row of the table ``commands``; ``schema.sql`` documents the columns."""
+    """A row of table ``commands``, documented in ``schema.sql``."""
 
     task_id: str
     kind: str
@@ -73,13 +73,13 @@ class NewCommand:
     spec: CommandConfig
     owner_id: int
     workspace_id: int
-    tgz: bytes = b""  # context files, tar.gz
+    tgz: bytes = b""  # uploaded files, tar.gz
     experiment_ids: Sequence[int] = ()  # shown by a TensorBoard
     trial_ids: Sequence[int] = ()
     is_pausable: bool = False
     parent_id: str | None = None  # task id of the parent generic task
     forked_from: str | None = None  # task id of the forked generic task
-    original: Mapping[str, Any] | None = None  # config as submitted; None for kinds that never show it
+    original: Mapping[str, Any] | None = None  # config as submitted; None for kinds that do not show it
 
 
 def insert(tx: Transaction, new: NewCommand) -> str:

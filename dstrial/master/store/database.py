@@ -1,8 +1,7 @@
 """The SQLite database: one writer thread with group commit, and many readers.
 
-A write is a function of a :class:`Transaction`. Pending functions are committed as a group, each in its own savepoint, so
-that an exception in one rolls back only that function. Listeners are notified of published topics after the commit, when
-the data is on disk.
+A write is a function of a :class:`Transaction`. Pending functions are committed as a group, each in its own savepoint: an
+exception rolls back only its function. Listeners are notified of published topics after the commit.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
 
 @functools.cache
 def _fields(kind: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, Callable[[Any], Any]], ...]]:
-    """Return a dataclass's field names, and (index, converter) of fields to convert."""
+    """Return field names, and (index, converter) of fields that SQLite cannot store."""
     fields = dataclasses.fields(kind)
     converters = [(i, _CONVERTERS[field.type]) for i, field in enumerate(fields) if field.type in _CONVERTERS]
     return tuple(field.name for field in fields), tuple(converters)
@@ -117,7 +116,7 @@ def exists(connection: Connection, sql: str, parameters: Parameters = ()) -> boo
 
 
 def marks(values: Sized) -> str:
-    """Return the parameter marks of an SQL list: ``?, ?`` for two values."""
+    """Return one SQL placeholder per value, for example ``?, ?`` for two values."""
     return ", ".join("?" * len(values))
 
 
@@ -257,7 +256,7 @@ class Database:
         self._thread.start()
 
     def submit(self, function: Callable[[Transaction], T]) -> Future[T]:
-        """Run ``function`` in the writer thread; the future gets its result at the commit."""
+        """Run ``function`` in the writer thread; the future completes after the commit."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -266,7 +265,10 @@ class Database:
         return future
 
     def write(self, function: Callable[[Transaction], T]) -> T:
-        """Like ``submit``, but wait for the result; deadlocks in the writer thread."""
+        """Run ``function`` in the writer thread, and return its result after the commit.
+
+        A call from the writer thread deadlocks.
+        """
         return self.submit(function).result()
 
     @contextlib.contextmanager
@@ -334,7 +336,7 @@ class Database:
             self._idle.clear()
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return ``DatabaseDamagedError`` and record it for damage, else the error."""
+        """Convert an error that means damage to ``DatabaseDamagedError``; record damage."""
         if not is_damage(error):
             return error
         self._note_damage(str(error))
@@ -346,13 +348,13 @@ class Database:
             logger.critical("%s", self.describe_damage())
 
     def describe_damage(self) -> str:
-        """Return a message about damage found since the master started, else ""."""
+        """Return a message about damage found since the master started; "" if none."""
         if not self.damage:
             return ""
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {hints.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Return a message about damage or a write that failed within 30 s, else ""."""
+        """Return a message about damage or a failed write in the last 30 s; "" if none."""
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
         if self.damage or not why or ago_s > _RECENT_S:

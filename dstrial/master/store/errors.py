@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class StoreError(MasterError):
-    """Base class of errors of requests that the stored rows do not allow."""
+    """Base class of errors for requests that conflict with the database."""
 
     def __init__(self, text: str, hint: Hint | None = None) -> None:
         super().__init__(text if hint is None else f"{text}{hint.value}")

@@ -17,7 +17,7 @@ from dstrial.master.store.errors import Hint, required
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Experiment:
-    """A row of the table ``experiments``; ``schema.sql`` documents the columns."""
+    """A row of table ``experiments``, documented in ``schema.sql``."""
 
     id: int
     job_id: str
@@ -70,7 +70,7 @@ def require(connection: sqlite3.Connection, experiment_id: int) -> Experiment:
 
 
 def by_external_id(connection: sqlite3.Connection, external_id: str) -> Experiment | None:
-    """Return the experiment with an ``external_id``, which a script chose, or None."""
+    """Return the experiment with an external id (chosen by a script), or None."""
     return fetch_one(
         Experiment, connection, "SELECT * FROM experiments WHERE external_id = ?", (external_id,)
     )
@@ -113,9 +113,9 @@ def insert(
 def replace_config(
     tx: Transaction, experiment_id: int, config: Mapping[str, Any], interpreter: str | None
 ) -> None:
-    """Replace an experiment's config but not its searcher type or original config.
+    """Replace an experiment's config; keep its searcher type and original config.
 
-    Columns that users can also change separately, for example the priority, are updated only if their config value changes.
+    A column that users can also change separately, such as the priority, changes only if its value in the config changes.
     ``interpreter`` is the Python of the trials; None means the master's.
     """
     before = _columns(json.loads(require(tx.connection, experiment_id).config))
@@ -124,7 +124,7 @@ def replace_config(
 
 
 def _fixed_columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that a config sets and users cannot change separately."""
+    """Return the columns that only a config sets."""
     return {
         "config": config,
         "searcher_metric": config["searcher"]["metric"],
@@ -134,7 +134,7 @@ def _fixed_columns(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that a config sets and users can also change separately."""
+    """Return the columns that a config sets and that users can also change separately."""
     resources = config.get("resources") or {}
     return {
         "name": config.get("name"),
@@ -155,9 +155,9 @@ def model_definition(connection: sqlite3.Connection, experiment_id: int) -> byte
 
 
 def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
-    """Return ids of active unmanaged experiments without trials, begun before a time.
+    """Return active unmanaged experiments, started before a time, that have no trials.
 
-    A script, not the master, creates the trials of an unmanaged experiment.
+    The result is a list of ids. A script, not the master, creates the trials of an unmanaged experiment.
     """
     return fetch_column(
         int,

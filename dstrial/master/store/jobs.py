@@ -1,4 +1,4 @@
-"""The queue of experiments and trials, resizable trials, and disabled slots."""
+"""Queries of the scheduler: queue of jobs, resizable trials, disabled slots."""
 
 from __future__ import annotations
 
@@ -38,21 +38,18 @@ class QueuedExperiment(Experiment):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaitingTrial:
-    """A pending trial, with the scheduling settings of its experiment.
-
-    The class holds only data for scheduling, as thousands of pending trials may be read whenever an allocation ends.
-    """
+    """A pending trial, with the scheduling settings of its experiment."""
 
     id: int
     experiment_id: int
     run_id: int  # number of allocations so far
     task_id: str
-    is_node_excluded: int  # 2: a log policy has excluded this node
+    is_node_excluded: int  # 2: exclude the node, as a log policy matched and the trial failed
     slots_per_trial: int
     max_slots: int | None  # limit of the whole experiment; None: unlimited
     priority: int  # 1 is the highest
     queue_position: float
-    section: str | None  # ``data.dstrial`` as JSON, only for a trial that has run before
+    section: str | None  # ``data.dstrial`` of the config as JSON; None before the first run
 
 
 def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]:
@@ -150,7 +147,7 @@ class ResizableTrial:
     max_slots: int | None  # limit of the whole experiment; None: unlimited
     priority: int
     queue_position: float
-    section: str | None  # ``data.dstrial`` as JSON
+    section: str | None  # ``data.dstrial`` of the config as JSON
 
 
 def resizable_trials(connection: sqlite3.Connection) -> list[ResizableTrial]:
@@ -167,8 +164,7 @@ def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: i
 def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
     """Return slot counts on which a trial raised ``ConfigError`` and never trained.
 
-    The cause is batch sizes that trial code passes to DeepSpeed, which are known only at run time. Empty if the trial has never
-    trained on any slot count.
+    The cause is batch sizes that trial code passes to DeepSpeed at run time. The result is empty if the trial has never trained.
     """
     sql = (
         "SELECT json_array_length(slots) AS count FROM allocations WHERE trial_id = :trial_id GROUP BY count "
@@ -181,8 +177,8 @@ def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[
 def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
     """Return the disabled slots among ``slot_ids``: slot id -> whether it drains.
 
-    A draining slot lets its running tasks finish. A disabled node disables all of its slots, and is itself in the result under
-    its ``agent_key``.
+    A draining slot lets its running tasks finish. A disabled node disables all of its slots, and is also in the result, with its
+    ``agent_key``.
     """
     rows = connection.execute("SELECT slot_id, drain FROM disabled_slots").fetchall()
     off = {slot_id: bool(drain) for slot_id, drain in rows}

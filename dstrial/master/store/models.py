@@ -40,7 +40,7 @@ _VERSION_SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """A row of the table ``models``; ``schema.sql`` documents the columns."""
+    """A row of table ``models``, documented in ``schema.sql``."""
 
     id: int
     name: str
@@ -58,7 +58,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Version:
-    """A row of the table ``model_versions``; ``schema.sql`` documents the columns."""
+    """A row of table ``model_versions``, documented in ``schema.sql``."""
 
     id: int
     model_id: int
@@ -91,10 +91,10 @@ class ModelFilter:
     """Filter of models; a field that is None or empty matches all models."""
 
     model_id: int | None = None
-    archived: bool | None = None  # True: only archived ones; False: only others
+    archived: bool | None = None  # True: only archived models; False: only others
     name: str | None = None  # substring, case-insensitive
     description: str | None = None  # substring, case-insensitive
-    labels: Sequence[str] = ()  # a model must have all of them
+    labels: Sequence[str] = ()  # a model must have all of these labels
     users: Sequence[str] = ()
     user_ids: Sequence[int] = ()
     workspace_ids: Sequence[int] = ()
@@ -108,7 +108,10 @@ def list_models(
     sort_by: str | None = None,
     is_descending: bool = False,
 ) -> list[ModelInfo]:
-    """Return models that match a filter; ``sort_by`` is SORT_BY_NAME etc. (None: id)."""
+    """Return the models that match a filter, sorted by id or ``sort_by``.
+
+    ``sort_by`` is a value of Determined's API such as "SORT_BY_NAME".
+    """
     where = Conditions()
     where.need_equal("m.id", wanted.model_id)
     where.need_equal("m.is_archived", wanted.archived)
@@ -126,7 +129,7 @@ def list_models(
 
 
 def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
-    """Return a model by name (case-insensitive) or id; ``NotFoundError`` if none."""
+    """Return a model by name (ignoring case) or id, or raise ``NotFoundError``."""
     row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.name = ?", (name_or_id,))
     if row is None and name_or_id.isdecimal() and len(name_or_id) < 19:
         row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.id = ?", (int(name_or_id),))
@@ -170,7 +173,7 @@ def delete(tx: Transaction, model_id: int) -> None:
 
 
 def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> list[str]:
-    """Return labels of a workspace's models (None: of all models), most used first."""
+    """Return the labels of models in a workspace (None: in all), most used first."""
     where = Conditions()
     where.need_equal("m.workspace_id", workspace_id or None)
     sql = f"SELECT value FROM models m, json_each(m.labels) {where.sql} GROUP BY value ORDER BY COUNT(*) DESC, value"  # noqa: S608 - constants

@@ -33,7 +33,7 @@ def agent_key(node_id: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationNode:
-    """A row of the table ``allocation_nodes``; ``schema.sql`` documents the columns."""
+    """A row of table ``allocation_nodes``, documented in ``schema.sql``."""
 
     allocation_id: str
     node_id: int
@@ -84,9 +84,9 @@ def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: An
 def advance_log(
     tx: Transaction, allocation_id: str, node_id: int, before: int, after: int, num_lines: int
 ) -> bool:
-    """Set the read offset (bytes) of a log on a node to ``after`` if it is ``before``.
+    """Advance a log offset on a node from byte ``before`` to byte ``after``.
 
-    ``num_lines`` is the number of lines between the offsets. Returns False if the stored offset is another one.
+    ``num_lines`` is the number of lines in between. If the stored offset is not ``before``, return False, without a change.
     """
     cursor = tx.execute(
         "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "

@@ -30,7 +30,7 @@ _SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Project:
-    """A row of the table ``projects``; ``schema.sql`` documents the columns."""
+    """A row of table ``projects``, documented in ``schema.sql``."""
 
     id: int
     workspace_id: int
@@ -79,7 +79,7 @@ def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> Pr
 
 
 def refuse_shut(row: ProjectInfo, verb: str) -> None:
-    """Raise ``InvalidError`` (cannot ``verb``) if a project is archived or DELETING."""
+    """Raise ``InvalidError`` ("cannot VERB") if a project is archived or in deletion."""
     state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -90,7 +90,7 @@ def refuse_shut(row: ProjectInfo, verb: str) -> None:
 
 
 def refuse_immutable(row: Project, verb: str) -> None:
-    """Raise ``InvalidError`` (cannot ``verb``) if a project is the default project."""
+    """Raise ``InvalidError`` ("cannot VERB") if a project is the default project."""
     if row.is_immutable:
         raise InvalidError(
             f"project {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -111,8 +111,7 @@ def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own
 def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> str:
     """Return a project key in capitals; raise unless it is unused and valid.
 
-    A valid key has 1 to 5 letters or digits. ``own_id`` is the id of the project to change; None for a new project. Source:
-    Determined 0.38.1.
+    A valid key has 1 to 5 letters or digits (Determined 0.38.1). ``own_id`` is the project to change; None for a new project.
     """
     if re.fullmatch(rf"[A-Za-z0-9]{{1,{_MAX_KEY}}}", key) is None:
         raise InvalidError(

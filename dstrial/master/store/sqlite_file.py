@@ -138,10 +138,7 @@ def check_whole(connection: sqlite3.Connection) -> str:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a database read-only, which leaves its WAL unchanged.
-
-    A writable connection would checkpoint the WAL if it is the last one to close.
-    """
+    """Open a database read-only, so that closing it does not checkpoint the WAL."""
     connection = sqlite3.connect(
         f"file:{quote(str(path))}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None
     )

@@ -1,4 +1,4 @@
-"""Queries on tasks; a task is a trial or a command, and has allocations (runs)."""
+"""Queries on tasks: a task executes a trial or a command in allocations (runs)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.master.store.database import Transaction, exists, fetch_all, fetch_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """A row of the table ``tasks``; ``schema.sql`` documents the columns."""
+    """A row of table ``tasks``, documented in ``schema.sql``."""
 
     id: str
     type: str
@@ -67,9 +67,9 @@ def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: s
 def is_over(
     connection: sqlite3.Connection, trial_id: int | None, task_id: str | None, before_us: int
 ) -> bool:
-    """Return whether a task, or all tasks of a trial, ended by ``before_us``.
+    """Return whether a task, or every task of a trial, ended by time ``before_us``.
 
-    Pass one of ``trial_id`` and ``task_id``. An allocation that has not terminated makes the result False.
+    Pass one of ``trial_id`` and ``task_id``. If an allocation has not terminated, the result is False.
     """
     of_task, of_allocation, value = (
         ("trial_id", "trial_id", trial_id) if trial_id is not None else ("id", "task_id", task_id)

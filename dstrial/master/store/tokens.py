@@ -68,7 +68,7 @@ class Identity:
 
 
 def create_token(tx: Transaction, user_id: int) -> str:
-    """Create a session token at a login and return it; delete all expired tokens."""
+    """Create and return a session token for a login; delete all expired tokens."""
     now = now_us()
     tx.execute("DELETE FROM tokens WHERE expires_us < ?", (now,))
     tx.execute("UPDATE users SET last_auth_us = ? WHERE id = ?", (now, user_id))
@@ -83,7 +83,7 @@ def keep_allocation_tokens(
 ) -> None:
     """Store the tokens of a new allocation; ``hashes`` is kind -> SHA-256.
 
-    A token of kind "allocation" grants access to the allocation's trial only, one of kind "user" the access of ``user_id``.
+    A token of kind "allocation" grants access to the allocation's trial only. A token of kind "user" acts for ``user_id``.
     """
     tx.executemany(
         "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us) VALUES (?, ?, ?, ?, ?)",
@@ -118,9 +118,9 @@ def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = Non
 
 
 def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
-    """Return a token's identity; None if unknown, revoked, or of an ended allocation.
+    """Return the identity of a token, or None; do not check whether it has expired.
 
-    The expiry is not checked.
+    None means that the token is unknown or revoked, or that its allocation has ended.
     """
     row = connection.execute(
         "SELECT t.kind, t.allocation_id, t.expires_us, a.id AS a_id, a.state AS a_state, a.task_id, a.trial_id, "
@@ -163,7 +163,7 @@ def _new_token() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AccessToken:
-    """An access token without its secret; kept after it expires or is revoked."""
+    """Description of an access token; kept after the token expires or is revoked."""
 
     id: int
     user_id: int

@@ -19,7 +19,7 @@ _TERMINAL = "('COMPLETED', 'CANCELED', 'ERROR')"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """A row of the table ``trials``; ``schema.sql`` documents the columns."""
+    """A row of table ``trials``, documented in ``schema.sql``."""
 
     id: int
     experiment_id: int
@@ -79,7 +79,7 @@ def by_request(connection: sqlite3.Connection, experiment_id: int, request_id: s
 
 
 def by_external_id(connection: sqlite3.Connection, experiment_id: int, external_id: str) -> Trial | None:
-    """Return the trial with an ``external_id``, which a script chose, or None."""
+    """Return the trial with an external id (chosen by a script), or None."""
     return _one(connection, "experiment_id = ? AND external_id = ?", experiment_id, external_id)
 
 
@@ -196,7 +196,7 @@ def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int)
 
 
 def progress_by_request(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
-    """Return the searcher's request id -> progress (0 to 1) of an experiment's trials."""
+    """Return searcher request id -> progress (0 to 1) of an experiment's trials."""
     rows = connection.execute(
         "SELECT request_id, progress FROM trials WHERE experiment_id = ?", (experiment_id,)
     )

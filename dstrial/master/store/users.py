@@ -1,7 +1,7 @@
 """Users and their passwords.
 
-Clients send the SHA-512 of a fixed salt and the password. The database stores a salted scrypt of this hash, which is useless for
-a login. A blank password is stored blank.
+Clients send the SHA-512 of a fixed salt and the password. The database stores a salted scrypt of this hash, or "" for a blank
+password.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def create_first_users(tx: Transaction, passwords: Mapping[str, str]) -> None:
 
 
 def client_hash(password: str) -> str:
-    """Hash a password like Determined's clients; blank stays blank."""
+    """Hash a password like Determined's clients; a blank password stays blank."""
     return hashlib.sha512((_CLIENT_SALT + password).encode()).hexdigest() if password else ""
 
 
@@ -64,7 +64,10 @@ def stored_hash(hashed: str) -> str:
 
 
 def is_password(stored: str, hashed: str) -> bool:
-    """Return whether a client's hash matches a stored one; constant time unless blank."""
+    """Return whether a client's hash of a password matches the stored hash.
+
+    The comparison takes constant time, except for blank passwords.
+    """
     if not stored or not hashed:
         return stored == hashed
     _, cost, salt, expected = stored.split("$")

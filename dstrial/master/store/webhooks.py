@@ -161,7 +161,7 @@ def check_url(url: str) -> None:
 
 
 def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int] | None) -> list[Webhook]:
-    """Return webhooks without a workspace and those of ``workspace_ids`` (None: all)."""
+    """Return webhooks of some workspaces (None: all) and those without a workspace."""
     rows = connection.execute("SELECT * FROM webhooks ORDER BY id").fetchall()
     return [
         _webhook(connection, row)
@@ -209,8 +209,7 @@ def triggered(
 ) -> list[TriggeredWebhook]:
     """Return the triggers of a type with their webhooks.
 
-    ``kind`` is EXPERIMENT_STATE_CHANGE, TASK_LOG or CUSTOM. ``condition`` selects triggers with this condition; None matches
-    all.
+    ``kind`` is EXPERIMENT_STATE_CHANGE, TASK_LOG or CUSTOM. ``condition`` is the condition of the triggers; None means any.
     """
     sql = (
         f"SELECT {_TRIGGERED} FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id "  # noqa: S608 - a constant
@@ -245,7 +244,7 @@ def note_result(
 ) -> None:
     """Store the result (one line) of a delivery attempt.
 
-    ``retry_us`` is the time of the next attempt; None: the event is not retried. No-op if the webhook was deleted concurrently.
+    ``retry_us`` is the time of the next attempt; None means no retry. No-op if the webhook was deleted concurrently.
     """
     now = now_us()
     if is_delivered:
@@ -292,7 +291,7 @@ def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: 
 
 
 def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
-    """Record that a task's log fired a trigger; return False if it has done so before."""
+    """Record that a task's log fired a trigger; return False if already recorded."""
     cursor = tx.execute(
         "INSERT OR IGNORE INTO webhook_task_logs (task_id, trigger_id) VALUES (?, ?)", (task_id, trigger_id)
     )

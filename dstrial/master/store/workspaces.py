@@ -24,7 +24,7 @@ _SELECT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workspace:
-    """A row of the table ``workspaces``; ``schema.sql`` documents the columns."""
+    """A row of table ``workspaces``, documented in ``schema.sql``."""
 
     id: int
     name: str
@@ -55,13 +55,13 @@ def require(connection: sqlite3.Connection, workspace_id: int) -> WorkspaceInfo:
 
 
 def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
-    """Return a workspace by name, ignoring case; raise ``NotFoundError`` if none."""
+    """Return a workspace by name (ignoring case), or raise ``NotFoundError``."""
     row = fetch_one(WorkspaceInfo, connection, f"{_SELECT} WHERE w.name = ?", (name,))
     return required(row, f"workspace {name[:80]!r}", Hint.LIST_WORKSPACES)
 
 
 def refuse_archived(row: Workspace, verb: str) -> None:
-    """Raise ``InvalidError`` (cannot ``verb``) if a workspace is archived or DELETING."""
+    """Raise ``InvalidError`` ("cannot VERB") if a workspace is archived or deleting."""
     state = "archived" if row.is_archived else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -71,7 +71,7 @@ def refuse_archived(row: Workspace, verb: str) -> None:
 
 
 def refuse_immutable(row: Workspace, verb: str) -> None:
-    """Raise ``InvalidError`` (cannot ``verb``) if a workspace is the default one."""
+    """Raise ``InvalidError`` ("cannot VERB") if a workspace is the default workspace."""
     if row.is_immutable:
         raise InvalidError(
             f"workspace {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -89,9 +89,9 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
 
 
 def check_container_name(kind: str, name: str, where: str = "", *, is_taken: bool) -> None:
-    """Raise ``InvalidError`` for a bad length, ``ConflictError`` for a taken name.
+    """Raise unless a workspace or project name is free and has 1 to 80 characters.
 
-    ``kind`` is "workspace" or "project". ``where`` completes the message "KIND NAME exists".
+    ``kind`` is "workspace" or "project". ``where`` is appended to the message "KIND NAME exists".
     """
     if not name.strip() or len(name) > 80:
         raise InvalidError(
@@ -152,7 +152,7 @@ def require_template(connection: sqlite3.Connection, name: str) -> Template:
 
 
 def refuse_existing_template(connection: sqlite3.Connection, name: str) -> None:
-    """Raise ``InvalidError`` if a template name is empty, ``ConflictError`` if taken."""
+    """Raise if a template name is empty or already in use."""
     if not name.strip():
         raise InvalidError("the template's name is empty; expected a text. Choose a name.")
     if exists(connection, "SELECT 1 FROM templates WHERE name = ?", (name,)):

@@ -1,6 +1,6 @@
-"""Reads all values of one trial metric for plots, and downsamples curves.
+"""Read all values of one trial metric for a plot, and downsample curves.
 
-SQLite concatenates the values of many reports: creating objects for a million rows would hold the GIL for seconds.
+SQLite concatenates the values, as creating objects for a million rows would hold the GIL for seconds.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def curve(
 ) -> tuple[list[int], list[int], list[float]]:
     """Return all values of a metric as three lists: batches, times (us), values.
 
-    The lists are sorted by batch and start after batch ``after``. Reports without a batch, values that are not numbers, and
-    archived reports (of batches that a later run has repeated) are skipped.
+    The lists are sorted by batch and start after batch ``after``. Skipped are reports without a batch, archived reports (a later
+    run has repeated their batches), and values that are not numbers.
     """
     path = _path_of(name)
     if path is None or not _HAS_ARROW:
@@ -89,7 +89,7 @@ def _path_of(name: str) -> str | None:
 
 
 def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return an SQL expression for a metric of ``metrics`` row ``m``, and parameters.
+    """Return an SQL expression for a metric in row ``m``, and the SQL parameters.
 
     Names with a NUL byte are never found, as SQLite's JSON functions end strings there.
     """
@@ -107,9 +107,8 @@ def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
 def downsample(ys: Sequence[float], max_points: int) -> list[int]:
     """Return the sorted indices of at most ``max_points`` points to keep.
 
-    Splits the curve into equal parts, and keeps the minimum and maximum of each part, so that spikes stay visible. Also keeps the
-    first and last point, and the first NaN, inf and -inf, so that divergence stays visible. A part without finite values keeps
-    one point, which appears as a gap in the line.
+    Splits the curve into equal parts, and keeps the minimum and maximum of each part, the first and last point, and the first
+    NaN, inf and -inf. A part without finite values keeps one point, which appears as a gap.
     """
     if max_points < 1:
         raise ValueError(f"max_points is {max_points}; expected at least 1. Ask for more.")

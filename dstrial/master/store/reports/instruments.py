@@ -1,4 +1,4 @@
-"""Telemetry of a trial's ranks: the newest report, and curves by rank."""
+"""Telemetry of a trial's ranks: the newest report, and curves of single metrics."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Instruments:
     steps: int  # batches completed
     end_us: int
     run_id: int
-    values: dict[str, Any]  # instrument -> number over all ranks, or a string
-    ranks: dict[str, list[float | None]]  # instrument -> number per rank, None if missing
+    values: dict[str, Any]  # metric name -> number aggregated over all ranks, or a string
+    ranks: dict[str, list[float | None]]  # metric name -> number per rank, None if missing
 
 
 def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
@@ -49,10 +49,10 @@ def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
 def by_rank(
     connection: sqlite3.Connection, trial_id: int, name: str
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
-    """Return three lists of a telemetry metric: batches, times (us), lists of values.
+    """Return a telemetry metric as three lists: batches, times (us), values by rank.
 
-    A list of values has one value per rank, None if missing. If there are more than ``MAX_REPORTS`` reports, return an
-    evenly spaced subset with the first and the last.
+    ``values[i][rank]`` is None if missing. If there are more than ``MAX_REPORTS`` reports, an evenly spaced subset with the first
+    and the last report is returned.
     """
     steps: list[int] = []
     times: list[int] = []
@@ -74,7 +74,7 @@ def by_rank(
 def _chosen(connection: sqlite3.Connection, trial_id: int) -> list[int]:
     """Return ids of the reports that ``by_rank`` reads, at most ``MAX_REPORTS`` + 1."""
     newest_id = f"SELECT id FROM metrics WHERE {_WHERE} ORDER BY steps DESC, run_id DESC LIMIT 1"  # noqa: S608 - constants
-    # Without a condition on ``archived``, the index alone answers; ``by_rank`` leaves archived reports out.
+    # Without a condition on ``archived``, this is an index-only query; ``by_rank`` skips archived reports.
     spaced = (
         "SELECT id FROM (SELECT id, ROW_NUMBER() OVER (ORDER BY steps, run_id) - 1 AS place, COUNT(*) OVER () AS number "
         "FROM metrics WHERE trial_id = ? AND group_name = ? AND steps >= 0) WHERE place % ((number - 1) / ? + 1) = 0"

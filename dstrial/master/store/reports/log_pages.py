@@ -55,7 +55,7 @@ class LogPage:
 def page(connection: sqlite3.Connection, log: LogKey, wanted: PageFilter) -> LogPage:
     """Return the page of log lines that ``wanted`` selects.
 
-    With a filter, at most ``MAX_SEARCHED`` lines are scanned; ``LogPage.searched_to`` says where the next page starts.
+    A filter scans at most ``MAX_SEARCHED`` lines; the next page starts at ``LogPage.searched_to``.
     """
     is_back = wanted.after is None
     where = Conditions()

@@ -15,7 +15,7 @@ _MAX_DELETED = 50_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogSize:
-    """A row of the table ``log_sizes``; ``schema.sql`` documents the columns."""
+    """A row of table ``log_sizes``, documented in ``schema.sql``."""
 
     id: int
     task_id: str
@@ -27,10 +27,10 @@ class LogSize:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogOwner(LogKey):
-    """Key of a log, with the task and allocation that print the added lines."""
+    """Key of a log, and the task and allocation that printed the lines to be added."""
 
     task_id: str
-    allocation_id: str | None = None  # None on other nodes
+    allocation_id: str | None = None  # None for lines from other nodes
 
 
 def add_lines(
@@ -59,7 +59,7 @@ def add_lines(
 
 
 def tell_at_end(tx: Transaction, owner: LogOwner) -> None:
-    """Append the number of deleted lines to a finished log, if lines were deleted."""
+    """Append the number of deleted and lost lines to a finished log; no-op for 0."""
     size = _find_size(tx, owner)
     if size is not None and size.num_left_out:
         _log_line(tx, owner, f"{_lines(size.num_left_out)} left out of this log")
@@ -79,9 +79,9 @@ def _size_of(tx: Transaction, owner: LogOwner) -> LogSize:
 
 
 def _delete_oldest(tx: Transaction, owner: LogOwner, excess_bytes: int) -> tuple[int, int]:
-    """Delete the oldest lines of a log's processes; return (number, freed bytes).
+    """Delete the oldest lines that processes printed; return (number, freed bytes).
 
-    Deletes at most ``_MAX_DELETED`` lines, to keep the writer thread responsive. A call of ``add_lines`` adds fewer lines.
+    Deletes at most ``_MAX_DELETED`` lines, so that the writer thread is not blocked. ``add_lines`` adds fewer lines.
     """
     of_log = f"{owner.condition} AND source = 'task'"
     rows = tx.execute(

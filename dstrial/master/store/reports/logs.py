@@ -35,8 +35,8 @@ class LogLine:
 
     time_us: int
     stdtype: str | None  # "stdout" or "stderr"
-    level: str | None  # parsed from the text, if any
-    rank: int | None  # parsed from the tag, if any
+    level: str | None  # parsed from the text; None if absent
+    rank: int | None  # parsed from the tag ``[rank=0]``; None if absent
     text: str  # without tag and level, with newline
 
 
@@ -67,7 +67,7 @@ class LogFilter:
     is_descending: bool = False
     allocation_ids: tuple[str, ...] = ()
     agent_ids: tuple[str, ...] = ()  # agent names
-    agent_id: str = ""  # name of the only agent
+    agent_id: str = ""  # name of the master's own agent
     container_ids: tuple[str, ...] = ()
     rank_ids: tuple[int, ...] = ()  # -1: lines without a rank
     sources: tuple[str, ...] = ()  # "task", "master"
@@ -160,7 +160,7 @@ def need_levels_and_ranks(where: Conditions, levels: Sequence[str], ranks: Seque
 
 
 def format_message(row: StoredLine) -> str:
-    """Return a line in the format of Determined's master, safe for terminals.
+    """Format a line like Determined's master, with control characters escaped.
 
     ``[2026-11-21T02:00:00.000000Z] 1a2b3c4d [rank=0] || INFO: text``, with newline.
     Source: Determined 0.38.1, format of task logs.
@@ -174,7 +174,7 @@ def format_message(row: StoredLine) -> str:
 
 
 def shown_text(row: StoredLine) -> str:
-    """Return the text of a line, safe for terminals; NUL characters are kept."""
+    """Return a line's text with control characters escaped, except NUL."""
     return "\0".join(visible(part) for part in row.log.split("\0"))
 
 

@@ -1,6 +1,6 @@
 """Summaries of a trial's metrics: one row per metric name, at most ``MAX_NAMES``.
 
-The cost of adding a report depends on its number of names, not on earlier reports.
+The cost of adding a report depends on the number of its metrics, not on earlier reports.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.store.trials import Trial
 
 MAX_NAMES = 10_000
-"""Limit of metric names per trial over all groups, because lists of trials contain all names; further ones are dropped."""
+"""Metric names per trial, over all groups; further names are dropped, because lists of trials contain all names."""
 
-MAX_NAME_CHARS = 256  # of a metric or group (MLflow allows 250); bounds names and last texts to a few MiB
+MAX_NAME_CHARS = 256  # per metric or group name (MLflow allows 250); limits summaries to a few MiB per trial
 
 SUMMARY_METRICS = """
 (SELECT json_group_object(key, json(names)) FROM (
@@ -39,14 +39,14 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Admitted:
     """The metrics of a report within the limit of ``MAX_NAMES`` names per trial."""
 
-    values: dict[str, Any]  # by name, in report order
+    values: dict[str, Any]  # metric name -> value, in report order
     before: dict[str, dict[str, Any]]  # metric name -> summary of earlier reports
 
 
 def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> Admitted:
     """Return a report's metrics within the limit of ``MAX_NAMES`` names per trial.
 
-    The report that reaches the limit logs a warning. The searcher metric is always admitted.
+    A warning is logged when the limit is reached. The searcher metric is always admitted.
     """
     before = _summaries(tx.connection, trial.id, group, values)
     new = [name for name in values if name not in before]
@@ -111,7 +111,7 @@ def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, M
 
 
 def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Replace a trial's summaries by those of ``reports``: (group, values) in order."""
+    """Compute a trial's summaries again from ``reports``, (group, values) in order."""
     tx.execute("DELETE FROM metric_summaries WHERE trial_id = ?", (trial_id,))
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for group, values in reports:

@@ -1,7 +1,7 @@
-"""Stores metric reports; keeps each trial's best and latest validation up to date.
+"""Store metric reports, and update each trial's best and latest validation.
 
-The table has partial indexes, which SQLite uses only for statements with a literal ``steps >= 0`` or ``steps < 0``. Without
-these, every report would scan the reports of all trials.
+Every statement needs a literal ``steps >= 0`` or ``steps < 0``: without one, SQLite does not use the partial indexes and scans
+the reports of all trials.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHARS_AT_ONCE = 4 * 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """A row of the table ``metrics``; ``schema.sql`` documents the columns."""
+    """A row of table ``metrics``, documented in ``schema.sql``."""
 
     id: int
     trial_id: int
@@ -45,7 +45,7 @@ class Report:
 @dataclasses.dataclass(frozen=True, slots=True)
 class AddedReport:
     id: int
-    is_new: bool  # False for an exact repetition
+    is_new: bool  # False if the report contains nothing new
 
 
 def add_report(
@@ -61,12 +61,12 @@ def add_report(
 ) -> AddedReport:
     """Store a report and update the trial's summaries and best and latest validation.
 
-    ``steps`` is the number of completed batches, None for a profiling report. Idempotent. New names at the same batch are
-    merged into the stored report. The first report of a new run archives older runs' reports beyond the checkpoint that the run
-    started from. Names beyond ``metric_summaries.MAX_NAMES`` are dropped.
+    ``steps`` is the number of completed batches, None for a profiling report. A repeated report is a no-op, and new metrics of
+    a stored batch are merged into its report. A run's first report archives the older runs' reports of batches that the run
+    repeats. New metrics are dropped once the trial has ``metric_summaries.MAX_NAMES`` names.
 
     Raises:
-        StoreError: the report is of an older run, or has another value for a stored metric.
+        StoreError: the report is of an older run, or a metric differs from its stored value.
     """
     trial = trials.require(tx.connection, trial_id)
     if run_id != trial.run_id:
@@ -119,9 +119,9 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
-    """At a run's first report, archive the reports of batches that the run repeats.
+    """Archive older reports of the batches that a run repeats, at its first report.
 
-    ``steps`` is the batch of the report. Returns whether any report was archived.
+    ``steps`` is the batch of the first report. Returns whether any report was archived.
     """
     trial_id, run_id = trial.id, trial.run_id
     if trial.heartbeat_us is not None:
@@ -136,7 +136,7 @@ def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
 
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """At a run's first report, archive older runs' reports from batch ``steps`` on.
+    """Archive older runs' reports from batch ``steps`` on, at a run's first report.
 
     Returns whether any report was archived.
     """
@@ -166,9 +166,9 @@ def _merge(
 
 
 def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """Archive reports after batch ``steps`` of runs before ``run_id``, if any.
+    """Archive the reports after batch ``steps`` of a trial's runs before ``run_id``.
 
-    Run ``run_id`` repeats their batches. The trial's summaries and best validation are computed again without these reports.
+    Run ``run_id`` repeats these batches. The trial's summaries and best validation are computed again without archived reports.
     Returns whether any report was archived.
     """
     cursor = tx.execute(
@@ -239,16 +239,13 @@ def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report 
 
 
 def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
-    """Return the highest batch that any run of a trial validated; 0 for none."""
+    """Return the last batch at which any run of a trial validated; 0 if none."""
     sql = "SELECT MAX(steps) FROM metrics WHERE trial_id = ? AND group_name = 'validation' AND steps >= 0"
     return fetch_value(int, connection, sql, (trial_id,)) or 0
 
 
 def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int, int, str]]:
-    """Return (id, batch, group) of a trial's unarchived reports, sorted by batch.
-
-    Reports without a batch are left out, as in ``every_report``.
-    """
+    """Return (id, batch, group) of the reports that ``every_report`` yields."""
     rows = connection.execute(
         "SELECT id, steps, group_name FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
         (trial_id,),
@@ -257,9 +254,9 @@ def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int
 
 
 def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None) -> array[int]:
-    """Return ids of a trial's unarchived reports, by batch; those without one first.
+    """Return ids of a trial's reports by batch, except those that a later run repeats.
 
-    A report is archived when a later run resumes before its batch.
+    Ids of profiling reports, which have no batch, come first.
     """
     condition = "" if group is None else " AND group_name = ?"
     values = (trial_id, *(() if group is None else (group,)))
@@ -294,10 +291,7 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
 def reports(
     connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
 ) -> list[Report]:
-    """Return at most ``limit`` unarchived reports, sorted by trial and batch.
-
-    A report is archived when a later run resumes before its batch.
-    """
+    """Return up to ``limit`` reports in batch order, except those a later run repeats."""
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
         for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:
@@ -308,10 +302,7 @@ def reports(
 
 
 def every_report(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> Iterator[Report]:
-    """Yield a trial's unarchived reports that have a batch, sorted by batch.
-
-    A report is archived when a later run resumes before its batch.
-    """
+    """Yield a trial's reports in batch order, except those that a later run repeats."""
     condition = "" if group is None else " AND group_name = ?"
     yield from fetch_each(
         Report,

@@ -1,7 +1,4 @@
-"""Lists of experiments, trials and runs: filters, sort orders, pagination.
-
-Runs are the trials of all experiments of a project.
-"""
+"""Lists of experiments, trials and runs (all trials of a project), page by page."""
 
 from __future__ import annotations
 
@@ -100,7 +97,7 @@ class ListedExperiment(Experiment):
 class ListedTrial(Trial):
     """A trial with its best and latest validation and its best checkpoint."""
 
-    own_log_days: int | None  # retention set by the trial or experiment; None: the master's
+    own_log_days: int | None  # log retention of the trial or experiment; None: as set for the master
     searcher_metric: str
     best_steps: int | None
     best_us: int | None
@@ -123,14 +120,14 @@ class ListedTrial(Trial):
 class ExperimentFilter:
     """Filter of experiments; a field that is None or empty matches all experiments."""
 
-    archived: bool | None = None  # True: only archived ones; False: only others
+    archived: bool | None = None  # True: only archived experiments; False: only others
     with_parents: bool = False  # count experiments of archived projects and workspaces as archived
     name: str | None = None  # substring, case-insensitive
     description: str | None = None
     users: Sequence[str] = ()
     user_ids: Sequence[int] = ()
     states: Sequence[str] = ()  # as stored, without STATE_
-    labels: Sequence[str] = ()  # an experiment must have all of them
+    labels: Sequence[str] = ()  # an experiment must have all of these labels
     ids: Sequence[int] = ()
     not_ids: Sequence[int] = ()
     above: int | None = None
@@ -176,7 +173,7 @@ def list_experiments(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedExperiment]:
-    """Return a page of experiments; ``sort_by`` is SORT_BY_NAME etc. (None: the id)."""
+    """Return a page of experiments, sorted by id or ``sort_by`` ("SORT_BY_NAME" etc.)."""
     where = _where(wanted)
     order = _order_by(_EXPERIMENT_ORDER.get(sort_by or "", "e.id"), "e.id", is_descending=is_descending)
     page = f"SELECT e.id FROM experiments e {where.sql} {order} LIMIT ? OFFSET ?"  # noqa: S608 - constants
@@ -185,7 +182,6 @@ def list_experiments(
 
 
 def _of_page(select: str, id_column: str, page: str, order: str) -> str:
-    """Return SQL that reads the rows whose ids the subquery ``page`` selects."""
     return f"{select} WHERE {id_column} IN ({page}) {order}"
 
 
@@ -221,7 +217,7 @@ def list_trials(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedTrial]:
-    """Return a page of trials; active allocations count as running until ``now_us``."""
+    """Return a page of trials; ``now_us`` is the end time of active allocations."""
     where = Conditions()
     where.need_equal("t.id", trial_id)
     where.need_equal("t.experiment_id", experiment_id)

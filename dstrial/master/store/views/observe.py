@@ -1,4 +1,4 @@
-"""Read the database file directly, also while the master is down."""
+"""Queries on the database file that do not need a running master."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ExperimentView:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the experiment ended or paused, and no trial has an allocation."""
+        """Return whether the experiment has ended or is paused, and no trial is running."""
         return (self.state in TERMINAL_STATES or self.state == "PAUSED") and not any(
             trial.is_running for trial in self.trials
         )
@@ -79,7 +79,7 @@ class Stalled(Start):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """Number of slots in use, and state -> count of experiments and trials."""
+    """Number of slots in use, and number of experiments and of trials by state."""
 
     num_slots_used: int
     experiments: dict[str, int]
@@ -138,7 +138,7 @@ ORDER BY trials.id
 
 
 def starting(state: StateDirectory, experiment_id: int | None = None) -> list[Start]:
-    """Return pending trials with the reason, and starting trials with their phase."""
+    """Return why trials are pending, and the startup phases of starting trials."""
     with _connection(state) as connection:
         waiting = connection.execute(_WAITING).fetchall()
         live = connection.execute(_LIVE).fetchall()
@@ -155,7 +155,7 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
 
 
 def stalled(state: StateDirectory) -> list[Stalled]:
-    """Return running trials whose ranks have stalled, with a description."""
+    """Return the running trials whose ranks hang, with a description."""
     with _connection(state) as connection:
         live = connection.execute(_LIVE).fetchall()
     found = [(row, stall_in(Path(row["directory"]))) for row in live]
@@ -163,7 +163,7 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
-    """Return (description, epoch time of its start) of an allocation's stall, or None."""
+    """Return (description, epoch time of the start) of an allocation's stall, or None."""
     return _report(directory / "stalled.json", "text")  # written by dstrial.launch.stalls.watch
 
 

@@ -1,4 +1,4 @@
-"""Queries of the web page; each returns dicts with the JSON names of the page."""
+"""Queries for the web page; each returns dicts with the keys of the page's JSON."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _fetch(connection: sqlite3.Connection, sql: str, parameters: Parameters = ()
 
 
 def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list[Json]:
-    """Return the experiments ``ids`` (empty: all), newest first, secrets unmasked."""
+    """Return experiments ``ids`` (empty: all), newest first, with readable secrets."""
     where = "WHERE e.id IN (SELECT value FROM json_each(?))" if ids else ""
     values = (json.dumps(list(ids)),) if ids else ()
     return _fetch(connection, f"{_EXPERIMENTS} {where} ORDER BY e.id DESC", values)
@@ -100,7 +100,7 @@ def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list
 def trials(
     connection: sqlite3.Connection, ids: Sequence[int] = (), experiment_id: int | None = None
 ) -> list[Json]:
-    """Return the trials ``ids``, or an experiment's, by id, with unmasked secrets."""
+    """Return trials (``ids`` or an experiment's), sorted by id, with readable secrets."""
     where = Conditions()
     where.need_equal("t.experiment_id", experiment_id)
     if ids or experiment_id is None:
@@ -109,9 +109,9 @@ def trials(
 
 
 def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[Json]:
-    """Return an experiment's newest ``MAX_CHECKPOINTS`` checkpoints, and one more.
+    """Return an experiment's newest checkpoints, at most ``MAX_CHECKPOINTS`` + 1.
 
-    The page shows that the list is cut if there is one more.
+    If the result exceeds ``MAX_CHECKPOINTS``, the page says that the list is truncated.
     """
     return _fetch(connection, _CHECKPOINTS, (experiment_id, MAX_CHECKPOINTS + 1))
 
@@ -131,7 +131,7 @@ def metric_names(
     experiment_id: int | None = None,
     trial_ids: Sequence[int] = (),
 ) -> list[tuple[str, str]]:
-    """Return (group, name) of numeric metrics, at most ``MAX_METRICS`` + 1.
+    """Return (group, name) of at most ``MAX_METRICS`` + 1 numeric metrics.
 
     The metrics are those of an experiment's trials or, without ``experiment_id``, of ``trial_ids``.
     """
@@ -155,7 +155,7 @@ def runs(connection: sqlite3.Connection, trial_id: int) -> list[Allocation]:
     )
 
 
-# Searches of dsat are found by the labels of their experiments.
+# Searches of dsat (the autotuner) are found by the labels of their experiments.
 _LABELLED = """
 SELECT e.id, e.name, e.description, e.state, u.username, j.value AS label, e.start_us, e.end_us, e.end_reason, e.searcher_metric,
     e.smaller_is_better, e.slots_per_trial, e.notes
