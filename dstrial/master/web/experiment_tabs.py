@@ -1,4 +1,4 @@
-"""JSON for an experiment's tabs: rungs, checkpoints, config, code."""
+"""JSON routes for an experiment's tabs: rungs, checkpoints, config, code."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from dstrial.master.web import rungs
 MAX_TEXT_BYTES = 2**20  # per file
 _MAX_FILES = 20_000  # per listing
 _MAX_VALUES = 5000  # config values per response
-_MAX_LINES = 5000  # of a difference, and of each text that is compared
-_MAX_CHANGED = 200  # files per difference
+_MAX_LINES = 5000  # per diff, and per compared text
+_MAX_CHANGED = 200  # files per diff
 _LAYOUT_FIELDS = (
     "engine_kind",
     "world_size",
@@ -95,7 +95,7 @@ async def get_checkpoints(request: ApiRequest) -> Json:
 def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> Json:
     """Return an experiment's config and DeepSpeed configs, with each value's origin.
 
-    An origin is, for example, the submitted config or a default. ``tgz`` is the model definition.
+    An origin is, for example, the submitted config or a default. ``tgz`` is the model definition as tar.gz.
     """
     names = services.secret_names
     # Mask secrets first, because problems quote values and are shown to other users.
@@ -141,8 +141,8 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
 async def get_config(request: ApiRequest) -> Json:
     """Return an experiment's submitted and effective config, and each value's origin.
 
-    ``deepspeed`` contains the output of ``dstrial check --explain`` for each DeepSpeed config. If that fails, ``problem`` says
-    why, for example because the config is no longer valid.
+    ``deepspeed`` has the output of ``dstrial check --explain`` for each DeepSpeed config. If this fails, for example for a
+    config that is no longer valid, ``problem`` says why.
     """
     services, experiment_id = request.services, request.path_params["experiment_id"]
     row = await services.read(experiments.require, experiment_id)
@@ -174,7 +174,7 @@ def shown_file(tgz: bytes, path: str) -> Json:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return the lines of a unified diff of two sets of texts: name -> text."""
+    """Return the lines of a unified diff of texts by name."""
     found: list[str] = []
     for name in sorted(before.keys() | after.keys()):
         old, new = (texts.get(name, "").splitlines()[:_MAX_LINES] for texts in (before, after))
@@ -206,7 +206,7 @@ def code_differences(before: bytes, after: bytes) -> list[str]:
 
 
 def _texts(tgz: bytes, digests: Mapping[str, str], paths: Collection[str]) -> dict[str, str]:
-    """Return path -> text of some files; what is cut or binary is named by its digest."""
+    """Return path -> text of files; a digest replaces binary files and cut-off ends."""
     found: dict[str, str] = {}
     for path, (content, size) in read_starts(tgz, paths, MAX_TEXT_BYTES).items():
         digest = f"{size:,} bytes, digest {digests[path]}"
@@ -216,7 +216,7 @@ def _texts(tgz: bytes, digests: Mapping[str, str], paths: Collection[str]) -> di
 
 
 async def get_difference(request: ApiRequest) -> Json:
-    """Return a unified diff from experiment ``other`` to the one in the path.
+    """Return a unified diff from experiment ``other`` to the URL path's experiment.
 
     ``kind`` is "effective" or "submitted" for the configs, "code" for the model definitions.
     """
