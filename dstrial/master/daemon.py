@@ -1,7 +1,7 @@
 """Start, find and stop the background master of a state directory.
 
-The new process gets its options on its command line, and reports through a pipe that it serves requests or why it failed. To
-keep commands fast, this module does not import the server.
+The new process reports through a pipe that it serves requests, or why it failed. To keep commands fast, this module does not
+import the server.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _start_timeout_s(state: StateDirectory) -> float:
 
 
 def _wait_for_record(state: StateDirectory) -> MasterRecord | None:
-    """Return the record of a master that another command just started; None on timeout."""
+    """Return the record of a master that another command starts; None on timeout."""
     deadline_s = time.monotonic() + _OTHER_TIMEOUT_S
     while time.monotonic() < deadline_s:
         record = state.running()
@@ -166,7 +166,6 @@ def _is_free(port: int) -> bool:
 
 
 def _read_all(descriptor: int, deadline_s: float) -> bytes | None:
-    """Read a pipe until EOF; None after the deadline."""
     content = b""
     while True:
         readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline_s - time.monotonic()))
@@ -211,7 +210,7 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
 
 
 def live_allocations(state: StateDirectory) -> list[str]:
-    """Return ids of allocations whose supervisor process runs; needs no running master."""
+    """Return ids of allocations whose supervisor process runs; needs no live master."""
     found = supervisors(state)
     if not found:
         return []

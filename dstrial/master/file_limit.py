@@ -17,7 +17,7 @@ _soft_before: int | None = None
 
 
 def raise_limit() -> int:
-    """Raise this process's open-file limit; return the number of connections it allows."""
+    """Raise this process's open-file limit; return how many connections it allows."""
     global _soft_before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
@@ -36,7 +36,7 @@ def raise_limit() -> int:
 
 
 def restore_limit(pid: int) -> None:
-    """Restore the user's open-file limit in a child: ``select`` fails above 1024 files."""
+    """Restore a child's original open-file limit: ``select`` fails above 1024 files."""
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))

@@ -56,7 +56,7 @@ logger = logging.getLogger("dstrial.master")
 _STREAM_END_S = 2.0  # grace period of open streams at shutdown
 
 _STOP_TIMEOUT_S = 24 * 3600.0
-"""Time for all trials' last checkpoints at shutdown, in seconds; each trial's ``preemption_timeout`` is shorter."""
+"""Timeout for trials' last checkpoints at shutdown, seconds; must exceed each trial's ``preemption_timeout``."""
 
 _DRAIN_S = 5.0  # timeout for pending webhook events at shutdown
 

@@ -159,7 +159,7 @@ class MasterSettings:
     port: int | None
     launch_error: bool  # reject experiments that need more slots than exist
     log_level: str
-    log_color: bool  # no effect, because the log is a file; only in the API
+    log_color: bool  # no effect, because the log is a file; shown by the API
     checkpoint_storage: Mapping[str, Any]  # without a path: ``checkpoints`` in the state directory
     pool_name: str
     environment_variables: tuple[str, ...]  # ``NAME=value`` for every trial
@@ -176,7 +176,7 @@ class MasterSettings:
     token_max_days: int = -1  # -1: unlimited
     signing_key: str | None = dataclasses.field(default=None, repr=False)  # signs webhooks; None: generated
     base_url: str = ""  # URL of the web page, for links in webhooks
-    feature_switches: tuple[str, ...] = ()  # no effect: of Determined's web interface; only in the API
+    feature_switches: tuple[str, ...] = ()  # no effect: for Determined's web page; shown by the API
     hostfile: str | None = None  # absolute path
     hosts_python: str | None = None
     backend: str = "agent"  # agent (this machine, or hosts), slurm or ray

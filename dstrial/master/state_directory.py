@@ -64,7 +64,7 @@ class StateDirectory:
 
     @classmethod
     def choose(cls, state_dir: str | os.PathLike[str] | None = None) -> StateDirectory:
-        """Return ``state_dir``, or else DSTRIAL_STATE_DIR, or else the user data directory."""
+        """Return ``state_dir``, else DSTRIAL_STATE_DIR, else the user data directory."""
         asked = state_dir or os.environ.get(STATE_DIR_VARIABLE)
         if asked:
             return cls(Path(asked).absolute())

@@ -20,11 +20,11 @@ from dstrial.master.store.nodes import OWN_NODE, node_of
 Cause = Literal["exited", "lost", "unreachable", "preempted", "refused"]
 """Why an allocation ended on a node.
 
-- exited: its entrypoint exited
-- lost: its supervisor was killed, or its node removed
+- exited: the entrypoint exited
+- lost: the supervisor died, or the node was removed
 - unreachable: the node did not answer for too long
-- preempted: the master killed it, after a failure on another node for example
-- refused: the node could not start it
+- preempted: the master killed the processes, for example after a failure on another node
+- refused: the node could not start the allocation
 """
 
 
@@ -64,7 +64,7 @@ class RunRef:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SupervisorHandle:
-    """Identity of an allocation's supervisor process: pid, and boot id with start time."""
+    """Identity of an allocation's supervisor process: pid, boot id and start time."""
 
     pid: int
     start_time: str
@@ -110,7 +110,7 @@ class Note:
 
 
 class SlotsGoneError(MasterError):
-    """Raised if an allocation lost its slots before its start; no failure of the trial."""
+    """Raised if an allocation lost its slots before its start: not a trial failure."""
 
 
 Key: TypeAlias = int | str
@@ -168,7 +168,7 @@ class Backend(Protocol):
         """Return slots for waiting requests; None if the master itself assigns the slots.
 
         ``requests`` are those of all waiting trials and commands, the most urgent first. The scheduler calls the method at each
-        poll of its queue, even without requests: a back end for Slurm or Ray submits and cancels jobs here.
+        poll, even without requests, because Slurm and Ray jobs are submitted and cancelled here.
         """
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
@@ -192,10 +192,10 @@ class Backend(Protocol):
         """
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return an allocation's supervisor, even if an earlier master started it, or None."""
+        """Return an allocation's supervisor, whichever master started it; None if unknown."""
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
-        """Return node id -> supervisor, for the allocation's supervisors that have started."""
+        """Return node id -> supervisor, for an allocation's started supervisors."""
 
     def observe(self, run: RunRef) -> AllocationExit | None:
         """Return how an allocation ended; None while it runs.
@@ -218,15 +218,15 @@ class Backend(Protocol):
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
         """Kill an allocation's processes; its supervisors record the exit, then end.
 
-        With ``leaves_record=False`` supervisors are killed, too, and the allocation counts as lost. Use this on a full disk,
-        where a supervisor would wait until it can write its record.
+        With ``leaves_record=False`` supervisors are killed, too, and the allocation counts as lost: for a full disk, on which
+        no supervisor can write its record.
         """
 
     def forget(self, run: RunRef) -> None:
         """Delete the files of an ended allocation, on all nodes."""
 
     def begin(self) -> None:
-        """Connect to the nodes, for some seconds; called after ``find`` of all allocations.
+        """Connect to the nodes, for some seconds; called after all calls of ``find``.
 
         If the method raises, the scheduler calls it again after a backoff.
         """
@@ -234,7 +234,7 @@ class Backend(Protocol):
     def poll(self, *, is_busy: bool) -> None:
         """End fork servers past their idle timeout; update the back end's status file.
 
-        The scheduler calls the method repeatedly. ``is_busy`` says whether any allocation runs: no fork server is idle then.
+        The scheduler calls the method repeatedly. While ``is_busy`` (any allocation runs), no fork server counts as idle.
         """
 
     def close(self) -> None:

@@ -36,8 +36,8 @@ class Slot:
 def find_slots(num: int | None = None) -> tuple[Slot, ...]:
     """Return a slot per accelerator of this machine, or per CPU core if it has none.
 
-    With ``DS_ACCELERATOR=cpu``, all slots are CPU slots. ``num`` limits the number of accelerators, or sets the number of CPU
-    slots, which may exceed the number of cores.
+    With ``DS_ACCELERATOR=cpu``, all slots are CPU slots. ``num`` limits the accelerators, or sets the number of CPU slots,
+    which may exceed the number of cores.
 
     Raises:
         MasterError: ``num`` is negative, or exceeds the accelerators without ``DSTRIAL_SHARE_DEVICE=1``.
@@ -96,8 +96,7 @@ def nvml_slots(nvml: Any, visible: str | None) -> Iterator[Slot]:
     ``nvml`` is the module pynvml; slots are in NVML's index order. ``visible`` is ``CUDA_VISIBLE_DEVICES``, with indices and
     prefixes of UUIDs; None for all. The index of a GPU in MIG mode selects all its instances.
 
-    Source: NVIDIA's MIG user guide, "CUDA_VISIBLE_DEVICES": ``MIG-<UUID>``, which ``nvmlDeviceGetUUID`` returns for an
-    instance.
+    Source: NVIDIA's MIG user guide, "CUDA_VISIBLE_DEVICES".
     """
     found: list[tuple[str, str, str, str]] = []
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -146,7 +145,7 @@ def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
 
 
 def _rocm() -> Iterator[Slot]:
-    """Yield a slot per AMD GPU: each node with SIMD units in the KFD driver's topology."""
+    """Yield a slot per AMD GPU: a node with SIMD units in the KFD driver's topology."""
     if not Path("/dev/kfd").exists():
         return
     index = 0

@@ -1,4 +1,4 @@
-"""The interface to engines: Slurm and Ray, which queue jobs and choose their nodes.
+"""The interface to engines (Slurm, Ray), which queue jobs and choose their nodes.
 
 Each allocation is one *job* of the engine: a batch job of Slurm, a placement group of Ray. The master submits the job when the
 trial is queued, and cancels it when the allocation has ended.
@@ -17,10 +17,10 @@ from dstrial.master.backends.backend import Refusal
 JobState = Literal["pending", "running", "leaving", "ended"]
 """State of a Slurm or Ray job.
 
-- pending: it waits for nodes
-- running: it has its nodes
-- leaving: it will soon lose its nodes
-- ended: it has lost its nodes
+- pending: waits for nodes
+- running: has nodes
+- leaving: will soon lose its nodes
+- ended: has lost its nodes, or has been cancelled
 """
 
 MAX_PENDING = 32  # maximum number of dstrial's jobs in an engine's queue; the master queues the others
@@ -74,8 +74,8 @@ class EngineJob:
 class Engine(Protocol):
     """Slurm or Ray, which queues jobs and chooses their nodes.
 
-    Methods may block for some seconds, and raise ConnectionError if Slurm or Ray does not answer. Only one thread, not the
-    scheduler's, calls them, except ``unsatisfiable_reasons``, which is thread-safe.
+    Methods may block for some seconds, and raise ConnectionError if Slurm or Ray does not answer. Only
+    ``unsatisfiable_reasons`` is thread-safe.
 
     Attributes:
         name: ``Slurm`` or ``Ray``, for messages.

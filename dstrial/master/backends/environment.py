@@ -1,6 +1,6 @@
 """Environment, ports and cluster-info files of tasks, as Determined sets them.
 
-Source of names and meanings: Determined 0.38.1, ``determined._info``, ``determined.exec`` and ``determined.launch``.
+Source: Determined 0.38.1, ``determined._info``, ``determined.exec`` and ``determined.launch``.
 """
 
 from __future__ import annotations
@@ -116,9 +116,8 @@ def trial_environment(
 ) -> dict[str, str]:
     """Return the environment of a trial's or command's entrypoint.
 
-    The result extends ``base``, by default the master's environment. ``marker`` is a unique value by which the task's processes
-    are found if their supervisor has died. ``temporary_directory`` becomes ``TMPDIR``; its path must be short enough for
-    sockets.
+    The result extends ``base``, by default the master's environment. ``marker`` is a unique value that identifies the task's
+    processes if their supervisor has died. ``temporary_directory`` becomes ``TMPDIR``.
     """
     outer = os.environ if base is None else base
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
@@ -243,8 +242,8 @@ def user_variables(config: Mapping[str, Any], kind: str = "cpu") -> dict[str, st
 def choose_ports(used: Collection[int], first_ports: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return a free port for each environment variable that names a port.
 
-    Each search starts at a random port of the variable's range. Otherwise two masters on one machine could choose the same
-    port, because the trial binds it later.
+    Each search starts at a random port: trials bind ports later, so two masters on one machine could otherwise choose the same
+    port.
 
     Args:
         used: ports of other allocations.

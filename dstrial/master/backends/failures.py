@@ -92,9 +92,8 @@ class _Block:
 def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
     """Return the first traceback that shows why a trial failed, or None.
 
-    Chained tracebacks are included. Tracebacks of launchers, and of ranks that only lost the connection to another rank, are
-    fallbacks; a launcher's error message is the last fallback. ``lines`` are pairs of rank (None for a line without a tag) and
-    text, in print order.
+    Chained tracebacks are included. Fallbacks are tracebacks of launchers and of ranks that only lost the connection to another
+    rank, and lastly a launcher's error message. ``lines`` are (rank or None, text) in print order.
     """
     found: list[str] = []
     messages: list[str] = []

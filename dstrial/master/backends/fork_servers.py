@@ -1,8 +1,8 @@
 """Fork servers: processes with torch and DeepSpeed imported, which fork trials.
 
-A fork takes milliseconds, the imports take seconds. A fork server (``dstrial.fork_server``) serves trials of trial classes with
-the same interpreter and environment, except for the variables that identify a trial or rank. Without such a server, a trial
-starts as a new process, and a server is started for later trials. A script always starts as a new process.
+A fork takes milliseconds, the imports take seconds. A fork server (``dstrial.fork_server``) starts trial classes with the same
+interpreter and environment, except for variables that identify a trial or rank. Without a matching server, a trial starts as a
+new process, and a server is started for later trials. A script always starts as a new process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _ServerEntry:
     def is_ready(self) -> bool:
         """Return whether the fork server's imports have ended without an error.
 
-        A server whose imports failed stays listed as broken, so that no other is started in its place.
+        A server whose imports failed stays listed as broken, so that it is not replaced.
         """
         try:
             return not self.is_broken and self.server.is_ready()
@@ -92,11 +92,10 @@ class ForkServers:
     ) -> tuple[int | None, str]:
         """Fork an allocation's supervisor, or start a fork server for later allocations.
 
-        ``spec`` is the content of ``spec.json`` in the allocation's ``directory``, ``log`` the descriptor for the supervisor's
-        own output. ``known`` is called with the pid before the supervisor starts; if it raises, the supervisor does not start.
+        ``spec`` is the content of ``spec.json`` in ``directory``, ``log`` the descriptor for the supervisor's own output.
+        ``known`` is called with the pid before the supervisor starts; if ``known`` raises, the supervisor does not start.
 
-        Returns (pid, "") of the fork. If the caller must start a new process instead, returns (None, reason), with reason ""
-        unless a fork failed.
+        Returns (pid, ""), or (None, reason) if the caller must start a new process; the reason is "" unless a fork failed.
         """
         environment, python = spec["environment"], str(spec["python"])
         if not self._settings.is_on or spec.get("forkable") is None:

@@ -66,7 +66,7 @@ _KILL_PERIOD_S = 0.1  # interval of attempts to kill
 _TRACKER_TRIES = 50  # attempts before resource trackers are killed, too; until then they clean up /dev/shm
 _MAX_BEGUN = 1000  # limit of checkpoint uuids read from a trial's directory; a trial can write any number
 trial_umask: int | None = None
-"""Umask of entrypoints; None to inherit this process's. The master's own umask keeps its files private."""
+"""Umask of entrypoints; None to inherit this process's umask, which keeps a master's files private."""
 # Supervisors that are children of this process, by pid; they must be reaped.
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -136,7 +136,7 @@ def _write_inputs(request: AllocationRequest, workdir: Path) -> None:
     directory.mkdir(mode=0o700, parents=True)
     workdir.mkdir(mode=0o700)
     unpack(request.model_definition, workdir)
-    # A second copy, which the trial does not change, for checkpoints.
+    # A second copy, for checkpoints: the trial may change the first one.
     shutil.copytree(workdir, directory / "model", symlinks=True)
     events = directory / "events"
     for name, target in request.links.items():
@@ -271,8 +271,8 @@ def is_alive(handle: SupervisorHandle) -> bool:
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
     """Return how an allocation ended; None while its supervisor runs.
 
-    The allocation's other processes are killed before ``exit.json`` is read, because they could forge it. Without that file the
-    allocation counts as lost; with an invalid file it counts as failed.
+    The allocation's other processes are killed before ``exit.json`` is read, because they could forge it. The allocation counts
+    as lost without that file, and as failed if the file is invalid.
     """
     if handle is not None and is_alive(handle):
         return None
@@ -310,8 +310,8 @@ def terminate(handle: SupervisorHandle) -> None:
 def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: bool = True) -> None:
     """Kill every process of an allocation.
 
-    A running supervisor kills the other processes and writes ``exit.json``. If the supervisor has died, this function kills the
-    processes in its session, and those with the allocation's marker in their environment.
+    A running supervisor kills the other processes and writes ``exit.json``. If the supervisor has died, kill the processes in
+    its session, and those with the allocation's marker in their environment.
 
     ``leaves_record`` is as for ``Backend.kill``.
     """

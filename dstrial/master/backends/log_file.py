@@ -115,8 +115,7 @@ def _further_parts(directory: Path) -> list[_Part]:
 def parse(raw: str) -> LogLine:
     """Parse a line of an allocation's log: time, stream, rank tag and level prefix.
 
-    A line without a valid time, for example after a power failure, becomes text without a time. A time in the future, which a
-    trial could write, becomes now.
+    A line without a valid time becomes text without a time. A time in the future, which a trial could write, becomes now.
     """
     head = _HEAD.match(raw)
     time_us, stream, text = (

@@ -102,7 +102,7 @@ def unpack(tgz: bytes, directory: Path) -> None:
 
     Raises:
         RequestError: 400 for a damaged or forbidden archive, 413 if its files are too large.
-        MasterError: the files cannot be written, on a full disk for example.
+        MasterError: the files cannot be written.
     """
     try:
         for archive, member, _ in _members(tgz):

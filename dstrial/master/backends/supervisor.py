@@ -2,16 +2,16 @@
 
     python -I -S supervisor.py DIRECTORY [LINE]
 
-LINE is the first line of the log. A fork server can run this file in a fork, too; the supervisor then forks the entrypoint.
-Standard library only.
+LINE is the first line of the log. If a fork server forks this process, the supervisor forks the entrypoint, too. Standard
+library only.
 
 The supervisor leads a session, adopts orphaned descendants, starts the entrypoint in a new process group, appends the
 entrypoint's output to ``output.log``, kills every descendant when the entrypoint has ended, and writes ``exit.json``. SIGTERM
 is forwarded to the entrypoint's process group; at SIGUSR1 the supervisor kills all descendants. If ``spec.json`` names a lease
 or an agent's pid file, the supervisor kills all descendants when the lease or the agent ends, and writes no ``exit.json``.
 
-A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. If the size of the log is limited, it is rotated into
-parts named ``output.log.<bytes before it>.<lines before it>``; the first part and the newest ones are kept.
+A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. A log with a size limit has further parts named
+``output.log.<bytes before it>.<lines before it>``; the first part and the newest parts are kept.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ class _Requests:
     def should_retry(self, error: OSError) -> bool:
         """On a full disk, sleep and return True; return False if a retry is useless.
 
-        Other errors are permanent: the trial may have replaced the file or changed its mode.
+        Errors other than a full disk are permanent: the trial may have replaced the file.
         """
         if error.errno not in _FULL:
             return False
@@ -369,7 +369,7 @@ def _process_table() -> "dict[int, list[bytes]]":
 
 
 def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
-    """Kill this process's descendants, except spared ones; return whether any existed.
+    """Kill this process's descendants, except spared ones; return whether it had any.
 
     ``is_spared`` takes a pid; it is called just before each signal, because the process table may be outdated. Parents are
     killed first: a shell whose child is killed would exit with 137 instead of by the signal.
@@ -389,8 +389,7 @@ def _spare_none(_: int) -> bool:
 def is_tracker(pid: int) -> bool:
     """Return whether a process is Python's multiprocessing resource tracker.
 
-    The tracker deletes semaphores and shared memory after the last process that uses them. If the tracker is killed,
-    ``/dev/shm/sem.mp-*`` and ``psm_*`` are never deleted. Source: CPython 3.10 to 3.13
+    If the tracker is killed, shared memory in /dev/shm (``sem.mp-*``, ``psm_*``) is never deleted. Source: CPython 3.10 to 3.13
     ``multiprocessing/resource_tracker.py``, ``ensure_running``.
     """
     try:
@@ -455,8 +454,8 @@ def _read_json(path: str) -> "dict[str, Any] | None":
 def lease_left_s(path: str) -> float:
     """Return the seconds until a lease ends; negative if it has ended or is missing.
 
-    ``path`` is a file whose modification time is the lease's end, in seconds since the boot (CLOCK_BOOTTIME, a clock that never
-    jumps). A modification time can be set even on a full disk.
+    ``path`` is a file whose modification time, which can be set even on a full disk, is the lease's end in CLOCK_BOOTTIME
+    seconds.
     """
     try:
         _lease_ends_s[path] = os.stat(path).st_mtime

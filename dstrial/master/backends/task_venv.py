@@ -1,10 +1,10 @@
 """Run a task in a virtual environment over the base Python; cache installs.
 
-The base Python, which may lack dstrial, runs this file. Two virtual environments extend the base Python:
+The base Python, which may lack dstrial, runs this file. Two environments extend it:
 
 - The shared one, ``<root>/DIGEST``, has the packages that requirements and startup hooks install. DIGEST is a hash of these
-  and of the base packages (``digest_of``). The first task with a hash fills the environment under an exclusive lock on
-  ``DIGEST.lock``. Once ``DIGEST/complete`` exists, tasks use the environment under shared locks, and it never changes.
+  and of the base packages (``digest_of``). The first task fills the environment under an exclusive lock on ``DIGEST.lock``.
+  Once ``DIGEST/complete`` exists, the environment never changes; tasks use it under shared locks.
 - The task's own, ``venv`` in the allocation's directory, extends the shared one. A ``pip install`` during training installs
   there, and so do the hooks, which run again in each later task.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 KEPT = ("torch", "deepspeed", "determined", "dstrial")
 """Packages that must keep the base Python's versions."""
 UNUSED_S = 14 * 24 * 3600.0
-"""Time after the last start of a task in a shared environment at which it is deleted, seconds."""
+"""Seconds after the last start of a task in a shared environment at which the environment is deleted."""
 
 _COMPLETE = "complete"
 _POLL_S = 0.1
@@ -115,7 +115,7 @@ def site_directories() -> list[str]:
 
 
 def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
-    """Return a shared environment's name: a hash of hooks, requirements, base packages."""
+    """Return the environment's name: a hash of hooks, requirements and base packages."""
     found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
     base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
     digest = hashlib.sha256(json.dumps([sys.executable, sys.version, base, requirements]).encode())
@@ -172,7 +172,7 @@ def collect(root: Path, unused_s: float) -> list[str]:
 
     Args:
         root: directory of all shared environments.
-        unused_s: minimum number of seconds since a task last started in an environment.
+        unused_s: minimum number of seconds since a task started in an environment.
 
     Returns:
         Names of the deleted environments.

@@ -245,7 +245,7 @@ def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: 
 
 
 def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
-    """Count a trial's consecutive runs up to ``run_id`` that were lost without reports.
+    """Count a trial's latest consecutive runs (to ``run_id``) lost without a report.
 
     A run is lost if its supervisor process or node is gone. At most ``_MAX_LOSSES`` runs are counted.
     """
@@ -260,8 +260,7 @@ def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
 def _storage_gone(row: allocation_rows.Allocation, traceback: str | None) -> str | None:
     """Return the message of the ``StorageGoneError`` that ends a traceback, else None.
 
-    Also return None for a run without reports: possibly only its node cannot see the storage, and then the failure must count
-    as a restart.
+    Also None for a run without reports: maybe only its node cannot see the storage, so the failure must count as a restart.
     """
     last = (traceback or "").rpartition("\n")[2].partition(": ")[2]
     return last if _STORAGE_GONE.match(last) is not None and row.num_reports else None

@@ -59,7 +59,7 @@ class Policy:
 
 
 def unused(connection: Connection, experiment_id: int) -> list[CheckpointInfo]:
-    """Return an experiment's COMPLETED checkpoints that no trial or model version uses."""
+    """Return an experiment's COMPLETED checkpoints that no trial or model uses."""
     rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id, states=("COMPLETED",))
     in_use = checkpoints.in_use(connection)
     return [row for row in rows if row.uuid not in in_use]
@@ -148,8 +148,8 @@ def _delete_objects(config: Mapping[str, Any], name: str, globs: Sequence[str]) 
 def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
     """Delete the files of a checkpoint that match ``globs``.
 
-    Returns the remaining files: path -> size in bytes. ``config`` is the experiment's config. Symbolic links are deleted, not
-    followed. Without patterns nothing is deleted.
+    Returns the remaining files: path -> size in bytes. ``config`` is the experiment's. Symbolic links are deleted, not
+    followed.
 
     Raises:
         CheckpointError: the object storage is unreachable or could not delete the files.

@@ -1,7 +1,7 @@
 """State transitions of a command: create, assign, start, pause, kill, end.
 
-A pausable command can stop, and restart with the same files in a new allocation; it also does if the master shuts down or one
-of the command's slots is disabled. Any other command ends with its only allocation.
+A pausable command can stop, for example if the master shuts down or one of the command's slots is disabled, and restart with
+the same files in a new allocation. Any other command ends with its only allocation.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> P
 def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
     """Return the ids of an experiment's ``MAX_TRIALS`` best trials, best first.
 
-    Returns None if the experiment has at most ``MAX_TRIALS`` trials.
+    None if the experiment has at most ``MAX_TRIALS`` trials.
     """
     found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
     return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

@@ -38,9 +38,9 @@ _SEVERITY = {"STOPPING_COMPLETED": 1, "STOPPING_CANCELED": 2, "STOPPING_ERROR": 
 
 
 def may_follow(state: str, stopping: str) -> bool:
-    """Return whether a trial or experiment in ``state`` may change to ``stopping``.
+    """Return whether ``state`` is not terminal and less severe than ``stopping``.
 
-    True if ``state`` is not terminal and ``stopping`` (a STOPPING_… state) is more severe.
+    ``stopping`` is the STOPPING_… state into which a trial or experiment is to change.
     """
     if state in TERMINAL or state in DELETING:
         return False
@@ -143,10 +143,7 @@ def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
 
 
 def finish_if_over(tx: Transaction, experiment_id: int) -> None:
-    """End a stopping or unmanaged experiment if all its trials have ended.
-
-    The trials of an unmanaged experiment are run by a script, not by the master.
-    """
+    """End a stopping or unmanaged (script-run) experiment if its trials have ended."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if trial_rows.open_ids(tx.connection, experiment_id):
         return
@@ -161,8 +158,7 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
     """Set an experiment's terminal state; enqueue checkpoint GC unless unmanaged.
 
-    ``reason`` is stored unless the experiment already has an end reason. The trials of an unmanaged experiment are run by a
-    script, not by the master.
+    ``reason`` is stored unless an end reason is already stored. An unmanaged experiment is run by a script, not by the master.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in TERMINAL:

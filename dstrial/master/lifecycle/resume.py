@@ -1,8 +1,7 @@
 """Find a trial's checkpoint and the slot counts on which the trial can resume.
 
 The module reads only database rows and checkpoints' manifests. A trial can resume from a dstrial checkpoint on any slot count
-that divides the global batch size, which stays the same. Thus a trial can run on fewer slots than ``slots_per_trial`` instead
-of waiting.
+that divides the (unchanged) global batch size, for example on fewer slots than ``slots_per_trial`` instead of waiting.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def why_it_waits(
 ) -> str | None:
     """Return why a trial cannot resume on ``num_available`` slots, or None.
 
-    None if the trial can resume, if no slot is available, or if the trial cannot change its slot count at all.
+    None if the trial can resume, no slot is available, or the trial cannot change its slot count at all.
     """
     saved = _resizable_run(connection, trial, config)
     if saved is None or num_available < 1:

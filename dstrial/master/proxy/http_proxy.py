@@ -26,7 +26,7 @@ from dstrial.master.web.page import ended_page, login_page, task_state, waiting_
 logger = logging.getLogger("dstrial.master.proxy")
 
 INTERACTIVE = "/det/interactive/"
-"""Path that ``det tensorboard start`` and ``open`` show in the browser: waits for the service, then redirects to it."""
+"""URL path that ``det tensorboard start`` and ``open`` open in the browser; waits for the service, then redirects."""
 _GRANT = "dstrial-grant="
 _CHUNK_BYTES = 4 * 1024  # at most some hundred HTTP events per read, which block the event loop for 30 ms
 _MAX_INFORMATIONAL = 10
@@ -35,7 +35,7 @@ _STATUSES = range(200, 600)
 
 
 class ProxyMiddleware:
-    """ASGI middleware: forwards requests to tasks' services, and all others to the API."""
+    """ASGI middleware: proxies requests for tasks' services, passes others to the API."""
 
     def __init__(self, services: Services, api: ASGIApp) -> None:
         self._services = services

@@ -1,8 +1,7 @@
 """Find, check and connect to services of tasks; filter forwarded headers.
 
-In a browser, a task's services have the URL ``http://TASK.localhost:PORT/proxy/TASK…``, an origin that differs from the
-master's. Pages of services therefore cannot send requests to the master as the user, nor set the master's cookies or service
-workers.
+In a browser, a task's services have the URL ``http://TASK.localhost:PORT/proxy/TASK…``. As this origin differs from the
+master's, pages of services cannot send requests to the master as the user, nor set the master's cookies.
 """
 
 from __future__ import annotations

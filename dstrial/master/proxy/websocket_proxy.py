@@ -180,7 +180,7 @@ def _refusal(problem: Problem) -> bytes:
 
 
 async def _wait_for_either(*directions: Coroutine[Any, Any, int]) -> int:
-    """Run both copy directions until one ends; cancel the other, return the close code."""
+    """Copy in both directions until one ends; return the WebSocket's close code."""
     both = [asyncio.ensure_future(direction) for direction in directions]
     try:
         ended, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

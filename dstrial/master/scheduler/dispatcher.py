@@ -87,8 +87,7 @@ class Dispatcher:
     def poll(self) -> bool:
         """Poll the queue if due; return whether a trial or command was started.
 
-        A poll is due after a write that published "scheduler", or after ``_PERIOD_S``. Polls are limited because their cost
-        grows with the queue.
+        A poll, whose cost grows with the queue, is due after a write that published "scheduler", or after ``_PERIOD_S``.
         """
         version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
         if self.is_draining or (version == self._version and now_s < self._polled_s + _PERIOD_S):
@@ -227,7 +226,7 @@ class Dispatcher:
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
         """Return how many slots a waiting trial needs.
 
-        The number is lower than configured if fewer slots are available and the trial's checkpoint can resume on them.
+        Less than configured if fewer slots are available and the trial's checkpoint can resume on them.
         """
         wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
@@ -263,7 +262,7 @@ class Dispatcher:
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
         """Fail a trial whose log policies exclude every node, if ``launch_error`` is set.
 
-        Otherwise the trial keeps waiting. Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py.
+        Otherwise the trial waits. Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py.
         """
         if not self._services.settings.launch_error:
             return
@@ -452,6 +451,6 @@ def _insert_node_allocations(tx: Transaction, allocation_id: str, slots: Sequenc
 
 
 def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dicts by token kind (``allocation``, ``user``): new tokens and hashes."""
+    """Return new tokens by kind (``allocation``, ``user``), and their hashes by kind."""
     tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
     return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}

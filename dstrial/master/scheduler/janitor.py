@@ -51,8 +51,8 @@ _FINAL = (DstrialError, OSError, IntegrityError, ValueError, LookupError)
 class Janitor:
     """A thread that performs background jobs, such as deletions, one after another.
 
-    Every ``period_s`` the thread also deletes old logs and unused environments, and makes the daily backup of the database if
-    due. ``log_retention_days`` is the default for experiments; None or -1 keeps logs forever.
+    Every ``period_s`` the thread also deletes old logs and unused environments, and makes a due daily backup of the database.
+    ``log_retention_days`` is the default for experiments; None or -1 keeps logs forever.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Janitor:
             self._delete_experiment(experiment_id)
 
     def _abandon(self, row: background_jobs.BackgroundJob, error: Exception) -> None:
-        """Drop a failed job; set its experiment to DELETE_FAILED if that was being deleted."""
+        """Drop a failed job; if it was an experiment's deletion, set DELETE_FAILED."""
         experiment_id, why = int(row.experiment_id), str(error)
         logger.error("%s of experiment %d is abandoned: %s", row.kind, experiment_id, why)
 

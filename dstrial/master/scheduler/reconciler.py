@@ -173,7 +173,6 @@ class Reconciler:
         return has_more
 
     def _add_notes(self, row: Allocation, run: RunRef) -> None:
-        """Append the back end's new messages about an allocation to its log."""
         notes = self._backend.notes(run)
         if not notes:
             return
@@ -346,9 +345,8 @@ def _stop_requests(row: Allocation) -> tuple[int | None, ...]:
 def _untrained_phase(row: Allocation) -> str | None:
     """Return the startup phase because of which ranks ignore a stop request, or None.
 
-    None in the first ``_UNTRAINED_STOP_US`` after the request, and for ranks that have trained: a run with reports has trained,
-    even if a full disk makes the ranks' files stale. Untrained ranks have nothing to save, and can ignore the request for
-    minutes while they compile an operator.
+    None in the first ``_UNTRAINED_STOP_US`` after the request, and for runs with reports. Ranks that have not trained have
+    nothing to save, and can ignore the request for minutes while they compile an operator.
     """
     if row.preempt_us is None or row.kill_us is not None or row.num_reports:
         return None

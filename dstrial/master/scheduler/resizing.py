@@ -278,8 +278,8 @@ class Resizing:
     ) -> Running | None:
         """Return a running trial with the slot counts on which it can resume, or None.
 
-        ``at_most`` limits these counts. By default the limit is the trial's current number of slots, and only trials whose
-        config allows fewer slots are returned.
+        ``at_most`` limits these counts, by default to the trial's current number of slots; then only trials whose config allows
+        fewer slots are returned.
         """
         elasticity = _elasticity(row.section, row.slots_per_trial)
         slots = tuple(json.loads(row.slots))

@@ -125,8 +125,8 @@ class Scheduler:
     def _release_without_rows(self, error: Exception) -> bool:
         """Kill allocations without writing to the database; return whether any still runs.
 
-        Used if the database is not writable. During a graceful stop, nothing is killed, as trials may still save checkpoints.
-        The next master treats killed trials as lost, which does not count as a restart.
+        Used if the database is not writable. A graceful stop kills nothing, as trials may still save checkpoints. The next
+        master treats killed trials as lost, which does not count as a restart.
         """
         if not self._is_without_rows:
             self._is_without_rows = True

@@ -95,7 +95,7 @@ async def get_checkpoints(request: ApiRequest) -> Json:
 def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> Json:
     """Return an experiment's config and DeepSpeed configs, with each value's origin.
 
-    An origin is, for example, the submitted config or a default. ``tgz`` is the model definition as tar.gz.
+    An origin is, for example, the submitted config or a default. ``tgz`` is the model definition.
     """
     names = services.secret_names
     # Mask secrets first, because problems quote values and are shown to other users.
@@ -151,10 +151,7 @@ async def get_config(request: ApiRequest) -> Json:
 
 
 def listed_files(tgz: bytes) -> Json:
-    """List the files of a model definition; ``more`` is true if the list is cut.
-
-    ``tgz`` is the model definition as tar.gz.
-    """
+    """List a model definition's files (``tgz``); ``more`` is true if the list is cut."""
     files = list_files(tgz)
     return {
         "files": [{"path": file.path, "bytes": file.size} for file in files[:_MAX_FILES]],
@@ -165,7 +162,7 @@ def listed_files(tgz: bytes) -> Json:
 def shown_file(tgz: bytes, path: str) -> Json:
     """Return a model definition's file as text, cut at ``MAX_TEXT_BYTES``.
 
-    The text of a binary file is empty. ``tgz`` is the model definition as tar.gz.
+    The text of a binary file is empty.
     """
     content, size = read_start(tgz, path, MAX_TEXT_BYTES)
     is_binary = b"\0" in content

@@ -86,9 +86,8 @@ def _line_json(line: log_pages.ShownLine) -> dict[str, Any]:
 async def get_page(request: ApiRequest) -> dict[str, Any]:
     """Return a log's newest lines, or lines just ``before`` or ``after`` a line id.
 
-    Query filters are ``level``, ``rank`` (repeatable; -1 for lines without a rank) and ``text``. As a request scans a limited
-    number of lines, ``searchedTo`` is the line id to continue from (null at the log's end). ``last`` is the id of the newest
-    line.
+    Query filters are ``level``, ``rank`` (repeatable; -1 for lines without a rank) and ``text``. Requests scan a limited number
+    of lines; ``searchedTo`` is the line id to continue from (null at the log's end). ``last`` is the newest line's id.
     """
     wanted = _asked_lines(request)
     log = await _asked_log(request)

@@ -1,4 +1,4 @@
-"""Routes of the web page, of its files, events and login form, and of tasks' pages."""
+"""Routes of the web page, its files, events and login form, and of tasks' pages."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
 async def get_events(request: ApiRequest) -> Stream:
     """Stream server-sent events that name the changed topics.
 
-    The first event is ``{"master": id}``, with a new id after each start of the master. Later events are ``{"topics": […]}``,
-    or ``{"all": true}`` if there are too many topics.
+    The first event is ``{"master": id}``, whose id changes when the master restarts. Later events are ``{"topics": […]}``, or
+    ``{"all": true}`` for too many topics.
     """
     return event_stream(_events(request.services))
 

@@ -176,8 +176,7 @@ async def get_searches(request: ApiRequest) -> Json:
 def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
     """Return the most complete report among a search's experiments, or None.
 
-    An experiment's final report is outdated if the search continued, for example with a larger budget. Another experiment's
-    notes may still have a report from before an interruption.
+    Experiments of a search that continued, or resumed after an interruption, may have outdated reports.
     """
     documents = [document_of(row.notes, is_live=is_live) for row in experiments for is_live in (True, False)]
     return max(

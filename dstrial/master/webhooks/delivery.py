@@ -200,7 +200,7 @@ class Sender:
 def load_key(path: Path, configured: str | None) -> str:
     """Return the signing key: ``configured``, or else the content of file ``path``.
 
-    If the file does not exist, it is created with a new key.
+    A missing file is created with a new key.
 
     Raises:
         MasterError: the file cannot be read or created, or is empty.
@@ -252,8 +252,8 @@ def _result_of(status: int) -> DeliveryResult:
 logger = logging.getLogger("dstrial.master.webhooks")
 
 RETRY_S = (1.0, 10.0)
-"""Backoff before the second and third attempt, seconds, with a jitter of 50 %. Determined makes as many attempts within four
-seconds (``backoffAttempts`` in ``shipper.go``), which is too short for the restart of a receiver."""
+"""Backoff before the second and third attempt, seconds, with a jitter of 50 %. Determined's three attempts take at most
+four seconds (``backoffAttempts`` in ``shipper.go``), less than the restart of a receiver."""
 
 _NUM_SENDERS = 8
 _IDLE_S = 60.0
@@ -309,7 +309,7 @@ class Delivery:
             self._event.clear()
 
     def _start_due(self) -> tuple[float, bool]:
-        """Start sending due events; return (seconds to the next poll, whether any was due)."""
+        """Start sending due events; return (seconds to next poll, whether any was due)."""
         with self._database.read() as connection:
             rows = webhooks.next_events(connection)
         next_us = now_us() + int(_IDLE_S * 1e6)

@@ -27,7 +27,7 @@ _ESCAPED = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def body_of(event: Mapping[str, Any], kind: str, *, node: str, pool: str, base_url: str) -> bytes:
-    """Return the request body for a stored event; without ``base_url``, it has no link.
+    """Return the request body for a stored event; no link if ``base_url`` is empty.
 
     ``kind`` is the webhook's type, SLACK or DEFAULT; ``node`` and ``pool`` name the master's machine and resource pool.
     """

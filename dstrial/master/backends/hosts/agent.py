@@ -2,9 +2,9 @@
 
 The agent exchanges lines of JSON with the master's :mod:`~dstrial.master.backends.hosts.link`. Each allocation has its own
 supervisor, which outlives the agent and kills the allocation when the *lease* ends. Each heartbeat that the master acknowledges
-extends the lease to ``LEASE_S`` after the heartbeat was sent, so the master can compute the end of the lease. If the master
-announces its end, allocations continue for ``ORPHAN_S``, and the next master fetches their output and exit codes. If the
-connection ends without notice, the lease is not changed, as the network may have failed.
+extends the lease to ``LEASE_S`` after the heartbeat was sent; so the master knows when the lease ends. If the master announces
+its end, allocations continue for ``ORPHAN_S``, and the next master fetches their output and exit codes. If the connection ends
+without notice, the lease is not changed, as the network may have failed.
 """
 
 from __future__ import annotations

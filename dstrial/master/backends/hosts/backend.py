@@ -1,4 +1,4 @@
-"""Run allocations with slots on other machines, all others on the master's machine."""
+"""Run allocations with slots on other machines, others on the master's machine."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class LinkedBackend(abc.ABC):
         return run.directory if on_node == run.allocated[0] else run.directory / f"node-{on_node.node_id}"
 
     def _parts(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
-        """Return an allocation's (link, state) on each node; link None if the node is gone."""
+        """Return an allocation's (link, state) per node; link None if the node is gone."""
         found: list[tuple[HostLink | None, RemoteRun]] = []
         for on_node in run.allocated:
             link = self._link_to(run, on_node)
@@ -248,8 +248,8 @@ def _has_not_failed(part: RemoteRun) -> bool:
 def _failure_order(part: RemoteRun) -> tuple[bool, bool, float]:
     """Return a sort key that puts the node that caused an allocation's failure first.
 
-    Order: nodes that failed on their own, nodes that ended because another node failed, nodes that run or succeeded; each group
-    by the time of the report.
+    Order: nodes that failed first-hand, nodes that ended because another node failed, nodes that run or succeeded; then by
+    report time.
     """
     is_preempted = part.exit is not None and part.exit.cause == "preempted"
     return _has_not_failed(part), part.is_consequence or is_preempted, part.heard_s
@@ -267,8 +267,8 @@ def _combined_exit(
 ) -> AllocationExit:
     """Return the exit of an allocation that has ended on all nodes.
 
-    ``ended`` is the allocation's state on each node, ``cause`` its state on the node that failed first. ``terminating``, if not
-    None, is the exit of an unreachable node, and is returned instead of that of ``cause``.
+    ``ended`` is the allocation's state on each node, ``cause`` its state on the node that failed first. ``terminating``, the
+    exit of an unreachable node, replaces that of ``cause`` unless None.
     """
     exits = [part.exit for part in ended if part.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]

@@ -1,8 +1,8 @@
 """The master's end of the connection to a host's agent.
 
 A thread per host connects, starts the agent (:mod:`~dstrial.master.backends.hosts.agent`) over the connection, and reconnects
-after each disconnect. The allocation's output is mirrored into a directory on the master's machine, which the scheduler reads.
-The scheduler's thread only queues requests, and never waits for a host.
+after each disconnect. Allocations' output is mirrored into directories on the master's machine. The scheduler's thread only
+queues requests, and never waits for a host.
 """
 
 from __future__ import annotations
@@ -101,9 +101,8 @@ class HostLink:
 
     Args:
         notify: wakes the scheduler; called from any thread.
-        slot_ids: cluster-wide ids of the host's slots, in the order of ``host.slots``; by default computed from the slots'
-            indices.
-        place: suffix that distinguishes the agents of several jobs on one node; "" for the only agent of a host.
+        slot_ids: cluster-wide ids of ``host.slots``; by default computed from the slots' indices.
+        place: suffix that distinguishes agents of several jobs on one node; "" for a host's only agent.
     """
 
     def __init__(
@@ -248,7 +247,7 @@ class HostLink:
     def lost_reason(self) -> str | None:
         """Return why the host is lost; None if it is up, or in its grace period.
 
-        The grace period is ``_RECONNECT_GRACE_S`` if the host still answers, as only its agent may have ended, and 0 otherwise.
+        The grace period is ``_RECONNECT_GRACE_S`` if the host still answers (only its agent may have ended), else 0.
         """
         with self._lock:
             if self._why_down is None or (
@@ -263,10 +262,10 @@ class HostLink:
         return self._was_silent and self._why_down is not None
 
     def lose_all(self, why: str) -> None:
-        """Mark all allocations on the host as lost; the Slurm or Ray job has lost the host.
+        """Mark all allocations on the host as lost, because the job has lost the host.
 
-        If the host did not answer, it may be up without a network: its allocations then count as lost only at the end of their
-        lease, when the host kills them.
+        If the host does not answer, it may be up without a network: then its allocations are lost only at the lease's end, when
+        the host kills them.
         """
         with self._lock:
             self._is_released = True

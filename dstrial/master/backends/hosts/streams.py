@@ -96,8 +96,8 @@ def _abandon(connection: socket.socket, arrived: queue.Queue[bytes | None]) -> N
 def account_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
     """Return the user id of the process at the other end of a loopback connection.
 
-    None if the kernel lists no such connection. Source: Linux kernel documentation, proc_net_tcp.rst: addresses are hexadecimal
-    words in this machine's byte order, followed by the state; the user id is the eighth field.
+    None if the kernel lists no such connection. Source: Linux kernel documentation, proc_net_tcp.rst (addresses are hexadecimal
+    words in this machine's byte order).
     """
     wanted = (_shown(peer), _shown(here), _ESTABLISHED)
     with contextlib.suppress(OSError):

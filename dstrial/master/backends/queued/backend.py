@@ -5,7 +5,7 @@ For a waiting trial, the master submits a job, which is *pending* in the engine'
 reclaims the nodes, the job is *leaving*: the allocation saves a checkpoint and ends. The job is *ended* when it has lost its
 nodes, or when the master has cancelled it after its allocation. A restarted trial gets a new job.
 
-A separate thread calls the engine and may block. The scheduler's thread only queues requests and reads slots.
+A separate thread calls the engine, because these calls may block.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class QueuedBackend(LinkedBackend):
 
     Args:
         engine: called from one thread only.
-        ids_of: returns permanent node ids by name, for given names.
+        ids_of: maps node names to permanent ids.
         notify: wakes the scheduler; called from any thread.
         wants_devices: whether slots are accelerators.
     """
@@ -297,7 +297,6 @@ class QueuedBackend(LinkedBackend):
         self._engine.close()
 
     def _poll(self) -> None:
-        """Poll Slurm or Ray once; cancel and submit jobs accordingly."""
         if time.monotonic() > self._capacity_s + _NODES_PERIOD_S:
             self._update_capacity()
         seen = {job.id: job for job in self._engine.jobs()}

@@ -88,7 +88,7 @@ class TrackedJob:
     def cancel(self) -> bool:
         """Mark the job as cancelled; return False if it was already.
 
-        The slot ids are free for other jobs at once, although Slurm or Ray may still be ending the job.
+        The slot ids are free for other jobs at once, even while Slurm or Ray still ends the job.
         """
         is_new, self.is_cancelled, self.allocated = not self.is_cancelled, True, ()
         return is_new
@@ -154,7 +154,7 @@ def plan(
     Args:
         requests: waiting requests by :func:`key_text`.
         due: keys for which a job may be submitted now, the most urgent first.
-        jobs: all jobs; those that have ended, or run an allocation, are left alone.
+        jobs: all jobs; ended jobs, and jobs with an allocation, are left alone.
         max_pending: limit of pending jobs.
     """
     cancelled: list[tuple[TrackedJob, str]] = []
@@ -233,7 +233,7 @@ class NodeTable:
     The engine's thread writes; any thread may read ``nodes``.
 
     Args:
-        ids_of: returns permanent node ids by name, for given names.
+        ids_of: maps node names to permanent ids.
         engine: ``Slurm`` or ``Ray``, for messages.
         kind: kind of all slots.
     """

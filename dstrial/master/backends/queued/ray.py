@@ -113,8 +113,7 @@ class RayEngine:
     def max_pending(self, num_slots: int) -> int:
         """Return how many jobs of ``num_slots`` fit on the free slots, at least one.
 
-        With more pending groups than fit, the oldest could starve: Ray tries new groups first (gcs_placement_group_manager.cc
-        orders them by the time of the last attempt plus a backoff of up to a second).
+        With more pending groups, the oldest could starve: Ray tries new groups first (gcs_placement_group_manager.cc).
         """
         return min(max(self._num_free // max(num_slots, 1), 1), MAX_PENDING)
 
@@ -188,7 +187,10 @@ def usable(nodes: Sequence[RayNode]) -> list[RayNode]:
 
 
 def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
-    """Return ``GPU`` if a node has one and ``DS_ACCELERATOR`` is not cpu, else ``CPU``."""
+    """Return ``GPU`` or ``CPU``.
+
+    ``GPU`` if any node has GPUs and ``DS_ACCELERATOR`` is not cpu.
+    """
     has_gpus = any(node.num_slots(GPU) for node in nodes) and environ.get("DS_ACCELERATOR") != "cpu"
     return GPU if has_gpus else CPU
 
@@ -246,8 +248,8 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
 def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode], first: Sequence[str] = ()) -> EngineJob:
     """Return the state of a placement group as a job with a request's ``key``.
 
-    ``nodes`` are all nodes that Ray lists. ``first`` are the nodes on which the bundles were created, empty if unknown: Ray
-    moves a dead node's bundle to a node with free slots, and reports only the new node.
+    ``nodes`` are all nodes of Ray. ``first`` are the nodes on which the bundles were created, empty if unknown: Ray moves a
+    dead node's bundle, and reports only the new node.
     """
     kind = GPU if any(GPU in bundle for bundle in group.bundles) else CPU
     counts = [int(bundle.get(kind, 0)) for bundle in group.bundles]

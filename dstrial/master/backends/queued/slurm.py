@@ -51,7 +51,7 @@ class SlurmEngine:
     """Holds nodes for a master by batch jobs of Slurm.
 
     Args:
-        directory: in the state directory, for jobs' scripts and output; on a file system that all nodes mount.
+        directory: for jobs' scripts and output, on a file system that all nodes mount.
         cluster_id: id of the master; part of the names of its jobs.
         settings: key ``slurm`` of the master's settings; experiments' options override these.
         wants_devices: whether slots are accelerators.
@@ -255,7 +255,7 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
 def script_of(request: JobRequest, settings: Mapping[str, object], name: str, directory: Path) -> str:
     """Return the batch script of the job that serves a request. Pure.
 
-    ``settings`` is key ``slurm`` of the master's settings, ``name`` the job's name; the job's files are in ``directory``.
+    ``settings`` is key ``slurm`` of the master's settings; the job's files are in ``directory``.
 
     Raises:
         ConfigError: options of the request or the settings are invalid.
