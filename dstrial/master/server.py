@@ -330,8 +330,7 @@ def _run(
 class Shutdown:
     """Shuts the master down: stops or kills the trials, then stops the server.
 
-    During the stop, the server accepts trials' reports, ``app`` rejects submissions, and ``delivery`` sends pending webhook
-    events.
+    Meanwhile trials can report, ``app`` rejects submissions, and ``delivery`` sends pending webhook events.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class ForkServers:
         return pid, ""
 
     def poll(self, *, is_busy: bool) -> None:
-        """End fork servers past their idle timeout, which restarts if ``is_busy``."""
+        """End fork servers past their idle timeout; ``is_busy`` restarts the timeout."""
         now_s = time.monotonic()
         for found in list(self._running):
             if is_busy:
@@ -144,7 +144,7 @@ class ForkServers:
         )
 
     def _start_server(self, python: str, environment: Mapping[str, str]) -> _ServerEntry | None:
-        """Start a fork server, ending the least recently used ones at the limit; or None."""
+        """Start a fork server, or return None; at the limit, end the least recently used."""
         for other in self._running:
             if other.python == python:
                 logger.info("another fork server is needed: %s", other.server.mismatch(environment))

@@ -1,7 +1,7 @@
 """Run allocations on this machine: start, find, watch and end their supervisors.
 
-An allocation's directory has all state that a restarted master needs: ``supervisor.json`` has the supervisor's pid and start
-time, ``output.log`` the output, and ``exit.json`` the exit, once all processes have ended.
+An allocation's directory has all state that a restarted master needs: ``supervisor.json`` (pid and start time), ``output.log``,
+and, once all processes have ended, ``exit.json``.
 """
 
 from __future__ import annotations

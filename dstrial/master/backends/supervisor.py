@@ -371,8 +371,8 @@ def _process_table() -> "dict[int, list[bytes]]":
 def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
     """Kill this process's descendants, except spared ones; return whether it had any.
 
-    ``is_spared`` takes a pid; it is called just before each signal, because the process table may be outdated. Parents are
-    killed first: a shell whose child is killed would exit with 137 instead of by the signal.
+    ``is_spared`` is called with a pid just before each signal. Parents are killed first: a shell whose child is killed would
+    exit with 137 instead of by the signal.
     """
     found = descendants(os.getpid())
     for pid in found:

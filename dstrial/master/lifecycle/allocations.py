@@ -233,7 +233,7 @@ def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
 def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit) -> bool:
     """Return whether to restart a trial that failed while the searcher stopped it.
 
-    The trial then resumes from its latest checkpoint, and the searcher stops it again at its next validation.
+    The trial then resumes from its latest checkpoint, and is stopped again at its next validation.
     """
     experiment = experiment_rows.require(tx.connection, row.experiment_id)
     if experiment.state not in ("ACTIVE", "PAUSED"):

@@ -69,8 +69,7 @@ def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: 
     """Return the uuids of the candidates that the policy deletes.
 
     The policy keeps the best checkpoints of the experiment and of each trial, and the newest of each trial. Only checkpoints
-    with a validation at the same batch are ranked; the earlier batch wins a tie. Source: Determined 0.38.1, checkpoint garbage
-    collection.
+    with a validation at the same batch are ranked; the earlier batch wins a tie. Source: Determined 0.38.1.
     """
     sign = 1.0 if smaller_is_better else -1.0
     validated = [item for item in candidates if item.metric is not None and not math.isnan(item.metric)]

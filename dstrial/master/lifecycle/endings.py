@@ -1,6 +1,6 @@
 """Stop and end trials and experiments, and pass events to the searcher.
 
-The functions are mutually recursive: the end of a trial is an event for the searcher, which may stop other trials.
+The functions are mutually recursive: at the end of a trial, the searcher may stop other trials.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ def project_of_config(
     """Return a new experiment's project: the request's, the config's, or the default.
 
     ``project_id`` is the request's; if it is None or 1 (the default project), the config decides, which need not be valid.
-    Source: Determined 0.38.1, precedence of request and config.
+    Source: Determined 0.38.1.
     """
     names = [config.get("workspace") or None, config.get("project") or None]
     if project_id is not None and project_id > projects.DEFAULT_ID:

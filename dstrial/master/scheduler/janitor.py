@@ -1,4 +1,4 @@
-"""The janitor: deletes unneeded files and rows, and copies the database daily."""
+"""The janitor: deletes unneeded files and rows, and backs up the database daily."""
 
 from __future__ import annotations
 

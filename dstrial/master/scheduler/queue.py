@@ -1,7 +1,7 @@
 """Decide which trials and commands get slots next, and on which nodes. Pure.
 
-An allocation that fits on one node is never divided, because ranks on one node communicate many times faster. A larger one gets
-as few nodes as possible, with equally many slots on each if possible.
+An allocation that fits on one node is never divided. A larger allocation gets as few nodes as possible, if possible with
+equally many slots on each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def by_node(slot_ids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def could_ever_fit(num_slots: int, capacity: Mapping[int, int], *, is_on_one_node: bool = False) -> bool:
-    """Return whether ``num_slots`` would fit on ``capacity`` (node id -> slot count)."""
+    """Return whether ``num_slots`` fit on empty nodes of ``capacity`` (id -> slots)."""
     most = max(capacity.values(), default=0) if is_on_one_node else sum(capacity.values())
     return num_slots <= most
 

@@ -358,7 +358,7 @@ def _expired_grace_period(state: _State) -> str | None:
     """Return, as text, the grace period of a stop request that has expired, or None.
 
     Ranks that had stalled before the request cannot save a checkpoint, and get a shorter grace period. A grace period starts
-    when this master first sees the request, on the monotonic clock.
+    when this master first sees the request.
     """
     row = state.row
     deadline_us = row.preempt_deadline_us

@@ -68,9 +68,9 @@ def select_preemption_victims(
 ) -> list[Running]:
     """Return the trials to stop so that the first job in the queue can start.
 
-    Victims have a lower priority and can continue on the remaining slots; the least urgent victims come first. Empty if the job
-    still could not start. ``urgency`` is (priority, queue position) of ``first``. ``free`` are ids of slots that are unused or
-    being released; ``used_by`` maps experiment id -> number of slots in use.
+    Victims have a lower priority and can continue on the remaining slots; the least urgent come first. Empty if the job still
+    could not start. ``urgency`` is (priority, queue position) of ``first``. ``free`` are ids of slots that are unused or being
+    released; ``used_by`` maps experiment id -> number of slots in use.
     """
     if _all_fit([first], free, enabled, used_by):
         return []  # slots that are being released suffice
@@ -320,7 +320,7 @@ class Resizing:
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
-    """Record in log and metrics that a trial starts on another or lower slot count."""
+    """Log and report if a trial's slot count changed or is lower than requested."""
     before = rows.slots_of_run_before(tx.connection, allocation.trial_id, allocation.run_id)
     is_changed = before not in (0, num_slots)
     if num_slots < num_wanted:
@@ -351,7 +351,7 @@ def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_want
 
 
 def _may_change(row: rows.ResizableTrial) -> bool:
-    """Return whether a trial's config or a lack of slots makes it resizable."""
+    """Return whether a trial's config allows resizing, or the trial lacks slots."""
     elasticity = _elasticity(row.section, row.slots_per_trial)
     return elasticity.is_asked_for or len(json.loads(row.slots)) < row.slots_per_trial
 

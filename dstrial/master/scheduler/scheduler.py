@@ -190,8 +190,7 @@ class Scheduler:
 class _HeartbeatTimeout:
     """Ends detached runs that have sent no heartbeat for ``timeout_s``.
 
-    The timeout restarts when the master starts, after a suspend, and when the wall clock jumps: heartbeats have wall-clock
-    times.
+    The timeout restarts at the master's start, after a suspend and when the wall clock jumps.
     """
 
     def __init__(self, database: Database, timeout_s: float) -> None:

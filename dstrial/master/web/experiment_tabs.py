@@ -193,7 +193,7 @@ def _config_texts(services: Services, row: experiments.Experiment, kind: str) ->
 
 
 def code_differences(before: bytes, after: bytes) -> list[str]:
-    """Return the lines of a unified diff of two model definitions."""
+    """Return the lines of a unified diff of two model definitions (tar.gz)."""
     old, new = ({file.path: file.digest for file in list_files(tgz)} for tgz in (before, after))
     changed = sorted({path for path, _ in old.items() ^ new.items()})
     shown = frozenset(changed[:_MAX_CHANGED])

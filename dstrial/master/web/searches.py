@@ -1,7 +1,7 @@
 """Routes of the web page's view of searches by dsat, the DeepSpeed autotuner.
 
-A label of each experiment names the search. dsat writes a report into the notes of an experiment: a short report during the
-search, and the full report at the end.
+A label of each experiment names the search. dsat writes its report into an experiment's notes: a short one during the search,
+the full one at the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routes of the web page's lists and charts; each is one read transaction."""
+"""Routes of the web page's lists and charts; each reads in one transaction."""
 
 from __future__ import annotations
 

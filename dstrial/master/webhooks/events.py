@@ -1,4 +1,4 @@
-"""Match log lines with webhooks; enqueue events in their causing transactions."""
+"""Match log lines with webhooks; enqueue events within the causing transaction."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ class Agent:
 
 
 def _slots_of(wanted: list[int]) -> tuple[Slot, ...]:
-    """Return this host's slots with the indices: accelerators, or else CPU slots."""
+    """Return this host's slots with these indices: accelerators, or else CPU slots."""
     found = {slot.id: slot for slot in find_slots()}
     if all(slot.kind == "cpu" for slot in found.values()):
         found = {slot.id: slot for slot in find_slots(max(wanted, default=-1) + 1)}

@@ -1,8 +1,8 @@
 """The master's end of the connection to a host's agent.
 
 A thread per host connects, starts the agent (:mod:`~dstrial.master.backends.hosts.agent`) over the connection, and reconnects
-after each disconnect. Allocations' output is mirrored into directories on the master's machine. The scheduler's thread only
-queues requests, and never waits for a host.
+after each disconnect. Allocations' output is mirrored into directories on the master's machine. The scheduler's thread never
+waits for a host.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class HostLink:
                 self._send({"do": "stop", "id": name})
 
     def kill(self, name: str, *, leaves_record: bool) -> None:
-        """Kill an allocation on the host; if the agent has no request yet, send none."""
+        """Kill an allocation on the host, or prevent its start if it was not sent yet."""
         with self._lock:
             run = self._runs.get(name)
             if run is None or run.exit is not None:

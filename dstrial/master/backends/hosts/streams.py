@@ -1,7 +1,7 @@
 """Tunnel trials' TCP connections to their master through the agent's connection.
 
-Each connection is a numbered stream with a socket at both ends. Bytes read from a socket are sent as a frame with the stream's
-number; bytes of a received frame are written to the socket. The agent listens on the loopback address of its host only.
+Each connection is a numbered stream with a socket at both ends. Bytes read from a socket are sent in frames with the stream's
+number. The agent listens on the loopback address of its host only.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 For a waiting trial, the master submits a job, which is *pending* in the engine's queue. Once the job has nodes, it is
 *running*: the master connects to an agent on each node, and starts the allocation when all agents answer. While the engine
 reclaims the nodes, the job is *leaving*: the allocation saves a checkpoint and ends. The job is *ended* when it has lost its
-nodes, or when the master has cancelled it after its allocation. A restarted trial gets a new job.
+nodes, or is cancelled after its allocation. A restarted trial gets a new job.
 
 A separate thread calls the engine, because these calls may block.
 """
@@ -430,7 +430,7 @@ class QueuedBackend(LinkedBackend):
         self._cancel(unused)
 
     def _submit(self, name: str, waiting: WaitingRequest) -> None:
-        """Submit a job with the largest acceptable number of slots; else retry later."""
+        """Submit a job with the most slots that the engine accepts; if none, retry later."""
         request = waiting.request
         excluded = self._nodes.names_of(request.excluded_nodes)
         first: EngineRefusedError | None = None

@@ -1,7 +1,7 @@
 """Ray as an engine: a job is a placement group with a bundle for each node.
 
-Placement groups belong to the cluster and outlive the master. Ray never rejects a group that fits on no node, so this module
-does. Ray moves the bundles of a dead node to another node; this module then ends the job.
+Placement groups outlive the master. Ray never rejects a group that fits on no node, so this module does. If Ray moves the
+bundles of a dead node, this module ends the job.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
 def script_of(request: JobRequest, settings: Mapping[str, object], name: str, directory: Path) -> str:
     """Return the batch script of the job that serves a request. Pure.
 
-    ``settings`` is key ``slurm`` of the master's settings; the job's files are in ``directory``.
+    ``settings`` is key ``slurm`` of the master's settings; ``directory`` is for the job's files.
 
     Raises:
         ConfigError: options of the request or the settings are invalid.
@@ -293,9 +293,7 @@ def script_of(request: JobRequest, settings: Mapping[str, object], name: str, di
 
 
 def check_slurm(settings: Mapping[str, object], directory: Path) -> None:
-    """Raise unless Slurm accepts a one-slot test job with the master's settings.
-
-    The tested script is written into ``directory``.
+    """Raise unless Slurm accepts a one-slot test job (script in ``directory``).
 
     Raises:
         LaunchError: Slurm is not installed, does not answer, or rejects the job.
@@ -313,7 +311,7 @@ def check_slurm(settings: Mapping[str, object], directory: Path) -> None:
 def wants_devices(settings: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether slots are GPUs: sbatch options request or the partition has GPUs.
 
-    With ``DS_ACCELERATOR=cpu``, slots are never GPUs. ``settings`` is key ``slurm`` of the master's settings.
+    False with ``DS_ACCELERATOR=cpu``. ``settings`` is key ``slurm`` of the master's settings.
     """
     if environ.get("DS_ACCELERATOR") == "cpu":
         return False
