@@ -1,1 +1,1 @@
-"""The embedded master: serves Determined's REST API on one machine."""
+"""The master: a process that serves Determined's REST API and schedules trials."""

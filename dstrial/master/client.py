@@ -60,7 +60,7 @@ class Client:
         return value
 
     def stream(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects of a streaming response; raise the errors of ``send``."""
+        """Yield the JSON objects of a streaming response; raises the errors of ``send``."""
         with self._answer("GET", path, query, None, timeout_s=None) as answer:
             for line in answer:
                 message = json.loads(line)
@@ -140,7 +140,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _error_text(body: bytes, reason: str) -> str:
-    """Return the message in the body of an error response, else the HTTP reason."""
+    """Return the message in the body of an error response, or else the HTTP reason."""
     try:
         value = json.loads(body)
         error = value.get("error") or {}

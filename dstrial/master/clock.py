@@ -14,13 +14,13 @@ def now_us() -> int:
 
 
 def format_us(us: int) -> str:
-    """Format a timestamp as ``2026-11-21T02:00:00.123456Z``; texts sort by time."""
+    """Format a timestamp as ``2026-11-21T02:00:00.123456Z``, which sorts by time."""
     # isoformat() pads years before 1000; strftime() does not.
     return f"{(_EPOCH + us * _US).replace(tzinfo=None).isoformat(timespec='microseconds')}Z"
 
 
 def parse_time(text: str) -> int:
-    """Parse a client's ISO time to microseconds since the epoch; UTC without a zone."""
+    """Parse an ISO time (UTC if it has no zone) to microseconds since the epoch."""
     from dateutil import parser  # type: ignore[import-untyped]  # no stubs are installed
 
     found: datetime.datetime = parser.isoparse(text)

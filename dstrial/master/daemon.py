@@ -1,7 +1,7 @@
 """Start, find and stop the background master of a state directory.
 
-The new process gets its options on its command line, and reports through a pipe that it serves or why it failed. This module
-does not import the server, to keep commands fast.
+The new process reports through a pipe that it serves requests, or why it failed. To keep commands fast, this module does not
+import the server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEFAULT_PORT = 8080
 ENGINES = ("slurm", "ray")  # back ends that get their nodes from an engine with a queue
 BACKENDS = ("agent", *ENGINES)
 _START_TIMEOUT_S = 60.0
-_CHECK_S_PER_GIB = 30.0  # time to verify the database at start-up; ten times the time measured after a kill
+_CHECK_S_PER_GIB = 30.0  # timeout of the database check at startup; ten times the time measured after a kill
 
 _OTHER_TIMEOUT_S = 10.0
 _POLL_PERIOD_S = 0.05
@@ -111,7 +111,7 @@ def start(
 def _launch(
     state: StateDirectory, options: MasterOptions, meanwhile: Callable[[], None]
 ) -> tuple[subprocess.Popen[bytes], bytes | None]:
-    """Start the master's process; return it and its startup report (None: timeout)."""
+    """Start the master's process; return the process and its report (None on timeout)."""
     ours, theirs = os.pipe()
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:
@@ -145,7 +145,7 @@ def _start_timeout_s(state: StateDirectory) -> float:
 
 
 def _wait_for_record(state: StateDirectory) -> MasterRecord | None:
-    """Wait for a master that another command just started; None after a timeout."""
+    """Return the record of a master that another command starts; None on timeout."""
     deadline_s = time.monotonic() + _OTHER_TIMEOUT_S
     while time.monotonic() < deadline_s:
         record = state.running()
@@ -166,7 +166,6 @@ def _is_free(port: int) -> bool:
 
 
 def _read_all(descriptor: int, deadline_s: float) -> bytes | None:
-    """Read a pipe until EOF; None after the deadline."""
     content = b""
     while True:
         readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline_s - time.monotonic()))
@@ -190,9 +189,9 @@ def _startup_failure(state: StateDirectory, exit_code: int) -> str:
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
-    """Return the port for a new master: the last one's if its trials still run.
+    """Return the port for a new master: the last master's if its trials still run.
 
-    Else the port of ``options``, of their settings file, or the default.
+    Otherwise the port in ``options``, in the settings file, or the default.
     """
     asked = options.port
     if asked is None and options.config_file is not None:
@@ -211,7 +210,7 @@ def choose_port(state: StateDirectory, options: MasterOptions) -> int:
 
 
 def live_allocations(state: StateDirectory) -> list[str]:
-    """Return ids of allocations whose supervisor process runs, even if no master does."""
+    """Return ids of allocations whose supervisor process runs; needs no live master."""
     found = supervisors(state)
     if not found:
         return []
@@ -228,7 +227,7 @@ def request_stop(record: MasterRecord, *, is_kill: bool) -> None:
 
 
 def _resume_if_stopped(record: MasterRecord) -> None:
-    """Send SIGCONT if the master is stopped, so that it can handle a stop signal."""
+    """Send SIGCONT if the master is suspended, so that it can handle other signals."""
     if is_stopped(record.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, signal.SIGCONT)
@@ -242,7 +241,7 @@ def wait_for_end(
 ) -> bool:
     """Wait at most ``timeout_s`` for a master to exit; return whether it exited.
 
-    A stopped master gets SIGCONT. ``on_progress`` gets the number of running allocations whenever this number changes.
+    A suspended master gets SIGCONT. ``on_progress`` is called with the number of running allocations whenever it changes.
     """
     deadline_s = time.monotonic() + timeout_s
     last_count: int | None = None

@@ -36,7 +36,7 @@ def raise_limit() -> int:
 
 
 def restore_limit(pid: int) -> None:
-    """Give a child the user's open-file limit: beyond 1024 files ``select`` fails."""
+    """Restore a child's original open-file limit: ``select`` fails above 1024 files."""
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))

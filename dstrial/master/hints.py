@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Hint(enum.Enum):
-    """Suggestion for the user in an error of the store; its value ends the message."""
+    """A suggestion of what to do, which an error of the database layer ends with."""
 
     LIST_ALLOCATIONS = "; expected one of `det task list`."
     LIST_CHECKPOINTS = "; expected one of `det experiment list-checkpoints`."

@@ -1,7 +1,7 @@
 """Log ``det`` in: write a master's tokens to the token store of ``det``.
 
-``det`` stores tokens by address, and a master has two addresses: ``localhost`` and ``127.0.0.1``. If the master does not accept
-the token of an entry, the entry belongs to another master, and is kept until the user runs ``dstrial login``.
+``det`` stores tokens by address, and a master has two addresses: ``localhost`` and ``127.0.0.1``. An entry whose token the
+master does not accept belongs to another master, and is kept until the user runs ``dstrial login``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ USERNAME = "determined"  # default login of the state directory's owner; not an 
 
 
 class Login(enum.Enum):
-    """What ``log_in`` did with the entry of one address in the token store of ``det``."""
+    """What ``log_in`` did with an address's entry in the token store of ``det``."""
 
     ADDED = enum.auto()
     KEPT = enum.auto()
@@ -34,10 +34,9 @@ def addresses_of(port: int) -> tuple[str, str]:
 def log_in(record: MasterRecord) -> dict[str, Login]:
     """Log ``det`` in at both addresses of a master; return address -> outcome.
 
-    A valid entry is kept, whichever user it has, and so is one that belongs to another master.
+    A valid entry of any user is kept, and so is an entry that belongs to another master.
 
-    Source: Determined 0.38.1 determined.common.api.authentication.TokenStore (file and places), ``det`` addresses
-    of the form ``http://host:port``.
+    Source: Determined 0.38.1 determined.common.api.authentication.TokenStore.
     """
     outcome: dict[str, Login] = {}
     known: tuple[str, str] | None = None
@@ -114,7 +113,7 @@ def new_token(record: MasterRecord, username: str = USERNAME) -> str:
 def browser_link(record: MasterRecord, username: str = USERNAME) -> str:
     """Return a one-time login link for browsers, valid for ten minutes.
 
-    The code is in the URL fragment, which browsers do not send. Thus it appears in no request line, log or ``Referer``.
+    The code is in the URL fragment, which browsers do not send; thus it is in no log or ``Referer`` header.
     """
     client = Client(record.address, socket=record.socket)
     code = str(client.post("/owner/link", {"username": username})["code"])

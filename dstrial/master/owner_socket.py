@@ -1,7 +1,7 @@
 """The UNIX socket through which the state directory's owner reaches the master.
 
-The socket is in the state directory, which has mode 0700. A socket address is limited to 108 bytes (unix(7) ``sun_path``), so a
-longer path is addressed through ``/proc/self/fd``.
+The socket is in the state directory, which has mode 0700. Socket addresses are limited to 108 bytes (unix(7) ``sun_path``), so
+longer paths are addressed through ``/proc/self/fd``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BACKLOG = 128
 def listening(state: StateDirectory) -> Iterator[tuple[socket.socket, Path]]:
     """Listen on the owner's socket; yield the listening socket and its path.
 
-    A file that a killed master has left is removed.
+    The stale socket file of a killed master is removed.
     """
     path = state.path / "master.sock"
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
@@ -60,7 +60,7 @@ def connect(path: str, timeout_s: float | None) -> socket.socket:
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """Yield the address of a socket path: an alias in ``/proc/self/fd`` if too long."""
+    """Yield the address of a socket path: a ``/proc/self/fd`` alias if it is too long."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
         return

@@ -18,14 +18,14 @@ class Follower:
         self._future: asyncio.Future[None] | None = None
 
     def add(self, topics: Iterable[str]) -> None:
-        """Add the wanted ones of ``topics`` and wake ``next``; the caller holds the lock."""
+        """Add matching ``topics`` and wake ``next``; the caller must hold the lock."""
         self._topics.update(filter(self._is_wanted, topics))
         if self._topics and self._future is not None:
             self._future.get_loop().call_soon_threadsafe(_finish, self._future)
             self._future = None
 
     async def next(self, timeout_s: float) -> set[str]:
-        """Return topics published since the last call; if none, wait up to ``timeout_s``."""
+        """Return topics published since the last call; wait up to ``timeout_s`` for one."""
         with self._lock:
             found, self._topics = self._topics, set()
             if found:

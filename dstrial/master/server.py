@@ -56,9 +56,9 @@ logger = logging.getLogger("dstrial.master")
 _STREAM_END_S = 2.0  # grace period of open streams at shutdown
 
 _STOP_TIMEOUT_S = 24 * 3600.0
-"""Time for all trials' last checkpoints at shutdown, in seconds; each trial's ``preemption_timeout`` is shorter."""
+"""Timeout for trials' last checkpoints at shutdown, seconds; must exceed each trial's ``preemption_timeout``."""
 
-_DRAIN_S = 5.0  # time for pending webhook events at shutdown
+_DRAIN_S = 5.0  # timeout for pending webhook events at shutdown
 
 _PRIVATE_UMASK = 0o077
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -72,7 +72,7 @@ _LOG_INDENT = "    "
 
 
 class MasterServer(uvicorn.Server):
-    """uvicorn server without signal handlers; calls ``on_ready`` when it serves."""
+    """uvicorn server without signal handlers; calls ``on_ready`` once it serves."""
 
     def __init__(
         self, config: uvicorn.Config, on_ready: Callable[[], None], owner_listener: socket.socket
@@ -83,7 +83,7 @@ class MasterServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers, as a signal must first stop the trials."""
+        """Install no signal handlers: the master's own handlers first stop the trials."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -141,8 +141,8 @@ def serve(
     """Serve until a signal shuts the master down.
 
     SIGTERM, SIGINT and SIGHUP first stop the trials with a checkpoint. A further SIGINT, or ``KILL_SIGNAL``, kills the trials.
-    ``on_ready`` is called one time, when the master serves. It must not send requests itself. With ``shows_log``, the log also
-    goes to stderr.
+    ``on_ready`` is called once, when the master serves requests, and must not send requests itself. With ``shows_log``, the log
+    also goes to stderr.
     """
     from dstrial.master.backends import local
     from dstrial.master.backends.devices import find_slots
@@ -330,7 +330,7 @@ def _run(
 class Shutdown:
     """Shuts the master down: stops or kills the trials, then stops the server.
 
-    Meanwhile the server accepts reports of trials, ``app`` rejects submissions, and ``delivery`` sends pending webhook events.
+    Meanwhile trials can report, ``app`` rejects submissions, and ``delivery`` sends pending webhook events.
     """
 
     def __init__(
@@ -377,7 +377,7 @@ class Shutdown:
 
 
 def main(words: list[str]) -> int:
-    """Run a master; ``words`` are STATE_DIR, READY_FD, OPTIONS. Return the exit code."""
+    """Run a master and return its exit code; ``words`` are STATE_DIR READY_FD OPTIONS."""
     state = StateDirectory(Path(words[0]))
     ready = int(words[1])
     os.set_inheritable(ready, False)

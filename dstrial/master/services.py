@@ -55,7 +55,7 @@ VERSION = "0.38.1"  # release of Determined whose API is served; clients warn ab
 
 
 class Activity:
-    """When each task's proxied service was last used, for idle timeouts; in memory."""
+    """Times at which tasks' proxied services were last used, for idle timeouts."""
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}
@@ -91,7 +91,7 @@ class Services:
     executor: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
     )
-    # Slow checks have a separate pool, so that they do not delay database reads.
+    # Slow checks have a separate thread pool, so that they do not delay database reads.
     checker: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_CHECKERS, thread_name_prefix="dstrial-checker")
     )
@@ -197,7 +197,7 @@ class Services:
         return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
 
     def agent_of(self, allocation: Allocation) -> str:
-        """Return the names of an allocation's nodes; without slots, the master's machine."""
+        """Return the names of an allocation's nodes; without slots, the master's name."""
         wanted = {nodes.node_of(slot_id) for slot_id in allocation.slots}
         return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
 
@@ -208,7 +208,7 @@ class Services:
     async def read(
         self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return ``function(connection, *args)``, run in a reader thread on one snapshot."""
+        """Return ``function(connection, *args)``, run in a reader thread on a DB snapshot."""
 
         def run() -> T:
             with self.database.read() as connection:
@@ -267,7 +267,7 @@ def open_services(
     hosts: tuple[Host, ...] = (),
     transport: Transport | None = None,
 ) -> Services:
-    """Create a master's services; at its first start, also the cluster id and users.
+    """Create a master's services; at its first start, also cluster id and first users.
 
     With ``has_passwords``, the first users get random passwords, stored in ``credentials.json`` in ``state_dir`` (mode 0600).
     Otherwise their passwords are blank, as in Determined.

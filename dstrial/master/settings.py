@@ -159,7 +159,7 @@ class MasterSettings:
     port: int | None
     launch_error: bool  # reject experiments that need more slots than exist
     log_level: str
-    log_color: bool  # no effect, as the log is a file; only shown
+    log_color: bool  # no effect, because the log is a file; shown by the API
     checkpoint_storage: Mapping[str, Any]  # without a path: ``checkpoints`` in the state directory
     pool_name: str
     environment_variables: tuple[str, ...]  # ``NAME=value`` for every trial
@@ -176,7 +176,7 @@ class MasterSettings:
     token_max_days: int = -1  # -1: unlimited
     signing_key: str | None = dataclasses.field(default=None, repr=False)  # signs webhooks; None: generated
     base_url: str = ""  # URL of the web page, for links in webhooks
-    feature_switches: tuple[str, ...] = ()  # no effect: switches of Determined's web interface; only shown
+    feature_switches: tuple[str, ...] = ()  # no effect: for Determined's web page; shown by the API
     hostfile: str | None = None  # absolute path
     hosts_python: str | None = None
     backend: str = "agent"  # agent (this machine, or hosts), slurm or ray
@@ -238,7 +238,7 @@ class MasterSettings:
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
-        """Return the defaults that the master merges into every experiment config."""
+        """Return the settings' defaults that are merged into every experiment config."""
         storage = dict(self.checkpoint_storage)
         key = "host_path" if storage["type"] == "shared_fs" else "container_path"
         storage.setdefault(key, str(state_dir / "checkpoints"))
@@ -285,7 +285,7 @@ def _path(text: str | None, config_file: Path | None) -> str | None:
 
 
 def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
-    """Return the resource pool's name; merge its task defaults into those of ``raw``.
+    """Return the resource pool's name; merge the pool's task defaults into ``raw``.
 
     Source: Determined 0.38.1 ``TaskContainerDefaultsConfig.Merge``: variables are merged, hooks are replaced.
     """
@@ -341,7 +341,10 @@ def _check_each(
     what: tuple[str, str],
     findings: Diagnostics,
 ) -> None:
-    """Report list entries that do not match ``pattern``; ``what`` is (expected, fix)."""
+    """Report entries that do not match ``pattern``.
+
+    ``what`` is (expected value, fix) for the error message.
+    """
     for index, entry in enumerate(entries):
         if not isinstance(entry, str) or re.fullmatch(pattern, entry, re.DOTALL) is None:
             findings.problem((*path, index), render(entry), *what)

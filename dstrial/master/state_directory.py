@@ -36,7 +36,7 @@ STATE_DIR_VARIABLE = "DSTRIAL_STATE_DIR"  # default of ``--state-dir``
 
 
 class StateInUseError(MasterError):
-    """Another process serves the state directory."""
+    """Raised if another process has locked the state directory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class MasterRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateDirectory:
-    """Paths, record and lock of a master's state directory; holds no open files."""
+    """Paths, record and lock of a master's state directory; keeps no files open."""
 
     path: Path
 
     @classmethod
     def choose(cls, state_dir: str | os.PathLike[str] | None = None) -> StateDirectory:
-        """Return ``state_dir``, else ``DSTRIAL_STATE_DIR``, else the user data directory."""
+        """Return ``state_dir``, else DSTRIAL_STATE_DIR, else the user data directory."""
         asked = state_dir or os.environ.get(STATE_DIR_VARIABLE)
         if asked:
             return cls(Path(asked).absolute())

@@ -1,6 +1,6 @@
 """The interface between the scheduler and the back ends that run allocations.
 
-A back end runs allocations on nodes; a node is a machine with slots. Allocations survive a restart of the master: the new
+An allocation is one run of a trial or command, on slots of one or more nodes. It survives a restart of the master: the new
 master builds the same :class:`RunRef` from the allocation's database row.
 """
 
@@ -20,29 +20,29 @@ from dstrial.master.store.nodes import OWN_NODE, node_of
 Cause = Literal["exited", "lost", "unreachable", "preempted", "refused"]
 """Why an allocation ended on a node.
 
-- exited: its entrypoint exited
-- lost: its supervisor was killed, or its node removed
+- exited: the entrypoint exited
+- lost: the supervisor died, or the node was removed
 - unreachable: the node did not answer for too long
-- preempted: the master killed it, after a failure on another node for example
-- refused: the node could not start it
+- preempted: the master killed the processes, for example after a failure on another node
+- refused: the node could not start the allocation
 """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """A machine that offers slots."""
+    """A machine whose slots (accelerators or CPU cores) run ranks of trials."""
 
     id: int  # 0 for the master's own machine, ``nodes.id`` of the database for the others
     name: str  # for users, and in ``det agent list``
-    address: str  # its address for the other nodes
+    address: str  # address at which other nodes reach it
     slots: tuple[Slot, ...]  # with ids that are unique in the cluster
-    why_down: str | None  # why it cannot start allocations now; None if it can
-    since_us: int  # time of its last change between up and down
+    why_down: str | None  # why allocations cannot start on the node now; None if they can
+    since_us: int  # time of the node's last change between up and down
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeAllocation:
-    """An allocation's slots on one node; the ids are unique in the cluster."""
+    """An allocation's slots on one node; slot ids are unique in the cluster."""
 
     node_id: int
     slots: tuple[int, ...]
@@ -50,12 +50,12 @@ class NodeAllocation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRef:
-    """Identifies an allocation, running or about to start, in calls of a back end."""
+    """Reference to a starting or running allocation, with its directory and slots."""
 
     allocation_id: str
-    directory: Path  # its files on the master's machine
+    directory: Path  # the allocation's files on the master's machine
     allocated: tuple[NodeAllocation, ...]  # at least one, in rank order
-    supervisor: SupervisorHandle | None = None  # on the master's machine, once the allocation's row has it
+    supervisor: SupervisorHandle | None = None  # of the master's machine, if stored in the allocation's row
 
     @property
     def is_on_own_node(self) -> bool:
@@ -64,7 +64,7 @@ class RunRef:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SupervisorHandle:
-    """Identity of an allocation's supervisor: pid, and boot id with start time."""
+    """Identity of an allocation's supervisor process: pid, boot id and start time."""
 
     pid: int
     start_time: str
@@ -75,15 +75,15 @@ class NodeExit:
     """How an allocation ended on one node."""
 
     node_id: int
-    exit_code: int  # of the entrypoint there, as in a shell
+    exit_code: int  # of the entrypoint on the node, as in a shell
     signal: int | None
     cause: Cause
-    text: str | None = None  # reason, if the exit code alone is not enough
+    text: str | None = None  # reason for users; None if the exit code says all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationExit:
-    """How an allocation ended, on all nodes together."""
+    """How an allocation ended, summarised over all its nodes."""
 
     exit_code: int  # of the entrypoint that failed first, as in a shell
     signal: int | None
@@ -95,7 +95,7 @@ class AllocationExit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """The local directory with an allocation's output on one node."""
+    """The directory, on the master's machine, of an allocation's output on one node."""
 
     node_id: int
     directory: Path
@@ -110,7 +110,7 @@ class Note:
 
 
 class SlotsGoneError(MasterError):
-    """An allocation lost its slots before its start, which is no failure of the trial."""
+    """Raised if an allocation lost its slots before its start: not a trial failure."""
 
 
 Key: TypeAlias = int | str
@@ -128,23 +128,23 @@ class ResourceRequest:
     # returns a title for users and the experiment's config
     describe: Callable[[], tuple[str, Mapping[str, Any]]]
     fewer: tuple[int, ...] = ()  # acceptable smaller numbers of slots, largest first
-    may_wait: bool = False  # whether it may wait for more nodes than the cluster has now
+    may_wait: bool = False  # whether the request may wait until more nodes join the cluster
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why Slurm or Ray cannot run a job, as a problem of the experiment's config."""
+    """Why Slurm or Ray cannot run a job, as an error in the experiment's config."""
 
     key: str  # dotted path in the config
-    got: str  # the value there, for users
-    expected: str  # what would be accepted, without a full stop
+    got: str  # the config's value at ``key``, for users
+    expected: str  # the accepted values as text, without a full stop
     fix: str  # one imperative sentence
-    is_for_nodes: bool = False  # whether the cluster lacks nodes, which may change when others join
+    is_for_nodes: bool = False  # whether the job could run if more nodes joined the cluster
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """A back end's answer to all waiting requests for slots."""
+    """Result of ``Backend.request``: requests with slots, failures and messages."""
 
     # requests that have got slots: their slot ids in rank order
     slots: Mapping[Key, Sequence[int]] = dataclasses.field(default_factory=dict)
@@ -158,17 +158,17 @@ class Backend(Protocol):
     """Runs allocations on nodes; the interface that the scheduler calls.
 
     Only the scheduler's thread calls the methods, except ``nodes``, ``job_text`` and ``unsatisfiable_reasons``, which are
-    thread-safe. Only ``unsatisfiable_reasons`` may block on another machine.
+    thread-safe. Only ``unsatisfiable_reasons`` may block while Slurm or Ray responds.
     """
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return all nodes, including those that are down. Ids of slots never change."""
+        """Return all nodes, including nodes that are down. Slot ids never change."""
 
     def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
         """Return slots for waiting requests; None if the master itself assigns the slots.
 
-        ``requests`` are all waiting ones, the most urgent first. The scheduler calls the method at each poll of its queue, even
-        without requests: a back end for Slurm or Ray submits and cancels jobs here.
+        ``requests`` are those of all waiting trials and commands, the most urgent first. The scheduler calls the method at each
+        poll, even without requests, because Slurm and Ray jobs are submitted and cancelled here.
         """
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
@@ -184,65 +184,65 @@ class Backend(Protocol):
         """Return why an allocation will soon lose its slots; None if it will not."""
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
-        """Start an allocation; return its supervisor, None if ``find`` returns it later.
+        """Start an allocation; return its supervisor, None until remote nodes report one.
 
         Raises:
             SlotsGoneError: the allocation's slots are gone.
-            DstrialError: the allocation cannot be started. A node that refuses it later reports that as an exit.
+            DstrialError: the allocation cannot be started. If a node rejects it later, ``observe`` returns that as an exit.
         """
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return an allocation's supervisor, an earlier master's too; None if unknown."""
+        """Return an allocation's supervisor, whichever master started it; None if unknown."""
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
-        """Return the supervisors of an allocation that have started, by node id."""
+        """Return node id -> supervisor, for an allocation's started supervisors."""
 
     def observe(self, run: RunRef) -> AllocationExit | None:
         """Return how an allocation ended; None while it runs.
 
-        If a supervisor was lost, the other processes of the allocation are killed.
+        If a supervisor has died, the allocation's other processes are killed.
         """
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         """Return the directories of an allocation's output, the first failed node's first."""
 
     def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return lines to add to an allocation's log; each is returned once."""
+        """Return lines to add to an allocation's log; later calls return only new lines."""
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
         """Return uuids of checkpoints that an allocation began to save and did not report."""
 
     def ask_to_stop(self, run: RunRef) -> None:
-        """Send SIGTERM to an allocation's entrypoints; kill other processes afterwards."""
+        """Send SIGTERM to an allocation's entrypoints; once they exit, kill the rest."""
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
-        """Kill every process of an allocation; its supervisors first record the exit.
+        """Kill an allocation's processes; its supervisors record the exit, then end.
 
-        With ``leaves_record=False`` supervisors are killed, too, and the allocation counts as lost: on a full disk a supervisor
-        would wait until it can write its record.
+        With ``leaves_record=False`` supervisors are killed, too, and the allocation counts as lost: for a full disk, on which
+        no supervisor can write its record.
         """
 
     def forget(self, run: RunRef) -> None:
         """Delete the files of an ended allocation, on all nodes."""
 
     def begin(self) -> None:
-        """Connect to the nodes within some seconds, after ``find`` of all allocations.
+        """Connect to the nodes, for some seconds; called after all calls of ``find``.
 
-        If it raises, it is called again after a backoff.
+        If the method raises, the scheduler calls it again after a backoff.
         """
 
     def poll(self, *, is_busy: bool) -> None:
-        """End fork servers that have long been idle; update the back end's status file.
+        """End fork servers past their idle timeout; update the back end's status file.
 
-        The scheduler calls the method repeatedly. ``is_busy`` says whether any allocation runs: no fork server is idle then.
+        The scheduler calls the method repeatedly. While ``is_busy`` (any allocation runs), no fork server counts as idle.
         """
 
     def close(self) -> None:
-        """Disconnect from the nodes; allocations continue."""
+        """Disconnect from the nodes; allocations keep running."""
 
 
 class OwnNodes:
-    """Methods of a back end without Slurm or Ray: the master itself assigns slots."""
+    """Mixin for back ends without Slurm or Ray, where the master assigns slots."""
 
     def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
         del requests
@@ -262,7 +262,7 @@ class OwnNodes:
 
 
 def run_of(allocation: Allocation) -> RunRef:
-    """Return an allocation's reference; one without slots is on the master's machine."""
+    """Return an allocation's ``RunRef``; without slots, it is on the master's machine."""
     allocated: dict[int, list[int]] = {}
     for slot_id in allocation.slots:
         allocated.setdefault(node_of(slot_id), []).append(slot_id)

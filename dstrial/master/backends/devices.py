@@ -36,8 +36,8 @@ class Slot:
 def find_slots(num: int | None = None) -> tuple[Slot, ...]:
     """Return a slot per accelerator of this machine, or per CPU core if it has none.
 
-    ``DS_ACCELERATOR=cpu`` selects CPU slots, too. ``num`` limits the accelerators, or sets the number of CPU slots, which may
-    exceed that of cores.
+    With ``DS_ACCELERATOR=cpu``, all slots are CPU slots. ``num`` limits the accelerators, or sets the number of CPU slots,
+    which may exceed the number of cores.
 
     Raises:
         MasterError: ``num`` is negative, or exceeds the accelerators without ``DSTRIAL_SHARE_DEVICE=1``.
@@ -62,7 +62,7 @@ def find_slots(num: int | None = None) -> tuple[Slot, ...]:
 
 
 def shared_slots(accelerators: Sequence[Slot], num: int) -> tuple[Slot, ...]:
-    """Return ``num`` slots on fewer devices, assigned round-robin."""
+    """Return ``num`` slots that share fewer accelerators, assigned round-robin."""
     logger.warning(
         "%s=1: %d slots of %d devices. Ranks that share a device train over gloo, through host memory: that is for tests and "
         "small experiments.",
@@ -93,10 +93,10 @@ def _cuda() -> Iterator[Slot]:
 def nvml_slots(nvml: Any, visible: str | None) -> Iterator[Slot]:
     """Yield a slot per NVIDIA device, and per instance of a GPU in MIG mode.
 
-    ``nvml`` is the module pynvml; the slots are in its order. ``visible`` is ``CUDA_VISIBLE_DEVICES``, with indices and prefixes
-    of UUIDs; None for all. The index of a GPU in MIG mode selects all its instances.
+    ``nvml`` is the module pynvml; slots are in NVML's index order. ``visible`` is ``CUDA_VISIBLE_DEVICES``, with indices and
+    prefixes of UUIDs; None for all. The index of a GPU in MIG mode selects all its instances.
 
-    Source: NVIDIA's MIG user guide, "CUDA_VISIBLE_DEVICES": ``MIG-<UUID>``, which ``nvmlDeviceGetUUID`` returns for an instance.
+    Source: NVIDIA's MIG user guide, "CUDA_VISIBLE_DEVICES".
     """
     found: list[tuple[str, str, str, str]] = []
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -145,7 +145,7 @@ def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
 
 
 def _rocm() -> Iterator[Slot]:
-    """Yield a slot per AMD device: a node with SIMD units in the driver's topology."""
+    """Yield a slot per AMD GPU: a node with SIMD units in the KFD driver's topology."""
     if not Path("/dev/kfd").exists():
         return
     index = 0

@@ -1,4 +1,4 @@
-"""The interface to engines, which queue jobs and choose nodes: Slurm and Ray.
+"""The interface to engines (Slurm, Ray), which queue jobs and choose their nodes.
 
 Each allocation is one *job* of the engine: a batch job of Slurm, a placement group of Ray. The master submits the job when the
 trial is queued, and cancels it when the allocation has ended.
@@ -17,17 +17,17 @@ from dstrial.master.backends.backend import Refusal
 JobState = Literal["pending", "running", "leaving", "ended"]
 """State of a Slurm or Ray job.
 
-- pending: it waits for nodes
-- running: it has its nodes
-- leaving: it will soon lose its nodes
-- ended: it has lost its nodes
+- pending: waits for nodes
+- running: has nodes
+- leaving: will soon lose its nodes
+- ended: has lost its nodes, or has been cancelled
 """
 
 MAX_PENDING = 32  # maximum number of dstrial's jobs in an engine's queue; the master queues the others
 
 
 class EngineRefusedError(MasterError):
-    """Slurm or Ray rejects a job; the message says why and what to do."""
+    """Raised if Slurm or Ray rejects a job; the message says why and what to do."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class JobRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeCapacity:
-    """Number of a node's slots, free or not, and whether the node is up."""
+    """Total number of a node's slots, and whether the node is up."""
 
     num_slots: int
     is_up: bool = True
@@ -64,8 +64,8 @@ class Part:
 class EngineJob:
     """The state of a job, as Slurm or Ray reports it."""
 
-    id: str  # the engine's id, without characters that a shell interprets
-    key: str  # key of its ``JobRequest``
+    id: str  # assigned by the engine; has no characters that a shell interprets
+    key: str  # key of the ``JobRequest`` for the job
     state: JobState
     text: str  # state for users, with the engine's reason: ``job 12: pending (Resources: …)``
     parts: tuple[Part, ...] = ()  # in rank order; empty unless the state is running or leaving
@@ -74,17 +74,17 @@ class EngineJob:
 class Engine(Protocol):
     """Slurm or Ray, which queues jobs and chooses their nodes.
 
-    Methods raise ConnectionError if it does not answer, and may block for some seconds. One thread, not the scheduler's, calls
-    them; ``unsatisfiable_reasons`` is thread-safe.
+    Methods may block for some seconds, and raise ConnectionError if Slurm or Ray does not answer. Only
+    ``unsatisfiable_reasons`` is thread-safe.
 
     Attributes:
-        name: for users, ``Slurm`` or ``Ray``.
+        name: ``Slurm`` or ``Ray``, for messages.
     """
 
     name: str
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
-        """Return the number of slots and the state of each node, by name."""
+        """Return node name -> number of slots and state (up or down)."""
 
     def job_name(self, job_id: str) -> str:
         """Return a job's name for users: ``job 12``."""
@@ -93,7 +93,7 @@ class Engine(Protocol):
         """Return why a job does not fit on the nodes that are up; empty if it fits.
 
         Raises:
-            OSError: Slurm or Ray does not answer, or cannot tell now.
+            OSError: Slurm or Ray does not answer, or cannot check the job at present.
         """
 
     def submit(self, request: JobRequest) -> str:
@@ -106,11 +106,11 @@ class Engine(Protocol):
     def max_pending(self, num_slots: int) -> int:
         """Return how many jobs, of at most ``num_slots`` each, may be pending at a time.
 
-        The master queues the others, and submits them in the order of its own queue.
+        The master submits further jobs later, in the order of its own queue.
         """
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return the jobs of this master and its predecessors; ended ones may be missing."""
+        """Return the jobs of this and earlier masters; ended jobs may be missing."""
 
     def cancel(self, job_id: str) -> None:
         """Cancel a pending or running job. Idempotent."""
@@ -119,4 +119,4 @@ class Engine(Protocol):
         """Return the ``Transport`` that starts programs on a running job's nodes."""
 
     def close(self) -> None:
-        """Disconnect from Slurm or Ray; jobs continue."""
+        """Disconnect from Slurm or Ray; jobs keep running."""

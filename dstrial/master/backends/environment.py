@@ -1,6 +1,6 @@
 """Environment, ports and cluster-info files of tasks, as Determined sets them.
 
-Source of names and meanings: Determined 0.38.1, ``determined._info``, ``determined.exec`` and ``determined.launch``.
+Source: Determined 0.38.1, ``determined._info``, ``determined.exec`` and ``determined.launch``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRACEBACKS_DIR_VARIABLE = (
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 
-# Linux limits a variable to 128 KiB. Larger values are in the cluster-info files only.
+# Linux limits a variable to 128 KiB. Larger values are passed in the cluster-info files only.
 _MAX_VALUE_BYTES = 100_000
 # Retries of a trial's reports: about every second, for as long as the master is unreachable.
 _RETRIES = {
@@ -52,15 +52,12 @@ _FIRST_PORTS = {
 }
 _NUM_PORTS = 2000  # size of each range
 TENSORBOARD_PORTS = {"TENSORBOARD_PORT": 2600}
-# Removed from the environment of tasks on AMD devices: each would select again, among the devices of HIP_VISIBLE_DEVICES.
+# Variables removed from tasks on AMD devices: each would filter the devices of HIP_VISIBLE_DEVICES again.
 _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
-    """Return a trial's config as its processes see it.
-
-    Storage of type ``shared_fs`` becomes the same storage of type ``directory``.
-    """
+    """Return a trial's config, with ``shared_fs`` storage as equivalent ``directory``."""
     config = copy.deepcopy(request.config)
     storage = config.get("checkpoint_storage") or {}
     if storage.get("type") == "shared_fs":
@@ -119,8 +116,8 @@ def trial_environment(
 ) -> dict[str, str]:
     """Return the environment of a trial's or command's entrypoint.
 
-    It extends ``base``, by default the master's environment. ``marker`` is a unique value that identifies the task's processes if
-    its supervisor is lost. ``temporary_directory`` becomes ``TMPDIR``; its path is short, because sockets are created there.
+    The result extends ``base``, by default the master's environment. ``marker`` is a unique value that identifies the task's
+    processes if their supervisor has died. ``temporary_directory`` becomes ``TMPDIR``.
     """
     outer = os.environ if base is None else base
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
@@ -150,7 +147,7 @@ def trial_environment(
 
 
 def tracebacks_directory(allocation_directory: Path, trial_id: int) -> Path:
-    """Return the directory of a trial's tracebacks, kept as long as the experiment."""
+    """Return the directory of a trial's tracebacks, which is kept with the experiment."""
     return allocation_directory.parent.parent / "tracebacks" / f"trial_{trial_id}"
 
 
@@ -231,7 +228,7 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
 
 
 def user_variables(config: Mapping[str, Any], kind: str = "cpu") -> dict[str, str]:
-    """Return a config's ``environment_variables`` for a kind of device."""
+    """Return a config's ``environment_variables`` for a device kind (cpu, cuda, rocm)."""
     given = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(given, Mapping):
         given = given.get(kind) or []
@@ -245,8 +242,8 @@ def user_variables(config: Mapping[str, Any], kind: str = "cpu") -> dict[str, st
 def choose_ports(used: Collection[int], first_ports: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return a free port for each environment variable that names a port.
 
-    The search of a range starts at a random port. Two masters on one machine could otherwise choose the same port, because the
-    trial binds it later.
+    Each search starts at a random port: trials bind ports later, so two masters on one machine could otherwise choose the same
+    port.
 
     Args:
         used: ports of other allocations.

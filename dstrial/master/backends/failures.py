@@ -90,11 +90,10 @@ class _Block:
 
 
 def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return the first traceback that shows why a trial failed; None without one.
+    """Return the first traceback that shows why a trial failed, or None.
 
-    Chained tracebacks are included. Tracebacks of launchers, and of ranks that only lost the connection to another rank, are
-    returned only if there is no other; the last choice is a launcher's error message. ``lines`` are pairs of rank (None for a
-    line without a tag) and text, in print order.
+    Chained tracebacks are included. Fallbacks are tracebacks of launchers and of ranks that only lost the connection to another
+    rank, and lastly a launcher's error message. ``lines`` are (rank or None, text) in print order.
     """
     found: list[str] = []
     messages: list[str] = []
@@ -171,7 +170,7 @@ def _in_one_line(lines: Sequence[str]) -> str:
 
 
 def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return which local rank torchrun reports as failed first, and why; or None."""
+    """Return the local rank that torchrun reports as failed first, and why; or None."""
     for _, text in lines:
         found = _TORCHRUN_FAILURE.search(text)
         if found is not None:

@@ -1,8 +1,8 @@
 """Fork servers: processes with torch and DeepSpeed imported, which fork trials.
 
-A fork takes milliseconds; the imports take seconds of each start. A trial that no fork server can serve starts as a new process,
-and a fork server is started for later trials: those of trial classes with the same interpreter and environment, apart from the
-variables that identify a trial or rank (``dstrial.fork_server``). A script always starts as a new process.
+A fork takes milliseconds, the imports take seconds. A fork server (``dstrial.fork_server``) starts trial classes with the same
+interpreter and environment, except for variables that identify a trial or rank. Without a matching server, a trial starts as a
+new process, and a server is started for later trials. A script always starts as a new process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForkSettings:
-    """Settings of a master's fork servers; idle ones end after ``idle_timeout_s``."""
+    """Settings of a master's fork servers, which exit after ``idle_timeout_s`` idle."""
 
     is_on: bool = True
     idle_timeout_s: float = 300.0
@@ -68,7 +68,7 @@ class _ServerEntry:
     def is_ready(self) -> bool:
         """Return whether the fork server's imports have ended without an error.
 
-        A server that failed to import stays in the list as broken, so that it is not started again.
+        A server whose imports failed stays listed as broken, so that it is not replaced.
         """
         try:
             return not self.is_broken and self.server.is_ready()
@@ -92,10 +92,10 @@ class ForkServers:
     ) -> tuple[int | None, str]:
         """Fork an allocation's supervisor, or start a fork server for later allocations.
 
-        ``spec`` is the content of ``spec.json`` in the allocation's ``directory``, ``log`` the descriptor for the supervisor's
-        own output. ``known`` is called with the pid before the supervisor starts; if it raises, the supervisor does not start.
+        ``spec`` is the content of ``spec.json`` in ``directory``, ``log`` the descriptor for the supervisor's own output.
+        ``known`` is called with the pid before the supervisor starts; if ``known`` raises, the supervisor does not start.
 
-        Returns the pid and "", or None and the reason for a new process, which is "" if nothing failed.
+        Returns (pid, ""), or (None, reason) if the caller must start a new process; the reason is "" unless a fork failed.
         """
         environment, python = spec["environment"], str(spec["python"])
         if not self._settings.is_on or spec.get("forkable") is None:
@@ -121,7 +121,7 @@ class ForkServers:
         return pid, ""
 
     def poll(self, *, is_busy: bool) -> None:
-        """End idle fork servers; none is idle while a trial runs or waits (``is_busy``)."""
+        """End fork servers past their idle timeout; ``is_busy`` restarts the timeout."""
         now_s = time.monotonic()
         for found in list(self._running):
             if is_busy:
@@ -144,7 +144,7 @@ class ForkServers:
         )
 
     def _start_server(self, python: str, environment: Mapping[str, str]) -> _ServerEntry | None:
-        """Start a fork server, None on failure; end the least recently used of too many."""
+        """Start a fork server, or return None; at the limit, end the least recently used."""
         for other in self._running:
             if other.python == python:
                 logger.info("another fork server is needed: %s", other.server.mismatch(environment))

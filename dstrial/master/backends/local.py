@@ -1,7 +1,7 @@
 """Run allocations on this machine: start, find, watch and end their supervisors.
 
-An allocation's directory has all state that a restarted master needs: ``supervisor.json`` has the supervisor's pid and start
-time, ``output.log`` the output, and ``exit.json`` exists once all processes have ended.
+An allocation's directory has all state that a restarted master needs: ``supervisor.json`` (pid and start time), ``output.log``,
+and, once all processes have ended, ``exit.json``.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ logger = logging.getLogger(__name__)
 
 _STARTUP_HOOK = "startup-hook.sh"
 _KILL_TRIES = 80
-_KILL_PERIOD_S = 0.1  # interval of tries
-_TRACKER_TRIES = 50  # tries before resource trackers are killed, too; until then they clean up /dev/shm
-_MAX_BEGUN = 1000  # limit of the uuids read from a trial's directory, whose checkpoints are then deleted
+_KILL_PERIOD_S = 0.1  # interval of attempts to kill
+_TRACKER_TRIES = 50  # attempts before resource trackers are killed, too; until then they clean up /dev/shm
+_MAX_BEGUN = 1000  # limit of checkpoint uuids read from a trial's directory; a trial can write any number
 trial_umask: int | None = None
-"""Umask of entrypoints; None to inherit this process's. The master's own umask keeps its files private."""
+"""Umask of entrypoints; None to inherit this process's umask, which keeps a master's files private."""
 # Supervisors that are children of this process, by pid; they must be reaped.
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -80,8 +80,8 @@ def prepare(
 ) -> None:
     """Create an allocation's directory; ``start`` then starts its supervisor.
 
-    ``is_warm`` allows forks, ``forks_with_accelerators`` also on accelerators. ``watch`` has the paths ``lease`` and ``agent``,
-    which the supervisor of a remote allocation watches (``supervisor.end_reason``).
+    ``is_warm`` allows starts by a fork server, ``forks_with_accelerators`` also on accelerators. ``watch`` has the ``lease``
+    and ``agent`` paths of ``supervisor.end_reason``, for allocations started by an agent.
 
     Raises:
         MasterError: the directory cannot be created.
@@ -136,7 +136,7 @@ def _write_inputs(request: AllocationRequest, workdir: Path) -> None:
     directory.mkdir(mode=0o700, parents=True)
     workdir.mkdir(mode=0o700)
     unpack(request.model_definition, workdir)
-    # A second copy, which the trial does not change, for checkpoints.
+    # A second copy, for checkpoints: the trial may change the first one.
     shutil.copytree(workdir, directory / "model", symlinks=True)
     events = directory / "events"
     for name, target in request.links.items():
@@ -202,7 +202,7 @@ def _command_with_hooks(request: AllocationRequest, directory: Path) -> list[str
 
 
 def start(directory: Path, fork_servers: ForkServers | None = None) -> SupervisorHandle:
-    """Start the supervisor in a directory of :func:`prepare`, as a fork if possible."""
+    """Start the supervisor in a prepared directory, by a fork server if possible."""
     spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
     line = ""
     with (directory / "supervisor.log").open("ab") as log:
@@ -235,7 +235,7 @@ def start(directory: Path, fork_servers: ForkServers | None = None) -> Superviso
         if child.poll() is not None:
             _children.pop(pid, None)
     _children[process.pid] = process
-    # In time: the supervisor's Python is still starting, so it has no children yet.
+    # Not too late: the supervisor's Python is still starting, so it has no children yet.
     _restore_limit(process.pid)
     started = supervisor.start_time(process.pid)
     return SupervisorHandle(process.pid, started or "ended")
@@ -271,8 +271,8 @@ def is_alive(handle: SupervisorHandle) -> bool:
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
     """Return how an allocation ended; None while its supervisor runs.
 
-    The allocation's other processes are killed before the exit record is read, because they could forge it. Without a record the
-    allocation is lost; with an invalid record it has failed.
+    The allocation's other processes are killed before ``exit.json`` is read, because they could forge it. The allocation counts
+    as lost without that file, and as failed if the file is invalid.
     """
     if handle is not None and is_alive(handle):
         return None
@@ -303,18 +303,17 @@ class _ExitRecord:
 
 
 def terminate(handle: SupervisorHandle) -> None:
-    """Have a supervisor send SIGTERM to the entrypoint, and kill the rest afterwards."""
+    """Have a supervisor send SIGTERM to the entrypoint, and kill the rest at its exit."""
     _signal(handle, signal.SIGTERM)
 
 
 def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: bool = True) -> None:
     """Kill every process of an allocation.
 
-    A running supervisor is asked to kill the others and write its record. Without one, this function kills the processes in the
-    supervisor's session and those with the allocation's marker in their environment.
+    A running supervisor kills the other processes and writes ``exit.json``. If the supervisor has died, kill the processes in
+    its session, and those with the allocation's marker in their environment.
 
-    With ``leaves_record=False`` the supervisor is killed, too, so that the allocation is lost: on a full disk a supervisor would
-    wait until it can write its record.
+    ``leaves_record`` is as for ``Backend.kill``.
     """
     if handle is not None and is_alive(handle):
         _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)
@@ -378,9 +377,9 @@ def _pids_with_variable(assignment: str) -> set[int]:
 
 
 def _in_session(supervisor_: SupervisorHandle) -> set[int]:
-    """Return the pids in a lost supervisor's session.
+    """Return the pids in a dead supervisor's session.
 
-    Within one boot the kernel does not reuse a session's id while the session has processes.
+    The kernel does not reuse a session's id while the session has processes.
     """
     boot = (supervisor.start_time(os.getpid()) or "").partition("/")[0]
     is_of_this_boot = supervisor_.start_time.partition("/")[0] == boot
@@ -407,8 +406,8 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
 class LocalBackend(OwnNodes):
     """Runs allocations on the master's own machine.
 
-    ``is_warm`` allows forks, ``forks_with_accelerators`` also on accelerators. A separate thread calls ``on_exit`` when a
-    supervisor ends.
+    ``is_warm`` allows starts by a fork server, ``forks_with_accelerators`` also on accelerators. A separate thread calls
+    ``on_exit`` when a supervisor ends.
     """
 
     def __init__(
@@ -449,7 +448,7 @@ class LocalBackend(OwnNodes):
         return self._handles[run.allocation_id]
 
     def _watch_exit(self, handle: SupervisorHandle) -> None:
-        """Call ``on_exit`` in a new thread when a supervisor ends, if the system allows."""
+        """Call ``on_exit`` in a new thread when a supervisor ends, if pidfd is supported."""
 
         def wait() -> None:
             ended.poll()
@@ -462,7 +461,7 @@ class LocalBackend(OwnNodes):
         with contextlib.suppress(OSError, RuntimeError), contextlib.ExitStack() as unwatched:
             descriptor = os.pidfd_open(handle.pid)
             unwatched.callback(os.close, descriptor)
-            if is_alive(handle):  # else the descriptor may belong to a process with the reused pid
+            if is_alive(handle):  # otherwise, the descriptor may refer to another process with the reused pid
                 ended = select.poll()
                 ended.register(descriptor, select.POLLIN)
                 threading.Thread(target=wait, name="dstrial-exit", daemon=True).start()
@@ -482,7 +481,7 @@ class LocalBackend(OwnNodes):
         return (Output(OWN_NODE, run.directory),)
 
     def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return nothing: notes report on connections to other machines."""
+        """Return an empty list: notes are about connections to other machines."""
         del run
         return ()
 
@@ -506,7 +505,7 @@ class LocalBackend(OwnNodes):
         """Do nothing: the master's own machine needs no connection."""
 
     def poll(self, *, is_busy: bool) -> None:
-        """End idle fork servers, unless ``is_busy``."""
+        """End fork servers past their idle timeout, unless ``is_busy``."""
         self._fork_servers.poll(is_busy=is_busy)
 
     def close(self) -> None:

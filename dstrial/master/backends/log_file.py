@@ -28,11 +28,11 @@ _STREAMS = {"o": "stdout", "e": "stderr"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogRead:
-    """Result of one read of an allocation's log."""
+    """Lines of one read of an allocation's log, and where the next read starts."""
 
     lines: list[LogLine]
     end: int  # byte offset after the lines, for the next read
-    num_lost: int = 0  # number of unread lines before them that the supervisor has deleted
+    num_lost: int = 0  # number of unread lines before ``lines`` that the supervisor has deleted
     has_more: bool = False  # whether another read may return lines immediately
 
 
@@ -49,7 +49,7 @@ def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int =
     """Return the complete lines of an allocation's log from a byte offset on.
 
     At most about ``max_bytes`` are read. The log has parts: ``output.log``, and later ones, of which the supervisor deletes the
-    oldest. ``offset`` is the start of a line, in bytes of the whole log; ``num_lines`` is the number of lines before it.
+    oldest. ``offset`` is the start of a line, in bytes of the whole log, after ``num_lines`` lines.
     """
     first = _Part(directory / _NAME, 0, 0)
     data = _read(first, offset, max_bytes)
@@ -75,7 +75,7 @@ def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int =
 
 
 def _read(part: _Part, offset: int, max_bytes: int) -> bytes | None:
-    """Return bytes of a log file from an offset in the whole log on; None if missing."""
+    """Return a log file's bytes from an offset in the whole log; None if missing."""
     try:
         with open_regular(part.path) as file:
             file.seek(offset - part.start)
@@ -106,7 +106,7 @@ def _further_parts(directory: Path) -> list[_Part]:
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
             part = _PART.fullmatch(entry.name)
-            # A trial may have created another kind of file with such a name.
+            # A trial may have created a directory or pipe with such a name.
             if part is not None and entry.is_file(follow_symlinks=False):
                 found.append(_Part(directory / entry.name, int(part[1]), int(part[2])))
     return sorted(found, key=lambda part: part.start)
@@ -115,8 +115,7 @@ def _further_parts(directory: Path) -> list[_Part]:
 def parse(raw: str) -> LogLine:
     """Parse a line of an allocation's log: time, stream, rank tag and level prefix.
 
-    A line without a valid head, after a power failure for example, becomes text without a time. A time in the future, which a
-    trial could write, becomes now.
+    A line without a valid time becomes text without a time. A time in the future, which a trial could write, becomes now.
     """
     head = _HEAD.match(raw)
     time_us, stream, text = (

@@ -102,7 +102,7 @@ def unpack(tgz: bytes, directory: Path) -> None:
 
     Raises:
         RequestError: 400 for a damaged or forbidden archive, 413 if its files are too large.
-        MasterError: the files cannot be written, on a full disk for example.
+        MasterError: the files cannot be written.
     """
     try:
         for archive, member, _ in _members(tgz):
@@ -133,7 +133,7 @@ def unpack(tgz: bytes, directory: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedFile:
-    path: str  # below the model definition
+    path: str  # relative to the root of the model definition
     size: int  # bytes
     digest: str
 
@@ -193,7 +193,7 @@ def read_starts(tgz: bytes, paths: Collection[str], num_bytes: int) -> dict[str,
 
 
 def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str | None]]:
-    """Yield (archive, member, path) of a gzip tar; the path is None if it leads out."""
+    """Yield (archive, member, path) of a gzip tar; path None if outside the directory."""
     if not tgz:
         return
     total = 0

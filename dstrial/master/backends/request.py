@@ -15,23 +15,23 @@ TRIAL = "TRIAL"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationRequest:
-    """What a back end needs to start a trial or command on one node.
+    """Everything that a back end needs to start a trial or command on one node.
 
-    The fields of a trial are 0, empty or None for a command.
+    Fields that only trials have are 0, empty or None for a command.
     """
 
     allocation_id: str  # ``{task_id}.{run_id}``
     task_id: str
     trial_id: int
     experiment_id: int
-    run_id: int  # number of the trial's allocations, including this one
-    directory: Path  # its files, absolute; created with mode 0700
+    run_id: int  # number of the trial's run, from 1; each allocation is a run
+    directory: Path  # for the allocation's files, absolute; created with mode 0700
     slots: tuple[Slot, ...]
-    ports: dict[str, int]  # free port by environment variable
+    ports: dict[str, int]  # environment variable -> free port
     config: dict[str, Any]  # the experiment config with defaults
     hparams: dict[str, Any]
     trial_seed: int
-    steps_completed: int  # batches completed by ``latest_checkpoint``; 0 without one and for a warm start
+    steps_completed: int  # batches at ``latest_checkpoint``; 0 without a checkpoint or for a warm start
     latest_checkpoint: str | None
     session_token: str  # gives access to this trial only; valid until the allocation ends
     user_token: str  # the submitting user's; valid until the allocation ends
@@ -47,14 +47,14 @@ class AllocationRequest:
     startup_hook: str = ""  # shell lines from the master's settings, run before the entrypoint
     task_type: str = TRIAL  # ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``
     working_directory: str | None = None  # absolute; None for the directory with the model definition
-    log_bytes: int | None = None  # limit of the output kept on disk until it is read; None for no limit
+    log_bytes: int | None = None  # size limit of output that the master has not read; None: unlimited
     storage: str | None = None  # path of the checkpoint storage; None if it has no marker
     # name in ``events/`` of the directory -> target directory
     links: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     addresses: tuple[str, ...] = ("127.0.0.1",)  # all nodes of the allocation, in rank order
     node_rank: int = 0
-    slot_counts: tuple[int, ...] = ()  # number of slots on each node; empty for this node only
-    # environment variables that every other source overrides
+    slot_counts: tuple[int, ...] = ()  # number of slots on each node; empty if there is only one node
+    # environment variables; those of any other source override them
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -21,15 +21,15 @@ _Shown = TypeVar("_Shown")
 class ShownHost:
     name: str
     num_slots: int
-    why_down: str | None  # None while the host is up
+    why_down: str | None  # reason why the host is down; None while it is up
     since_us: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShownEngine:
     name: str
-    why_away: str | None  # why the engine does not answer; None while it does
-    jobs: list[str]  # a line for users per job
+    why_away: str | None  # reason why the engine does not answer; None while it answers
+    jobs: list[str]  # one line of text for users per job
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class StatusFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written: list[dict[str, Any]] = []
-        path.unlink(missing_ok=True)  # an earlier master's file
+        path.unlink(missing_ok=True)  # a file of an earlier master
 
     def write(self, records: Iterable[ShownHost | ShownEngine | ShownServer]) -> None:
         found = [dataclasses.asdict(one) for one in records]
         if found != self._written:
             self._written = found
-            with contextlib.suppress(OSError):  # the next change is written again
+            with contextlib.suppress(OSError):  # retried at the next change
                 if found:
                     replace_file(self._path, json.dumps(found), sync=False, is_private=True)
                 else:
@@ -68,7 +68,7 @@ def shown_hosts(state_dir: Path) -> list[ShownHost]:
 
 
 def shown_engine(state_dir: Path) -> ShownEngine | None:
-    """Return the state of Slurm or Ray as a master last saw it; None without either."""
+    """Return the last state of Slurm or Ray that the master saw; None without either."""
     return next(iter(_read(state_dir / ENGINE_NAME, ShownEngine)), None)
 
 

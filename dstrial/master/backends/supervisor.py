@@ -2,16 +2,16 @@
 
     python -I -S supervisor.py DIRECTORY [LINE]
 
-LINE is the first line of the log. A fork server can run this file in a fork, too; the supervisor then forks the entrypoint.
-Standard library only.
+LINE is the first line of the log. If a fork server forks this process, the supervisor forks the entrypoint, too. Standard
+library only.
 
 The supervisor leads a session, adopts orphaned descendants, starts the entrypoint in a new process group, appends the
 entrypoint's output to ``output.log``, kills every descendant when the entrypoint has ended, and writes ``exit.json``. SIGTERM
 is forwarded to the entrypoint's process group; at SIGUSR1 the supervisor kills all descendants. If ``spec.json`` names a lease
 or an agent's pid file, the supervisor kills all descendants when the lease or the agent ends, and writes no ``exit.json``.
 
-A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. If the size of the log is limited, it is rotated into
-parts named ``output.log.<bytes before it>.<lines before it>``; the first part and the newest ones are kept.
+A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. A log with a size limit has further parts named
+``output.log.<bytes before it>.<lines before it>``; the first part and the newest parts are kept.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CHUNK_BYTES = 1 << 18  # maximum of one read of output
 _MAX_LINE_BYTES = 8192  # longer lines are split
-_TRACKERS_END_S = 10.0  # grace period of resource trackers, which may still be starting
-_TRAILING_OUTPUT_S = 2.0  # timeout of output in the pipes after the entrypoint's end
-_TABLE_READS = 5  # attempts to read /proc without missing parents
+_TRACKERS_END_S = 10.0  # grace period of multiprocessing's resource trackers, to clean up /dev/shm
+_TRAILING_OUTPUT_S = 2.0  # timeout for reading the pipes after the entrypoint's end
+_TABLE_READS = 5  # attempts to get a table from /proc in which no parent is missing
 _TICK_S = 0.5  # interval of checks of the lease and signals
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that end when the disk has space again
-_NUM_PARTS = 8  # parts of a log whose size is limited
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that end once the disk has space
+_NUM_PARTS = 8  # number of parts of a log with a size limit
 _lease_ends_s: "dict[str, float]" = {}
 
 
@@ -100,9 +100,9 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def should_retry(self, error: OSError) -> bool:
-        """Sleep if ``error`` is that of a full disk; return whether to retry the write.
+        """On a full disk, sleep and return True; return False if a retry is useless.
 
-        Other errors are permanent: the trial may have replaced the file or changed its mode.
+        Errors other than a full disk are permanent: the trial may have replaced the file.
         """
         if error.errno not in _FULL:
             return False
@@ -155,7 +155,7 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
 
 
 def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint in this process's idle fork; else return None, and why."""
+    """Start the entrypoint in this process's spare fork; or return None and why not."""
     client = sys.modules.get("dstrial.fork_server.client")  # imported only if this process is a fork
     if client is None or client.fork.spare is None:
         return None, ""
@@ -183,7 +183,7 @@ def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
 
 
 class _Output:
-    """Logs the entrypoint's output, and kills all descendants at the entrypoint's end."""
+    """Logs the entrypoint's output; kills all descendants when the entrypoint ends."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class _Output:
         return self._status
 
     def _is_spared(self, pid: int) -> bool:
-        """Return whether a process is not killed yet: a tracker that cleans up /dev/shm."""
+        """Return whether a process is a resource tracker, which must clean up /dev/shm."""
         return pid != self._child.pid and is_tracker(pid)
 
     def _wait(self, timeout_s: float) -> None:
@@ -347,7 +347,7 @@ def _open_part(name: str) -> int:
 
 
 def descendants(pid: int) -> "list[int]":
-    """Return the running descendants of a process, parents first."""
+    """Return pids of a process's running descendants, parents first."""
     for _ in range(_TABLE_READS):
         table = _process_table()
         parents = {process: int(fields[1]) for process, fields in table.items()}
@@ -369,10 +369,10 @@ def _process_table() -> "dict[int, list[bytes]]":
 
 
 def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
-    """Kill this process's descendants except spared ones; return whether it had any.
+    """Kill this process's descendants, except spared ones; return whether it had any.
 
-    ``is_spared`` is called just before each signal, because the process table may be outdated. Parents are killed first: a shell
-    whose child is killed would exit with 137 instead of by the signal.
+    ``is_spared`` is called with a pid just before each signal. Parents are killed first: a shell whose child is killed would
+    exit with 137 instead of by the signal.
     """
     found = descendants(os.getpid())
     for pid in found:
@@ -389,8 +389,7 @@ def _spare_none(_: int) -> bool:
 def is_tracker(pid: int) -> bool:
     """Return whether a process is Python's multiprocessing resource tracker.
 
-    The tracker deletes semaphores and shared memory after the last process that uses them. If the tracker is killed,
-    ``/dev/shm/sem.mp-*`` and ``psm_*`` are never deleted. Source: CPython 3.10 to 3.13
+    If the tracker is killed, shared memory in /dev/shm (``sem.mp-*``, ``psm_*``) is never deleted. Source: CPython 3.10 to 3.13
     ``multiprocessing/resource_tracker.py``, ``ensure_running``.
     """
     try:
@@ -430,9 +429,9 @@ def start_time(pid: int) -> str | None:
 
 
 def end_reason(lease: str, agent: "str | None") -> str:
-    """Return why the allocation must be killed; "" while lease and agent are alive.
+    """Return why the allocation must be killed; "" while the lease and agent last.
 
-    ``lease`` and ``agent`` are paths of the lease's file and the agent's pid file; if None, the agent is not watched.
+    ``lease`` is the path of the lease file, ``agent`` that of the agent's pid file, or None to ignore the agent.
     """
     if lease_left_s(lease) < 0:
         return "the master has not answered for too long"
@@ -455,15 +454,15 @@ def _read_json(path: str) -> "dict[str, Any] | None":
 def lease_left_s(path: str) -> float:
     """Return the seconds until a lease ends; negative if it has ended or is missing.
 
-    A lease is a file. Its modification time is the lease's end in seconds since the boot (CLOCK_BOOTTIME), a clock that never
-    jumps. A modification time can be set even on a full disk.
+    ``path`` is a file whose modification time, which can be set even on a full disk, is the lease's end in CLOCK_BOOTTIME
+    seconds.
     """
     try:
         _lease_ends_s[path] = os.stat(path).st_mtime
     except FileNotFoundError:
         return -1.0
     except OSError:
-        pass  # the file system does not answer: use the last known end
+        pass  # the file system does not answer: use the end read last
     return _lease_ends_s.get(path, -1.0) - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -1,10 +1,10 @@
 """Run a task in a virtual environment over the base Python; cache installs.
 
-The base Python, which may lack dstrial, runs this file. Two virtual environments extend the base Python:
+The base Python, which may lack dstrial, runs this file. Two environments extend it:
 
 - The shared one, ``<root>/DIGEST``, has the packages that requirements and startup hooks install. DIGEST is a hash of these
-  and of the base packages (``digest_of``). The first task with a hash fills the environment under an exclusive lock on
-  ``DIGEST.lock``. Once ``DIGEST/complete`` exists, tasks use the environment under shared locks, and it never changes.
+  and of the base packages (``digest_of``). The first task fills the environment under an exclusive lock on ``DIGEST.lock``.
+  Once ``DIGEST/complete`` exists, the environment never changes; tasks use it under shared locks.
 - The task's own, ``venv`` in the allocation's directory, extends the shared one. A ``pip install`` during training installs
   there, and so do the hooks, which run again in each later task.
 """
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 KEPT = ("torch", "deepspeed", "determined", "dstrial")
 """Packages that must keep the base Python's versions."""
 UNUSED_S = 14 * 24 * 3600.0
-"""Time after the last start of a task in a shared environment at which it is deleted, seconds."""
+"""Seconds after the last start of a task in a shared environment at which the environment is deleted."""
 
 _COMPLETE = "complete"
 _POLL_S = 0.1
 _LOG_PERIOD_S = 30.0  # interval of log lines of a task that waits for an environment
-_MIN_DESCRIPTOR = 64  # hooks may use lower ones for redirections
+_MIN_DESCRIPTOR = 64  # hooks may use lower descriptors for redirections
 # Suffixes of files that may affect which packages are installed, and so are part of the digest.
 _SUFFIXES = (".txt", ".in", ".toml", ".cfg", ".lock", ".sh", ".whl", ".gz", ".zip", ".bz2", "setup.py")
 # Requirements that name a local directory or another requirements file.
@@ -115,7 +115,7 @@ def site_directories() -> list[str]:
 
 
 def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
-    """Return the name of a task's shared environment: a hash of all that defines it."""
+    """Return the environment's name: a hash of hooks, requirements and base packages."""
     found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
     base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
     digest = hashlib.sha256(json.dumps([sys.executable, sys.version, base, requirements]).encode())
@@ -133,7 +133,7 @@ def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> st
 def acquire(environment: Path, task: str) -> tuple[int, bool]:
     """Wait for and lock a shared environment: exclusively to fill it, else shared.
 
-    ``task`` names the task in messages to others that wait.
+    ``task`` names the task in messages to other waiting tasks.
 
     Returns:
         The descriptor of the lock, which the task's processes inherit, and whether the environment is complete.
@@ -172,7 +172,7 @@ def collect(root: Path, unused_s: float) -> list[str]:
 
     Args:
         root: directory of all shared environments.
-        unused_s: seconds since a task last started in one.
+        unused_s: minimum number of seconds since a task started in an environment.
 
     Returns:
         Names of the deleted environments.
@@ -199,7 +199,7 @@ def collect(root: Path, unused_s: float) -> list[str]:
 def make(environment: Path, shared: Path | None = None, *, has_commands: bool = False) -> None:
     """Create a venv that sees the packages of the running Python and of a shared venv.
 
-    With ``has_commands`` it gets wrappers of the commands of both (``torchrun``), which run with the new venv's Python.
+    With ``has_commands``, the venv gets wrappers of their commands (for example ``torchrun``), which run its own Python.
     """
     has_pip = shared is not None or importlib.util.find_spec("pip") is not None
     venv.EnvBuilder(symlinks=True, with_pip=not has_pip).create(environment)
@@ -211,7 +211,7 @@ def make(environment: Path, shared: Path | None = None, *, has_commands: bool = 
     (packages / "zz_dstrial.pth").write_text("".join(lines), encoding="utf-8")
     python = environment / "bin" / "python3"
     for name in ("pip", "pip3", f"pip{sys.version_info[0]}.{sys.version_info[1]}"):
-        # Also without pip in the base: later entries of PATH may have another Python's pip.
+        # Written even if the base has no pip, as later entries of PATH may have another Python's pip.
         _write_script(environment / "bin" / name, _PIP.format(python=python))
     if has_commands:
         for source in ([] if shared is None else [shared / "bin"]) + [Path(sys.executable).parent]:
@@ -237,7 +237,7 @@ def _write_script(path: Path, text: str) -> None:
 def _constraints() -> str:
     """Return pip constraints that keep the base Python's packages working.
 
-    Packages in ``KEPT`` are pinned. Their requirements are added as constraints, if the base Python meets them.
+    Packages in ``KEPT`` are pinned. Their own requirements become constraints if the base Python meets them.
     """
     try:
         requirements = importlib.import_module("packaging.requirements")
@@ -314,7 +314,7 @@ def _mark_complete(environment: Path, lock: int) -> None:
 def _run_in_own(spec: dict[str, Any], shared: Path | None, *, has_filled: bool) -> NoReturn:
     """Execute the command in the task's own environment; run hooks first if needed.
 
-    With ``has_filled``, hooks and requirements have just run for the shared environment and are skipped.
+    ``has_filled`` means that this task has just run hooks and requirements for the shared environment; they are skipped.
     """
     own = Path(spec["directory"], "venv")
     make(own, shared, has_commands=True)

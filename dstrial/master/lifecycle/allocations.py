@@ -26,7 +26,7 @@ _MAX_LOSSES = 3
 # Start of the message of dstrial.storage_guard.StorageGoneError.
 _STORAGE_GONE = re.compile(r"checkpoint storage .+ is gone: ")
 
-# A restart reads the same records and weights, so its losses become non-finite again.
+# A restart reads the same samples and weights, so its losses become non-finite again.
 _NOT_RETRIED_ERROR = "NonFiniteError"
 
 
@@ -62,8 +62,8 @@ def assign(
 ) -> allocation_rows.Allocation | None:
     """Create an allocation for a trial's next run; None if the trial is not pending.
 
-    ``token_hashes`` is as for ``insert``. ``resources`` are slots, ports (environment variable -> port), resources_id, and
-    directory, which is the parent of the allocation's directory.
+    ``token_hashes`` is as for ``insert``. ``resources`` are ``slots``, ``ports`` (environment variable -> port),
+    ``resources_id``, and ``directory``, the parent of the allocation's directory.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)
@@ -111,10 +111,9 @@ def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, 
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
-    """Set an allocation to RUNNING; no change of state if it has TERMINATED.
+    """Set an allocation to RUNNING, unless it is TERMINATED.
 
-    ``handle`` is the supervisor: the process that starts and watches the allocation's ranks on the master's machine. None: on
-    other nodes.
+    ``handle`` is the supervisor, the process that starts and watches the ranks, or None if the ranks are on other machines.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state != "TERMINATED":
@@ -151,8 +150,8 @@ def allocation_exited(
     """End a trial's allocation, then restart or end the trial.
 
     No-op if the allocation has ended. ``traceback`` is that of the rank that failed first. ``storage_trouble`` says why the
-    checkpoint storage is unavailable. ``begun`` are uuids of checkpoints that the allocation began to write. A background job
-    deletes the ones that were never reported.
+    checkpoint storage is unavailable. ``begun`` are uuids of checkpoints that the allocation began to write; a background job
+    deletes the unreported ones.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
@@ -234,7 +233,7 @@ def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
 def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit) -> bool:
     """Return whether to restart a trial that failed while the searcher stopped it.
 
-    The trial then resumes from its latest checkpoint, and the searcher stops it again at its next validation.
+    The trial then resumes from its latest checkpoint, and is stopped again at its next validation.
     """
     experiment = experiment_rows.require(tx.connection, row.experiment_id)
     if experiment.state not in ("ACTIVE", "PAUSED"):
@@ -246,7 +245,7 @@ def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: 
 
 
 def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
-    """Count a trial's last runs, up to ``run_id``, that were lost without a report.
+    """Count a trial's latest consecutive runs (to ``run_id``) lost without a report.
 
     A run is lost if its supervisor process or node is gone. At most ``_MAX_LOSSES`` runs are counted.
     """
@@ -261,7 +260,7 @@ def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
 def _storage_gone(row: allocation_rows.Allocation, traceback: str | None) -> str | None:
     """Return the message of the ``StorageGoneError`` that ends a traceback, else None.
 
-    Also return None for a run without reports: if only this node cannot see the storage, the failure must count as a restart.
+    Also None for a run without reports: maybe only its node cannot see the storage, so the failure must count as a restart.
     """
     last = (traceback or "").rpartition("\n")[2].partition(": ")[2]
     return last if _STORAGE_GONE.match(last) is not None and row.num_reports else None
@@ -286,7 +285,7 @@ def _handle_failure(
         return
     experiment = experiment_rows.require(tx.connection, row.experiment_id)
     num_slots = len(row.slots)
-    # The configured slot count is always retried; only another count can be marked as unusable.
+    # The configured slot count is always retried; only other counts are marked as unusable.
     is_chosen = num_slots != experiment.slots_per_trial and not trial.retry_cancelled
     if is_chosen and num_slots in jobs.unusable_counts(tx.connection, trial.id):
         text = f"the trial cannot go on with {num_slots} slots (not counted as a restart, not tried again): {reason}"

@@ -33,7 +33,7 @@ class Candidate:
     uuid: str
     trial_id: int
     steps: int  # batches completed
-    metric: float | None  # searcher metric of the validation at the same batch
+    metric: float | None  # searcher metric of the validation at the same batch; None without one
 
     @classmethod
     def of_row(cls, row: CheckpointInfo) -> Candidate:
@@ -68,9 +68,8 @@ def unused(connection: Connection, experiment_id: int) -> list[CheckpointInfo]:
 def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: bool) -> list[str]:
     """Return the uuids of the candidates that the policy deletes.
 
-    A checkpoint is kept if it is among the best of the experiment or trial, or the newest of the trial. Only checkpoints with a
-    validation at the same batch are ranked as best; ties go to the earlier batch. Source: Determined 0.38.1, checkpoint garbage
-    collection (ranks by the metric, then by the validation's number).
+    The policy keeps the best checkpoints of the experiment and of each trial, and the newest of each trial. Only checkpoints
+    with a validation at the same batch are ranked; the earlier batch wins a tie. Source: Determined 0.38.1.
     """
     sign = 1.0 if smaller_is_better else -1.0
     validated = [item for item in candidates if item.metric is not None and not math.isnan(item.metric)]
@@ -137,7 +136,7 @@ def _deleting(directory: Path) -> Iterator[None]:
 
 
 def _delete_objects(config: Mapping[str, Any], name: str, globs: Sequence[str]) -> dict[str, int]:
-    """Delete objects in a child process with the variables of the experiment's trials."""
+    """Delete objects in a child process with the trials' environment variables."""
     storage = object_storage.external_storage(config)
     assert storage is not None
     if any(pattern in _ALL for pattern in globs):
@@ -148,18 +147,18 @@ def _delete_objects(config: Mapping[str, Any], name: str, globs: Sequence[str]) 
 def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("**/*",)) -> dict[str, int]:
     """Delete the files of a checkpoint that match ``globs``.
 
-    Returns the remaining files: path -> bytes. ``config`` is the experiment's. Symbolic links are deleted, not followed. Without
-    patterns nothing is deleted.
+    Returns the remaining files: path -> size in bytes. ``config`` is the experiment's. Symbolic links are deleted, not
+    followed.
 
     Raises:
-        CheckpointError: the object storage could not delete the files; it may be unreachable.
+        CheckpointError: the object storage is unreachable or could not delete the files.
         MasterError: files cannot be deleted.
     """
     storage = config["checkpoint_storage"]
     if object_storage.is_object_storage(storage):
         return _delete_objects(config, uuid, globs)
     directory = checkpoint_directory(storage, uuid)
-    # The cluster id is also a UUID that names a directory in the storage.
+    # A cluster id is a UUID, too, and names a directory with TensorBoard files.
     if directory.is_symlink() or (directory / "tensorboard" / "experiment").is_dir():
         raise MasterError(
             f"{directory} is a link, or has the TensorBoard files of a cluster; expected a checkpoint's directory. Nothing in it "
@@ -183,7 +182,7 @@ def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("
 
 
 def forget_record(config: Mapping[str, Any], uuid: str) -> None:
-    """Delete a run directory's record of a checkpoint whose files are deleted."""
+    """Delete a deleted checkpoint's metadata files in the trials' local run directory."""
     run_directory = user_variables(config).get(_RUN_DIR_VARIABLE)
     if run_directory is None or not is_uuid(uuid):
         return
@@ -200,7 +199,7 @@ def swept_text(uuids: Sequence[str], num_bytes: int) -> str:
 
 
 def remaining(directory: Path) -> dict[str, int]:
-    """Return path -> bytes of all entries below a directory; a "subdirectory/" has 0."""
+    """Return path -> size in bytes of a directory's files, and ``subdirectory/`` -> 0."""
     found: dict[str, int] = {}
     for path in sorted(directory.rglob("*")):
         # JSON cannot contain names that are not UTF-8 (RFC 8259).

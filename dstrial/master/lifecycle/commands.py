@@ -1,7 +1,7 @@
 """State transitions of a command: create, assign, start, pause, kill, end.
 
-A pausable command can stop, and restart with the same files in a new allocation. This also happens if the master shuts down or
-one of its slots is disabled. Any other command ends with its only allocation.
+A pausable command can stop, for example if the master shuts down or one of the command's slots is disabled, and restart with
+the same files in a new allocation. Any other command ends with its only allocation.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _log_line(
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
     """Set a command's allocation to RUNNING, and to ready unless it is a TensorBoard.
 
-    A TensorBoard is ready once it answers (``mark_ready``). ``handle`` is as for ``lifecycle.allocations.started``.
+    A TensorBoard is ready once it responds (``mark_ready``). ``handle`` is as for ``lifecycle.allocations.started``.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     command = commands.require(tx.connection, row.task_id)
@@ -111,7 +111,7 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
 def release(
     tx: Transaction, allocation: allocation_rows.Allocation, why: str, *, is_kill: bool = False
 ) -> None:
-    """Request SIGTERM for an allocation's process, or SIGKILL if ``is_kill``.
+    """Request SIGTERM for a command's process, or SIGKILL if ``is_kill``.
 
     ``why`` is logged. SIGKILL follows SIGTERM after ``STOP_TIMEOUT_S``.
     """
@@ -195,7 +195,7 @@ def _stop(
 
 
 def refuse(tx: Transaction, task_id: str, why: str) -> None:
-    """Set a pending command to ERROR, as it can never start for the reason ``why``."""
+    """Set a pending command to ERROR; ``why`` is the reason why it can never start."""
     row = commands.require(tx.connection, task_id)
     if row.allocation_id is None and row.state not in commands.ENDED:
         _close(tx, row, "ERROR", why)
@@ -217,7 +217,7 @@ def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: 
 def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _traceback: str | None = None) -> None:
     """End a command's allocation, then restart or end the command.
 
-    Call this only when the allocation's log is stored completely.
+    Call this only once the allocation's complete log is stored.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
@@ -277,7 +277,7 @@ def tensorboard_sources(
     experiment_ids: Collection[int],
     trial_ids: Collection[int],
 ) -> dict[str, Path]:
-    """Return TensorBoard run name -> directory of event files, which may be missing."""
+    """Return TensorBoard run name -> directory of event files, which may not exist."""
     if not experiment_ids and not trial_ids:
         raise InvalidError(
             "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t."
@@ -316,7 +316,7 @@ def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> P
 def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
     """Return the ids of an experiment's ``MAX_TRIALS`` best trials, best first.
 
-    Returns None if the experiment has no more trials than that.
+    None if the experiment has at most ``MAX_TRIALS`` trials.
     """
     found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
     return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

@@ -1,8 +1,8 @@
 """Detached (unmanaged) runs: trials that the master neither starts nor stops.
 
-A script with ``determined.experimental.core_v2`` creates an experiment and a trial, or reuses existing ones by external id, and
-sends a heartbeat every minute. The master does no scheduling, search or checkpoint collection for them. The experiment is active
-while any of its trials is, and ends in the worst state of its trials.
+A script with ``determined.experimental.core_v2`` creates an experiment and a trial, or finds them by external id, and sends a
+heartbeat every minute. The master does not schedule or search, nor collect checkpoints. The experiment is active while any of
+its trials is active, and ends in the worst state of its trials.
 
 Source: Determined 0.38.1, ``determined/experimental/core_v2/_unmanaged.py`` and ``determined/core/_heartbeat.py``.
 """
@@ -44,8 +44,7 @@ def create(
 ) -> int:
     """Create an experiment of detached runs, or find the one with ``external_id``.
 
-    Returns the experiment's id. A script, not the master, runs the trials. ``external_id`` is an id that the script chose, or
-    None.
+    Returns the experiment's id. ``external_id`` is an id that the script chose, or None.
     """
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
@@ -71,7 +70,7 @@ def create_trial(
 ) -> int:
     """Create a detached trial, or find one by ``external_id``; return the trial's id.
 
-    ``hparams`` replace those of a found trial, unless None.
+    ``hparams``, unless None, replace the hyperparameters of a found trial.
     """
     experiment = _require(tx, experiment_id)
     _refuse_deleting(experiment)
@@ -86,7 +85,7 @@ def create_trial(
 
 
 def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
-    """Start a new run of a detached trial; the master rejects reports of earlier runs.
+    """Start a new run of a detached trial; reports of earlier runs are then rejected.
 
     If ``resumes``, the run starts from the trial's latest COMPLETED checkpoint.
     """
@@ -108,8 +107,8 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
     """Record a detached trial's heartbeat; set a trial that timed out back to ACTIVE.
 
-    With ``is_current_run``, a trial that an earlier run set to COMPLETED or ERROR also becomes ACTIVE. No-op for trials of the
-    master.
+    With ``is_current_run``, COMPLETED and ERROR trials also become ACTIVE: an earlier run may have set that state. No-op for
+    trials that the master runs.
     """
     if trial.heartbeat_us is None:
         return
@@ -124,9 +123,9 @@ def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: 
 
 
 def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
-    """Record the state that a detached run reports; None is only a heartbeat.
+    """Record the state that a detached run reports; None records only a heartbeat.
 
-    ``state`` is RUNNING, COMPLETED, CANCELED or ERROR. A terminal state is final, unless a heartbeat timeout set it.
+    ``state`` is RUNNING, COMPLETED, CANCELED or ERROR. A terminal state is final, unless it was set by a heartbeat timeout.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
@@ -202,7 +201,7 @@ def _refuse_deleting(row: experiment_rows.Experiment) -> None:
 def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = False) -> None:
     """Set a terminal trial and its experiment back to ACTIVE.
 
-    ``is_archived`` becomes the experiment's archived flag.
+    ``is_archived`` is the experiment's new archived flag.
     """
     trial_rows.update(tx, trial.id, state="ACTIVE", end_us=None, is_closed=False, is_lost=False)
     tasks.update(tx, trial.task_id, end_us=None)

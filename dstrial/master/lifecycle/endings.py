@@ -1,6 +1,6 @@
-"""Stops and ends trials and experiments, and passes events to the searcher.
+"""Stop and end trials and experiments, and pass events to the searcher.
 
-The functions are mutually recursive: the end of a trial is an event for the searcher, which may stop other trials.
+The functions are mutually recursive: at the end of a trial, the searcher may stop other trials.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _SEVERITY = {"STOPPING_COMPLETED": 1, "STOPPING_CANCELED": 2, "STOPPING_ERROR": 
 
 
 def may_follow(state: str, stopping: str) -> bool:
-    """Return whether a trial or experiment in ``state`` may change to ``stopping``.
+    """Return whether ``state`` is not terminal and less severe than ``stopping``.
 
-    It must not have ended, and ``stopping`` (a STOPPING_… state) must be more severe than ``state``.
+    ``stopping`` is the STOPPING_… state into which a trial or experiment is to change.
     """
     if state in TERMINAL or state in DELETING:
         return False
@@ -51,10 +51,10 @@ STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 
 
 def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
-    """Preempt a trial to end it; kill it for STOPPING_KILLED and STOPPING_ERROR.
+    """End a trial by preemption, or by a kill for STOPPING_KILLED and STOPPING_ERROR.
 
-    A preempted trial saves a checkpoint. No-op if the trial has ended or is already stopping with equal or higher severity.
-    ``stopping`` is a STOPPING_… state; ``why`` is logged, without a full stop.
+    A preempted trial first saves a checkpoint. No-op if the trial has ended or is already stopping with equal or higher
+    severity. ``stopping`` is a STOPPING_… state; ``why`` (without a full stop) is logged.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     if not may_follow(trial.state, stopping):
@@ -70,7 +70,7 @@ def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
 def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) -> None:
     """Request preemption or a kill of a trial's allocation; no-op if it has none.
 
-    The allocation is killed if ``is_kill`` or its code has not contacted the master yet. ``why`` is logged.
+    The allocation is killed if ``is_kill`` is true or its code has not contacted the master yet. ``why`` is logged.
     """
     allocation = allocation_rows.live(tx.connection, trial_id)
     if allocation is None:
@@ -134,7 +134,7 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
 
 
 def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
-    """Kill an experiment's trials and end it in ERROR, for a cause outside the trials."""
+    """Kill an experiment's trials, and end the experiment in ERROR; ``why`` is stored."""
     experiment_rows.update(tx, experiment_id, end_reason=why)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         trial = trial_rows.require(tx.connection, trial_id)
@@ -143,10 +143,7 @@ def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
 
 
 def finish_if_over(tx: Transaction, experiment_id: int) -> None:
-    """End an experiment that is stopping or unmanaged once all its trials have ended.
-
-    A script, not the master, runs the trials of an unmanaged experiment.
-    """
+    """End a stopping or unmanaged (script-run) experiment if its trials have ended."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if trial_rows.open_ids(tx.connection, experiment_id):
         return
@@ -161,7 +158,7 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
     """Set an experiment's terminal state; enqueue checkpoint GC unless unmanaged.
 
-    ``reason`` is stored if no other end reason is. A script, not the master, runs the trials of an unmanaged experiment.
+    ``reason`` is stored unless an end reason is already stored. An unmanaged experiment is run by a script, not by the master.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in TERMINAL:
@@ -264,7 +261,7 @@ def _apply_actions(
 def _warm_start(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
     """Return the uuid of the checkpoint from which new trials start, or None.
 
-    ``searcher`` is the section of the config.
+    ``searcher`` is the config's searcher section.
     """
     if searcher.get("source_trial_id") is None:
         uuid: str | None = searcher.get("source_checkpoint_uuid")

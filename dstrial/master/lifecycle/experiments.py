@@ -1,4 +1,4 @@
-"""State transitions of experiments; deletion of projects and workspaces."""
+"""State transitions of experiments, and deletion of projects and workspaces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def create(
     parent_id: int | None = None,
     project_id: int = projects.DEFAULT_ID,
 ) -> int:
-    """Create an experiment and its first trials; it is PAUSED unless ``activate``.
+    """Create an experiment, PAUSED unless ``activate``, and its first trials.
 
     ``tgz`` is the model definition as tar.gz. Returns the experiment's id.
     """
@@ -191,8 +191,8 @@ def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
 def continue_(tx: Transaction, experiment_id: int, submission: Submission | None = None) -> int:
     """Resume an ended experiment from its checkpoints; return its id.
 
-    Trials that did not complete run again, with restart counters of 0. With the single searcher, a completed trial runs again
-    too. ``submission`` is a changed config, for the single searcher only.
+    Trials that did not complete run again, with restart counters of 0; with the single searcher, a completed trial does, too.
+    ``submission`` is a changed config, allowed for the single searcher only.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
@@ -263,8 +263,8 @@ def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
 def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
     """Update fields of an experiment in its row and its config.
 
-    ``fields`` are name, description, notes, labels, priority, weight, max_slots and checkpoint_storage, of which only the
-    ``save_…`` keys may change. A change of these runs checkpoint GC.
+    ``fields`` are name, description, notes, labels, priority, weight, max_slots and checkpoint_storage. Of checkpoint_storage
+    only the ``save_…`` keys may change; this starts checkpoint garbage collection.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in DELETING:
@@ -292,10 +292,8 @@ def project_of_config(
 ) -> projects.ProjectInfo:
     """Return a new experiment's project: the request's, the config's, or the default.
 
-    If ``project_id`` (of the request) is None or the default project (1), the config decides. The config need not be validated
-    yet.
-
-    Source: Determined 0.38.1, precedence of request and config.
+    ``project_id`` is the request's; if it is None or 1 (the default project), the config decides, which need not be valid.
+    Source: Determined 0.38.1.
     """
     names = [config.get("workspace") or None, config.get("project") or None]
     if project_id is not None and project_id > projects.DEFAULT_ID:
@@ -344,7 +342,7 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
 
 
 def finish_project(tx: Transaction, project_id: int) -> None:
-    """Delete a project after its experiments; set DELETE_FAILED if experiments remain."""
+    """Delete a project if its experiments are deleted, else set it to DELETE_FAILED."""
     left = experiment_rows.of_project(tx.connection, project_id)
     if not left:
         projects.delete(tx, project_id)
@@ -356,7 +354,7 @@ def finish_project(tx: Transaction, project_id: int) -> None:
 
 
 def finish_workspace(tx: Transaction, workspace_id: int) -> None:
-    """Delete a workspace after its projects; set DELETE_FAILED if content remains."""
+    """Delete a workspace if its content is deleted, else set it to DELETE_FAILED."""
     left = projects.list_projects(tx.connection, workspace_id)
     if left:
         why = f"project {left[0].name!r} could not be deleted: {left[0].error}"

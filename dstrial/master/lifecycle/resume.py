@@ -1,7 +1,7 @@
-"""Finds a trial's checkpoint and the slot counts on which the trial can resume.
+"""Find a trial's checkpoint and the slot counts on which the trial can resume.
 
-The module reads only database rows and manifests. A trial can resume from a dstrial checkpoint with the same global batch size on
-any slot count that divides it. The trial thus runs on fewer slots than ``slots_per_trial`` instead of waiting.
+The module reads only database rows and checkpoints' manifests. A trial can resume from a dstrial checkpoint on any slot count
+that divides the (unchanged) global batch size, for example on fewer slots than ``slots_per_trial`` instead of waiting.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dstrial.resume.plan import resumable_slots, resume_problems
 
 # Launchers that start one rank per slot; another command may start any number of ranks.
 _LAUNCHERS = ("dstrial.launch", "determined.launch.")
-# Trial id in the metadata of checkpoints in a local run directory.
+# Trial id of checkpoints in the run directory of `dstrial run`.
 _LOCAL_TRIAL_ID = 0
 
 
 def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
     """Return the checkpoint (and its run's setup) from which a trial resumes, or None.
 
-    None if the trial has no checkpoint, or one that dstrial did not write.
+    None if the trial has no checkpoint, or its checkpoint was not written by dstrial.
     """
     latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:
@@ -41,7 +41,7 @@ def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
 
 
 def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
-    """Return another trial's checkpoint, from which only weights are loaded, or None."""
+    """Return the checkpoint whose weights initialise a new trial; None without one."""
     row = None if uuid is None else checkpoint_rows.get_checkpoint(connection, uuid)
     saved = None if row is None else _read(row)
     return None if saved is None else saved.of_trial(-1)
@@ -90,7 +90,7 @@ def choices(
 ) -> tuple[int, ...]:
     """Return the slot counts on which a trial can resume, highest first.
 
-    The counts are from ``at_least`` to ``at_most``. Empty if the trial cannot change its slot count.
+    The counts are between ``at_least`` and ``at_most``. Empty if the trial cannot change its slot count.
     """
     saved = _resizable_run(connection, trial, config)
     if saved is None:
@@ -105,7 +105,7 @@ def why_it_waits(
 ) -> str | None:
     """Return why a trial cannot resume on ``num_available`` slots, or None.
 
-    None if it can resume, if no slot is available, or if it cannot change its slot count at all.
+    None if the trial can resume, no slot is available, or the trial cannot change its slot count at all.
     """
     saved = _resizable_run(connection, trial, config)
     if saved is None or num_available < 1:

@@ -1,4 +1,4 @@
-"""Probes of checkpoint storages, and the trials that wait for an unavailable one.
+"""Probe checkpoint storages, and hold back trials whose storage is unavailable.
 
 A storage's directory is created at its first use only. Only storages that are local directories are probed.
 """
@@ -70,7 +70,7 @@ class Storages:
     def secure(self, storage: Mapping[str, Any]) -> Path | None:
         """Return a storage's directory; create it with its marker file at the first use.
 
-        Returns None if the storage is not local or cannot be created. Its trials then report the error.
+        Returns None if the storage is not local or cannot be created; in the latter case, trials report the error.
 
         Raises:
             StorageGoneError: the storage was used before and is unavailable.
@@ -116,7 +116,7 @@ class Storages:
         """Return why a storage is unavailable, or None; reuse a probe that already runs."""
         with self._lock:
             began_s, probe = self._probes.get(root, (0.0, None))
-            if probe is None or probe.done():  # the result of an earlier probe is stale
+            if probe is None or probe.done():  # no running probe; the result of a finished one is stale
                 began_s, probe = time.monotonic(), _in_thread(lambda: what_is_there_instead(str(root)))
                 self._probes[root] = began_s, probe
         try:
@@ -141,23 +141,23 @@ class StorageWait:
         return self._storages.trouble(json.loads(experiment.config)["checkpoint_storage"])
 
     def look_again(self) -> None:
-        """Probe the storages of the waiting trials again; may block for seconds."""
+        """Probe the storages of all held-back trials again; may block for seconds."""
         known: dict[int, str | None] = {}
         for row, _ in list(self._held.values()):
             self.holds_up(row, known)
 
     def ready(self, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
-        """Return those of ``rows`` that do not wait; forget trials not in ``rows``."""
+        """Return trials of ``rows`` with available storage; forget trials not in ``rows``."""
         self._held = {row.id: self._held[row.id] for row in rows if row.id in self._held}
         return [row for row in rows if row.id not in self._held]
 
     def holds_up(self, row: WaitingTrial, known: dict[int, str | None] | None = None) -> bool:
-        """Probe a trial's storage; return whether the trial must wait, and log changes.
+        """Probe a trial's storage; return whether it is unavailable, and log changes.
 
         ``known`` caches probe results of one poll: experiment id -> error or None.
         """
         known = {} if known is None else known
-        if row.experiment_id not in known:  # probe a slow storage once for all trials of an experiment
+        if row.experiment_id not in known:  # probe a slow storage only once for all trials of an experiment
             known[row.experiment_id] = self.trouble(row.experiment_id)
         trouble = known[row.experiment_id]
         _, logged = self._held.get(row.id, (row, None))

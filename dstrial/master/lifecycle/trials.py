@@ -1,4 +1,4 @@
-"""Handles what trials report (metrics, checkpoints, progress), and kills trials."""
+"""Handle trials' reports (metrics, checkpoints, progress), and kill trials."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def report_metrics(
 ) -> None:
     """Store a metric report and pass a validation to the searcher, in one transaction.
 
-    ``steps`` is the number of completed batches, None for profiling reports. ``per_batch`` (metrics of each batch) is only
-    stored.
+    ``steps`` is the number of completed batches, None for profiling reports. ``per_batch`` are metrics of each batch.
     """
     added = metric_rows.add_report(
         tx,
@@ -63,7 +62,7 @@ def report_metrics(
 
 
 def report_checkpoint(tx: Transaction, trial: trial_rows.Trial, **columns: Any) -> None:
-    """Store a checkpoint that a trial reports; repeated reports update its row.
+    """Store a checkpoint that a trial reports; a repeated report updates the row.
 
     ``columns`` are the arguments of ``store.checkpoints.add_checkpoint``.
     """
@@ -89,7 +88,7 @@ def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
 def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
     """Mark a trial's hyperparameters as invalid; kill the trial after ten seconds.
 
-    ``reason`` is INVALID_HP or INIT_INVALID_HP, else ``InvalidError`` is raised.
+    Raises ``InvalidError`` unless ``reason`` is INVALID_HP or INIT_INVALID_HP.
     """
     if reason not in ("INVALID_HP", "INIT_INVALID_HP"):
         raise InvalidError(f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")

@@ -1,7 +1,7 @@
 """ASGI middleware that proxies requests to services of tasks.
 
-Requests with a token in a header are proxied on the master's own host name. A browser with a cookie is redirected to the host
-name of the task, with a one-time code that grants access to this task's services only.
+Requests with a token in a header are proxied on the master's host name. A browser with a cookie is redirected to the task's
+host name, with a one-time code that grants access to this task's services only.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dstrial.master.web.page import ended_page, login_page, task_state, waiting_
 logger = logging.getLogger("dstrial.master.proxy")
 
 INTERACTIVE = "/det/interactive/"
-"""Path that ``det tensorboard start`` and ``open`` show in the browser: waits for the service, then redirects to it."""
+"""URL path that ``det tensorboard start`` and ``open`` open in the browser; waits for the service, then redirects."""
 _GRANT = "dstrial-grant="
-_CHUNK_BYTES = 4 * 1024  # at most some hundred HTTP events, which block the event loop for 30 ms
+_CHUNK_BYTES = 4 * 1024  # at most some hundred HTTP events per read, which block the event loop for 30 ms
 _MAX_INFORMATIONAL = 10
 _MAX_HEAD_BYTES = 64 * 1024
 _STATUSES = range(200, 600)
 
 
 class ProxyMiddleware:
-    """ASGI middleware: forward requests to services of tasks, or call the API."""
+    """ASGI middleware: proxies requests for tasks' services, passes others to the API."""
 
     def __init__(self, services: Services, api: ASGIApp) -> None:
         self._services = services
@@ -46,7 +46,7 @@ class ProxyMiddleware:
         if scope["type"] != "http" or not path.startswith((targets.PREFIX, INTERACTIVE)):
             await self._api(scope, receive, send)
             return
-        # Request boundary: every exception is logged; the client sees the cause only of its own errors.
+        # Request boundary: log every exception; tell the client the cause only of client errors.
         response_started = False
 
         async def watched(message: Message) -> None:
@@ -132,7 +132,7 @@ def _with_query(raw: str, query: str) -> str:
 
 
 async def proxy_request(service: targets.Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Forward a request to a task's service, and the service's response to the client.
+    """Forward a request to a task's service, and the response to the client.
 
     Raises:
         RequestError: 503 if nothing listens on the port (yet); 502 if the listener belongs to another account, does not speak

@@ -1,7 +1,7 @@
 """Find, check and connect to services of tasks; filter forwarded headers.
 
-In a browser a task's services have the URL ``http://TASK.localhost:PORT/proxy/TASK…``, another origin than the master's. Their
-pages therefore cannot send requests to the master as the user, nor set its cookies or service workers.
+In a browser, a task's services have the URL ``http://TASK.localhost:PORT/proxy/TASK…``. As this origin differs from the
+master's, pages of services cannot send requests to the master as the user, nor set the master's cookies.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def task_of_host(headers: Headers) -> str | None:
 
 
 async def find(services: Services, headers: Headers, method: str, path: str) -> Service:
-    """Return the service that a request's raw path names; raise 401, 403 or 404."""
+    """Return the service that a request's raw path names; raise HTTP 401, 403 or 404."""
     task_id = task_of_host(headers)
     identity = await access.identify(services, headers, method, task_id)
     if identity.allocation is not None:
@@ -163,8 +163,8 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
 def _socket_owner(port: int, own_port: int) -> tuple[int | None, str]:
     """Return user id and inode of the socket at the other end of a connection.
 
-    The connection is from ``own_port`` to ``port``. Until it is accepted, the listening socket is used; (None, "") if there is
-    none.
+    The connection is from ``own_port`` to ``port``. Before accept(), return those of the listening socket, or (None, "")
+    without one.
     """
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener: tuple[int | None, str] = (None, "")
@@ -196,7 +196,7 @@ def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:
 def forwarded(
     headers: Collection[tuple[bytes, bytes]], *, is_upgrade: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """Return a request's headers for a service, without tokens and hop-by-hop ones.
+    """Return a request's headers to forward, without tokens and hop-by-hop headers.
 
     ``is_upgrade`` keeps the headers of a WebSocket upgrade.
     """

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.master.proxy")
 
 _CHUNK_BYTES = 64 * 1024
-# At most some thousand empty frames, whose parsing blocks the event loop for 10 ms.
+# Bytes per read: at most some thousand empty frames, which block the event loop for 10 ms.
 _FRAMES_CHUNK_BYTES = 4 * 1024
-_MAX_HEAD_BYTES = 128 * 1024  # above the limit of a head, which is complete and checked by now
+_MAX_HEAD_BYTES = 128 * 1024  # above the size limit of HTTP heads, which was checked before
 
 
 def websocket_protocol(services: Services) -> type[asyncio.Protocol]:
@@ -41,7 +41,7 @@ def websocket_protocol(services: Services) -> type[asyncio.Protocol]:
 
 
 class WebSocketProxy(asyncio.StreamReaderProtocol):
-    """uvicorn's protocol class for WebSockets: connects a client to a task's service."""
+    """Protocol class for uvicorn's WebSockets: connects a client to a task's service."""
 
     def __init__(self, services: Services, *, config: Any, server_state: Any, app_state: Any) -> None:
         del config, app_state
@@ -70,7 +70,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
         self._serving = asyncio.ensure_future(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Connection boundary, like the request boundary of http_proxy.
+        # Connection boundary, as in http_proxy: log every exception.
         with contextlib.closing(writer):
             try:
                 request = await reader.readuntil(b"\r\n\r\n")
@@ -180,7 +180,7 @@ def _refusal(problem: Problem) -> bytes:
 
 
 async def _wait_for_either(*directions: Coroutine[Any, Any, int]) -> int:
-    """Run two copy directions until one ends, cancel the other, return the close code."""
+    """Copy in both directions until one ends; return the WebSocket's close code."""
     both = [asyncio.ensure_future(direction) for direction in directions]
     try:
         ended, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

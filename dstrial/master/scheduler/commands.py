@@ -26,7 +26,7 @@ _CONNECT_TIMEOUT_S = 0.2  # timeout of a probe whether a TensorBoard listens
 def request(
     services: Services, connection: Connection, allocation: Allocation, common: Mapping[str, Any]
 ) -> AllocationRequest:
-    """Return the request to start a command; trials have its ``common`` fields, too."""
+    """Return the request to start a command; ``common`` are fields shared with trials."""
     row = commands.require(connection, allocation.task_id)
     config: dict[str, Any] = json.loads(row.config)
     links: dict[str, Path] = {}
@@ -78,7 +78,7 @@ def _tensorboard(task_id: str, directory: Path, ports: dict[str, int], more: lis
 
 
 class CommandWatch:
-    """Ends each running TensorBoard that is idle."""
+    """Kills running TensorBoards that are idle."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

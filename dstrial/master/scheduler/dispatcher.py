@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.master.scheduler")
 
 _PERIOD_S = 1.0  # interval of polls of the queue if nothing was published
-_NODE_GRACE_US = 5_000_000  # time during which a node that is down still counts as capacity
+_NODE_GRACE_US = 5_000_000  # grace period in which a node that is down still counts as capacity
 _NODE_EXCLUDED = 2  # `trials.is_node_excluded` of a failed trial for which a log policy excludes nodes
 
 _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
@@ -51,17 +51,17 @@ _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
 
 @dataclasses.dataclass(slots=True)
 class _Queue:
-    """Snapshot of one poll of the queue: waiting trials and commands, and slots."""
+    """Snapshot, at one poll, of slots and of waiting trials and commands."""
 
     live: list[Allocation]
     capacity: Capacity
     disabled: frozenset[int] = frozenset()  # ids of disabled nodes
     largest: int = 0  # largest number of enabled slots on a node
     is_all_off: bool = False  # whether all nodes are disabled
-    is_idle: bool = False  # whether nothing waits, and no trial is due for a resize
+    is_idle: bool = False  # whether no job waits, and no trial is due for a resize
     excluded: Sequence[jobs.WaitingTrial] = ()  # trials whose log policies exclude every node
     rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()
-    entries: list[_Entry] = dataclasses.field(default_factory=list)  # of ``rows``, the most urgent first
+    entries: list[_Entry] = dataclasses.field(default_factory=list)  # one of each row, the most urgent first
     lacking: list[tuple[jobs.WaitingTrial, str | None]] = dataclasses.field(default_factory=list)
     failed: list[tuple[jobs.WaitingTrial, Exception]] = dataclasses.field(default_factory=list)
 
@@ -85,9 +85,9 @@ class Dispatcher:
         self.is_draining = False
 
     def poll(self) -> bool:
-        """Poll the queue if that is due; return whether anything was started.
+        """Poll the queue if due; return whether a trial or command was started.
 
-        A poll is due after a write that published "scheduler", or after ``_PERIOD_S``: its cost grows with the waiting trials.
+        A poll, whose cost grows with the queue, is due after a write that published "scheduler", or after ``_PERIOD_S``.
         """
         version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
         if self.is_draining or (version == self._version and now_s < self._polled_s + _PERIOD_S):
@@ -155,7 +155,7 @@ class Dispatcher:
             return _Queue(live, _capacity(live, (), {}), is_idle=True, excluded=excluded)
         off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
         capacity = _capacity(live, places, off)
-        if self._services.engine is not None:  # an engine's returned slots are not held for a trial
+        if self._services.engine is not None:  # Slurm or Ray does not hold lost slots for a trial
             capacity = dataclasses.replace(capacity, is_settled=True)
         disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
         queue = _Queue(
@@ -182,7 +182,10 @@ class Dispatcher:
         trials: Iterable[jobs.WaitingTrial],
         excluded_nodes: Mapping[int, frozenset[int]],
     ) -> None:
-        """Add waiting trials to ``queue.entries``; ``excluded_nodes`` has ids by trial id."""
+        """Add waiting trials to ``queue.entries``.
+
+        ``excluded_nodes`` maps trial id -> node ids.
+        """
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
         for row in trials:
             if not self._retries.is_due(row.id):
@@ -223,7 +226,7 @@ class Dispatcher:
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
         """Return how many slots a waiting trial needs.
 
-        It is less than configured if only fewer are available and the trial's checkpoint can resume on them.
+        Less than configured if fewer slots are available and the trial's checkpoint can resume on them.
         """
         wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
@@ -241,7 +244,7 @@ class Dispatcher:
     def _with_choices(
         self, connection: Connection, row: jobs.WaitingTrial, one: Waiting, queue: _Queue
     ) -> Waiting:
-        """Return ``one`` with the numbers of slots that the trial can start with.
+        """Return ``one`` with ``choices``, the slot counts with which the trial can start.
 
         A trial that waits alone may get all free slots up to ``max_slots``, except with Slurm or Ray, whose free slots are
         unknown.
@@ -252,15 +255,14 @@ class Dispatcher:
             choices = tuple(count for count in choices if count <= one.num_slots)
         if not choices:
             return one
-        # If the configured number is no choice, wait for the best choice.
+        # If no checkpoint can resume on the configured number, wait for the best choice.
         num_slots = one.num_slots if one.num_slots in choices else choices[0]
         return dataclasses.replace(one, num_slots=num_slots, choices=choices)
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
         """Fail a trial whose log policies exclude every node, if ``launch_error`` is set.
 
-        Else the trial waits. Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with
-        ``launch_error``, else QUEUED.
+        Otherwise the trial waits. Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py.
         """
         if not self._services.settings.launch_error:
             return
@@ -292,7 +294,7 @@ class Dispatcher:
         return started
 
     def _resize(self, queue: _Queue) -> None:
-        """Stop trials to make room for the next job, to free drained slots, or to grow."""
+        """Stop trials to free slots for the queue, to leave drained slots, or to grow."""
         capacity = queue.capacity
         most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
         first = next(
@@ -324,9 +326,9 @@ class Dispatcher:
     def _start(
         self, waiting: jobs.WaitingTrial | commands.CommandInfo, slots: list[int], used_ports: Iterable[int]
     ) -> Allocation | None:
-        """Start a trial or command on slots; return None if it no longer waits.
+        """Start a trial or command on slots; return None if it is no longer waiting.
 
-        ``used_ports`` are those of other allocations.
+        ``used_ports`` are the ports of other allocations.
         """
         first_ports = None  # the ports of a trial
         if isinstance(waiting, commands.CommandInfo):
@@ -408,10 +410,10 @@ class Dispatcher:
 
 
 def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:
-    """Return the free, enabled and drained slots of the nodes ``places``.
+    """Return the free, enabled and drained slots of ``places`` (nodes).
 
-    ``live`` are the allocations that use slots. ``off`` has each disabled slot, and whether it is drained: a trial there may
-    finish.
+    ``live`` are the allocations that use slots. ``off`` maps each disabled slot to whether it is drained, so that a running
+    trial may finish.
     """
     # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
     grace_start_us = now_us() - _NODE_GRACE_US
@@ -443,7 +445,7 @@ def _is_single_node(connection: Connection, experiment_id: int) -> bool:
 
 
 def _insert_node_allocations(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
-    """Store an allocation's nodes in rank order, except the master's own."""
+    """Store an allocation's nodes in rank order, without the master's machine."""
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
 

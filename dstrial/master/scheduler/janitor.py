@@ -1,4 +1,4 @@
-"""The janitor: deletes unneeded files and rows, and copies the database daily."""
+"""The janitor: deletes unneeded files and rows, and backs up the database daily."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _FINAL = (DstrialError, OSError, IntegrityError, ValueError, LookupError)
 class Janitor:
     """A thread that performs background jobs, such as deletions, one after another.
 
-    Every ``period_s`` the thread also deletes old logs and unused environments, and copies the database if the daily copy is due.
-    ``log_retention_days`` is the default for experiments that do not set it; None or -1 keeps logs forever.
+    Every ``period_s`` the thread also deletes old logs and unused environments, and makes a due daily backup of the database.
+    ``log_retention_days`` is the default for experiments; None or -1 keeps logs forever.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Janitor:
         self._log_retention_days = log_retention_days
         self._venvs_path = venvs_path
         self._storages = Storages(database) if storages is None else storages
-        self._logged_away: set[int] = set()  # jobs whose unavailable storage was logged
+        self._logged_away: set[int] = set()  # ids of jobs whose unavailable storage was logged
         self._period_s = period_s
         self._retries = retries or Retries(first_s=_RETRY_S)  # by job
         self._next_cleanup_s = time.monotonic()
@@ -79,12 +79,12 @@ class Janitor:
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; unmark checkpoints that a killed master was deleting."""
+        """Start the thread; first unmark checkpoints that a killed master was deleting."""
         self._database.write(checkpoints.release_claims)
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the current job and stop the thread; other jobs wait for the next start."""
+        """Finish the current job and stop the thread; other jobs stay queued."""
         self._is_stopping = True
         self._event.set()
         self._thread.join()
@@ -101,7 +101,6 @@ class Janitor:
                 self._event.clear()
 
     def _work(self) -> None:
-        """Perform the next background job, or wait for one."""
         # Check the clock, not a timeout of the event: a busy master sets the event more often.
         if time.monotonic() >= self._next_cleanup_s:
             self._next_cleanup_s = time.monotonic() + self._period_s
@@ -160,7 +159,7 @@ class Janitor:
             self._delete_experiment(experiment_id)
 
     def _abandon(self, row: background_jobs.BackgroundJob, error: Exception) -> None:
-        """Drop a failed background job; mark an experiment whose deletion failed."""
+        """Drop a failed job; if it was an experiment's deletion, set DELETE_FAILED."""
         experiment_id, why = int(row.experiment_id), str(error)
         logger.error("%s of experiment %d is abandoned: %s", row.kind, experiment_id, why)
 
@@ -206,7 +205,7 @@ class Janitor:
                 )
 
     def _begun_files(self, config: dict[str, Any], uuid: str) -> dict[str, int] | None:
-        """Return path -> bytes of an incomplete checkpoint; None if there is none."""
+        """Return path -> size in bytes of a checkpoint's files; None if it does not exist."""
         storage = config["checkpoint_storage"]
         if is_object_storage(storage):
             return checkpoint_gc.delete_files(config, uuid, ()) or None
@@ -252,7 +251,7 @@ class Janitor:
             self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
             return
         trouble = self._storages.trouble(config["checkpoint_storage"])
-        if trouble is not None:  # lost meanwhile: the files may still exist
+        if trouble is not None:  # unavailable by now: the files may still exist
             self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
             raise _StorageUnavailableError(trouble)
         if not left:
@@ -280,7 +279,7 @@ class Janitor:
         except CheckpointError as error:
             raise MasterError(str(error)) from error
         trouble = None if storage is None else self._storages.trouble(storage)
-        if trouble is not None:  # lost meanwhile: the files may still exist
+        if trouble is not None:  # unavailable by now: the files may still exist
             raise MasterError(trouble)
         for allocation in held:
             directory = Path(allocation.directory)
@@ -290,7 +289,6 @@ class Janitor:
         self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
 
     def _delete_tensorboard(self, experiment_id: int) -> None:
-        """Delete an experiment's TensorBoard files."""
         with self._database.read() as connection:
             row = experiments.get(connection, experiment_id)
             cluster_id = find_cluster_id(connection)
@@ -304,7 +302,7 @@ class Janitor:
                 logger.info("environment %s is deleted: unused for long, or unfinished", name)
 
     def _copy_database(self) -> None:
-        """Make the database's daily copy if due, unless the database is damaged."""
+        """Make the database's daily backup if due, unless the database is damaged."""
         with self._database.read() as connection:
             if not experiments.has_any(connection):
                 return

@@ -1,7 +1,7 @@
 """Decide which trials and commands get slots next, and on which nodes. Pure.
 
-An allocation that fits on one node is never divided, because ranks on one node communicate many times faster. A larger one gets
-as few nodes as possible, with equally many slots on each if possible.
+An allocation that fits on one node is never divided. A larger allocation gets as few nodes as possible, if possible with
+equally many slots on each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def by_node(slot_ids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def could_ever_fit(num_slots: int, capacity: Mapping[int, int], *, is_on_one_node: bool = False) -> bool:
-    """Return whether ``num_slots`` fit if all of ``capacity`` (by node id) were free."""
+    """Return whether ``num_slots`` fit on empty nodes of ``capacity`` (id -> slots)."""
     most = max(capacity.values(), default=0) if is_on_one_node else sum(capacity.values())
     return num_slots <= most
 
@@ -35,8 +35,8 @@ def place(
 ) -> list[int] | None:
     """Return free slots for an allocation, in rank order; None if it must wait.
 
-    ``free`` has slot ids by node id; ``capacity`` has the number of slots by node id, used ones included. An allocation that
-    would fit on one node waits for one instead of being divided.
+    ``free`` maps node id -> free slot ids; ``capacity`` maps node id -> total number of slots. An allocation that would fit on
+    one empty node waits for such a node instead of being divided.
     """
     fitting = [node for node, slots in free.items() if len(slots) >= num_slots]
     if fitting:
@@ -73,7 +73,7 @@ class Waiting:
     key: int | str  # a trial's id, or a command's task id
     experiment_id: int  # 0 for a command
     num_slots: int
-    max_slots: int | None  # limit of its experiment's slots in use; None for no limit
+    max_slots: int | None  # limit of the experiment's slots in use; None for no limit
     is_on_one_node: bool = False  # whether the slots must be on one node, as for commands
     excluded_nodes: frozenset[int] = frozenset()  # nodes excluded by a log policy
     choices: tuple[int, ...] = ()  # possible numbers of slots, best first; empty for ``num_slots`` only
@@ -84,8 +84,8 @@ def assignments(
 ) -> list[tuple[int | str, list[int]]]:
     """Return (key, slot ids in rank order) of the trials and commands that start now.
 
-    ``waiting`` has the most urgent first; ``free`` and ``enabled`` are slot ids; ``used_by`` has the number of slots in use by
-    experiment id. The first job that does not fit blocks the later ones, so that small jobs do not starve a large one. A job
+    ``waiting`` starts with the most urgent job; ``free`` and ``enabled`` are slot ids; ``used_by`` maps experiment id -> number
+    of slots in use. The first job that does not fit blocks the later ones, so that small jobs do not starve a large one. A job
     blocks no others if it needs no slots, if its experiment is at ``max_slots``, or if it would not fit even if all enabled
     slots were free. A job with ``choices`` leaves enough slots free for the smallest choice of each later job.
     """
@@ -136,7 +136,7 @@ def assignments(
 def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping[int, int]) -> bool:
     """Return whether a trial or command could start if others released their slots.
 
-    ``capacity`` has the number of enabled slots by node id, ``used_by`` that of slots in use by experiment id.
+    ``capacity`` maps node id -> number of enabled slots, ``used_by`` experiment id -> number of slots in use.
     """
     most = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
     if not could_ever_fit(one.num_slots, most, is_on_one_node=one.is_on_one_node):

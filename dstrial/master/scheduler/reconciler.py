@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-_FIRST_POLL_S = 0.05  # poll interval of an allocation that prints or stops; doubled by each poll without news
+_FIRST_POLL_S = 0.05  # poll interval of an allocation that prints or stops; each poll without news doubles it
 _LONGEST_POLL_S = 0.5
-_KILL_RETRY_S = 2.0  # interval of kills of an allocation that has not ended
+_KILL_RETRY_S = 2.0  # interval of repeated kills of an allocation that has not ended
 _STALLED_STOP_S = 30.0  # grace period of ranks that had stalled before the stop request
-_UNTRAINED_STOP_US = 5_000_000  # of untrained ranks; a first batch is recorded 0.5 s or more late
+_UNTRAINED_STOP_US = 5_000_000  # grace period of untrained ranks; a first batch is recorded 0.5 s late or so
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogPolicy:
     """A compiled entry of the config's ``log_policies``."""
 
-    name: str | None  # the trial's ``logPolicyMatched`` after a match
+    name: str | None  # becomes the trial's ``logPolicyMatched`` after a match
     text: str  # the pattern, as written in the config
     pattern: Any  # compiled; searched in every line
     action: str | None  # ``cancel_retries``, ``exclude_node`` or None
@@ -60,7 +60,7 @@ class LogPolicy:
 
 @dataclasses.dataclass(slots=True)
 class _State:
-    """The reconciler's state of a live allocation; seconds are monotonic."""
+    """The reconciler's state of a live allocation; ``…_s`` are monotonic times."""
 
     row: Allocation
     run: RunRef
@@ -69,7 +69,7 @@ class _State:
     policies: tuple[LogPolicy, ...] | None = None
     kill_again_s: float = 0.0
     is_terminated: bool = False  # whether SIGTERM was sent (commands only)
-    deadline: tuple[int, float] | None = None  # stored deadline, and the same on the monotonic clock
+    deadline: tuple[int, float] | None = None  # preemption deadline as stored, and on the monotonic clock
 
     def refresh(self, row: Allocation) -> None:
         """Replace the allocation's row; make a poll due if the row has a new stop request."""
@@ -82,7 +82,7 @@ class _State:
 
 
 class Reconciler:
-    """Starts, polls and ends live allocations; used by the scheduler's thread."""
+    """Starts, polls and ends allocations; used only by the scheduler's thread."""
 
     def __init__(self, services: Services, storage_wait: StorageWait, retries: Retries) -> None:
         self._services = services
@@ -94,7 +94,7 @@ class Reconciler:
         self._commands = CommandWatch(services)
 
     def adopt(self, rows: Iterable[Allocation]) -> None:
-        """Find the processes of live allocations that a previous master started."""
+        """Find the processes of live allocations that an earlier master started."""
         for row in rows:
             run = run_of(row)
             handle = self._backend.find(run)
@@ -106,7 +106,7 @@ class Reconciler:
     def poll(self, rows: Iterable[Allocation], *, is_all_due: bool) -> float:
         """Poll the allocations that are due; return the seconds until the next poll.
 
-        ``rows`` are all live allocations; with ``is_all_due`` all are polled.
+        ``rows`` are all live allocations; ``is_all_due`` polls all of them.
         """
         states = {}
         for row in rows:
@@ -173,7 +173,6 @@ class Reconciler:
         return has_more
 
     def _add_notes(self, row: Allocation, run: RunRef) -> None:
-        """Append the back end's new messages about an allocation to its log."""
         notes = self._backend.notes(run)
         if not notes:
             return
@@ -187,7 +186,7 @@ class Reconciler:
         self._database.write(add)
 
     def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
-        """Preempt an allocation that will lose its slots, according to the back end."""
+        """Preempt an allocation if the back end reports that it will lose its slots."""
         if row.preempt_us is None and row.kill_us is None:
             why = self._backend.leaving_reason(run)
             if why is not None:
@@ -259,7 +258,7 @@ class Reconciler:
         return state.policies
 
     def launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
-        """Start an allocation's processes, as ``request()`` says; end it if that fails."""
+        """Start the allocation that ``request()`` describes; end it if the start fails."""
         run = run_of(row)
         try:
             handle = self._backend.submit(request(), run)
@@ -292,7 +291,7 @@ class Reconciler:
         self._database.write(write)
 
     def _end(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> None:
-        """End an allocation; find the explanation of a failed exit in its output."""
+        """Store an allocation's end, with an explanation of a failure from the output."""
         traceback = None
         if exit_.exit_code != 0:
             for output in self._backend.outputs(run):
@@ -303,7 +302,7 @@ class Reconciler:
         self._finish(row, run, exit_, exited, traceback)
 
     def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        """Return the function that stores a trial's exit within a transaction."""
+        """Return the function that stores a trial's exit in a transaction."""
         trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
         begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
@@ -316,7 +315,7 @@ class Reconciler:
         exited: Callable[..., None],
         traceback: str | None,
     ) -> None:
-        """Store an exit by ``exited`` in a transaction; delete the allocation's files."""
+        """Store an exit by calling ``exited``; then delete the allocation's files."""
 
         def end(tx: Transaction) -> None:
             log_quota.tell_at_end(tx, _log_of(row))
@@ -344,11 +343,10 @@ def _stop_requests(row: Allocation) -> tuple[int | None, ...]:
 
 
 def _untrained_phase(row: Allocation) -> str | None:
-    """Return the startup phase in which ranks ignore a request to stop; None if none.
+    """Return the startup phase because of which ranks ignore a stop request, or None.
 
-    None before the grace period has passed, and for ranks that have trained. Untrained ranks have nothing to save, and ignore
-    the request while they compile an operator, for minutes. On a full disk the ranks' files are stale, but a run with reports
-    has trained.
+    None in the first ``_UNTRAINED_STOP_US`` after the request, and for runs with reports. Ranks that have not trained have
+    nothing to save, and can ignore the request for minutes while they compile an operator.
     """
     if row.preempt_us is None or row.kill_us is not None or row.num_reports:
         return None
@@ -357,10 +355,10 @@ def _untrained_phase(row: Allocation) -> str | None:
 
 
 def _expired_grace_period(state: _State) -> str | None:
-    """Return the grace period, as text, that has expired since the request to stop.
+    """Return, as text, the grace period of a stop request that has expired, or None.
 
-    None if none has. Ranks that had stalled before the request cannot save, and get a shorter one. A grace period starts when
-    this master first sees the request, on the monotonic clock.
+    Ranks that had stalled before the request cannot save a checkpoint, and get a shorter grace period. A grace period starts
+    when this master first sees the request.
     """
     row = state.row
     deadline_us = row.preempt_deadline_us
@@ -382,7 +380,7 @@ def _expired_grace_period(state: _State) -> str | None:
 
 
 def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return a failed exit, explained from the output, and a traceback or None."""
+    """Return (failed exit with an explanation from the output, traceback or None)."""
     traceback = first_traceback(printed(directory))
     if traceback is None or is_of_launcher(traceback):
         explanation = explain_rank(printed(directory))
@@ -398,7 +396,7 @@ def _log_of(row: Allocation) -> LogOwner:
 
 
 def failed_start(error: Exception) -> AllocationExit:
-    """Return the exit of an allocation whose start failed; lost if its slots are gone."""
+    """Return the exit of an allocation that failed to start: lost if slots are gone."""
     was_lost = isinstance(error, SlotsGoneError)
     return AllocationExit(1, None, now_us(), f"could not be started: {error!s}", was_lost)
 

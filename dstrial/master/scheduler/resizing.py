@@ -1,7 +1,7 @@
 """Change the number of slots of running trials.
 
-A running trial is stopped with a checkpoint and restarted on another number of slots. It shrinks if a more urgent job waits or
-its node is being drained; it grows if slots are free and nothing waits.
+A running trial is stopped with a checkpoint and restarted on another number of slots. A trial shrinks if a more urgent job
+waits or its node is drained, and grows if slots are free and no job waits.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Running:
     experiment_id: int
     urgency: tuple[int, float]  # (priority, queue position); smaller is more urgent
     slots: tuple[int, ...]
-    choices: tuple[int, ...]  # numbers of slots on which its newest checkpoint can resume, descending
-    max_slots: int | None = None  # limit of its experiment's slots in use; None for no limit
+    choices: tuple[int, ...]  # slot counts on which the newest checkpoint can resume, descending
+    max_slots: int | None = None  # limit of the experiment's slots in use; None for no limit
     is_on_one_node: bool = False  # whether the slots must be on one node
 
     @property
@@ -46,7 +46,7 @@ class Running:
         return len(self.slots)
 
     def waiting(self, choices: Sequence[int]) -> Waiting:
-        """Return the stopped trial as an entry of the queue, for one of ``choices`` slots."""
+        """Return the trial as a queue entry that can start with one of ``choices`` slots."""
         return Waiting(
             self.trial_id,
             self.experiment_id,
@@ -68,9 +68,9 @@ def select_preemption_victims(
 ) -> list[Running]:
     """Return the trials to stop so that the first job in the queue can start.
 
-    Victims have a lower priority and can continue on the remaining slots; the least urgent come first. Empty if that would not be
-    enough. ``urgency`` is (priority, queue position) of ``first``. ``free`` are the ids of slots that are unused, or are being
-    released; ``used_by`` has the number of slots in use by experiment id.
+    Victims have a lower priority and can continue on the remaining slots; the least urgent come first. Empty if the job still
+    could not start. ``urgency`` is (priority, queue position) of ``first``. ``free`` are ids of slots that are unused or being
+    released; ``used_by`` maps experiment id -> number of slots in use.
     """
     if _all_fit([first], free, enabled, used_by):
         return []  # slots that are being released suffice
@@ -104,7 +104,7 @@ def _all_fit(
 
 
 def can_leave_drained(one: Running, drained: Collection[int], free: Collection[int]) -> bool:
-    """Return whether a trial on ``drained`` slots can continue on others, or on fewer."""
+    """Return whether a trial on ``drained`` slots can continue without these slots."""
     kept = [slot for slot in one.slots if slot not in drained]
     if len(kept) == one.num_slots:
         return False
@@ -118,7 +118,7 @@ def can_leave_drained(one: Running, drained: Collection[int], free: Collection[i
 
 
 def grown(one: Running, *, free: Collection[int], enabled: Collection[int], used: int) -> int:
-    """Return the largest number of slots to which a trial can grow, or its current.
+    """Return the largest slot count to which a trial can grow, or its current count.
 
     ``free`` and ``enabled`` are slot ids; ``used`` is the number of slots that the trial's experiment uses.
     """
@@ -162,12 +162,12 @@ class Resizing:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # Trial and bounds -> (checkpoint, config and excluded numbers for which the choices are valid), choices.
+        # (trial id, bounds) -> (key: checkpoint, config, unusable counts), choices; valid only for an equal key.
         self._cache: dict[tuple[int, int, int], tuple[tuple[Any, ...], tuple[int, ...]]] = {}
         self._polled_s = -_POLL_S
 
     def is_due(self, connection: Connection) -> bool:
-        """Return whether a trial may be resized although nothing waits."""
+        """Return whether a poll is due, and a trial may be resized although no job waits."""
         if time.monotonic() < self._polled_s + _POLL_S:
             return False
         self._polled_s = time.monotonic()
@@ -176,10 +176,10 @@ class Resizing:
     def choices(
         self, connection: Connection, row: WaitingTrial, capacity: Capacity, *, at_most: int | None
     ) -> tuple[int, ...]:
-        """Return the numbers of slots a trial can start with, best first.
+        """Return the slot counts with which a trial can start, best first.
 
-        Empty if only the configured number (``slots_per_trial``) is possible. Numbers above it are at most ``at_most``; with
-        None, only the config limits them.
+        Empty if only ``slots_per_trial`` is possible. Counts above ``slots_per_trial`` are at most ``at_most``; None means that
+        only the config limits them.
         """
         if row.section is None:
             return ()
@@ -276,9 +276,10 @@ class Resizing:
     def _running(
         self, connection: Connection, row: rows.ResizableTrial, at_most: int | None = None
     ) -> Running | None:
-        """Return a running trial with the numbers of slots it can resume on; None if none.
+        """Return a running trial with the slot counts on which it can resume, or None.
 
-        ``at_most`` limits the choices; by default to the trial's current number of slots, and to elastic trials.
+        ``at_most`` limits these counts, by default to the trial's current number of slots; then only trials whose config allows
+        fewer slots are returned.
         """
         elasticity = _elasticity(row.section, row.slots_per_trial)
         slots = tuple(json.loads(row.slots))
@@ -302,7 +303,7 @@ class Resizing:
     def _choices(
         self, connection: Connection, trial_id: int, experiment_id: int, at_least: int, at_most: int
     ) -> tuple[int, ...]:
-        """Return the numbers of slots within bounds that a trial can resume on; cached."""
+        """Return the slot counts within bounds on which a trial can resume; cached."""
         latest = checkpoint_rows.latest_completed(connection, trial_id)
         text = experiment_rows.require(connection, experiment_id).config
         unusable = rows.unusable_counts(connection, trial_id)
@@ -319,7 +320,7 @@ class Resizing:
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
-    """Record in log and metrics that a trial has ``num_slots``, of ``num_wanted``."""
+    """Log and report if a trial's slot count changed or is lower than requested."""
     before = rows.slots_of_run_before(tx.connection, allocation.trial_id, allocation.run_id)
     is_changed = before not in (0, num_slots)
     if num_slots < num_wanted:
@@ -350,7 +351,7 @@ def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_want
 
 
 def _may_change(row: rows.ResizableTrial) -> bool:
-    """Return whether a trial is elastic, or runs on fewer slots than configured."""
+    """Return whether a trial's config allows resizing, or the trial lacks slots."""
     elasticity = _elasticity(row.section, row.slots_per_trial)
     return elasticity.is_asked_for or len(json.loads(row.slots)) < row.slots_per_trial
 

@@ -1,4 +1,4 @@
-"""Build resource requests to an engine (Slurm, Ray), and apply its answers."""
+"""Build resource requests to Slurm or Ray, and apply their results."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def requests_of(
 ) -> Iterator[ResourceRequest]:
     """Yield the requests of waiting trials and commands to Slurm or Ray.
 
-    Those above their experiment's ``max_slots`` are left out; ``used_by`` has the number of slots in use by experiment id.
-    ``off`` are ids of disabled nodes; ``describe`` returns a job's title and config.
+    Jobs that would exceed their experiment's ``max_slots`` are skipped; ``used_by`` maps experiment id -> number of slots in
+    use. ``off`` are ids of disabled nodes; ``describe`` returns a job's title and config.
     """
     used = dict(used_by)
     for one in waiting:
@@ -53,7 +53,7 @@ def requests_of(
 def request_of_config(
     config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait: bool
 ) -> ResourceRequest | None:
-    """Return the request of a submitted config's trials; None if they need no slots.
+    """Return the request for one trial of a config; None if trials need no slots.
 
     ``may_wait`` accepts a config that needs more nodes than the cluster has now.
     """
@@ -73,7 +73,7 @@ def request_of_config(
 
 
 def request_of_command(config: Mapping[str, Any]) -> ResourceRequest | None:
-    """Return the request of a submitted command's config; None if it needs no slots."""
+    """Return the request for a submitted command; None if it needs no slots."""
     num_slots = config["resources"]["slots"]
     if num_slots == 0:
         return None
@@ -89,7 +89,7 @@ def request_of_command(config: Mapping[str, Any]) -> ResourceRequest | None:
 def starts_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, list[int]]]:
     """Return (key, slot ids) of the waiting trials and commands that start now.
 
-    They have slots in Slurm's or Ray's ``answer``, or need none.
+    They have slots in ``answer``, or need no slots.
     """
     found: list[tuple[Key, list[int]]] = []
     for one in waiting:
@@ -114,7 +114,7 @@ def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
 
 
 def write_answer(database: Database, answer: Answer) -> None:
-    """Write the messages of Slurm or Ray to logs; fail refused trials and commands."""
+    """Write Slurm's or Ray's messages to logs; fail refused trials and commands."""
     if not answer.messages and not answer.refused:
         return
 
@@ -146,10 +146,8 @@ async def refuse_unsatisfiable(
 ) -> None:
     """Raise ``ConfigError`` if Slurm or Ray could never run the requested job.
 
-    ``request`` is None for a job without slots; ``slots_key`` is the config key of the slot count.
-
-    Raises:
-        ConfigError: with ``findings`` and the reasons of Slurm or Ray.
+    ``request`` is None for a job without slots; ``slots_key`` is the slot count's config key. The error has ``findings`` and
+    the reasons of Slurm or Ray.
     """
     if services.engine is None or request is None:
         return

@@ -1,4 +1,4 @@
-"""Bounded retries with exponential backoff, and faults that all jobs share."""
+"""Bounded retries with exponential backoff, and detection of shared faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Failures:
 
 
 class Retries:
-    """Counts consecutive failures by key, and computes the backoff before a retry.
+    """Counts consecutive failures by key; computes backoffs before the next attempts.
 
     Args:
         first_s: delay after the first failure; each further failure doubles it.
@@ -41,7 +41,7 @@ class Retries:
         self._failures: dict[Hashable, _Failures] = {}
 
     def is_due(self, key: Hashable) -> bool:
-        """Return whether a key may be tried again: its backoff is over."""
+        """Return whether a key's backoff is over, so that it may be tried again."""
         failures = self._failures.get(key)
         return failures is None or self._clock() >= failures.due_s
 
@@ -51,14 +51,14 @@ class Retries:
         return 0.0 if failures is None else max(failures.due_s - self._clock(), 0.0)
 
     def postponed(self) -> dict[Hashable, float]:
-        """Return key -> seconds until the next attempt, of keys whose backoff is not over."""
+        """Return key -> seconds until the next attempt, for keys in backoff."""
         return {key: delay_s for key in self._failures if (delay_s := self.delay_s(key))}
 
     def record_failure(self, key: Hashable, *, counts: bool = True, limit: int | None = None) -> bool:
         """Postpone a key's next attempt; return whether the limit is reached.
 
-        With ``counts=False`` the failure neither counts nor reaches the limit, because its cause is not the key. ``limit`` is
-        used instead of the object's limit.
+        With ``counts=False``, for failures that the key did not cause, the limit is not affected. ``limit`` replaces the
+        object's limit.
         """
         failures = self._failures.setdefault(key, _Failures(0, 0.0))
         failures.count += counts

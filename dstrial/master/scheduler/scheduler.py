@@ -1,7 +1,7 @@
 """The scheduler thread: assigns slots, and reconciles processes with the database.
 
-Every step is idempotent: if the master is killed between a commit and its effect, the next master finds the row and repeats the
-step. An error of one trial never stops the thread.
+Every step is idempotent: if the master is killed after a commit but before its effect, the next master finds the row and
+repeats the step. An error of one trial never stops the thread.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ logger = logging.getLogger("dstrial.master.scheduler")
 _DRAIN_POLL_S = 0.05  # interval of checks at shutdown whether all allocations have ended
 _IDLE_TICK_S = 1.0  # longest interval of iterations
 _HEARTBEAT_POLL_S = 1.0  # interval of checks for detached runs without heartbeats
-_CLOCK_JUMP_S = 2.0  # change of the wall clock that counts as a jump
-_OUTPUT_GRACE_S = 15.0  # time at shutdown for storing the output of killed allocations
+_CLOCK_JUMP_S = 2.0  # minimum change against the monotonic clock that counts as a jump
+_OUTPUT_GRACE_S = 15.0  # timeout at shutdown for storing the output of killed allocations
 _THREAD = "scheduler"  # key of `_retries` for failures of an iteration
 
 
@@ -42,7 +42,7 @@ class Scheduler:
 
     def __init__(self, services: Services, retries: Retries | None = None) -> None:
         self._services = services
-        self._retries = retries or Retries()  # by allocation or trial id, and _THREAD
+        self._retries = retries or Retries()  # keys: allocation ids, trial ids and _THREAD
         self._database = services.database
         self._event = services.pubsub.listen("scheduler")
         self._backend = services.backend
@@ -58,7 +58,7 @@ class Scheduler:
         storage_wait = StorageWait(services.database, services.storages)
         self._reconciler = Reconciler(services, storage_wait, self._retries)
         self._dispatcher = Dispatcher(services, self._reconciler, storage_wait, self._retries)
-        self._version = -1  # of the topic at the last reconciliation
+        self._version = -1  # the topic's version at the last reconciliation
         self._is_begun = False
         self._is_stopping = False
         self._is_killing = False
@@ -66,7 +66,7 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="dstrial-scheduler", daemon=True)
 
     def start(self) -> None:
-        """Adopt allocations of a previous master, and start the threads."""
+        """Adopt running allocations of an earlier master, and start the threads."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
@@ -78,8 +78,8 @@ class Scheduler:
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
         """Stop all allocations and the threads; experiments keep their state.
 
-        If ``graceful``, trials save a checkpoint first and are killed after ``timeout_s``. Meanwhile another thread may call
-        ``stop(graceful=False)`` to kill the trials immediately.
+        If ``graceful``, trials first save a checkpoint, and are killed after ``timeout_s``; meanwhile another thread may call
+        ``stop(graceful=False)`` to kill them immediately.
         """
         if not graceful:
             self._is_killing = True
@@ -101,9 +101,9 @@ class Scheduler:
         self._janitor.stop()
 
     def _stop_allocations(self) -> bool:
-        """Request the stop or kill of every allocation; return whether any is left.
+        """Stop or kill every allocation; return whether any still runs.
 
-        If the back end could not connect, nothing can be stopped: trials continue, and the next master adopts them.
+        If the back end could not connect, none can be stopped; they continue, and the next master adopts them.
         """
         if not self._is_begun:
             return not self._services.scheduler_problem
@@ -123,10 +123,10 @@ class Scheduler:
             return self._release_without_rows(error)
 
     def _release_without_rows(self, error: Exception) -> bool:
-        """Kill allocations without writing to the database; return whether any runs.
+        """Kill allocations without writing to the database; return whether any still runs.
 
-        For a database that cannot be written. Trials that may still save are not killed. The next master treats killed trials as
-        lost, which does not count as a restart.
+        Used if the database is not writable. A graceful stop kills nothing, as trials may still save checkpoints. The next
+        master treats killed trials as lost, which does not count as a restart.
         """
         if not self._is_without_rows:
             self._is_without_rows = True
@@ -166,7 +166,7 @@ class Scheduler:
     def _tick(self) -> float:
         """Run one iteration of the scheduler; return the seconds until the next."""
         self._services.record_scheduler_step("reading the allocations")
-        version = self._services.pubsub.version("scheduler")  # before the rows are read
+        version = self._services.pubsub.version("scheduler")  # before reading rows, to miss no change
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         wait_s = min(self._reconciler.poll(live, is_all_due=version != self._version), _IDLE_TICK_S)
@@ -180,7 +180,7 @@ class Scheduler:
         return wait_s
 
     def _remove_stale(self, live: set[str]) -> None:
-        """Kill and delete what is left of allocations whose ids are not in ``live``."""
+        """Kill processes and delete files of allocations whose ids are not in ``live``."""
         for directory in self._directory.iterdir():
             if directory.name not in live:
                 local.kill(local.find(directory), directory)
@@ -190,8 +190,7 @@ class Scheduler:
 class _HeartbeatTimeout:
     """Ends detached runs that have sent no heartbeat for ``timeout_s``.
 
-    The timeout restarts when the master starts, after a suspend, and when the wall clock jumps, because heartbeats are stored in
-    wall-clock time.
+    The timeout restarts at the master's start, after a suspend and when the wall clock jumps.
     """
 
     def __init__(self, database: Database, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Write to their logs why trials and commands wait, each reason once."""
+"""Log why trials and commands wait, in their own logs, each reason once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_NAMED = 3  # slot users named in one line
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotUser:
-    """A trial or command that uses slots, for messages."""
+    """A trial or command that uses slots, as named in messages."""
 
     name: str  # for example ``trial 3 of experiment 2 (gpt)``
     experiment_id: int  # 0 for a command
@@ -46,7 +46,7 @@ def waiting_text(
 ) -> str:
     """Return a log line: how many slots a trial waits for, and which jobs use them.
 
-    ``before`` names the first trial in the queue; None if that is the waiting trial.
+    ``before`` names the first trial in the queue; None if the waiting trial is first.
     """
     wanted = f"waiting for {_slots(num_slots)}"
     own = sum(user.num_slots for user in slot_users if user.experiment_id == experiment_id)
@@ -67,7 +67,7 @@ def _slots(count: int) -> str:
 
 
 class WaitReasons:
-    """Writes to logs why jobs wait; do not call it inside ``Database.read``."""
+    """Logs why jobs wait. Do not call the methods inside ``Database.read``."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -81,7 +81,7 @@ class WaitReasons:
         return reason in self._logged.get(_key(row), ())
 
     def has_logged_lacking(self, row: WaitingTrial, num_slots: int) -> bool:
-        """Return whether :meth:`lacks_slots` would log nothing new."""
+        """Return whether :meth:`lacks_slots` has already logged its message for the trial."""
         return self._has_logged(row, ("slots", row.slots_per_trial, num_slots))
 
     def _log_once(
@@ -104,7 +104,7 @@ class WaitReasons:
     def lacks_slots(self, row: WaitingTrial | CommandInfo, num_slots: int, why: str | None = None) -> None:
         """Log that a trial or command needs more slots than the ``num_slots`` that exist.
 
-        ``why`` is the reason why a trial's checkpoint cannot resume on fewer; None if unknown.
+        ``why`` is the reason why a trial's checkpoint cannot resume on fewer slots; None if unknown.
         """
         services = self._services
         is_command = isinstance(row, CommandInfo)
@@ -127,7 +127,7 @@ class WaitReasons:
     def waits_for_slots(
         self, waiting: Sequence[tuple[WaitingTrial, Waiting]], live: Sequence[Allocation], num_enabled: int
     ) -> None:
-        """Log once per run of a trial why it waits, and which ``live`` jobs use the slots."""
+        """Log, once per run, why each trial waits, and which ``live`` jobs use the slots."""
         begun = {row.trial_id for row in live}
         left = [pair for pair in waiting if pair[0].id not in begun]
         new = [

@@ -1,1 +1,1 @@
-"""Server side of the read-only web page: experiments, metrics, logs, cluster."""
+"""Server side of the web page, which shows experiments, metrics, logs and cluster."""

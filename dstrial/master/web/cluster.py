@@ -1,4 +1,4 @@
-"""JSON for the page's cluster views: nodes, slots, queue, usage, tasks."""
+"""JSON routes for the web page's cluster views: nodes, slots, queue, usage, tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Json: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Numbers of usable slots (enabled, on a node that is up) and of free usable ones."""
+    """Numbers of usable slots (enabled, on a node that is up) and free usable slots."""
 
     usable: int
     free: int
@@ -48,8 +48,8 @@ def count_slots(nodes: Sequence[Node], disabled: Mapping[int, bool], used: froze
 def pending_reason(wanted: int, num_waiting: int, num_ahead: int, counts: SlotCounts) -> str:
     """Return why a job is pending, as text for users; empty if it is not pending.
 
-    ``wanted`` is the slot count of a trial or command. ``num_waiting`` trials or commands of the job are pending; ``num_ahead``
-    jobs are ahead of it in the queue.
+    ``wanted`` is the slot count of each of the job's trials or commands, ``num_waiting`` the number of pending ones,
+    ``num_ahead`` the number of jobs before this job in the queue.
     """
     if not num_waiting:
         return ""
@@ -195,8 +195,8 @@ async def get_cluster(request: ApiRequest) -> Json:
 async def get_usage(request: ApiRequest) -> Json:
     """Return the mean number of slots in use over time, for the last ``hours``.
 
-    ``used`` has a mean for each part of the time range. ``times`` are the centres of the parts in milliseconds since the epoch.
-    ``slots`` is the current number of slots.
+    ``used`` has a mean for each part of the time range, ``times`` the part's centre in milliseconds since the epoch. ``slots``
+    is the current number of slots.
     """
     services = request.services
     hours = min(max(request.query_int("hours") or 24, 1), _MAX_HOURS)
@@ -220,7 +220,7 @@ def _task_state(row: commands.CommandInfo) -> str:
 
 
 def _ports(row: commands.CommandInfo) -> list[int]:
-    """Return the HTTP ports in a task's config that the proxy serves at separate URLs."""
+    """Return the HTTP ports of a task's config, each of which has its own proxy URL."""
     config = json.loads(row.config)
     found = (config.get("environment") or {}).get("proxy_ports") or []
     return [one["proxy_port"] for one in found if not one.get("proxy_tcp")]
@@ -252,7 +252,6 @@ def _task(row: commands.CommandInfo) -> Json:
 
 async def get_tasks(request: ApiRequest) -> Json:
     def read(connection: Connection) -> list[Json]:
-        """Build the response in the reader thread, not in the event loop."""
         return [_task(row) for row in commands.newest(connection, MAX_TASKS)]
 
     return {"tasks": await request.services.read(read)}

@@ -1,4 +1,4 @@
-"""JSON for an experiment's tabs: rungs, checkpoints, config, code."""
+"""JSON routes for an experiment's tabs: rungs, checkpoints, config, code."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from dstrial.master.web import rungs
 MAX_TEXT_BYTES = 2**20  # per file
 _MAX_FILES = 20_000  # per listing
 _MAX_VALUES = 5000  # config values per response
-_MAX_LINES = 5000  # of a difference, and of each text that is compared
-_MAX_CHANGED = 200  # files per difference
+_MAX_LINES = 5000  # per diff, and per compared text
+_MAX_CHANGED = 200  # files per diff
 _LAYOUT_FIELDS = (
     "engine_kind",
     "world_size",
@@ -141,8 +141,8 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
 async def get_config(request: ApiRequest) -> Json:
     """Return an experiment's submitted and effective config, and each value's origin.
 
-    ``deepspeed`` contains the output of ``dstrial check --explain`` for each DeepSpeed config. If that fails, ``problem`` says
-    why, for example because the config is no longer valid.
+    ``deepspeed`` has the output of ``dstrial check --explain`` for each DeepSpeed config. If this fails, for example for a
+    config that is no longer valid, ``problem`` says why.
     """
     services, experiment_id = request.services, request.path_params["experiment_id"]
     row = await services.read(experiments.require, experiment_id)
@@ -151,10 +151,7 @@ async def get_config(request: ApiRequest) -> Json:
 
 
 def listed_files(tgz: bytes) -> Json:
-    """List the files of a model definition; ``more`` is true if the list is cut.
-
-    ``tgz`` is the model definition as tar.gz.
-    """
+    """List a model definition's files (``tgz``); ``more`` is true if the list is cut."""
     files = list_files(tgz)
     return {
         "files": [{"path": file.path, "bytes": file.size} for file in files[:_MAX_FILES]],
@@ -165,7 +162,7 @@ def listed_files(tgz: bytes) -> Json:
 def shown_file(tgz: bytes, path: str) -> Json:
     """Return a model definition's file as text, cut at ``MAX_TEXT_BYTES``.
 
-    The text of a binary file is empty. ``tgz`` is the model definition as tar.gz.
+    The text of a binary file is empty.
     """
     content, size = read_start(tgz, path, MAX_TEXT_BYTES)
     is_binary = b"\0" in content
@@ -174,7 +171,7 @@ def shown_file(tgz: bytes, path: str) -> Json:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return the lines of a unified diff of two sets of texts: name -> text."""
+    """Return the lines of a unified diff of texts by name."""
     found: list[str] = []
     for name in sorted(before.keys() | after.keys()):
         old, new = (texts.get(name, "").splitlines()[:_MAX_LINES] for texts in (before, after))
@@ -196,7 +193,7 @@ def _config_texts(services: Services, row: experiments.Experiment, kind: str) ->
 
 
 def code_differences(before: bytes, after: bytes) -> list[str]:
-    """Return the lines of a unified diff of two model definitions."""
+    """Return the lines of a unified diff of two model definitions (tar.gz)."""
     old, new = ({file.path: file.digest for file in list_files(tgz)} for tgz in (before, after))
     changed = sorted({path for path, _ in old.items() ^ new.items()})
     shown = frozenset(changed[:_MAX_CHANGED])
@@ -206,7 +203,7 @@ def code_differences(before: bytes, after: bytes) -> list[str]:
 
 
 def _texts(tgz: bytes, digests: Mapping[str, str], paths: Collection[str]) -> dict[str, str]:
-    """Return path -> text of some files; what is cut or binary is named by its digest."""
+    """Return path -> text of files; a digest replaces binary files and cut-off ends."""
     found: dict[str, str] = {}
     for path, (content, size) in read_starts(tgz, paths, MAX_TEXT_BYTES).items():
         digest = f"{size:,} bytes, digest {digests[path]}"
@@ -216,7 +213,7 @@ def _texts(tgz: bytes, digests: Mapping[str, str], paths: Collection[str]) -> di
 
 
 async def get_difference(request: ApiRequest) -> Json:
-    """Return a unified diff from experiment ``other`` to the one in the path.
+    """Return a unified diff from experiment ``other`` to the URL path's experiment.
 
     ``kind`` is "effective" or "submitted" for the configs, "code" for the model definitions.
     """

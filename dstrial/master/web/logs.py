@@ -1,4 +1,4 @@
-"""Log routes of the web page: a page of lines, or the whole log."""
+"""Routes for logs on the web page: a page of lines, or a whole log as a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_TEXT = 1000
 
 
 def _log_of(connection: Connection, trial_id: int | None, task_id: str | None) -> LogKey:
-    """Return the key of a trial's or task's log; all tasks of a trial share one log."""
+    """Return the key of a trial's or task's log; the tasks of a trial share one log."""
     if trial_id is not None:
         require_trial(connection, trial_id)
         return LogKey(trial_id=trial_id)
@@ -86,8 +86,8 @@ def _line_json(line: log_pages.ShownLine) -> dict[str, Any]:
 async def get_page(request: ApiRequest) -> dict[str, Any]:
     """Return a log's newest lines, or lines just ``before`` or ``after`` a line id.
 
-    Filters: ``level``, ``rank`` (repeatable; -1 for lines without a rank) and ``text``. A request scans a limited number of
-    lines. ``searchedTo`` is the line id to continue from, null at the end. ``last`` is the id of the newest line.
+    Query filters are ``level``, ``rank`` (repeatable; -1 for lines without a rank) and ``text``. Requests scan a limited number
+    of lines; ``searchedTo`` is the line id to continue from (null at the log's end). ``last`` is the newest line's id.
     """
     wanted = _asked_lines(request)
     log = await _asked_log(request)

@@ -1,4 +1,4 @@
-"""Routes of the web page, its files, events and login form; HTML pages for tasks."""
+"""Routes of the web page, its files, events and login form, and of tasks' pages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _templates() -> jinja2.Environment:
 
 
 def render(name: str, status: int = 200, **values: Any) -> Response:
-    """Return an HTML template with ``values`` as a response with a strict CSP header."""
+    """Render HTML template ``name`` with ``values``, with a strict CSP header."""
     nonce = secrets.token_urlsafe(16)
     text = _templates().get_template(name).render(nonce=nonce, **values)
     headers = {
@@ -157,14 +157,14 @@ async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
 async def get_events(request: ApiRequest) -> Stream:
     """Stream server-sent events that name the changed topics.
 
-    The first event is ``{"master": id}``; the id changes when the master restarts. The next events are ``{"topics": […]}``, or
-    ``{"all": true}`` if there are too many topics.
+    The first event is ``{"master": id}``, whose id changes when the master restarts. Later events are ``{"topics": […]}``, or
+    ``{"all": true}`` for too many topics.
     """
     return event_stream(_events(request.services))
 
 
 def _below(path: str, depths: range) -> list[str]:
-    """Return route patterns below ``path``, one per number of segments in ``depths``."""
+    """Return route patterns below ``path``, one for each number of path segments."""
     return [path + "".join(f"/{{part_{idx}}}" for idx in range(depth)) for depth in depths]
 
 

@@ -22,9 +22,9 @@ def rungs_of(
     """Return an ASHA search's brackets as JSON, each with its rungs, lowest first.
 
     Each rung has ``units`` (its length in the time metric), the number of trials that reached it (``total``, also by outcome),
-    the trials on the way to it, and ``entries`` (best trials with value and outcome).
+    ``underWay`` (trials that train towards it), and ``entries`` (best trials with value and outcome).
 
-    ``searcher`` is the section of the config. ``method`` is the search method's saved state, empty before the first trial.
+    ``searcher`` is the config's searcher section. ``method`` is the search method's saved state, empty before the first trial.
     ``closed`` are request ids of exited trials. ``trials`` maps request id -> trial id.
     """
     sizes = (
@@ -83,7 +83,8 @@ def _rungs(
 def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
     """Return "went on", "failed", "finished" or "stopped" for a trial at rung ``idx``.
 
-    ``top`` is the highest rung, ``reached`` the trial's highest. ``value`` is ``_WORST`` if the trial failed at the rung.
+    ``top`` is the bracket's highest rung, ``reached`` the highest that the trial reached. ``value`` is ``_WORST`` if the trial
+    failed at the rung.
     """
     if reached > idx or not is_stopped:
         return "went on"

@@ -1,7 +1,7 @@
-"""Routes of the web page's view of dsat searches.
+"""Routes of the web page's view of searches by dsat, the DeepSpeed autotuner.
 
-A label of each experiment names its search. dsat writes its report into the notes of an experiment: a short report during the
-search, and the full report at its end.
+A label of each experiment names the search. dsat writes its report into an experiment's notes: a short one during the search,
+the full one at the end.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
     counted = found.get("num_trials")
     return {
         **facts,
-        # A report of a running search omits rows, and may be outdated if the search's process has died.
+        # The report of a running search is short, and may be outdated if the search's process has died.
         "num_trials": counted if _is_number(counted) else len(rows),
         "told_s": _finite(found.get("told_s")) or 0.0,
         "trials": [{name: row.get(name) for name in _ROW} for row in rows],
@@ -93,7 +93,7 @@ def _finite(value: object) -> float | None:
 
 
 def shown_rows(reported: Iterable[Json], experiments: Iterable[int], *, is_over: bool) -> list[Json]:
-    """Return a report's rows for the page; no row of an ended search is "running".
+    """Return a report's rows for the page; an ended search has no row "running".
 
     Users can edit the notes, so rows keep only links to ``experiments``, the ids of the search's experiments.
     """
@@ -117,7 +117,7 @@ def is_over(rows: Iterable[LabelledExperiment]) -> bool:
 def shown_state(rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> str:
     """Return RUNNING, COMPLETED, CANCELED or ERROR for a dsat search.
 
-    ``rows`` are the search's experiments. ``document`` is the search's report, which decides once all experiments have ended.
+    ``rows`` are the search's experiments. Once all have ended, the state is that of ``document``, the search's report.
     """
     if not is_over(rows):
         return "RUNNING"
@@ -176,8 +176,7 @@ async def get_searches(request: ApiRequest) -> Json:
 def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
     """Return the most complete report among a search's experiments, or None.
 
-    If a search continues after its end, for example with a larger budget, its final report is outdated. If an interrupted search
-    resumes, the earlier report stays in the notes of another experiment.
+    Experiments of a search that continued, or resumed after an interruption, may have outdated reports.
     """
     documents = [document_of(row.notes, is_live=is_live) for row in experiments for is_live in (True, False)]
     return max(

@@ -44,7 +44,7 @@ def _rank_curves(connection: Connection, trial_id: int, name: str) -> Json:
     num_ranks = max(map(len, values), default=0)
     shown = list(range(num_ranks))
     if num_ranks > MAX_RANKS:
-        # Users look for outliers, so show the ranks with the largest newest values.
+        # Users look for outliers, so show the ranks with the largest latest values.
         newest = [-math.inf if value is None or math.isnan(value) else value for value in values[-1]]
         shown = sorted(sorted(range(len(newest)), key=newest.__getitem__, reverse=True)[:MAX_RANKS])
     return _curves(steps, times, values, shown, num_ranks)
@@ -69,7 +69,7 @@ def _curves(
 async def get_rank_curves(request: ApiRequest) -> Json:
     """Return the curves of an instrument (telemetry metric), one per rank.
 
-    If there are more than 64 ranks, only the ranks with the largest newest values have curves. ``ranks`` is the number of ranks.
+    With more than 64 ranks, only those with the largest latest values have curves. ``ranks`` is the number of ranks.
     """
     name = request.query("name")
     if not name:
@@ -108,7 +108,7 @@ def _compared(
 
 
 async def get_compared(request: ApiRequest) -> Json:
-    """Return the trials to compare, by id; an experiment's id means its best trial."""
+    """Return the trials to compare: given trials, and the best trials of experiments."""
     trials, found = request.query_ints("trials"), request.query_ints("experiments")
     if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Routes of the web page's lists and charts; each is one read transaction."""
+"""Routes of the web page's lists and charts; each reads in one transaction."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_trials(
 
 
 def metrics_json(found: list[tuple[str, str]]) -> Json:
-    """Return (group, name) pairs as group -> names; ``more`` is true if any are cut."""
+    """Return metrics as group -> names; ``more`` is true if the list is cut."""
     groups: dict[str, list[str]] = {}
     for group, name in found[: overviews.MAX_METRICS]:
         groups.setdefault(group, []).append(name)
@@ -77,7 +77,7 @@ def _sparklines(connection: Connection, ids: list[int]) -> Json:
 
 
 async def get_sparklines(request: ApiRequest) -> Json:
-    """Return each experiment's searcher metric curve (best trial only), downsampled."""
+    """Return each experiment's curve of the searcher metric (best trial), downsampled."""
     ids = request.query_ints("ids")[:200]
     return {"sparklines": await request.services.read(_sparklines, ids) if ids else {}}
 
@@ -164,7 +164,7 @@ async def get_trial(request: ApiRequest) -> Json:
 def curve_json(steps: list[int], times: list[int], values: list[float], num_points: int) -> Json:
     """Return a curve as JSON, downsampled to ``num_points``, with times in ms.
 
-    ``times`` are in microseconds.
+    ``steps`` are completed batches; the argument ``times`` is in microseconds.
     """
     kept = curves.downsample(values, num_points)
     return {
@@ -187,8 +187,8 @@ def _series(
 async def get_series(request: ApiRequest) -> Json:
     """Return downsampled curves of a metric, one per trial.
 
-    ``batches``, ``times`` (milliseconds since the epoch) and ``values`` have an item for each kept point. ``points`` is the
-    number of points before downsampling. Non-finite values are strings. The query ``after`` skips points up to that batch.
+    ``batches``, ``times`` (milliseconds since the epoch) and ``values`` have an item for each point. ``points`` is the number
+    of points before downsampling. Non-finite values are strings. The query parameter ``after`` skips points up to that batch.
     """
     trials = request.query_ints("trials")
     if not 1 <= len(trials) <= _MAX_TRIALS:

@@ -1,7 +1,7 @@
 """Webhooks: creation, delivery and format of events.
 
-``events`` enqueues an event in the transaction that causes it. ``delivery`` sends queued events in its own threads, so that
-neither the scheduler nor the writer thread waits for a receiver.
+``events`` enqueues an event in the transaction that causes it. ``delivery`` sends queued events in its own threads, so that no
+other thread waits for a receiver.
 """
 
 from __future__ import annotations

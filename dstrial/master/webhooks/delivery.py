@@ -1,10 +1,10 @@
-"""Send webhook events in threads, with retries; a slow receiver delays no other.
+"""Send webhook events in threads, with retries; a slow receiver delays no others.
 
-Requests go only to the given URL (http or https); redirects are not followed, and only the status of the response is used.
-Proxies of the master's environment (``HTTPS_PROXY``, ``NO_PROXY``) are used, except for loopback addresses.
+Redirects are not followed, and only the status of the response is used. Proxies of the master's environment (``HTTPS_PROXY``,
+``NO_PROXY``) are used, except for loopback addresses.
 
-Signatures are as in Determined 0.38.1 ``master/internal/webhooks/shipper.go``: the hexadecimal HMAC-SHA256 of the time in
-whole seconds, a comma and the body.
+Signatures are the hexadecimal HMAC-SHA256 of the time in whole seconds, a comma and the body. Source: Determined 0.38.1
+``master/internal/webhooks/shipper.go``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DeliveryResult:
 class Deadline:
     """Context manager that shuts down all watched connections at a deadline.
 
-    Socket timeouts restart at each byte, so a receiver that sends a byte every few seconds could block a thread forever.
+    Socket timeouts are not enough, as they restart at each byte that a slow receiver sends.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -149,7 +149,7 @@ class Sender:
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> DeliveryResult | None:
-        """Send a signed JSON body once; return the result, None if the master shuts down."""
+        """Send a signed JSON body once; return the result, or None during a shutdown."""
         deadline = Deadline(self._timeout_s)
         with self._lock:
             if self._ended.is_set():
@@ -161,7 +161,7 @@ class Sender:
         finally:
             with self._lock:
                 self._open.discard(deadline)
-        # During shutdown only a complete response counts.
+        # The shutdown itself may be the cause of a failure, which therefore does not count.
         return None if self._ended.is_set() and not outcome.is_delivered else outcome
 
     def end(self) -> None:
@@ -198,7 +198,7 @@ class Sender:
 
 
 def load_key(path: Path, configured: str | None) -> str:
-    """Return the key for signatures: ``configured``, else the one in file ``path``.
+    """Return the signing key: ``configured``, or else the content of file ``path``.
 
     A missing file is created with a new key.
 
@@ -252,8 +252,8 @@ def _result_of(status: int) -> DeliveryResult:
 logger = logging.getLogger("dstrial.master.webhooks")
 
 RETRY_S = (1.0, 10.0)
-"""Backoff before the second and third attempt, seconds, with a jitter of 50 %. Determined makes as many attempts within four
-seconds (``backoffAttempts`` in ``shipper.go``), which is too short for the restart of a receiver."""
+"""Backoff before the second and third attempt, seconds, with a jitter of 50 %. Determined's three attempts take at most
+four seconds (``backoffAttempts`` in ``shipper.go``), less than the restart of a receiver."""
 
 _NUM_SENDERS = 8
 _IDLE_S = 60.0
@@ -263,7 +263,7 @@ _BACKOFF_S = 60.0  # backoff after a local error, for example a full disk
 class Delivery:
     """Sends queued events, one at a time per webhook.
 
-    Delivery is at least once: after a crash of the master, an unacknowledged event is sent again with the same ``event_id``.
+    Delivery is at least once: after a crash of the master, an event may be sent again, with the same ``event_id``.
     """
 
     def __init__(self, services: Services, retry_s: Sequence[float] = RETRY_S) -> None:
@@ -283,7 +283,7 @@ class Delivery:
         self._thread.start()
 
     def stop(self, drain_s: float) -> None:
-        """Send due events for at most ``drain_s`` and stop; other events stay queued."""
+        """Send due events for at most ``drain_s``, then stop; unsent events stay queued."""
         if self._thread.ident is None:
             return
         self._is_draining = True
@@ -309,7 +309,7 @@ class Delivery:
             self._event.clear()
 
     def _start_due(self) -> tuple[float, bool]:
-        """Start sending due events; return seconds to the next poll, and if any was due."""
+        """Start sending due events; return (seconds to next poll, whether any was due)."""
         with self._database.read() as connection:
             rows = webhooks.next_events(connection)
         next_us = now_us() + int(_IDLE_S * 1e6)

@@ -1,4 +1,4 @@
-"""Match log lines with webhooks; enqueue events in the causing transaction."""
+"""Match log lines with webhooks; enqueue events within the causing transaction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _compiled(rows: Iterable[webhooks.TriggeredWebhook]) -> Iterator[tuple[int, 
 def first_matches(patterns: Iterable[tuple[K, Any]], texts: Sequence[str]) -> list[tuple[K, str]]:
     """Return the keys of the matching patterns, each with its first matching text.
 
-    RE2's search takes time linear in the text: half a MiB and 50 patterns take about 40 ms.
+    RE2 searches in linear time: half a MiB takes about 40 ms with 50 patterns.
     """
     joined = "\n".join(texts)
     found = []
@@ -43,7 +43,7 @@ def first_matches(patterns: Iterable[tuple[K, Any]], texts: Sequence[str]) -> li
 
 
 class LogTriggers:
-    """Compiled patterns of webhooks for log lines, reloaded on change. Thread-safe."""
+    """Webhooks' compiled patterns for log lines, reloaded on change. Thread-safe."""
 
     def __init__(self, database: Database, pubsub: PubSub) -> None:
         self._database = database
@@ -55,7 +55,7 @@ class LogTriggers:
     def find(self, lines: Iterable[str]) -> list[tuple[int, str]]:
         """Return (trigger id, first matching line) of each trigger that matches a line.
 
-        Do not call it inside ``Database.read``: after a change of webhooks it opens a read transaction of its own.
+        Do not call it inside ``Database.read``: it may open its own read transaction.
         """
         patterns = self._current()
         return first_matches(patterns, [line.rstrip("\r\n") for line in lines]) if patterns else []
@@ -84,7 +84,7 @@ def notify_state(tx: Transaction, experiment_id: int) -> None:
     if not rows:
         return
     experiment = webhooks.notified_experiment(tx.connection, experiment_id)
-    if experiment is None:  # The project was deleted; the experiment must still be able to end.
+    if experiment is None:  # The project was deleted: enqueue nothing, so that the experiment can still end.
         return
     choice = WebhookChoice.from_config(experiment.config)
     for row in rows:
@@ -98,7 +98,7 @@ def notify_alert(
 ) -> int:
     """Enqueue an alert of ``core_context.alert``; return how many webhooks receive it.
 
-    A long title or description is truncated, because an error would end the training.
+    A long title or description is truncated, because an error would end the trial.
     """
     rows = webhooks.triggered(tx.connection, CUSTOM)
     if not rows:
@@ -126,7 +126,7 @@ def notify_alert(
 
 
 def notify_lines(tx: Transaction, task_id: str, matches: Iterable[tuple[int, str]]) -> None:
-    """Enqueue events for ``matches``, (trigger id, line); one per task and trigger."""
+    """Enqueue an event per (trigger id, line), but only one per task and trigger."""
     for trigger_id, line in matches:
         _notify_line(tx, task_id, trigger_id, line)
 
@@ -161,7 +161,7 @@ def _notify_line(tx: Transaction, task_id: str, trigger_id: int, line: str) -> N
 
 
 def _new_event(kind: str) -> dict[str, Any]:
-    """Return the common fields of a new event; retries keep its id and time."""
+    """Return the common fields of a new event; retries have the same id and time."""
     return {"event_id": str(uuid.uuid4()), "type": kind, "timestamp": int(time.time())}
 
 
@@ -182,8 +182,9 @@ def _facts(row: webhooks.NotifiedExperiment) -> dict[str, Any]:
 def _is_notified(row: webhooks.TriggeredWebhook, workspace_id: int, choice: WebhookChoice | None) -> bool:
     """Return whether a webhook receives an event of a workspace.
 
-    A webhook of mode SPECIFIC receives only events of experiments whose config names it; a webhook without a workspace receives
-    those of all workspaces. ``choice`` is None for a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
+    A webhook of mode SPECIFIC receives only events of experiments whose config names the webhook. A webhook without a workspace
+    receives events of all workspaces. ``choice`` is None for a task without an experiment. Source: Determined 0.38.1
+    ``matchWebhook``.
     """
     if choice is not None and choice.excludes:
         return False
@@ -200,7 +201,7 @@ def _cut(text: str, limit: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WebhookChoice:
-    """Webhooks that a config selects (``integrations.webhooks``); ``excludes``: none."""
+    """Webhooks selected by a config (``integrations.webhooks``); none if ``excludes``."""
 
     ids: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
@@ -208,7 +209,7 @@ class WebhookChoice:
 
     @classmethod
     def from_config(cls, config: str) -> WebhookChoice:
-        """Read a config's webhooks from its JSON; ignore values that break the schema."""
+        """Read ``integrations.webhooks`` of a config (JSON); ignore values of wrong types."""
         # Fast path: most configs have no webhooks, and parsing a large one is slow.
         if '"webhooks"' not in config:
             return cls()

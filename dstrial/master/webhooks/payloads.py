@@ -1,7 +1,7 @@
 """Build the request bodies of webhooks from stored events. Pure.
 
-Bodies are ASCII, without spaces after separators, with keys in Determined's order. The signature check in Determined's
-documentation parses and reserialises the body, and must get the same bytes.
+Bodies are ASCII, without spaces after separators, with keys in Determined's order, so that receivers can check signatures of
+the parsed and reserialised body, as Determined's documentation does.
 
 Source: Determined 0.38.1 ``master/internal/webhooks/webhook.go`` and ``postgres_webhook.go``.
 """
@@ -27,7 +27,7 @@ _ESCAPED = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def body_of(event: Mapping[str, Any], kind: str, *, node: str, pool: str, base_url: str) -> bytes:
-    """Return the request body for a stored event; without ``base_url`` it has no link.
+    """Return the request body for a stored event; no link if ``base_url`` is empty.
 
     ``kind`` is the webhook's type, SLACK or DEFAULT; ``node`` and ``pool`` name the master's machine and resource pool.
     """
@@ -153,6 +153,6 @@ def _text(text: str, kind: str = "mrkdwn") -> dict[str, Any]:
 
 
 def _escaped(text: str, limit: int = _SLACK_TEXT // 2) -> str:
-    """Escape text for Slack, so that ``<!channel>`` in a log notifies nobody."""
+    """Escape and cut text for Slack, so that ``<!channel>`` in a log notifies nobody."""
     short = text if len(text) <= limit else f"{text[:limit]}…"
     return _TO_ESCAPE.sub(lambda match: _ESCAPED[match[0]], short)

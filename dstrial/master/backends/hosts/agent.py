@@ -2,9 +2,9 @@
 
 The agent exchanges lines of JSON with the master's :mod:`~dstrial.master.backends.hosts.link`. Each allocation has its own
 supervisor, which outlives the agent and kills the allocation when the *lease* ends. Each heartbeat that the master acknowledges
-extends the lease to ``LEASE_S`` after the heartbeat was sent, so the master can compute the end of the lease. If the connection
-ends without a goodbye, the network may have failed: the lease is not changed. If the master says goodbye, allocations continue
-for ``ORPHAN_S``; the next master then fetches their output and exit codes.
+extends the lease to ``LEASE_S`` after the heartbeat was sent; so the master knows when the lease ends. If the master announces
+its end, allocations continue for ``ORPHAN_S``, and the next master fetches their output and exit codes. If the connection ends
+without notice, the lease is not changed, as the network may have failed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MIRRORED = ("starting.json", "stalled.json")  # files of an allocation's directo
 _POLL_S = 0.1  # interval of checks for new output and exits
 _CHUNK_BYTES = 256 * 1024  # maximum output in one message
 _KEEP_TRACEBACKS_S = 30 * 86_400.0  # time after a trial's last traceback at which its tracebacks are deleted
-_BACKLOG = 128  # pending connections of trials
+_BACKLOG = 128  # limit of trials' connections that are not accepted yet
 _COLLECT_PERIOD_S = 3600.0  # interval of deletions of unused environments
 _output = threading.Lock()
 
@@ -60,11 +60,11 @@ class _Run:
     # number of bytes sent of each log file; None until the master requests the log
     sent: dict[str, int] | None = None
     mirrored: dict[str, str] = dataclasses.field(default_factory=dict)  # last sent content of ``MIRRORED``
-    is_reported: bool = False  # whether its exit was sent
+    is_reported: bool = False  # whether the allocation's exit was sent
 
 
 def _send(message: Mapping[str, Any]) -> None:
-    """Send a line of JSON to the master. Thread-safe; blocks while the pipe is full."""
+    """Send a line of JSON to the master. Thread-safe; blocks while stdout is full."""
     data = (PREFIX + json.dumps(message) + "\n").encode()
     with _output, contextlib.suppress(OSError):
         while data:
@@ -76,13 +76,13 @@ def _in_background(run: Callable[..., object], *arguments: object, **options: ob
 
 
 class Agent:
-    """Runs a master's allocations on this host; ``hello`` is its first message."""
+    """Runs a master's allocations on this host. ``hello``: the master's first message."""
 
     def __init__(self, hello: Mapping[str, Any]) -> None:
         self._hello = hello
         self._name = str(hello["host"])
         self._directory = StateDirectory.choose().path / "hosts" / str(hello["cluster_id"]) / self._name
-        # An engine's node has an agent per job; each has its own files.
+        # A node of Slurm or Ray has an agent per job, each with its own files.
         self._suffix = f"-{place}" if (place := str(hello.get("place", ""))) else ""
         self._allocations = self._directory / f"allocations{self._suffix}"
         self._allocations.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,13 +90,12 @@ class Agent:
         self._runs: dict[str, _Run] = {}
         self._lease = self._directory / f"lease{self._suffix}"
         self._record = self._directory / f"agent{self._suffix}.json"
-        if (
-            not 0 <= supervisor.lease_left_s(str(self._lease)) <= ORPHAN_S
-        ):  # no lease, an expired one, or one of an earlier boot
+        # Replace a missing or expired lease, or that of an earlier boot.
+        if not 0 <= supervisor.lease_left_s(str(self._lease)) <= ORPHAN_S:
             self._lease.touch()
             self._set_lease(0.0)
         self._answered_beat: float | None = None
-        self._lease_ends_s = _boottime() + LEASE_S  # an agent kills its allocations later than supervisors do
+        self._lease_ends_s = _boottime() + LEASE_S  # a fallback: supervisors kill their allocations earlier
         # Pid of Ray's actor, which does not end its children when it ends with the job; None with other transports.
         self._parent = os.getppid() if hello["ends_with_parent"] else None
         self._replace_predecessor()
@@ -127,7 +126,7 @@ class Agent:
             _in_background(run)
 
     def _replace_predecessor(self) -> None:
-        """Record this agent; kill the agent of an earlier connection, if it still runs."""
+        """Write this agent's pid file; kill an earlier connection's agent if it runs."""
         last: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             last = json.loads(self._record.read_text(encoding="utf-8"))
@@ -148,7 +147,7 @@ class Agent:
                 local.remove(directory)
 
     def _listen(self) -> socket.socket:
-        """Listen for reports of trials, if possible on the port that running trials use."""
+        """Listen for connections of trials, if possible on the previous agent's port."""
         record = self._directory / f"relay{self._suffix}.json"
         port = 0
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -168,7 +167,7 @@ class Agent:
     # Requests of the master
 
     def handle(self, request: dict[str, Any]) -> None:
-        """Handle a request of the master; slow ones in a new thread."""
+        """Handle a request from the master; handle slow requests in new threads."""
         self._renew_lease(request.get("beat"))
         if "stream" in request:
             self._streams.take(request)
@@ -203,7 +202,7 @@ class Agent:
             _in_background(local.remove, run.directory)
 
     def _release(self) -> NoReturn:
-        """Delete this agent's files and exit, because its Slurm or Ray job has ended."""
+        """Delete this agent's files and exit; called when its Slurm or Ray job has ended."""
         with self._lock:
             self._fork_servers.close()
         with contextlib.suppress(OSError):
@@ -213,7 +212,7 @@ class Agent:
         os._exit(0)
 
     def _outlive(self) -> NoReturn:
-        """Exit because the master ends; allocations continue, at most for ``ORPHAN_S``."""
+        """Exit when the master ends; allocations continue for at most ``ORPHAN_S``."""
         if supervisor.lease_left_s(str(self._lease)) > 0:
             self._set_lease(_boottime() + ORPHAN_S)
         self._record.unlink(missing_ok=True)
@@ -223,9 +222,9 @@ class Agent:
         os._exit(0)
 
     def lose_connection(self) -> None:
-        """Wait until the lease ends, then kill the allocations and exit.
+        """Close trials' connections; at the lease's end, kill the allocations and exit.
 
-        Trials lose their connections to the master. The agent of the next connection kills this one.
+        If the master reconnects earlier, the new agent kills this agent.
         """
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -234,7 +233,7 @@ class Agent:
         self._watch_lease()
 
     def on_sigterm(self, *_: Any) -> None:
-        """Report a SIGTERM to the master; Slurm sends it before the job loses the node."""
+        """Report a SIGTERM to the master; Slurm sends SIGTERM before it reclaims the node."""
         why = "SIGTERM has come, as when it is preempted, cancelled or out of time"
         _in_background(_send, {"leaving": why})
 
@@ -359,7 +358,7 @@ class Agent:
                 self._send_file(name, file, text.encode() or None)
 
     def _send_file(self, name: str, file: str, data: bytes | None, at: int | None = None) -> None:
-        """Send a file of allocation ``name``, or its bytes from ``at``; None if deleted."""
+        """Send a file, or its bytes from offset ``at``; ``data`` None means it is deleted."""
         text = None if data is None else base64.b64encode(data).decode()
         _send({"id": name, "file": file, "at": at, "data": text})
 
@@ -381,7 +380,7 @@ class Agent:
 
 
 def _slots_of(wanted: list[int]) -> tuple[Slot, ...]:
-    """Return the host's slots with ``wanted`` indices: accelerators, else CPU slots."""
+    """Return this host's slots with these indices: accelerators, or else CPU slots."""
     found = {slot.id: slot for slot in find_slots()}
     if all(slot.kind == "cpu" for slot in found.values()):
         found = {slot.id: slot for slot in find_slots(max(wanted, default=-1) + 1)}
@@ -429,7 +428,7 @@ def main() -> None:
     os.umask(0o077)
     with io.BufferedReader(io.FileIO(0, "rb", closefd=False)) as lines:
         hello = json.loads(lines.readline().strip() or "{}")
-        if "host" not in hello:  # the connection has ended
+        if "host" not in hello:  # the connection ended before the first message
             sys.exit(1)
         local.trial_umask = hello["umask"]
         try:
@@ -443,7 +442,7 @@ def main() -> None:
             try:
                 request = json.loads(text) if text.strip() else None
             except ValueError:
-                continue  # the master was killed in the middle of a line; a goodbye may follow
+                continue  # the master was killed in the middle of a line; an ``outlive`` request may follow
             if request is not None:
                 agent.handle(request)
     agent.lose_connection()

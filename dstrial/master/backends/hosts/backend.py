@@ -1,4 +1,4 @@
-"""Run allocations with slots on other machines, those without on the master's own."""
+"""Run allocations with slots on other machines, others on the master's machine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from dstrial.master.backends.status import HOSTS_NAME, ShownHost, StatusFile
 from dstrial.master.clock import now_us
 
 _BEGIN_S = 8.0
-_EXIT_GRACE_S = 5.0  # grace period of the other nodes after one has failed
+_EXIT_GRACE_S = 5.0  # grace period in which ranks on other nodes may exit after a node has failed
 
 
 class LinkedBackend(abc.ABC):
-    """Base of back ends that run allocations on other nodes, by a link to each.
+    """Base of back ends that run allocations on other nodes.
 
     A link (``HostLink``) is the connection to a node's agent. Allocations without slots run on the master's machine.
     """
@@ -42,7 +42,7 @@ class LinkedBackend(abc.ABC):
     def __init__(self, local: LocalBackend, state_dir: Path) -> None:
         self._local = local
         self._status = StatusFile(state_dir / HOSTS_NAME)
-        # Allocations that are being killed because a node failed; its exit if it cannot report that itself, else None.
+        # Allocations that are being killed because a node failed -> the exit of an unreachable node, else None.
         self._terminating: dict[str, NodeExit | None] = {}
 
     @abc.abstractmethod
@@ -97,7 +97,7 @@ class LinkedBackend(abc.ABC):
         return run.directory if on_node == run.allocated[0] else run.directory / f"node-{on_node.node_id}"
 
     def _parts(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
-        """Return (link, state) of an allocation on each node; no link if the node is gone."""
+        """Return an allocation's (link, state) per node; link None if the node is gone."""
         found: list[tuple[HostLink | None, RemoteRun]] = []
         for on_node in run.allocated:
             link = self._link_to(run, on_node)
@@ -126,7 +126,7 @@ class LinkedBackend(abc.ABC):
         }
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how an allocation ended on all nodes; None before.
+        """Return how an allocation ended; None until it has ended on all nodes.
 
         If a node failed, the allocation is killed on the others. The first failure decides the exit.
         """
@@ -165,7 +165,7 @@ class LinkedBackend(abc.ABC):
         return [note for link in links if link is not None for note in link.take_notes(run.allocation_id)]
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
-        """Return uuids of checkpoints begun and not reported; unknown on lost hosts."""
+        """Return uuids of checkpoints begun but not reported, except on lost hosts."""
         found = {uuid for output in self.outputs(run) for uuid in begun_checkpoints(output.directory)}
         return sorted(found)
 
@@ -248,8 +248,8 @@ def _has_not_failed(part: RemoteRun) -> bool:
 def _failure_order(part: RemoteRun) -> tuple[bool, bool, float]:
     """Return a sort key that puts the node that caused an allocation's failure first.
 
-    Order: nodes that failed themselves, nodes that ended because another failed, nodes that run or succeeded; within each, by
-    the time of the report.
+    Order: nodes that failed first-hand, nodes that ended because another node failed, nodes that run or succeeded; then by
+    report time.
     """
     is_preempted = part.exit is not None and part.exit.cause == "preempted"
     return _has_not_failed(part), part.is_consequence or is_preempted, part.heard_s
@@ -267,8 +267,8 @@ def _combined_exit(
 ) -> AllocationExit:
     """Return the exit of an allocation that has ended on all nodes.
 
-    ``ended`` is its state on each node, ``cause`` that on the node that failed first. ``terminating``, if given, is the exit of a
-    node that could not report it; it wins.
+    ``ended`` is the allocation's state on each node, ``cause`` its state on the node that failed first. ``terminating``, the
+    exit of an unreachable node, replaces that of ``cause`` unless None.
     """
     exits = [part.exit for part in ended if part.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]

@@ -1,8 +1,8 @@
 """The master's end of the connection to a host's agent.
 
 A thread per host connects, starts the agent (:mod:`~dstrial.master.backends.hosts.agent`) over the connection, and reconnects
-after each disconnect. The agent's reports about an allocation are mirrored into a local directory, which the scheduler reads
-like a local allocation's. The scheduler's thread only queues requests; it never waits for a host.
+after each disconnect. Allocations' output is mirrored into directories on the master's machine. The scheduler's thread never
+waits for a host.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LOG_PERIOD_S = 600.0  # least interval of log lines about a host that stays dow
 _RECONNECT_GRACE_S = 4.0  # time after a disconnect before a host is lost: only its agent may have ended
 _HELLO_TIMEOUT_S = 30.0  # timeout of an agent's start, which imports dstrial
 _LEAVE_S = 2.0  # timeout for an agent to delete its files
-_SILENT_END_S = 2 * BEAT_S  # after such a silence, a disconnected host may still run
+_SILENT_END_S = 2 * BEAT_S  # after so long without a heartbeat, the host may run on without a network
 _MARGIN_S = 2.0  # delay after a lease's end until its allocations are lost: supervisors poll the lease
 _KILLED = 137  # exit code of SIGKILL in a shell
 _ORPHAN_NOTICE = (
@@ -69,7 +69,7 @@ class AgentSettings:
     python: str  # path of the interpreter on every host
     cluster_id: str
     master_port: int  # on the master's loopback address
-    umask: int | None  # umask of entrypoints; None for the default of a login there
+    umask: int | None  # umask of entrypoints; None for the default on the host
     is_warm: bool
     forks_with_accelerators: bool
     warm_idle_timeout_s: float
@@ -81,15 +81,15 @@ class RemoteRun:
     """State of an allocation on one host, as the host's agent last reported it."""
 
     mirror: Path  # local copy of the allocation's directory on the host
-    # the request until the agent confirms it; None afterwards, or if an earlier master sent it
+    # None once the agent has confirmed the request, or if an earlier master sent it
     request: AllocationRequest | None
-    slots: tuple[int, ...]  # indices of its slots on the host
+    slots: tuple[int, ...]  # indices of the allocation's slots on the host
     ranks: str  # for messages: ``ranks 2 to 3``
     handle: SupervisorHandle | None = None
     exit: NodeExit | None = None
     is_consequence: bool = False  # whether a rank on another host failed first
     time_us: int = 0
-    heard_s: float = 0.0  # time at which the master learned of its end, monotonic seconds
+    heard_s: float = 0.0  # time at which the master learned of the exit, monotonic seconds
     is_stopping: bool = False
     kill: bool | None = None  # ``leaves_record`` of the requested kill; None if none was requested
     is_sent: bool = False  # whether the agent may have received the request
@@ -97,12 +97,12 @@ class RemoteRun:
 
 
 class HostLink:
-    """The master's connection to the agent on one host, and its allocations there.
+    """The master's connection to the agent on one host, and the host's allocations.
 
     Args:
         notify: wakes the scheduler; called from any thread.
-        slot_ids: cluster-wide ids of the host's slots, in their order; by default computed from the slots' indices.
-        place: suffix that distinguishes the agents of several jobs on one node; "" for the only agent of a host.
+        slot_ids: cluster-wide ids of ``host.slots``; by default computed from the slots' indices.
+        place: suffix that distinguishes agents of several jobs on one node; "" for a host's only agent.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class HostLink:
         self._place = place
         ids = [slot_id_of(node_id, number) for number in host.slots] if slot_ids is None else slot_ids
         self._ids = dict(zip(host.slots, ids, strict=True))
-        self.leaving_reason: str | None = None  # why the job will lose the host soon, from its agent
+        self.leaving_reason: str | None = None  # from the agent: why Slurm or Ray will reclaim the host
         self._is_released = False
         self._lock = threading.RLock()
         self._runs: dict[str, RemoteRun] = {}
         self._connection: HostConnection | None = None
         self._is_up = False  # whether the agent has answered on the connection
-        # Latest end of an earlier master's allocations: a goodbye that arrives just before a lease's end extends the lease.
+        # Latest end of an earlier master's allocations: its ``outlive`` message extends their lease.
         self._lease_ends_s = time.monotonic() + ORPHAN_S + LEASE_S
         self._streams = Streams(self._send)
         self._slots: tuple[Slot, ...] = tuple(
@@ -159,7 +159,7 @@ class HostLink:
     def close(self, *, for_good: bool = False) -> None:
         """Disconnect from the host; allocations there continue.
 
-        ``for_good`` means that no allocation runs there and no agent will be started again; the agent then deletes its files.
+        With ``for_good``, the host has no allocation and is not used again: its agent deletes its files.
         """
         with self._lock:
             connection = self._connection
@@ -199,7 +199,7 @@ class HostLink:
             return dataclasses.replace(self._runs.setdefault(name, run))
 
     def run(self, name: str) -> RemoteRun | None:
-        """Return a copy of the state of allocation ``name`` on the host; None if unknown."""
+        """Return a copy of an allocation's state on the host; None if unknown."""
         with self._lock:
             run = self._runs.get(name)
             if run is None:
@@ -216,7 +216,7 @@ class HostLink:
             return notes
 
     def take_ports(self) -> dict[str, int]:
-        """Return free ports of the host by variable, and forget them; empty if unknown."""
+        """Return environment variable -> free port of the host; empty at the next call."""
         with self._lock:
             ports, self._ports = self._ports, {}
             return ports
@@ -229,7 +229,7 @@ class HostLink:
                 self._send({"do": "stop", "id": name})
 
     def kill(self, name: str, *, leaves_record: bool) -> None:
-        """Kill allocation ``name`` on the host; if it was not sent yet, never start it."""
+        """Kill an allocation on the host, or prevent its start if it was not sent yet."""
         with self._lock:
             run = self._runs.get(name)
             if run is None or run.exit is not None:
@@ -247,7 +247,7 @@ class HostLink:
     def lost_reason(self) -> str | None:
         """Return why the host is lost; None if it is up, or in its grace period.
 
-        A host that is not silent has ``_RECONNECT_GRACE_S`` to reconnect: only its agent may have ended.
+        The grace period is ``_RECONNECT_GRACE_S`` if the host still answers (only its agent may have ended), else 0.
         """
         with self._lock:
             if self._why_down is None or (
@@ -258,14 +258,14 @@ class HostLink:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the host does not answer; False if it answers with a refusal."""
+        """Whether the host does not answer; False if it answers but refuses to connect."""
         return self._was_silent and self._why_down is not None
 
     def lose_all(self, why: str) -> None:
-        """End all allocations on the host as lost: the Slurm or Ray job has lost the host.
+        """Mark all allocations on the host as lost, because the job has lost the host.
 
-        If the host was silent, it may be up without a network: then allocations are lost only at the end of the lease, when the
-        host kills them.
+        If the host does not answer, it may be up without a network: then its allocations are lost only at the lease's end, when
+        the host kills them.
         """
         with self._lock:
             self._is_released = True
@@ -278,7 +278,7 @@ class HostLink:
                         self._end(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
 
     def _end_if_lease_over(self, run: RemoteRun) -> None:
-        """End an allocation as lost if its host is down long enough to have killed it."""
+        """Mark an allocation as lost if its host is down past the end of the lease."""
         # A connection may have extended the lease before its agent has answered.
         newest_s = self._connection.lease_ends_s if self._connection is not None else None
         ends_s = max(self._lease_ends_s, newest_s or 0.0)
@@ -344,7 +344,7 @@ class HostLink:
             self._notify()
 
     def _connect_and_follow(self) -> str:
-        """Connect, and serve the agent until the connection ends; return why it ended."""
+        """Connect, and process the agent's messages; return why the connection ended."""
         connection = HostConnection(self.host, self._settings.python, self._settings.transport)
         with self._lock:
             self._connection = connection
@@ -357,16 +357,16 @@ class HostLink:
                 if self._is_up:
                     self._may_be_cut_off = silent_s > _SILENT_END_S
                 self._is_up = False
-            # Say goodbye only if the allocations are to continue without this master.
+            # Send ``outlive`` only if the allocations are to continue without this master.
             if silent_s > SILENT_S or self._is_released or not self._is_closing.is_set():
                 connection.abandon()
             connection.close()
-            # After the close: before it, heartbeats were acknowledged and extended the lease.
+            # Only after the close: acknowledged heartbeats extend the lease until then.
             if connection.lease_ends_s is not None:
                 self._lease_ends_s = connection.lease_ends_s
 
     def _start_agent(self, connection: HostConnection) -> str | None:
-        """Check the host and start its agent; return what is wrong, for users, or None."""
+        """Check the host and start its agent; return an error message for users, or None."""
         answer = None
         try:
             answer = connection.next(self._settings.transport.connect_s + 1)
@@ -537,7 +537,7 @@ class HostLink:
 
 
 def _write_mirror(mirror: Path, frame: Mapping[str, Any]) -> None:
-    """Write, extend or delete a file in a local copy, as an agent's ``frame`` says."""
+    """Write, extend or delete a mirrored file, as an agent's message (``frame``) says."""
     path, at = mirror / _file_name(frame["file"]), frame["at"]
     if frame["data"] is None:
         path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Tunnel TCP connections of trials to their master through the agent's connection.
+"""Tunnel trials' TCP connections to their master through the agent's connection.
 
-Each connection is a numbered stream with a socket at both ends. Bytes read from a socket are sent as a frame with the stream's
-number; bytes of a received frame are written to the socket. The agent listens on the loopback address of its host only.
+Each connection is a numbered stream with a socket at both ends. Bytes read from a socket are sent in frames with the stream's
+number. The agent listens on the loopback address of its host only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ESTABLISHED = "01"
 
 
 class Streams:
-    """One end of a tunnel of TCP connections, its streams. Thread-safe.
+    """One end of the tunnel, with a socket per stream. Thread-safe.
 
-    ``send`` sends a frame to the other end; it may block.
+    ``send`` sends a frame to the other end, and may block.
     """
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
@@ -43,7 +43,7 @@ class Streams:
         threading.Thread(target=self._write, args=(number, connection, arrived, reader), daemon=True).start()
 
     def take(self, frame: Mapping[str, Any]) -> None:
-        """Process a frame from the other end; never wait for a socket to accept data."""
+        """Process a frame from the other end; queue its data instead of blocking."""
         with self._lock:
             connection, arrived = self._open.get(int(frame["stream"]), (None, None))
         if connection is None or arrived is None:
@@ -52,7 +52,7 @@ class Streams:
             return
         try:
             arrived.put_nowait(None if frame.get("end") else base64.b64decode(frame["data"]))
-        except queue.Full:  # its reader is stuck
+        except queue.Full:  # the socket's peer does not read
             _abandon(connection, arrived)
 
     def close(self) -> None:
@@ -89,15 +89,15 @@ class Streams:
 def _abandon(connection: socket.socket, arrived: queue.Queue[bytes | None]) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    with contextlib.suppress(queue.Full):  # then the writer thread fails at its next write
+    with contextlib.suppress(queue.Full):  # if full, the writer thread fails at its next write
         arrived.put_nowait(None)
 
 
 def account_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
     """Return the user id of the process at the other end of a loopback connection.
 
-    None if the kernel lists no such connection. Source: proc_net_tcp.rst of the kernel's documentation: addresses are
-    hexadecimal words in this machine's byte order; then the state; the user id is the eighth field.
+    None if the kernel lists no such connection. Source: Linux kernel documentation, proc_net_tcp.rst (addresses are hexadecimal
+    words in this machine's byte order).
     """
     wanted = (_shown(peer), _shown(here), _ESTABLISHED)
     with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""Run each allocation in a job of an engine that has a queue.
+"""Run each allocation in a job of an engine with a queue: Slurm or Ray.
 
-When a trial waits for slots, the master submits a job, which is *pending* in the engine's queue. Once it has nodes, the job is
-*running*: the master opens a link to each node, and starts the allocation when all of them answer. While the engine reclaims the
-nodes, the job is *leaving*: the allocation saves a checkpoint and ends. The job is *ended* when it has lost its nodes, or
-when its allocation has ended and the master has cancelled the job. A restarted trial gets a new job.
+For a waiting trial, the master submits a job, which is *pending* in the engine's queue. Once the job has nodes, it is
+*running*: the master connects to an agent on each node, and starts the allocation when all agents answer. While the engine
+reclaims the nodes, the job is *leaving*: the allocation saves a checkpoint and ends. The job is *ended* when it has lost its
+nodes, or is cancelled after its allocation. A restarted trial gets a new job.
 
-The engine's thread polls the engine and may block. The scheduler's thread only queues requests and reads slots.
+A separate thread calls the engine, because these calls may block.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ logger = logging.getLogger("dstrial.master.engine")
 
 _JOB_NAME = "job.json"  # file in an allocation's directory with the job's id, for a restarted master
 _BEGIN_S = 8.0  # timeout of the first poll and of links to running allocations
-_POLL_S = 1.0  # interval of polls; a poll is one or two commands of the engine
+_POLL_S = 1.0  # interval of polls of the engine; a poll runs one or two commands
 _IDLE_POLL_S = 10.0  # interval of polls when nothing has changed for `_BUSY_S`
 _BUSY_S = 60.0
 _RETRY_S = 5.0  # backoff after the engine has not answered
 _NODES_PERIOD_S = 20.0  # interval of queries of all nodes, which are slow on a large cluster
 _REJECTED_RETRY_S = 30.0  # backoff of a rejected request
-_CLOSE_LINKS_S = 3.0  # timeout of closing links; the others close in the background
+_CLOSE_LINKS_S = 3.0  # timeout of closing links; afterwards they close in the background
 _CLOSE_S = 15.0  # timeout of cancelling unused jobs when the master ends
 
 
@@ -72,7 +72,7 @@ class QueuedBackend(LinkedBackend):
 
     Args:
         engine: called from one thread only.
-        ids_of: returns the permanent ids of nodes by name.
+        ids_of: maps node names to permanent ids.
         notify: wakes the scheduler; called from any thread.
         wants_devices: whether slots are accelerators.
     """
@@ -111,7 +111,7 @@ class QueuedBackend(LinkedBackend):
             self._update_capacity()
             self._nodes.update(())
 
-    # What the scheduler asks
+    # Called by the scheduler
 
     def begin(self) -> None:
         self._thread.start()
@@ -151,7 +151,7 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, messages)
 
     def _slots_for(self, name: str, request: ResourceRequest) -> list[int] | None:
-        """Return slots for a request in its running, unused job; None without such a job."""
+        """Return slots for a request in its running, unused job; None if there is none."""
         for job in self._jobs.values():
             nodes = [link.node() for link in job.links.values()]
             if job.seen.key == name and job.is_free and nodes and all(one.why_down is None for one in nodes):
@@ -159,7 +159,7 @@ class QueuedBackend(LinkedBackend):
         return None
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        """Return why Slurm or Ray rejects a request; empty also if there is no answer."""
+        """Return why Slurm or Ray rejects a request; empty if accepted or unreachable."""
         if self._unreachable_reason is not None:
             return ()
         try:
@@ -181,7 +181,7 @@ class QueuedBackend(LinkedBackend):
             return f"waiting for {self._engine.name}: {self._unreachable_reason}"
         jobs = [one for one in self._jobs.values() if one.seen.key == name]
         if waiting is not None:
-            jobs = [one for one in jobs if not one.was_used]  # the job of the trial's last allocation
+            jobs = [one for one in jobs if not one.was_used]  # without the job of the last allocation
         texts = [one.seen.text for one in jobs if one.end is None and not one.is_cancelled]
         return texts[-1] if texts else "" if waiting is None else waiting.text
 
@@ -213,7 +213,7 @@ class QueuedBackend(LinkedBackend):
         return super().submit(request, run)
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how an allocation ended; None before, and while its nodes are unknown."""
+        """Return how an allocation ended; None while it runs or its nodes are unknown."""
         with self._lock:
             job = self._find_job(run)
             if job is not None and not job.seen.parts and not job.links and job.end is None:
@@ -250,10 +250,10 @@ class QueuedBackend(LinkedBackend):
         self._engine_status.delete()
         self._local.close()
 
-    # An allocation's job; under the lock
+    # Called with the lock held
 
     def _find_job(self, run: RunRef) -> TrackedJob | None:
-        """Return an allocation's job, after a restart from ``job.json``; None if unknown."""
+        """Return an allocation's job, if necessary from ``job.json``; None if unknown."""
         job = self._job_of.get(run.allocation_id)
         if job is None and not run.is_on_own_node:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -275,7 +275,7 @@ class QueuedBackend(LinkedBackend):
             job = self._find_job(run)
         return "its job is not known" if job is None else job.end or f"{job.name} has no such node"
 
-    # The engine's thread
+    # Run in the engine's thread
 
     def _run(self) -> None:
         while not self._is_closing.is_set():
@@ -297,7 +297,6 @@ class QueuedBackend(LinkedBackend):
         self._engine.close()
 
     def _poll(self) -> None:
-        """Poll Slurm or Ray once; cancel and submit jobs accordingly."""
         if time.monotonic() > self._capacity_s + _NODES_PERIOD_S:
             self._update_capacity()
         seen = {job.id: job for job in self._engine.jobs()}
@@ -343,7 +342,7 @@ class QueuedBackend(LinkedBackend):
         self._capacity_s = time.monotonic()
 
     def _track(self, seen: Mapping[str, EngineJob]) -> bool:
-        """Update the jobs from the report of Slurm or Ray; return whether any has changed."""
+        """Update jobs from Slurm's or Ray's report (by id); return whether any changed."""
         changed = False
         for job_id, job in self._jobs.items():
             if job.report(seen.get(job_id)):
@@ -352,7 +351,7 @@ class QueuedBackend(LinkedBackend):
                 if job.end is not None and waiting is not None and not (job.was_used or job.is_cancelled):
                     waiting.count_failure(job.seen.key, job.end)
         for now in seen.values():
-            if now.state != "ended" and now.id not in self._jobs:  # of an earlier master
+            if now.state != "ended" and now.id not in self._jobs:  # submitted by an earlier master
                 changed = True
                 self._jobs[now.id] = TrackedJob(now, self._engine.job_name(now.id))
         for job in self._jobs.values():
@@ -398,7 +397,7 @@ class QueuedBackend(LinkedBackend):
         self._notify_scheduler()
 
     def _plan(self) -> Plan:
-        """Return which jobs to cancel and submit; none before the first ``request`` call."""
+        """Return which jobs to cancel and submit; none before the first ``request``."""
         if not self._has_requests:
             return Plan()
         requests = {name: one.request for name, one in self._waiting.items()}
@@ -424,7 +423,6 @@ class QueuedBackend(LinkedBackend):
             self._engine.cancel(job.seen.id)
 
     def _cancel_unused(self) -> None:
-        """Cancel the jobs without an allocation, when the master ends."""
         with self._lock:
             unused = [job for job in self._jobs.values() if job.run is None and job.end is None]
             for job in unused:
@@ -432,7 +430,7 @@ class QueuedBackend(LinkedBackend):
         self._cancel(unused)
 
     def _submit(self, name: str, waiting: WaitingRequest) -> None:
-        """Submit a job with as many of the request's slots as Slurm or Ray accepts."""
+        """Submit a job with the most slots that the engine accepts; if none, retry later."""
         request = waiting.request
         excluded = self._nodes.names_of(request.excluded_nodes)
         first: EngineRefusedError | None = None
@@ -452,7 +450,7 @@ class QueuedBackend(LinkedBackend):
             return
         without = f" without {', '.join(sorted(excluded))}" if excluded else ""
         with self._lock:
-            if size_of(waiting.request) == size_of(request):  # else another size was requested meanwhile
+            if size_of(waiting.request) == size_of(request):  # not replaced meanwhile by another size
                 waiting.retry_s = time.monotonic() + _REJECTED_RETRY_S
             waiting.text = f"{self._engine.name} rejects its job{without}; retrying: {first}"
 
@@ -473,7 +471,7 @@ class QueuedBackend(LinkedBackend):
 
 
 def _close_links(jobs: Iterable[TrackedJob], *, for_good: bool = False) -> None:
-    """Close the connections to jobs' nodes, those to dead nodes in the background."""
+    """Close jobs' connections to nodes; go on in the background after a timeout."""
     threads = [
         threading.Thread(target=link.close, kwargs={"for_good": for_good}, name="dstrial-close", daemon=True)
         for job in jobs

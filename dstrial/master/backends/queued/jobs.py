@@ -20,17 +20,17 @@ _MAX_FAILURES = 3  # consecutive job failures after which a request fails
 
 @dataclasses.dataclass(slots=True)
 class WaitingRequest:
-    """A request for slots of a Slurm or Ray job, until its allocation starts."""
+    """A request for a Slurm or Ray job, until an allocation starts in the job."""
 
     request: ResourceRequest
     num_failures: int = 0  # consecutive jobs that have ended before the allocation started
     failure: str | None = None  # why the request fails; None while it waits
     retry_s: float = 0.0  # time from which another job may be submitted, monotonic seconds
-    text: str = ""  # why it has no job
+    text: str = ""  # why the request has no job, for users
     logged: str = ""  # last message to the trial's or command's log
 
     def count_failure(self, key: str, why: str) -> None:
-        """Count a job that ended unused; set ``failure`` after ``_MAX_FAILURES`` of them."""
+        """Count a job that ended unused; set ``failure`` at the limit ``_MAX_FAILURES``."""
         logger.warning("for %s: %s", key, why)
         self.num_failures += 1
         if self.num_failures >= _MAX_FAILURES:
@@ -40,20 +40,19 @@ class WaitingRequest:
 
 @dataclasses.dataclass(slots=True)
 class TrackedJob:
-    """A job of Slurm or Ray, with the master's own state of it."""
+    """A job's last report from Slurm or Ray, and the master's own state of the job."""
 
     seen: EngineJob  # the engine's last report
     name: str  # for users
-    # :func:`size_of` its request; None for a job of an earlier master
+    # result of :func:`size_of` for the request; None for a job of an earlier master
     size: tuple[int, bool, frozenset[int]] | None = None
-    allocated: tuple[
-        NodeAllocation, ...
-    ] = ()  # its slots once it has nodes, in rank order; no other job has them
+    # the job's slots once it has nodes, in rank order; no other job has these slots
+    allocated: tuple[NodeAllocation, ...] = ()
     links: dict[int, HostLink] = dataclasses.field(default_factory=dict)  # by node id
-    run: RunRef | None = None  # the allocation in it
-    was_used: bool = False  # whether an allocation has started in it; a job is used once
-    is_cancelled: bool = False  # whether the master has cancelled it
-    end: str | None = None  # how it ended; None while the engine lists it
+    run: RunRef | None = None  # the allocation that runs in the job
+    was_used: bool = False  # whether an allocation has started in the job, which is used only once
+    is_cancelled: bool = False  # whether the master has cancelled the job
+    end: str | None = None  # how the job ended; None while the engine lists it
 
     @property
     def state(self) -> JobState:
@@ -89,7 +88,7 @@ class TrackedJob:
     def cancel(self) -> bool:
         """Mark the job as cancelled; return False if it was already.
 
-        Its slot ids are free for the next job at once, although Slurm or Ray may still be ending this one.
+        The slot ids are free for other jobs at once, even while Slurm or Ray still ends the job.
         """
         is_new, self.is_cancelled, self.allocated = not self.is_cancelled, True, ()
         return is_new
@@ -119,7 +118,7 @@ class TrackedJob:
         return None
 
     def unusable_reason(self, request: ResourceRequest) -> str | None:
-        """Return why the job cannot serve a request; None if it can, now or later."""
+        """Return why the job can never serve a request; None if it can, now or later."""
         if self.was_used or self.is_cancelled:
             return "its allocation has ended"
         if self.state == "leaving":
@@ -155,7 +154,7 @@ def plan(
     Args:
         requests: waiting requests by :func:`key_text`.
         due: keys for which a job may be submitted now, the most urgent first.
-        jobs: all jobs; those that have ended, or run an allocation, are left alone.
+        jobs: all jobs; ended jobs, and jobs with an allocation, are left alone.
         max_pending: limit of pending jobs.
     """
     cancelled: list[tuple[TrackedJob, str]] = []
@@ -184,7 +183,7 @@ def plan(
 def size_of(request: ResourceRequest) -> tuple[int, bool, frozenset[int]]:
     """Return a request's number of slots, ``is_on_one_node`` and excluded nodes.
 
-    A job serves a request only if these were the same at its submission.
+    A job serves a request only if it was submitted with the same values.
     """
     return request.num_slots, request.is_on_one_node, request.excluded_nodes
 
@@ -194,8 +193,8 @@ def chosen_counts(
 ) -> dict[int, int] | None:
     """Return how many slots to use on each of a job's nodes; None if it has too few.
 
-    ``available`` has the number of slots by the node's index in the job, in rank order. An allocation that fits on one node is
-    not divided.
+    ``available`` and the result map node index -> number of slots, in rank order. An allocation that fits on one node is not
+    divided.
     """
     for part, count in available.items():
         if count >= num_slots:
@@ -234,7 +233,7 @@ class NodeTable:
     The engine's thread writes; any thread may read ``nodes``.
 
     Args:
-        ids_of: returns the permanent ids of nodes by name.
+        ids_of: maps node names to permanent ids.
         engine: ``Slurm`` or ``Ray``, for messages.
         kind: kind of all slots.
     """
@@ -246,7 +245,8 @@ class NodeTable:
         self._engine = engine
         self._kind: SlotKind = kind
         self._capacity: Mapping[str, NodeCapacity] = {}
-        self._silent: dict[int, str] = {}  # by silent node that the engine calls up: why
+        # Nodes that do not answer, although the engine reports them as up -> reason.
+        self._silent: dict[int, str] = {}
         self.ids: dict[str, int] = {}
         self.nodes: tuple[Node, ...] = ()
 
@@ -260,11 +260,11 @@ class NodeTable:
             self.ids = {**self.ids, **self._ids_of(new)}
 
     def names_of(self, excluded: frozenset[int]) -> frozenset[str]:
-        """Return the names of nodes with ``excluded`` ids, and of nodes that are silent."""
+        """Return names of nodes with ``excluded`` ids, and of nodes that do not answer."""
         return frozenset(name for name, id_ in self.ids.items() if id_ in excluded or id_ in self._silent)
 
     def update(self, jobs: Iterable[TrackedJob]) -> bool:
-        """Rebuild ``nodes`` from capacity and jobs; return whether any node has changed."""
+        """Rebuild ``nodes`` from capacity and jobs; return whether any node changed."""
         jobs = [job for job in jobs if job.end is None]
         links = [link for job in jobs for link in job.links.values()]
         ends = [link.node() for link in links]

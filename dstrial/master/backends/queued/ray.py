@@ -1,7 +1,7 @@
 """Ray as an engine: a job is a placement group with a bundle for each node.
 
-Placement groups belong to the cluster and outlive the master. Ray never rejects a group that fits on no node, and moves the
-bundles of a dead node to another. This module therefore rejects such requests, and ends such jobs, by Ray's list of nodes.
+Placement groups outlive the master. Ray never rejects a group that fits on no node, so this module does. If Ray moves the
+bundles of a dead node, this module ends the job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dstrial.visible_text import visible_line
 _PREFIX = "dstrial"  # first word of placement groups' names
 _CONNECT_S = 40.0  # timeout of an actor's start and the agent's answer
 _SHOWN_NODES = 8  # nodes named in a message
-_SHOWN_DIGITS = 8  # digits of a placement group's id in a message
+_SHOWN_DIGITS = 8  # leading digits of a placement group's id in a message
 
 
 class RayEngine:
@@ -39,11 +39,11 @@ class RayEngine:
 
     Args:
         address: for ``ray.init``; ``auto`` for the cluster of this machine.
-        cluster_id: the master's; part of the names of its placement groups.
+        cluster_id: id of the master; part of the names of its placement groups.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        MasterError: the address is that of Ray's client server.
+        MasterError: the address is one of Ray Client (``ray://``).
     """
 
     name = "Ray"
@@ -58,8 +58,8 @@ class RayEngine:
         self._bridge = BridgeClient(address)
         self._cluster_id = cluster_id
         self._num_free = 0
-        self._nodes: Sequence[RayNode] = ()  # usable nodes at the last poll; any thread reads it
-        self._places: dict[str, tuple[str, ...]] = {}  # by group: the nodes on which its bundles were created
+        self._nodes: Sequence[RayNode] = ()  # usable nodes at the last poll; any thread may read
+        self._places: dict[str, tuple[str, ...]] = {}  # group -> nodes on which its bundles were created
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
         """Return the slots of each node: GPUs, or CPU cores if no node has a GPU."""
@@ -87,7 +87,7 @@ class RayEngine:
         return slot_kind(nodes, os.environ) == GPU
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why a request does not fit on the last poll's nodes; empty if it fits."""
+        """Return why a request fits on none of the last polled nodes; empty if it fits."""
         found = bundles_for(request, self._nodes)
         return [found] if self._nodes and isinstance(found, Refusal) else ()
 
@@ -113,13 +113,12 @@ class RayEngine:
     def max_pending(self, num_slots: int) -> int:
         """Return how many jobs of ``num_slots`` fit on the free slots, at least one.
 
-        With more pending groups than fit, the oldest could starve: Ray tries new groups first (gcs_placement_group_manager.cc
-        orders them by the time of the last attempt plus a backoff of up to a second).
+        With more pending groups, the oldest could starve: Ray tries new groups first (gcs_placement_group_manager.cc).
         """
         return min(max(self._num_free // max(num_slots, 1), 1), MAX_PENDING)
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return the master's jobs; end those that have lost a node."""
+        """Return the master's jobs; end jobs that have lost a node."""
         seen = self._bridge.ask("poll")
         nodes = parse_nodes(seen)
         self._nodes = usable(nodes)
@@ -139,7 +138,7 @@ class RayEngine:
     def cancel(self, job_id: str) -> None:
         """Remove the placement group, which ends its actors and their programs."""
         self._bridge.ask("remove", id=job_id)
-        self._places.pop(job_id, None)  # only after the removal: `jobs` compares with it
+        self._places.pop(job_id, None)  # only after the removal, as `jobs` compares with it
 
     def transport(self, job_id: str) -> Transport:
         return RayTransport(job_id, self._bridge.socket)
@@ -157,7 +156,7 @@ _RAY_ERRORS = (
 
 
 class RayTransport(Transport):
-    """Starts programs in a placement group, through the bridge's UNIX ``socket``."""
+    """Starts programs in a placement group, through the Ray driver's UNIX ``socket``."""
 
     connect_s = _CONNECT_S
     ends_with_parent = True  # the parent is the job's actor
@@ -188,9 +187,9 @@ def usable(nodes: Sequence[RayNode]) -> list[RayNode]:
 
 
 def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
-    """Return what a slot is: ``GPU`` or ``CPU``.
+    """Return ``GPU`` or ``CPU``.
 
-    It is ``GPU`` if any node has one and ``DS_ACCELERATOR`` is not ``cpu``.
+    ``GPU`` if any node has GPUs and ``DS_ACCELERATOR`` is not cpu.
     """
     has_gpus = any(node.num_slots(GPU) for node in nodes) and environ.get("DS_ACCELERATOR") != "cpu"
     return GPU if has_gpus else CPU
@@ -201,7 +200,7 @@ def num_free(nodes: Sequence[RayNode], kind: str) -> int:
 
 
 def check_ray(address: str) -> Mapping[str, int]:
-    """Return node name -> number of slots of a Ray cluster; needs no master.
+    """Return node name -> number of slots of a Ray cluster; no master need run.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -226,7 +225,7 @@ def key_of(name: str, cluster_id: str) -> str | None:
 
 
 def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str, float]] | Refusal:
-    """Return the bundles of a placement group, one per node, or why none fits. Pure."""
+    """Return a placement group's bundles, one per node, or why no group fits. Pure."""
     kind = GPU if request.wants_devices else CPU
     nodes = [node for node in nodes if node.name not in request.excluded_nodes]
     counts = [node.num_slots(kind) for node in nodes]
@@ -249,8 +248,8 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
 def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode], first: Sequence[str] = ()) -> EngineJob:
     """Return the state of a placement group as a job with a request's ``key``.
 
-    ``nodes`` are all nodes that Ray lists. ``first`` are the nodes on which the bundles were created, empty if unknown: Ray
-    moves a dead node's bundle to a node with free slots, and reports only the new node.
+    ``nodes`` are all nodes of Ray. ``first`` are the nodes on which the bundles were created, empty if unknown: Ray moves a
+    dead node's bundle, and reports only the new node.
     """
     kind = GPU if any(GPU in bundle for bundle in group.bundles) else CPU
     counts = [int(bundle.get(kind, 0)) for bundle in group.bundles]

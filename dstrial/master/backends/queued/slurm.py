@@ -44,16 +44,16 @@ _ALIVE_PERIOD_S = 60.0  # interval of the master's heartbeats to its jobs (``ALI
 _EXPERIMENT = "the experiment's config"
 _MASTER = "the master's settings"
 _OPTIONS = "slurm.sbatch_args"
-_NODES_FILE_S = 60.0  # timeout of a running job's first file in the master's directory
+_NODES_FILE_S = 60.0  # timeout for a running job to list its nodes in the master's directory
 
 
 class SlurmEngine:
     """Holds nodes for a master by batch jobs of Slurm.
 
     Args:
-        directory: for scripts and output of jobs, in the state directory; on a file system that all nodes mount.
-        cluster_id: the master's; part of the names of its jobs.
-        settings: key ``slurm`` of the master's settings; experiments' options come after its options.
+        directory: for jobs' scripts and output, on a file system that all nodes mount.
+        cluster_id: id of the master; part of the names of its jobs.
+        settings: key ``slurm`` of the master's settings; experiments' options override these.
         wants_devices: whether slots are accelerators.
     """
 
@@ -92,14 +92,14 @@ class SlurmEngine:
 
     def _query(self, words: Sequence[str]) -> str:
         """Run a command of Slurm and return its output; raise ConnectionError on failure."""
-        self._send_heartbeat()  # even if Slurm does not answer, so that the jobs do not end
+        self._send_heartbeat()  # even if Slurm does not answer, as jobs end without heartbeats
         code, output, errors = client.run_slurm(list(words))
         if code:
             raise ConnectionError(client.away_reason(errors or output, words[0], code))
         return output
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why sbatch rejects a job, by ``--test-only``; empty if not. Thread-safe."""
+        """Return why ``sbatch --test-only`` rejects a job; empty if not. Thread-safe."""
         try:
             text = self._script(request)
         except ConfigError as error:
@@ -140,7 +140,7 @@ class SlurmEngine:
         return script_of(request, self._settings, name, self._directory)
 
     def max_pending(self, num_slots: int) -> int:
-        """Return a limit that is equal for all sizes: Slurm orders its queue itself."""
+        """Return ``MAX_PENDING`` for jobs of any size, because Slurm orders its own queue."""
         del num_slots
         return MAX_PENDING
 
@@ -169,7 +169,7 @@ class SlurmEngine:
         return EngineJob(job.job_id, key, "pending", f"{text}, where it begins")
 
     def _parts_of(self, job: Job) -> tuple[Part, ...]:
-        """Return the slots by node that the job's script has written; empty before that."""
+        """Return the slots per node that the job's script has written to a file, else ()."""
         if job.job_id not in self._parts:
             with contextlib.suppress(OSError, ValueError):
                 text = (self._directory / f"{job.job_id}{NODES_SUFFIX}").read_text(encoding="utf-8")
@@ -185,7 +185,7 @@ class SlurmEngine:
         self._parts.pop(job_id, None)
 
     def transport(self, job_id: str) -> Transport:
-        """Return a transport that gives each program the job's devices on its node."""
+        """Return a transport whose programs see the job's devices on their node."""
         parts = self._parts.get(job_id, ()) if self._wants_devices else ()
         return SrunTransport(int(job_id), devices={part.host: part.num_slots for part in parts})
 
@@ -203,7 +203,7 @@ class SlurmEngine:
 def state_of(job: Job) -> JobState:
     if job.is_waiting:
         return "pending"
-    if job.is_over or job.state == "PREEMPTED":  # the script has --no-requeue
+    if job.is_over or job.state == "PREEMPTED":  # not requeued: the script has --no-requeue
         return "ended"
     return "running" if job.leaving_reason is None else "leaving"
 
@@ -211,7 +211,7 @@ def state_of(job: Job) -> JobState:
 def text_of(job: Job, unwritten: Path | None = None) -> str:
     """Return a job's state for users, with the likely reason of a failure. Pure.
 
-    ``unwritten`` is the directory into which the job should have written its nodes; None if it has.
+    ``unwritten`` is the directory without the file in which the job lists its nodes; None if the file exists.
     """
     state = state_of(job)
     if state == "leaving":
@@ -239,7 +239,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
 
 
 def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
-    """Return sbatch's message ``said`` as a problem of the experiment's config. Pure."""
+    """Return sbatch's error (``said``) as an error in the experiment's config. Pure."""
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
     options = request.settings.get("sbatch_args")
     is_for_nodes = client.lacks_nodes(said)
@@ -255,11 +255,11 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
 def script_of(request: JobRequest, settings: Mapping[str, object], name: str, directory: Path) -> str:
     """Return the batch script of the job that serves a request. Pure.
 
-    ``settings`` is key ``slurm`` of the master's settings, ``name`` the job's name; the job's files are in ``directory``.
+    ``settings`` is key ``slurm`` of the master's settings; ``directory`` is for the job's files.
 
     Raises:
         ConfigError: options of the request or the settings are invalid.
-        EngineRefusedError: an option is one that such a job cannot have (``refused_options``).
+        EngineRefusedError: an option is not allowed (``refused_options``).
     """
     own = sbatch_args(settings, [], _MASTER)
     options = [*own, *sbatch_args(request.settings, [], _EXPERIMENT)]
@@ -293,12 +293,10 @@ def script_of(request: JobRequest, settings: Mapping[str, object], name: str, di
 
 
 def check_slurm(settings: Mapping[str, object], directory: Path) -> None:
-    """Raise unless Slurm would accept a job of one slot with the master's settings.
-
-    The tested script is written into ``directory``.
+    """Raise unless Slurm accepts a one-slot test job (script in ``directory``).
 
     Raises:
-        LaunchError: Slurm's commands are missing, it does not answer, or it rejects the job.
+        LaunchError: Slurm is not installed, does not answer, or rejects the job.
         ConfigError: the settings' options are invalid.
     """
     client.require_slurm(*COMMANDS, or_else="take another backend")
@@ -311,9 +309,9 @@ def check_slurm(settings: Mapping[str, object], directory: Path) -> None:
 
 
 def wants_devices(settings: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a slot is a GPU: options request GPUs, or the partition has some.
+    """Return whether slots are GPUs: sbatch options request or the partition has GPUs.
 
-    With ``DS_ACCELERATOR=cpu`` a slot is no GPU. ``settings`` is key ``slurm`` of the master's settings.
+    False with ``DS_ACCELERATOR=cpu``. ``settings`` is key ``slurm`` of the master's settings.
     """
     if environ.get("DS_ACCELERATOR") == "cpu":
         return False
