@@ -94,7 +94,7 @@ def trace_graphs(
     )
     if refusal is not None:
         print_line(f"described by:  the first measurement ({refusal})")
-        return GraphTraces(failures={"": refusal}, notes=(refusal,))
+        return GraphTraces(failures={"": refusal}, notes=(f"described by the first measurement: {refusal}",))
     until_s = time.monotonic() + deadline_s
     request_of = request_maker(settings)
     number = len(_structures(groups))

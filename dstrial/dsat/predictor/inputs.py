@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,20 +150,26 @@ def largest_micro_batch(info: ModelInfo, stage: int, space: Space) -> int | None
 
 def log_lines(info: ModelInfo, space: Space) -> list[str]:
     """Return lines about model size and memory to log after the first measurement."""
-    memory = {stage: _mib(_state_bytes(info, stage, space)) for stage in space.stages}
+
+    def by_stage(values: Iterable[str]) -> str:
+        pairs = zip(space.stages, values, strict=True)
+        return ", ".join(f"{value} in ZeRO {stage}" for stage, value in pairs)
+
     lines = [
         f"Model size: {info.num_params:,.0f} parameters, {info.num_trainable_params:,.0f} of them trainable",
-        f"Approx. GPU memory per stage: {memory}",
+        "Parameters, gradients and optimizer state per device: "
+        + by_stage(_size(_state_bytes(info, stage, space)) for stage in space.stages),
     ]
     if info.device_bytes is not None:
-        lines.append(f"Total GPU memory: {_mib(info.device_bytes)}")
+        lines.append(f"Memory of a device: {_size(info.device_bytes)}")
     if info.activation_bytes is not None:
-        lines.append(f"Approx. activation memory per example: {_mib(info.activation_bytes)}")
-    largest = {stage: largest_micro_batch(info, stage, space) for stage in space.stages}
-    if None not in largest.values():
-        lines.append(f"Approx. max mbs per stage: {largest}")
+        lines.append(f"Activations per record: {_size(info.activation_bytes)}")
+    largest = [largest_micro_batch(info, stage, space) for stage in space.stages]
+    if None not in largest:
+        lines.append("Largest micro batch: about " + by_stage(map(str, largest)))
     return lines
 
 
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.4g} MiB"
+def _size(num_bytes: float) -> str:
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{num_bytes / unit:.3g} {name}"

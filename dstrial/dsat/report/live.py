@@ -91,7 +91,7 @@ def ended_line(trial: TrialResult, metric: str) -> str:
         return f"trial {trial.trial_id} failed ({trial.outcome.kind.value}): {trial.outcome.message}"
     value = None if trial.outcome is None else trial.outcome.value(metric)
     half_width = None if trial.outcome is None else trial.outcome.value("half_width")
-    shown = "nothing" if value is None else f"{value:.5g}"
+    shown = "nothing" if value is None else formatting.amount(value)
     within = "" if half_width is None else f" ± {half_width:.1%}"
     return f"trial {trial.trial_id} measured {metric} {shown}{within}"
 

@@ -65,10 +65,10 @@ def test_first_measurement_prints_model_lines() -> None:
 
     assert [line.partition(":")[0] for line in notes] == [
         "Model size",
-        "Approx. GPU memory per stage",
-        "Total GPU memory",
-        "Approx. activation memory per example",
-        "Approx. max mbs per stage",
+        "Parameters, gradients and optimizer state per device",
+        "Memory of a device",
+        "Activations per record",
+        "Largest micro batch",
     ]
 
 
