@@ -4,34 +4,32 @@ The hierarchy::
 
     DstrialError                      base class of all others
     ├── ConfigError                   the experiment config or the DeepSpeed JSON is wrong (also a ValueError)
-    ├── TrialImportError              the model definition cannot be imported or has no such class
+    ├── TrialImportError              the model definition cannot be imported or lacks the trial class
     ├── TrialContractError            user code broke the contract of DeepSpeedTrial or its context
     ├── NonFiniteError                consecutive reports without a finite loss or optimizer step, or weights not finite
     ├── DataError                     a loader is empty, too short, uneven between ranks, or ran out
     ├── CheckpointError               a checkpoint cannot be written or used
     │   ├── CheckpointNotFoundError   there is no complete checkpoint to resume from
-    │   ├── CheckpointDamagedError    a file is missing or its size or checksum differs from the manifest
+    │   ├── CheckpointDamagedError    a file is missing, or has another size or checksum than at the save
     │   ├── CheckpointLayoutError     the checkpoint was written by another number or layout of ranks
-    │   └── UntrustedCheckpointError  loading a file would run code; names file and class
+    │   └── UntrustedCheckpointError  loading a file could run code; names the file and the class
     ├── RankError                     the ranks of this job do not agree or cannot reach each other
     │   ├── PeerFailedError           user code failed on another rank, so this rank ends too
-    │   ├── RankTimeoutError          a rank missed an operation's deadline; names the missing ranks
-    │   ├── RankStalledError          ranks stalled and were ended, as configured; names the straggler
+    │   ├── RankTimeoutError          a collective operation timed out; names the missing ranks
+    │   ├── RankStalledError          ranks stalled, and the launcher ended them; names the straggler
     │   └── RankIdentityError         the rank's environment variables are inconsistent
     ├── LaunchError                   ranks could not be started
     │   ├── HostError                 hosts cannot train together; carries every problem of every host
     │   └── RankFailedError           a started rank exited with a failure; names the first one
     ├── MissingExtraError             an integration's optional library is missing (also an ImportError)
-    ├── SearchError                   a searcher cannot handle a trial's report
-    └── MasterError                   the embedded master cannot start, stop or continue
+    ├── SearchError                   a hyperparameter search cannot use a trial's report
+    └── MasterError                   dstrial's master (the server of ``dstrial up``) cannot start, stop or continue
         ├── DatabaseDamagedError      the master's database is damaged or lost; has the recovery command
         └── RequestError              a request to the master failed; has the HTTP status
 
-``storage_guard.StorageGoneError`` is an ``OSError`` instead, because its module is loaded without dstrial. It is raised if the
-checkpoint storage is missing.
+Not in the hierarchy: ``storage_guard.StorageGoneError``, an ``OSError``, is raised if the checkpoint storage is missing.
 
-Every message has the place, the value found, the expected value and a fix. This module imports only the
-standard library, so that every other package can import it.
+Every message has the place, the value found, the expected value and a fix.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from collections.abc import Sequence
 
 _package = sys.modules["dstrial"]
 if getattr(_package, "__file__", None) is None:
-    # This also happens with setuptools' editable install, whose finder comes after the working directory.
+    # Even with setuptools' editable install, Python prefers a directory of this name in the working directory.
     raise ImportError(
         f"Python imports the directory {_package.__path__[0]} in place of the installed package dstrial; expected no such "
         "directory beside the script or in the working directory. Start in another directory, or rename this one."
@@ -50,9 +48,9 @@ if getattr(_package, "__file__", None) is None:
 
 
 def install_command(extra: str = "") -> str:
-    """Return the shell command that installs dstrial with an extra, for messages.
+    """Return the ``pip`` command that installs dstrial with an extra, for messages.
 
-    PyPI has another project of this name, so the command needs a checkout or a wheel.
+    It has a placeholder for a checkout or wheel, because on PyPI another project has the name dstrial.
     """
     return f"pip install 'DSTRIAL_CHECKOUT_OR_WHEEL{extra and f'[{extra}]'}'"
 
@@ -94,7 +92,7 @@ class ConfigError(DstrialError, ValueError):
 
 
 class TrialImportError(DstrialError):
-    """The model definition cannot be imported, or has no such trial class."""
+    """The model definition cannot be imported, or lacks the configured trial class."""
 
 
 class TrialContractError(DstrialError):
@@ -130,7 +128,7 @@ class CheckpointLayoutError(CheckpointError, AssertionError):
 
 
 class UntrustedCheckpointError(CheckpointError):
-    """A checkpoint contains classes or functions that are not on the allow list."""
+    """A checkpoint's pickle names classes or functions that dstrial does not allow."""
 
 
 class RankError(DstrialError):
@@ -142,7 +140,7 @@ class PeerFailedError(RankError):
 
 
 class RankStalledError(RankError):
-    """Ranks stalled, and the launcher ended them, as configured."""
+    """Ranks stalled, and the launcher ended them, as the experiment config asks."""
 
 
 class RankTimeoutError(RankError):
@@ -163,7 +161,7 @@ class HostProblem:
 
     Attributes:
         host: the host's name in the hostfile.
-        got: the state found; the message puts "is" before it.
+        got: the state found, as text that follows "is" in the message.
         fix: one imperative sentence with a full stop.
     """
 
@@ -200,11 +198,11 @@ class MissingExtraError(DstrialError, ImportError):
 
 
 class SearchError(DstrialError):
-    """A searcher cannot handle a trial's report; this ends the experiment."""
+    """A hyperparameter search cannot use a trial's report; the experiment fails."""
 
 
 class MasterError(DstrialError):
-    """The embedded master cannot start, stop or continue."""
+    """dstrial's master (the server of ``dstrial up``) cannot start, stop or continue."""
 
 
 class DatabaseDamagedError(MasterError):
