@@ -143,7 +143,7 @@ class TrialRuntime:
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether a forward pass of any engine needs all ranks (ZeRO 3, pipelines)."""
+        """Whether a forward pass of any engine needs all ranks, as in ZeRO 3."""
         return any(adapter.forward_is_collective for adapter in self.adapters)
 
     @property
