@@ -210,7 +210,6 @@ def list_context(directory: Path) -> Context:
 
 
 def _in_utf8(names: list[str], below: Path, left_out: list[str]) -> list[str]:
-    """Return the names that are valid UTF-8; append the others to ``left_out``."""
     kept = []
     for name in names:
         try:

@@ -100,7 +100,6 @@ class _Finder:
 
 
 def _has_dstrial() -> bool:
-    """Return whether dstrial can be imported; a task's environment may lack it."""
     if "dstrial" in sys.modules:
         return True
     import importlib.util

@@ -119,7 +119,6 @@ def core_context(
 
 
 def _shortened(record: logging.LogRecord) -> bool:
-    """Log filter that shortens Determined's lines about reports; always True."""
     message = record.getMessage()
     if len(message) > _LONGEST_LINE and message.startswith("report_"):
         record.msg, record.args = f"{message[:_LONGEST_LINE]} …", ()
@@ -209,7 +208,6 @@ def _end_process_group(kind: type[BaseException] | None, world_size: int) -> boo
 
 
 def _require_launcher(identity: RankIdentity, *, num_slots: int) -> None:
-    """Raise if a trial with several slots runs as a single process without a launcher."""
     if identity.launcher == "none" and num_slots > 1:
         raise RankIdentityError(
             f"this trial has {num_slots} slots and runs as a single process; expected one rank per slot. "

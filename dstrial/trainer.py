@@ -369,7 +369,6 @@ def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
 
 
 def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.TrainUnit | None) -> None:
-    """Warn if ``max_length`` of ``fit`` is not ``searcher.max_time``."""
     unit = {"batches": pytorch.Batch, "epochs": pytorch.Epoch}.get(str(searcher.get("time_metric")))
     max_time = searcher.get("max_time")
     if unit is None or max_time is None or max_length is None:
@@ -460,7 +459,6 @@ def _show_log(rank: int) -> None:
 
 
 def _reload(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, trainer: Trainer, uuid: str) -> None:
-    """Call ``fit`` with checkpoint ``uuid`` of the test run, to check that it loads."""
     again = trainer.fit(
         max_length=pytorch.Batch(_TEST_BATCHES), checkpoint_policy="none", latest_checkpoint=uuid
     )

@@ -83,7 +83,6 @@ def _key(*, is_made: bool) -> bytes | None:
 
 
 def _make(path: pathlib.Path) -> None:
-    """Create the file of a new secret, unless another process has just created one."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
         make_file(path, secrets.token_bytes(_NUM_BYTES))

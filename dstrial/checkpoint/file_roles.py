@@ -124,7 +124,6 @@ def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
 
 
 def _engine_of(path: str, layouts: Sequence[Layout]) -> tuple[int, str] | None:
-    """Return (engine index, path in the engine's folder), or None for other files."""
     for engine_idx, layout in enumerate(layouts):
         if layout.folder and path.startswith(f"{layout.folder}/"):
             return engine_idx, path[len(layout.folder) + 1 :]

@@ -97,7 +97,6 @@ class MLflowLogger:
             return str(known.experiment_id)
 
     def _log_parameters(self, run: LoggedRun, known: Mapping[str, str]) -> None:
-        """Log hyperparameters and config; skip ``known`` ones, which MLflow cannot change."""
         from mlflow.entities import Param
 
         values = {**flat(run.hyperparameters), **flat(run.config, "experiment.")}
@@ -113,7 +112,6 @@ class MLflowLogger:
             self._client.log_batch(self._run_id, params=parameters[start : start + _MAX_PARAMS])
 
     def _name(self, original: str) -> str | None:
-        """Return a metric's name in MLflow; None if it would equal another metric's."""
         if original not in self._names:
             name = accepted_name(original)
             if name in self._names.values():

@@ -165,7 +165,6 @@ class LoggerThread:
         self._under_way = ()
 
     def _warn(self, why: str, lost: Sequence[Report]) -> None:
-        """Warn of the first lost reports only; ``wait_ended`` logs the number of all."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

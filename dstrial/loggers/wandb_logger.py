@@ -122,7 +122,6 @@ class WandbLogger:
 
 
 def _has_key() -> bool:
-    """Return whether W&B would find credentials in the environment or the netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL") or _DEFAULT_SERVER).hostname

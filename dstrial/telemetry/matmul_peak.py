@@ -124,7 +124,6 @@ def _keep(key: str, peak: Peak) -> None:
 
 
 def _rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Return the best measured FLOP/s of products of ``size`` x ``size`` matrices."""
     generator = torch.Generator().manual_seed(
         0
     )  # a separate generator leaves the trial's random state unchanged

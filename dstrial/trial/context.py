@@ -151,7 +151,6 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     @property
     def _collects_copies(self) -> bool:
-        """Whether another tensor-parallel rank (AutoTP) reports the same values."""
         return not (
             self._runtime.mpu.should_report_metrics or self._use_pipeline_parallel or self._called_set_mpu
         )
@@ -297,7 +296,6 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 raise ConfigError([problem])
 
     def _searched_below(self, section: str, engine: Any) -> list[str]:
-        """Return searched values of a config section that have no effect on ``engine``."""
         specs = (self._runtime.exp_conf or {}).get("hyperparameters") or {}
         hparams = self._runtime.given_hparams or {}
         found = []
@@ -372,7 +370,6 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     @property
     def _train_micro_batch_size_per_gpu(self) -> int | None:
-        """The first engine's micro batch size (None without an engine), as in Determined."""
         return self._runtime.adapters[0].micro_batch_size if self._runtime.adapters else None
 
     @property

@@ -64,7 +64,6 @@ class Checkpointable:
             state.load_engine(engine, load_path, f"model{engine_idx}")
 
     def _engine_tag(self, engine_idx: int) -> str:
-        """Return the DeepSpeed checkpoint tag under which ``save`` writes an engine."""
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:

@@ -174,5 +174,4 @@ def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[...,
 
 
 def _load_nothing(*_args: Any, **_kwargs: Any) -> Any:
-    """Do nothing: a ``load_checkpoint`` for an engine whose state is already loaded."""
     return None, {}

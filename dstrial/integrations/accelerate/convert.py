@@ -225,7 +225,6 @@ def _place_of(
     deepspeed: Mapping[str, Any],
     file: Mapping[str, Any] | None,
 ) -> tuple[Status, str]:
-    """Return the status of ``key`` and its target; without a target, the reason."""
     section, _, name = key.rpartition(".")
     zero, offload = deepspeed.get("zero_optimization") or {}, name.removesuffix("_device")
     if section == _SECTION and not is_deepspeed(config):

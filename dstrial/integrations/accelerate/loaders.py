@@ -109,7 +109,6 @@ def warn_of_unrepeatable_order(loader: Any, *, is_chief: bool) -> None:
 
 
 def _drops_last(loader: Any) -> bool:
-    """Return whether ``drop_last`` is set on the loader or on its batch sampler."""
     places = (loader, getattr(loader, "batch_sampler", None))
     return any(bool(getattr(place, name, False)) for place in places for name in ("drop_last", "_drop_last"))
 

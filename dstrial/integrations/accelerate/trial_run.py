@@ -314,10 +314,6 @@ class TrialRun:
             self._heartbeat.begin(Phase.SCRIPT, progress.batches_trained)
 
     def _mean_over_ranks(self, metrics: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return metric name -> mean over ranks.
-
-        ``where`` names the calling method in error messages. Ranks: all, collectively.
-        """
         own = MetricWindow(where)
         own.add(metrics)
         return dict(combine(self._core.distributed.allgather(own.totals()), where))

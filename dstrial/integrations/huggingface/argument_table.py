@@ -259,7 +259,6 @@ def _settle_path(draft: ArgumentDraft) -> None:
 
 
 def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | None) -> None:
-    """Set the DeepSpeed config's three batch sizes, and the two flags accordingly."""
     sizes = {key: None if (size := draft.config.get(key)) == AUTO else size for key in BATCH_KEYS}
     flags = {key: draft.flag_number(flag) for key, flag in SIZE_FLAGS.items()}
     engine = resumed.engines[0] if resumed is not None and resumed.engines else None

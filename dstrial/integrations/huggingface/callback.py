@@ -224,17 +224,14 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._expect(args, state, control, otherwise=Phase.BATCH)
 
     def _enter(self, phase: Phase, step: int) -> None:
-        """Send a changed phase to the launcher, which detects stalls by phase."""
         if self._heartbeat.phase is not phase:
             self._heartbeat.begin(phase, step)
 
     def _disable_eval_and_save(self, control: TrainerControl) -> None:
-        """Cancel evaluations and saves if the autotuner (dsat) only times steps."""
         if self.startup.facts.is_measuring:
             control.should_evaluate = control.should_save = False
 
     def _finish(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Request the last evaluation of complete training."""
         self._has_finished = True
         if arguments.evaluates_at_epochs(args):
             control.should_save = False
@@ -257,17 +254,12 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control.should_save = state.global_step > self._checkpoints.last_step
 
     def _skip_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Cancel the evaluation of a stopped run unless it is due at this step anyway."""
         if not arguments.is_evaluation_due(args, state):
             control.should_evaluate = False
 
     def _expect(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, otherwise: Phase
     ) -> None:
-        """Prepare for the Trainer's next action; send its phase to the launcher.
-
-        ``otherwise`` is the phase if the Trainer neither evaluates nor saves next, and training goes on.
-        """
         may_save = control.should_save or (arguments.saves_best(args) and control.should_evaluate)
         if may_save or self._checkpoints.is_stale(state.global_step):
             self._checkpoints.prepare(args, state.global_step)

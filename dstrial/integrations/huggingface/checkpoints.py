@@ -190,7 +190,6 @@ class TrainerCheckpoints:
         self.last_step = step
 
     def _engine(self, trainer: Any, args: TrainingArguments) -> DeepSpeedEngine | None:
-        """Return the Trainer's engine; None without DeepSpeed."""
         if not arguments.is_deepspeed(args):
             return None
         wrapped = getattr(trainer, "model_wrapped", None)
@@ -288,7 +287,6 @@ def _directory(args: TrainingArguments, step: int) -> pathlib.Path:
 
 
 def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., object] = os.link) -> None:
-    """Create ``target`` by ``link``, or by copying if hard links are not possible."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         link(source, target)

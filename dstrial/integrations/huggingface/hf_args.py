@@ -146,7 +146,6 @@ def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
 
 
 def _is_plain_batch(words: CommandLine, hparams: Mapping[str, Any], overwrite: Any) -> bool:
-    """Return whether only batch sizes are overwritten, and no DeepSpeed config exists."""
     if hparams.get(MAIN_KEY) is not None or words.find(CONFIG_FLAG) is not None:
         return False
     if not isinstance(overwrite, Mapping) or not set(overwrite) <= set(BATCH_KEYS):

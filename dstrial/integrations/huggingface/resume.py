@@ -102,7 +102,6 @@ def opened(
 
 
 def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
-    """Return ``root``, or its newest ``checkpoint-<step>`` if ``root`` has no state."""
     if (root / STATE_NAME).is_file():
         return root
     found = [

@@ -149,8 +149,6 @@ def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) ->
 
 
 class _SavedWeights:
-    """Mapping of names to a checkpoint's buffers and (read at access) parameters."""
-
     def __init__(self, saved: SavedEngine) -> None:
         self._saved = saved
         self._buffers = saved.buffers()

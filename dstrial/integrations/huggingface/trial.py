@@ -150,7 +150,6 @@ def _newest_checkpoint(context: core.Context) -> str:
 
 
 def _require_no_named_checkpoint() -> None:
-    """Raise ConfigError if ``dstrial run --resume`` was given, which is not supported."""
     named = os.environ.get(RESUME_VARIABLE)
     if not named or not os.environ.get(RUN_DIR_VARIABLE):
         return
