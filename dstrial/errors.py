@@ -2,30 +2,30 @@
 
 The hierarchy::
 
-    DstrialError                      base class of all others
-    ├── ConfigError                   the experiment config or the DeepSpeed JSON is wrong (also a ValueError)
-    ├── TrialImportError              the model definition cannot be imported or lacks the trial class
-    ├── TrialContractError            user code broke the contract of DeepSpeedTrial or its context
-    ├── NonFiniteError                consecutive reports without a finite loss or optimizer step, or weights not finite
-    ├── DataError                     a loader is empty, too short, uneven between ranks, or ran out
-    ├── CheckpointError               a checkpoint cannot be written or used
-    │   ├── CheckpointNotFoundError   there is no complete checkpoint to resume from
-    │   ├── CheckpointDamagedError    a file is missing, or has another size or checksum than at the save
-    │   ├── CheckpointLayoutError     the checkpoint was written by another number or layout of ranks
-    │   └── UntrustedCheckpointError  loading a file could run code; names the file and the class
-    ├── RankError                     the ranks of this job do not agree or cannot reach each other
-    │   ├── PeerFailedError           user code failed on another rank, so this rank ends too
-    │   ├── RankTimeoutError          a collective operation timed out; names the missing ranks
-    │   ├── RankStalledError          ranks stalled, and the launcher ended them; names the straggler
-    │   └── RankIdentityError         the rank's environment variables are inconsistent
-    ├── LaunchError                   ranks could not be started
-    │   ├── HostError                 hosts cannot train together; carries every problem of every host
-    │   └── RankFailedError           a started rank exited with a failure; names the first one
-    ├── MissingExtraError             an integration's optional library is missing (also an ImportError)
-    ├── SearchError                   a hyperparameter search cannot use a trial's report
-    └── MasterError                   dstrial's master (the server of ``dstrial up``) cannot start, stop or continue
-        ├── DatabaseDamagedError      the master's database is damaged or lost; has the recovery command
-        └── RequestError              a request to the master failed; has the HTTP status
+    DstrialError
+    ├── ConfigError (also a ValueError)
+    ├── TrialImportError
+    ├── TrialContractError
+    ├── NonFiniteError
+    ├── DataError
+    ├── CheckpointError
+    │   ├── CheckpointNotFoundError
+    │   ├── CheckpointDamagedError
+    │   ├── CheckpointLayoutError (also an AssertionError)
+    │   └── UntrustedCheckpointError
+    ├── RankError
+    │   ├── PeerFailedError
+    │   ├── RankTimeoutError
+    │   ├── RankStalledError
+    │   └── RankIdentityError
+    ├── LaunchError
+    │   ├── HostError
+    │   └── RankFailedError
+    ├── MissingExtraError (also an ImportError)
+    ├── SearchError
+    └── MasterError
+        ├── DatabaseDamagedError
+        └── RequestError
 
 Not in the hierarchy: ``storage_guard.StorageGoneError``, an ``OSError``, is raised if the checkpoint storage is missing.
 
@@ -80,7 +80,7 @@ class ConfigProblem:
 
 
 class ConfigError(DstrialError, ValueError):
-    """The configuration is wrong; ``problems`` has all problems, not only the first.
+    """The experiment config or DeepSpeed JSON is wrong; ``problems`` has all problems.
 
     Args:
         problems: at least one problem, in file order.
@@ -100,7 +100,7 @@ class TrialContractError(DstrialError):
 
 
 class NonFiniteError(DstrialError):
-    """Losses or weights are not finite, or all optimizer steps are skipped."""
+    """Several reports had no finite loss or optimizer step, or weights are not finite."""
 
 
 class DataError(DstrialError):
@@ -116,7 +116,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint file is missing, or its size or checksum differs from the manifest."""
+    """A checkpoint file is missing, or has another size or checksum than at the save."""
 
 
 class CheckpointLayoutError(CheckpointError, AssertionError):
@@ -128,7 +128,7 @@ class CheckpointLayoutError(CheckpointError, AssertionError):
 
 
 class UntrustedCheckpointError(CheckpointError):
-    """A checkpoint's pickle names classes or functions that dstrial does not allow."""
+    """Loading a checkpoint file could run code; the message names file and class."""
 
 
 class RankError(DstrialError):
@@ -136,15 +136,15 @@ class RankError(DstrialError):
 
 
 class PeerFailedError(RankError):
-    """User code failed on another rank, so all ranks end."""
+    """User code failed on another rank, so this rank ends too."""
 
 
 class RankStalledError(RankError):
-    """Ranks stalled, and the launcher ended them, as the experiment config asks."""
+    """Ranks stalled, and the launcher ended them; the message names the straggler."""
 
 
 class RankTimeoutError(RankError):
-    """A rank missed the deadline of a collective operation."""
+    """A collective operation timed out; the message names the missing ranks."""
 
 
 class RankIdentityError(RankError):
@@ -157,7 +157,7 @@ class LaunchError(DstrialError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostProblem:
-    """One problem that keeps a host from training with the others.
+    """One problem that keeps a host from training together with the other hosts.
 
     Attributes:
         host: the host's name in the hostfile.
@@ -190,7 +190,7 @@ class HostError(LaunchError):
 
 
 class RankFailedError(LaunchError):
-    """A started rank exited with a failure."""
+    """A started rank exited with a failure; the message names the first such rank."""
 
 
 class MissingExtraError(DstrialError, ImportError):
@@ -206,7 +206,7 @@ class MasterError(DstrialError):
 
 
 class DatabaseDamagedError(MasterError):
-    """The master's database is damaged or lost."""
+    """The master's database is damaged or lost; the message has the recovery command."""
 
 
 class RequestError(MasterError):

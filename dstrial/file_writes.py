@@ -100,9 +100,9 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
 
 
 def _delete_or_open(name: str, here: int, is_forced: bool) -> int | None:
-    """Open the entry and return its descriptor if it is a directory; else delete it.
+    """Open a directory and return its descriptor; delete any other entry, return None.
 
-    ``here`` is the descriptor of the parent directory. Returns None for a deleted entry.
+    ``here`` is the descriptor of the parent directory.
     """
     try:
         path = os.open(name, _DIRECTORY | os.O_PATH | os.O_NOFOLLOW, dir_fd=here)

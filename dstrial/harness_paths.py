@@ -94,7 +94,7 @@ def _patch_constants(module: Any, allocation: str) -> None:
 def _patch_ipc(module: Any, allocation: str) -> None:
     """Move the socket of Determined's launchers from /tmp to the temporary directory.
 
-    Determined 0.38.1 ``launch/torch_distributed.py:61`` hard-codes /tmp, and ``ipc.PIDServer.close`` never deletes the socket.
+    In 0.38.1, ``launch/torch_distributed.py:61`` hard-codes /tmp, and ``ipc.PIDServer.close`` never deletes the socket.
     """
     read = module.read_pid_server_addr
 
@@ -108,9 +108,9 @@ def _patch_ipc(module: Any, allocation: str) -> None:
 
 
 def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
-    """Create TensorBoard directories with the umask, after checking the storage.
+    """Make Determined create TensorBoard directories with the umask.
 
-    Determined 0.38.1 ``tensorboard/shared.py:26`` creates them with mode 0777.
+    In 0.38.1, ``tensorboard/shared.py:26`` creates them with mode 0777. ``guard`` checks the storage before.
     """
     cls = module.SharedFSTensorboardManager
     original, original_sync = cls.__init__, cls._sync_impl
@@ -132,9 +132,9 @@ def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Create checkpoint storages with the umask; record checkpoints being saved.
+    """Make Determined create storages with the umask, and record begun checkpoints.
 
-    Determined 0.38.1 ``common/storage/base.py:70`` creates storages with mode 0777.
+    In 0.38.1, ``common/storage/base.py:70`` creates storages with mode 0777.
     """
     cls = module.StorageManager
     original = cls.pre_store_path
@@ -175,7 +175,7 @@ def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
 
 
 def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Check the storage before Determined reports a checkpoint; then drop its record."""
+    """Check the storage before, and call ``forget`` after, a checkpoint's report."""
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 

@@ -1,8 +1,8 @@
 """Transfer checkpoints to and from object storage, in a child process.
 
 The child calls Determined's storage managers, which reset Python's random state after each transfer: in a rank's own process
-this would change the order of training data. The argument ``storage`` is a result of ``external_storage``. It is passed through
-a pipe, so that credentials appear in no command line; error messages mask them.
+this would change the order of training data. Arguments ``storage`` are results of ``external_storage``. Credentials in them
+reach the child through a pipe and are masked in error messages.
 """
 
 from __future__ import annotations

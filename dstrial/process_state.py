@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process's state letter (proc(5)) and start time in clock ticks since boot."""
+    """State letter (proc(5)) and start time (clock ticks since boot) of a process."""
 
     letter: str
     start_ticks: int

@@ -49,7 +49,6 @@ class Run:
     Attributes:
         name: name of the experiment.
         state: ``completed``, ``running``, ``error`` and so on.
-        config: the experiment config.
         hyperparameters: name -> value that the training uses.
         path: the run directory; None for a trial of a master.
         trial_id: number of the trial; None for a run directory.
@@ -174,7 +173,7 @@ def runs(
     runs_dir: str | os.PathLike[str] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
 ) -> list[Run]:
-    """Return all run directories, or an experiment's trials, newest first.
+    """Return the runs in run directories, or an experiment's trials, newest first.
 
     Args:
         name: return only runs of experiments with this name; None returns all.

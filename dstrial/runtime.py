@@ -1,7 +1,7 @@
 """Set up a training process: process group, core context and stop signals.
 
-"Cluster" means Determined's or dstrial's master, which starts the trial and stores its metrics and checkpoints. Without a
-cluster, a run directory stores them, through the same interfaces. Environment variables tell whether there is a cluster.
+Under a master (of a Determined cluster or of dstrial), the master stores metrics and checkpoints. Without a master, a run
+directory stores them, through the same interfaces. Environment variables tell whether there is a master.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class ProcessRuntime:
     """Core context, ranks, device and configuration of a training process.
 
     Attributes:
-        core_context: Determined's core context; without a cluster, one that uses a run directory. Already entered.
+        core_context: Determined's core context; without a master, one that uses a run directory. Already entered.
         distributed: the distributed context of ``core_context``.
         device: this rank's device.
         signals: records SIGTERM and Ctrl-C as stop requests.
-        info: Determined's cluster info; None without a cluster.
+        info: Determined's ``ClusterInfo``; None without a master.
         exp_conf: the experiment config; None if not given.
         own_run: on rank 0, the run directory whose ``run.json`` this script updates; None if a launcher updates it.
         is_own_run: whether this script, not a launcher, updates ``run.json``; equal on all ranks.
@@ -83,7 +83,7 @@ class ProcessRuntime:
 
 
 def cluster_info() -> Any:
-    """Return Determined's ``ClusterInfo`` in a trial on a cluster; None elsewhere."""
+    """Return Determined's ``ClusterInfo`` in a trial under a master; None elsewhere."""
     info = det.get_cluster_info()
     if info is None or info.task_type != "TRIAL" or info.cluster_id == STAND_IN_CLUSTER:
         return None
@@ -97,14 +97,14 @@ def core_context(
     run_dir: str | os.PathLike[str] | None = None,
     distributed: core.DistributedContext | None = None,
 ) -> Iterator[core.Context]:
-    """Yield a Determined core context, also without a cluster.
+    """Yield a Determined core context, also without a master.
 
-    Sets up the process group from environment variables. Without a cluster, metrics, checkpoints and progress go to a run
+    Sets up the process group from environment variables. Without a master, metrics, checkpoints and progress go to a run
     directory, and ``preempt`` reports SIGTERM and Ctrl-C as stop requests. The mode of ``preempt`` is always ``ChiefOnly``.
 
     Args:
-        exp_conf: the experiment config; used only without a cluster.
-        run_dir: the run directory to create, or that of an earlier run to continue; used only without a cluster. The default
+        exp_conf: the experiment config; used only without a master.
+        run_dir: the run directory to create, or that of an earlier run to continue; used only without a master. The default
             is a new directory under ``./runs``.
         distributed: your own distributed context; you must then set up the process group.
 

@@ -1,7 +1,7 @@
 """``init()`` makes a context, ``Trainer.fit()`` trains, ``run_trial()`` does both.
 
-"Cluster" means Determined's or dstrial's master, which starts the trial and stores its metrics and checkpoints. Without a
-cluster, a run directory stores them.
+Under a master (of a Determined cluster or of dstrial), the master stores metrics and checkpoints. Without a master, a run
+directory stores them.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def init(
 
     Sets up the process group from the environment: one rank under ``python`` or a notebook, many under
     ``dstrial.launch``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun`` and Determined's launchers.
-    On a cluster, random states are seeded with the trial's seed; otherwise with ``reproducibility.experiment_seed`` of
-    ``exp_conf``, if given.
+    Random states are seeded with the trial's seed; without a master (of Determined or dstrial), with
+    ``reproducibility.experiment_seed`` of ``exp_conf``, if given.
 
     Args:
-        hparams: hyperparameters; on a cluster the default is the trial's hyperparameters.
-        exp_conf: the experiment config; used only without a cluster.
+        hparams: hyperparameters; under a master, the default is the trial's hyperparameters.
+        exp_conf: the experiment config; used only without a master.
         distributed: your own distributed context; you must then set up the process group.
         enable_tensorboard_logging: whether reported metrics are written for TensorBoard.
-        run_dir: the run directory to create, or that of an earlier run to continue; used only without a cluster. The default
+        run_dir: the run directory to create, or that of an earlier run to continue; used only without a master. The default
             is a new directory under ``./runs``.
         latest_checkpoint: the checkpoint that you will pass to ``Trainer.fit``, if any. The context then keeps the
             checkpoint's ``train_batch_size`` on any number of ranks, and changes the other batch sizes.
@@ -193,17 +193,17 @@ class Trainer:
         Args:
             checkpoint_period: how often to checkpoint.
             validation_period: how often to validate.
-            max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. On a cluster the default is
-                ``searcher.max_length`` or ``max_time`` of the experiment config.
+            max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. Under a master (of Determined or dstrial), the
+                default is ``searcher.max_length`` or ``max_time`` of the experiment config.
             reporting_period: how often to report training metrics, each time with one call of ``on_training_workload_end``.
                 By default, or if None: every 100 batches and, if ``max_length`` is in epochs, at the end of each epoch.
-            checkpoint_policy: which validations are followed by a checkpoint: ``best``, ``all`` or ``none``.
-                ``best`` compares the searcher's metric with earlier validations; without a cluster, with those of this run.
-            latest_checkpoint: uuid of the checkpoint to continue from. Without a cluster, also a checkpoint's directory or
-                ``latest``. A uuid is searched for in this run, then among the checkpoints that this process has written,
-                then in this run's runs directory, then in the default runs directory.
+            checkpoint_policy: which validations are followed by a checkpoint: ``all``, ``none``, or ``best``: those that
+                improve ``searcher.metric`` over all earlier validations (without a master, over those of this run).
+            latest_checkpoint: uuid of the checkpoint to continue from; without a master, also its directory or ``latest``.
+                Without a master, a uuid is searched for in this run, in runs of this process, in runs beside this run, and in
+                the default directory of runs.
             step_zero_validation: whether to validate before the first batch.
-            test_mode: train and validate one batch each; not allowed on a cluster.
+            test_mode: train and validate one batch each; not allowed under a master.
             profiling_enabled: whether to collect system metrics of each node until the core context ends; ignored in test mode.
             metric_sinks: objects that also receive the reported metrics; ``fit`` opens and closes them. Not in Determined.
 
@@ -399,8 +399,8 @@ def run_trial(
 
     Args:
         trial_class: the user's subclass of ``DeepSpeedTrial``.
-        experiment: the experiment config; None on a cluster, where the master provides the config.
-        run_dir: the run directory; used only without a cluster.
+        experiment: the experiment config; None under a master, which provides the config.
+        run_dir: the run directory; used only without a master.
         resume: the checkpoint to continue from: a uuid, a directory, or ``latest``.
         test_mode: train two batches, validate once, save one checkpoint and reload it.
 

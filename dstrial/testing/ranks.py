@@ -38,10 +38,7 @@ class RankResult:
     """The exit code, output and return value of one rank.
 
     Attributes:
-        rank: the rank's number.
         exit_code: exit code as in ``subprocess``, negative if a signal ended the rank.
-        stdout: the rank's standard output.
-        stderr: the rank's standard error.
         value: the function's return value; None for a script and for a failed rank.
     """
 

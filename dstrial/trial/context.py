@@ -525,9 +525,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return resolved
 
     def get_global_batch_size(self) -> int:
-        """Return hyperparameter ``global_batch_size``, rounded to a multiple of ranks.
+        """Return hyperparameter ``global_batch_size``, rounded down.
 
-        The value is rounded down. DeepSpeed does not use it, but ``train_batch_size`` of its config.
+        The result is a multiple of the number of ranks. DeepSpeed does not use it, but ``train_batch_size`` of its config.
         """
         if self._global_batch_size is None:
             raise ValueError(

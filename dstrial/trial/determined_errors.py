@@ -23,7 +23,7 @@ class MetricNamesError(InvalidTrialError, ValueError):
 
 
 class SearcherMetricError(TrialContractError, RuntimeError):
-    """The searcher's metric is missing or not a number; also a ``RuntimeError``."""
+    """Metric ``searcher.metric`` is missing or not a number; also a ``RuntimeError``."""
 
 
 class ForeignLoaderError(TrialContractError, RuntimeError):

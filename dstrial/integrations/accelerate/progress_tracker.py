@@ -50,8 +50,8 @@ class RunSchedule:
 
         Args:
             config: the experiment config.
-            global_batch_size: records per batch over all ranks; converts periods and lengths that are given in records.
-            length: the script's length of training, which overrides the config's; None to use that of the config.
+            global_batch_size: records per batch over all ranks, for periods and lengths in records.
+            length: length of training that overrides the config's; None to use that of the config.
             is_test: whether to train two batches only.
         """
         searcher = config.get("searcher") or {}

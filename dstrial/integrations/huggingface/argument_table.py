@@ -208,12 +208,8 @@ def solve_sizes(
     on the checkpoint's number of ranks. Other sizes are returned unchanged; ``DetCallback`` rejects them. A computed micro batch
     is at most the checkpoint's, which is known to fit into memory.
 
-    Args:
-        arguments: the script's command line.
-        config: the DeepSpeed config.
-        world_size: number of ranks.
-        resumed: the run that wrote the checkpoint to resume from; None for a new run.
-        where: name of a batch size -> its ``file:line: key``, for messages.
+    ``resumed`` is the run that wrote the checkpoint; None for a new run. ``where`` maps the name of a batch size to its
+    ``file:line: key``, for messages.
 
     Raises:
         ConfigError: the batch sizes contradict each other or the number of ranks.

@@ -62,11 +62,8 @@ def problems_of(
 ) -> list[ConfigProblem]:
     """Return problems of a Trainer's arguments: wrong ranks, length or batch size.
 
-    Args:
-        args: the Trainer's arguments.
-        searcher: section ``searcher`` of the experiment config.
-        saved: the run that wrote the checkpoint to resume from; None for a new run.
-        num_ranks: number of launched ranks.
+    ``searcher`` is the section of the experiment config; ``saved`` is the run that wrote the checkpoint to resume from, None
+    for a new run; ``num_ranks`` is the number of launched ranks.
     """
     found = []
     is_seen_whole = int(args.world_size) == num_ranks

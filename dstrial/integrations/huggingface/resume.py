@@ -121,13 +121,9 @@ def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
 def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pathlib.Path]:
     """Yield a copy of the checkpoint's directory with a changed micro batch size.
 
-    On resume, the Trainer would replace its micro batch size by that in the checkpoint's ``trainer_state.json``. If the sizes
-    differ, the yielded directory has links to the checkpoint's files and a changed ``trainer_state.json``. Otherwise, it is the
-    checkpoint's own directory.
-
-    Args:
-        found: the checkpoint.
-        train_batch_size: the Trainer's micro batch size, ``args.train_batch_size``.
+    Otherwise the Trainer would resume with the micro batch size in the checkpoint's ``trainer_state.json``. The copy has links
+    to all other files. If the size equals ``train_batch_size`` (that of the Trainer's arguments), the checkpoint's own directory
+    is yielded.
 
     Ranks: any; no communication.
     Source: transformers 4.56 ``Trainer.train``; 5.23 does so with ``auto_find_batch_size``.

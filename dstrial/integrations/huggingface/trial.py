@@ -174,7 +174,7 @@ def hyperparameters(
 
     Pass the result to ``dstrial.dsat.get_hf_args_with_overwrites``, and only then parse the script's arguments. If a resumed run
     would have another total batch size, because the number of ranks has changed, ``overwrite_deepspeed_args`` in the result has
-    three batch sizes that keep the total. If the user has changed the arguments, it has not, and ``DetCallback`` rejects them.
+    three batch sizes that keep the total. Arguments that the user has changed are not overwritten; ``DetCallback`` rejects them.
 
     Args:
         core_context: the trial's core context.
