@@ -198,7 +198,7 @@ class Trainer:
             reporting_period: how often to report training metrics, each time with one call of ``on_training_workload_end``.
                 By default, or if None: every 100 batches and, if ``max_length`` is in epochs, at the end of each epoch.
             checkpoint_policy: which validations are followed by a checkpoint: ``all``, ``none``, or ``best``: those that
-                improve ``searcher.metric`` over all earlier validations (without a master, over those of this run).
+                improve ``searcher.metric`` over all earlier validations of the experiment (without a master: of this run).
             latest_checkpoint: uuid of the checkpoint to continue from; without a master, also its directory or ``latest``.
                 Without a master, a uuid is searched for in this run, in runs of this process, in runs beside this run, and in
                 the default directory of runs.
