@@ -56,7 +56,7 @@ __all__ = [
     "FitResult",
     # results of runs as data
     "runs",
-    # for scripts with their own training loop
+    # core context for scripts that have their own training loop
     "core_context",
     # Determined's DataLoader, with pinned memory if there is an accelerator
     "DataLoader",

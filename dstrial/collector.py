@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Disable garbage collection inside the block, if it is enabled."""
+    """Disable cyclic garbage collection in the block; restore its state afterwards."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,7 +25,7 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused_for_good() -> Iterator[None]:
-    """Disable collection in the block; then exempt existing objects (``gc.freeze``).
+    """Like ``paused``, but then exempt all existing objects (``gc.freeze``).
 
     Use this only for imports before user code runs, so that user objects are still collected.
     """

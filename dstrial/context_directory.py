@@ -1,7 +1,7 @@
-"""Select the files of a context directory (model definition) to pack for a trial.
+"""Select the files of a context directory (model definition) to send to a master.
 
-Files matched by ``.detignore`` are left out. Directories that contain a marker file are also left out: outputs of dstrial,
-checkpoint storages and virtual environments. This module imports neither torch nor determined.
+Files matched by ``.detignore`` are left out, and so are directories with a marker file: outputs of dstrial, checkpoint
+storages and virtual environments.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ OUTPUT_MARK = ".dstrial-output"
 """Name of the marker file in output directories of dstrial."""
 
 MARKS = frozenset({OUTPUT_MARK, STORAGE_MARKER, "pyvenv.cfg"})
-"""Marker files: a subdirectory that contains one of them is not packed."""
+"""Names of marker files: a subdirectory with one of these files is left out."""
 
 MAX_BYTES = 95 * 2**20
 """Maximum size of a context's files in bytes, as in Determined's client."""
 
 MAX_DEPTH = 100
-"""Maximum nesting of packed directories: Python 3.11 can walk only some hundred levels."""
+"""Maximum nesting of directories: ``os.walk`` of Python 3.11 fails at some hundred levels."""
 
 LARGE_BYTES = 30 * 2**20
-"""Size in bytes from which a warning names the largest entry, because every run sends and stores a copy."""
+"""Size of a context in bytes from which users are warned, because every run sends and stores a copy."""
 
-# Source: Determined 0.38.1, ``common/constants.py``, DEFAULT_DETIGNORE. Its import is as slow as all of `dstrial check`.
+# Copy of DEFAULT_DETIGNORE in Determined 0.38.1 ``common/constants.py``, whose import takes as long as all of `dstrial check`.
 DEFAULT_PATTERNS = (
     "__pycache__/",
     "*.py[co]",
@@ -51,9 +51,9 @@ DEFAULT_PATTERNS = (
 
 
 def make_output_directory(path: Path) -> None:
-    """Create a directory with its parents; mark the topmost new one as output.
+    """Create a directory and its parents; put a marker file into the topmost new one.
 
-    A marked directory is not packed into the model definition of a trial.
+    ``list_context`` leaves out directories with a marker file.
     """
     highest = path
     while not highest.parent.exists():
@@ -65,13 +65,13 @@ def make_output_directory(path: Path) -> None:
 
 
 def is_marked(path: Path) -> bool:
-    """Return whether a directory has a marker file and is therefore not packed."""
+    """Return whether a directory has a marker file, so that ``list_context`` omits it."""
     return any(os.path.exists(path / mark) for mark in MARKS)  # noqa: PTH110  # False where the directory may not be entered
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContextFile:
-    """A file or directory of a context directory, to be packed for a trial.
+    """A file or directory of a context directory.
 
     Attributes:
         name: path relative to the context directory, with slashes.
@@ -88,12 +88,12 @@ class ContextFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """The files of a context directory (model definition) to be packed for a trial.
+    """The files of a context directory (model definition) to send to a master.
 
     Attributes:
         root: absolute path of the context directory.
-        files: files and directories to pack, each directory before its contents.
-        left_out: marked directories (with a trailing slash) and names that are not UTF-8.
+        files: files and directories to send, each directory before its contents.
+        left_out: paths of directories with a marker file (with a trailing slash) and of names that are not UTF-8.
     """
 
     root: Path
@@ -119,11 +119,7 @@ class Context:
         return max(sizes.items(), key=lambda item: item[1], default=("", 0))
 
     def require_packable(self) -> None:
-        """Raise an error if the context is too large for a master.
-
-        Raises:
-            ConfigError: the context exceeds ``MAX_BYTES``.
-        """
+        """Raise ConfigError if the files exceed ``MAX_BYTES``."""
         if self.num_bytes <= MAX_BYTES:
             return
         name, size = self.largest()
@@ -136,7 +132,7 @@ class Context:
         raise ConfigError([problem])
 
     def warnings(self) -> list[str]:
-        """Return a list with a warning for a context of at least ``LARGE_BYTES``; else []."""
+        """Return a warning if the files have at least ``LARGE_BYTES``; [] otherwise."""
         if self.num_bytes < LARGE_BYTES:
             return []
         name, size = self.largest()
@@ -149,7 +145,7 @@ class Context:
         """Read the files into Determined's ``v1File`` messages.
 
         Raises:
-            ConfigError: the context is too large.
+            ConfigError: the files exceed ``MAX_BYTES``.
         """
         from determined.common import v1file_utils
 
@@ -163,10 +159,10 @@ class Context:
 
 
 def list_context(directory: Path) -> Context:
-    """List the files of a context directory (model definition) to pack for a trial.
+    """List the files of a context directory (model definition) to send to a master.
 
-    Except for marked directories this follows Determined's client. Links to directories are not followed. Unreadable and
-    special files are left out.
+    Like Determined's client, except that directories with a marker file are left out. Links to directories are not followed.
+    Unreadable and special files are left out.
 
     Raises:
         ConfigError: ``.detignore`` is not UTF-8, or directories are nested more than ``MAX_DEPTH`` deep.
@@ -214,7 +210,6 @@ def list_context(directory: Path) -> Context:
 
 
 def _in_utf8(names: list[str], below: Path, left_out: list[str]) -> list[str]:
-    """Return the names that are valid UTF-8; append the others to ``left_out``."""
     kept = []
     for name in names:
         try:

@@ -1,8 +1,8 @@
 """Redirect imports of Determined's trial modules to dstrial's classes.
 
 In processes that dstrial starts, an import finder loads three modules of Determined from files in ``dstrial/stand_ins``.
-``sitecustomize`` loads this file by path when Python starts, even if that Python has no dstrial; imports are then not changed.
-Therefore this file imports only a little of the standard library.
+``sitecustomize`` loads this file by path at every start of Python, so the file imports only fast modules of the standard
+library. In a Python environment without dstrial, imports are not redirected.
 """
 
 # Importing pathlib would cost 5 ms per start.
@@ -40,13 +40,11 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return environment variables that make a new process import dstrial's classes.
-
-    Imports of Determined's trial modules are redirected in the process and its children.
+    """Return environment variables that redirect imports in a new process.
 
     Args:
-        environ: the other variables of the process; an existing ``DSTRIAL_DETERMINED_IMPORTS`` is kept.
-        config: the experiment config, in which ``data.dstrial.determined_imports`` may be false.
+        environ: the process's other variables; an existing ``DSTRIAL_DETERMINED_IMPORTS`` is kept, ``PYTHONPATH`` extended.
+        config: the experiment config; ``data.dstrial.determined_imports: false`` disables the redirection.
     """
     data = (config or {}).get("data") or {}
     section = data.get("dstrial") if isinstance(data, dict) else None
@@ -59,10 +57,7 @@ def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = Non
 
 
 def install_if_asked() -> None:
-    """Redirect imports of Determined's trial modules if the environment asks for it.
-
-    Idempotent.
-    """
+    """Redirect imports if ``DSTRIAL_DETERMINED_IMPORTS`` enables it. Idempotent."""
     if os.environ.get(VARIABLE) in (_ON, _ANNOUNCED) and not any(
         isinstance(one, _Finder) for one in sys.meta_path
     ):
@@ -70,7 +65,7 @@ def install_if_asked() -> None:
 
 
 def announce(module: str) -> None:
-    """Print once, on the first rank, that dstrial replaces Determined's ``module``."""
+    """Print once, on rank 0, that dstrial replaces Determined's module ``module``."""
     if os.environ.get(VARIABLE) == _ANNOUNCED:
         return
     os.environ[VARIABLE] = _ANNOUNCED
@@ -84,10 +79,7 @@ def announce(module: str) -> None:
 
 
 class _Finder:
-    """Import finder that loads dstrial's files for three modules of Determined.
-
-    Python then finds their submodules itself.
-    """
+    """Import finder that loads dstrial's files in place of Determined's trial modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -96,8 +88,8 @@ class _Finder:
         file = _FILES.get(fullname)
         if file is None or not _has_dstrial():
             return None
-        # A separate source file, not a module of dstrial under a second name, because the import system would overwrite the
-        # first name's spec. Its loader has get_code, which ``python -m`` needs.
+        # A separate source file: if a module of dstrial were imported under a second name, the import system would overwrite
+        # its spec. SourceFileLoader has get_code, which ``python -m`` needs.
         loader = importlib.machinery.SourceFileLoader(fullname, file)
         is_package = os.path.basename(file) == "__init__.py"
         spec = importlib.machinery.ModuleSpec(fullname, loader, origin=file, is_package=is_package)
@@ -108,7 +100,6 @@ class _Finder:
 
 
 def _has_dstrial() -> bool:
-    """Return whether this Python has dstrial; it may only have Determined."""
     if "dstrial" in sys.modules:
         return True
     import importlib.util

@@ -2,36 +2,34 @@
 
 The hierarchy::
 
-    DstrialError                      base class of all others
-    ├── ConfigError                   the experiment config or the DeepSpeed JSON is wrong (also a ValueError)
-    ├── TrialImportError              the model definition cannot be imported or has no such class
-    ├── TrialContractError            user code broke the contract of DeepSpeedTrial or its context
-    ├── NonFiniteError                consecutive reports without a finite loss or optimizer step, or weights not finite
-    ├── DataError                     a loader is empty, too short, uneven between ranks, or ran out
-    ├── CheckpointError               a checkpoint cannot be written or used
-    │   ├── CheckpointNotFoundError   there is no complete checkpoint to resume from
-    │   ├── CheckpointDamagedError    a file is missing or its size or checksum differs from the manifest
-    │   ├── CheckpointLayoutError     the checkpoint was written by another number or layout of ranks
-    │   └── UntrustedCheckpointError  loading a file would run code; names file and class
-    ├── RankError                     the ranks of this job do not agree or cannot reach each other
-    │   ├── PeerFailedError           user code failed on another rank, so this rank ends too
-    │   ├── RankTimeoutError          a rank missed an operation's deadline; names the missing ranks
-    │   ├── RankStalledError          ranks stalled and were ended, as configured; names the straggler
-    │   └── RankIdentityError         the rank's environment variables are inconsistent
-    ├── LaunchError                   ranks could not be started
-    │   ├── HostError                 hosts cannot train together; carries every problem of every host
-    │   └── RankFailedError           a started rank exited with a failure; names the first one
-    ├── MissingExtraError             an integration's optional library is missing (also an ImportError)
-    ├── SearchError                   a searcher cannot handle a trial's report
-    └── MasterError                   the embedded master cannot start, stop or continue
-        ├── DatabaseDamagedError      the master's database is damaged or lost; has the recovery command
-        └── RequestError              a request to the master failed; has the HTTP status
+    DstrialError
+    ├── ConfigError (also a ValueError)
+    ├── TrialImportError
+    ├── TrialContractError
+    ├── NonFiniteError
+    ├── DataError
+    ├── CheckpointError
+    │   ├── CheckpointNotFoundError
+    │   ├── CheckpointDamagedError
+    │   ├── CheckpointLayoutError (also an AssertionError)
+    │   └── UntrustedCheckpointError
+    ├── RankError
+    │   ├── PeerFailedError
+    │   ├── RankTimeoutError
+    │   ├── RankStalledError
+    │   └── RankIdentityError
+    ├── LaunchError
+    │   ├── HostError
+    │   └── RankFailedError
+    ├── MissingExtraError (also an ImportError)
+    ├── SearchError
+    └── MasterError
+        ├── DatabaseDamagedError
+        └── RequestError
 
-``storage_guard.StorageGoneError`` is an ``OSError`` instead, because its module is loaded without dstrial. It is raised if the
-checkpoint storage is missing.
+Not in the hierarchy: ``storage_guard.StorageGoneError``, an ``OSError``, is raised if the checkpoint storage is missing.
 
-Every message has the place, the value found, the expected value and a fix. This module imports only the
-standard library, so that every other package can import it.
+Every message has the place, the value found, the expected value and a fix.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from collections.abc import Sequence
 
 _package = sys.modules["dstrial"]
 if getattr(_package, "__file__", None) is None:
-    # This also happens with setuptools' editable install, whose finder comes after the working directory.
+    # Even with setuptools' editable install, Python prefers a directory of this name in the working directory.
     raise ImportError(
         f"Python imports the directory {_package.__path__[0]} in place of the installed package dstrial; expected no such "
         "directory beside the script or in the working directory. Start in another directory, or rename this one."
@@ -50,9 +48,9 @@ if getattr(_package, "__file__", None) is None:
 
 
 def install_command(extra: str = "") -> str:
-    """Return the shell command that installs dstrial with an extra, for messages.
+    """Return the ``pip`` command that installs dstrial with an extra, for messages.
 
-    PyPI has another project of this name, so the command needs a checkout or a wheel.
+    It has a placeholder for a checkout or wheel, because on PyPI another project has the name dstrial.
     """
     return f"pip install 'DSTRIAL_CHECKOUT_OR_WHEEL{extra and f'[{extra}]'}'"
 
@@ -82,7 +80,7 @@ class ConfigProblem:
 
 
 class ConfigError(DstrialError, ValueError):
-    """The configuration is wrong; ``problems`` has all problems, not only the first.
+    """The experiment config or DeepSpeed JSON is wrong; ``problems`` has all problems.
 
     Args:
         problems: at least one problem, in file order.
@@ -94,7 +92,7 @@ class ConfigError(DstrialError, ValueError):
 
 
 class TrialImportError(DstrialError):
-    """The model definition cannot be imported, or has no such trial class."""
+    """The model definition cannot be imported, or lacks the configured trial class."""
 
 
 class TrialContractError(DstrialError):
@@ -102,7 +100,7 @@ class TrialContractError(DstrialError):
 
 
 class NonFiniteError(DstrialError):
-    """Losses or weights are not finite, or all optimizer steps are skipped."""
+    """Several reports had no finite loss or optimizer step, or weights are not finite."""
 
 
 class DataError(DstrialError):
@@ -118,7 +116,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint file is missing, or its size or checksum differs from the manifest."""
+    """A checkpoint file is missing, or has another size or checksum than at the save."""
 
 
 class CheckpointLayoutError(CheckpointError, AssertionError):
@@ -130,7 +128,7 @@ class CheckpointLayoutError(CheckpointError, AssertionError):
 
 
 class UntrustedCheckpointError(CheckpointError):
-    """A checkpoint contains classes or functions that are not on the allow list."""
+    """Loading a checkpoint file could run code; the message names file and class."""
 
 
 class RankError(DstrialError):
@@ -138,15 +136,15 @@ class RankError(DstrialError):
 
 
 class PeerFailedError(RankError):
-    """User code failed on another rank, so all ranks end."""
+    """User code failed on another rank, so this rank ends too."""
 
 
 class RankStalledError(RankError):
-    """Ranks stalled, and the launcher ended them, as configured."""
+    """Ranks stalled, and the launcher ended them; the message names the straggler."""
 
 
 class RankTimeoutError(RankError):
-    """A rank missed the deadline of a collective operation."""
+    """A collective operation timed out; the message names the missing ranks."""
 
 
 class RankIdentityError(RankError):
@@ -159,11 +157,11 @@ class LaunchError(DstrialError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostProblem:
-    """One problem that keeps a host from training with the others.
+    """One problem that keeps a host from training together with the other hosts.
 
     Attributes:
         host: the host's name in the hostfile.
-        got: the state found; the message puts "is" before it.
+        got: the state found, as text that follows "is" in the message.
         fix: one imperative sentence with a full stop.
     """
 
@@ -192,7 +190,7 @@ class HostError(LaunchError):
 
 
 class RankFailedError(LaunchError):
-    """A started rank exited with a failure."""
+    """A started rank exited with a failure; the message names the first such rank."""
 
 
 class MissingExtraError(DstrialError, ImportError):
@@ -200,15 +198,15 @@ class MissingExtraError(DstrialError, ImportError):
 
 
 class SearchError(DstrialError):
-    """A searcher cannot handle a trial's report; this ends the experiment."""
+    """A hyperparameter search cannot use a trial's report; the experiment fails."""
 
 
 class MasterError(DstrialError):
-    """The embedded master cannot start, stop or continue."""
+    """dstrial's master (the server of ``dstrial up``) cannot start, stop or continue."""
 
 
 class DatabaseDamagedError(MasterError):
-    """The master's database is damaged or lost."""
+    """The master's database is damaged or lost; the message has the recovery command."""
 
 
 class RequestError(MasterError):

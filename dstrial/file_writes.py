@@ -1,7 +1,4 @@
-"""Write files atomically and durably; delete deep directory trees.
-
-Needs only the standard library.
-"""
+"""Write files atomically and durably; delete deep directory trees."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_private: bool = False) -> None:
     """Replace a file atomically: readers see either the old or the new content.
 
-    ``sync``: flush the file to disk. ``is_private``: make it unreadable for other accounts, regardless of the umask.
+    With ``sync``, the file is flushed to disk (fsync). With ``is_private``, its mode is 0600, regardless of the umask.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -58,21 +55,22 @@ def sync_path(path: Path) -> None:
 def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
     """Delete a directory tree of any depth, if it exists; do not follow links.
 
-    Python's ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). ``is_forced`` also deletes
-    the content of read-only directories. If an entry cannot be deleted, the OSError is raised after all others are deleted.
+    ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). With ``is_forced``, the contents of
+    read-only directories are deleted too. If an entry cannot be deleted, OSError is raised after all others are deleted.
     """
     problem: OSError | None = None
     try:
         here = os.open(directory.parent, _DIRECTORY | os.O_PATH)
     except FileNotFoundError:
         return
-    # A stack from the top directory to the current one: remaining names, and the directory's path.
+    # Two stacks from the top directory to the current one: `left` has the names that remain in each directory; `above` has the
+    # name of each opened directory and the stat of its parent.
     left, above = [[directory.name]], list[tuple[str, os.stat_result]]()
     try:
         while left[-1] or above:
             is_empty = not left[-1]
             if is_empty:
-                # Go up by "..", because one descriptor per level would be too many.
+                # Return to the parent by "..": an open descriptor per level could exceed the process's limit.
                 below, here = here, os.open("..", _DIRECTORY | os.O_PATH, dir_fd=here)
                 os.close(below)
                 left.pop()
@@ -121,7 +119,7 @@ def _delete_or_open(name: str, here: int, is_forced: bool) -> int | None:
 
 
 def _write(path: Path, content: str | bytes, flag: int, *, sync: bool, is_private: bool) -> None:
-    # O_NONBLOCK: do not block if the entry is a named pipe.
+    # O_NONBLOCK: do not block if `path` is a named pipe.
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flag
     with os.fdopen(os.open(path, flags, 0o600 if is_private else 0o666), "wb") as file:
         if is_private:

@@ -1,9 +1,8 @@
 """Replace fixed paths in Determined's harness by private directories.
 
-Each Determined module is patched when it is imported. In processes of an allocation, ``sitecustomize`` loads this file by path,
-because their Python may not have dstrial. In other processes, such as detached runs, the import of dstrial installs the
-patches. This file imports little of the standard library, because every Python process of an allocation loads it
-(``importlib.abc`` and ``tempfile`` would cost 10 ms per start).
+An allocation is the set of processes that the master starts for one attempt of a trial or task. In these processes,
+``sitecustomize`` loads this file by path, because their Python environment may lack dstrial. The file therefore imports only
+fast modules of the standard library. In all other processes, importing dstrial only patches the path of TensorBoard files.
 """
 
 # Importing pathlib would cost another 5 ms.
@@ -27,26 +26,28 @@ if TYPE_CHECKING:
     Patch: TypeAlias = Callable[[ModuleType], None]
 
 ENDING_NAME = "ending.json"
-"""File in an allocation's directory: whether a rank on another host caused the first failure."""
+"""Name of the file in an allocation's directory that says whether a rank on another host failed first."""
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 WARM_VARIABLE = "DSTRIAL_WARM"
 """Environment variable: 0 starts all ranks as new processes instead of forks."""
-_LOG_AGAIN_S = 30.0  # gap between retries, usually one second, after which an outage is logged again
+_LOG_AGAIN_S = 30.0  # a retry this long after the previous retry is logged as a new outage of the master
 
 
 def patches_of_allocation(
     allocation: str, guard: StorageGuard | None = None, notes: StorageGuard | None = None
 ) -> dict[str, Patch]:
-    """Return a dict: module name -> patch function, for an allocation's processes.
+    """Return module name -> function that patches the module, for an allocation.
 
-    ``allocation`` is the allocation's private directory. ``guard`` protects its checkpoint storage; None if the storage has no
-    marker. ``notes`` records checkpoints that are being saved to object storage.
+    Args:
+        allocation: path of the allocation's private directory.
+        guard: checks that the checkpoint storage is present; None if the storage has no marker file.
+        notes: records checkpoints while they are being saved to object storage; None to record nothing.
     """
     python = os.environ.get(BASE_PYTHON_VARIABLE, "")
     is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
     return {
-        # Patch pip only in the master's Python environment, not in an environment of the task.
+        # Patch pip only if this process uses the master's Python environment.
         **({"pip._internal.cli.main": _patch_pip} if is_base else {}),
         "determined._info": lambda module: _patch_info(module, allocation),
         "determined.constants": lambda module: _patch_constants(module, allocation),
@@ -93,7 +94,7 @@ def _patch_constants(module: Any, allocation: str) -> None:
 def _patch_ipc(module: Any, allocation: str) -> None:
     """Move the socket of Determined's launchers from /tmp to the temporary directory.
 
-    ``determined/launch/torch_distributed.py:61`` (0.38.1) hard-codes /tmp, and ``ipc.PIDServer.close`` never deletes the socket.
+    In 0.38.1, ``launch/torch_distributed.py:61`` hard-codes /tmp, and ``ipc.PIDServer.close`` never deletes the socket.
     """
     read = module.read_pid_server_addr
 
@@ -107,9 +108,9 @@ def _patch_ipc(module: Any, allocation: str) -> None:
 
 
 def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
-    """Make Determined create TensorBoard directories with the umask; check storages.
+    """Make Determined create TensorBoard directories with the umask.
 
-    ``tensorboard/shared.py:26`` (0.38.1) creates directories with mode 0777.
+    In 0.38.1, ``tensorboard/shared.py:26`` creates them with mode 0777. ``guard`` checks the storage before.
     """
     cls = module.SharedFSTensorboardManager
     original, original_sync = cls.__init__, cls._sync_impl
@@ -131,9 +132,9 @@ def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Make Determined create storages with the umask; 0.38.1 ``base.py:70`` sets 0777.
+    """Make Determined create storages with the umask, and record begun checkpoints.
 
-    ``notes`` records the checkpoints that are begun, also in object storage.
+    In 0.38.1, ``common/storage/base.py:70`` creates storages with mode 0777.
     """
     cls = module.StorageManager
     original = cls.pre_store_path
@@ -154,7 +155,7 @@ def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageG
 def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
     """Make Determined's uploads and deletions fail if the storage is missing.
 
-    ``shared.py`` (0.38.1) would create a missing storage at an upload, and treat its files as deleted at a deletion.
+    In 0.38.1, ``common/storage/shared.py`` creates a missing storage when it uploads, and a deletion there succeeds.
     """
     cls = module.SharedFSStorageManager
     original, original_delete = cls.upload, cls.delete
@@ -174,7 +175,7 @@ def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
 
 
 def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Check the storage before ``core/_checkpoint.py`` (0.38.1) reports a checkpoint."""
+    """Check the storage before, and call ``forget`` after, a checkpoint's report."""
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 
@@ -194,7 +195,7 @@ def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGua
 
 
 def _patch_connection_pool(module: Any) -> None:
-    # ``urlopen`` (urllib3 2.2) warns of each retry, one per second; log once that the master is unreachable.
+    # ``urlopen`` of urllib3 2.2 warns of each retry, once per second. Log only the first retry of an outage.
     last_s = -_LOG_AGAIN_S
 
     def is_first(record: Any) -> bool:
@@ -210,7 +211,7 @@ def _patch_connection_pool(module: Any) -> None:
 
 
 def _patch_pip(module: Any) -> None:
-    """Make pip reject changes to the Python environment of the master."""
+    """Make ``pip install`` and ``uninstall`` fail in the master's Python environment."""
     original = module.main
 
     def main(args: list[str] | None = None) -> Any:
@@ -233,8 +234,8 @@ def _patch_pip(module: Any) -> None:
 def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
     """Make Determined put TensorBoard event files below ``directory()``, not /tmp.
 
-    ``module`` is Determined's ``tensorboard/build.py``, whose line 37 (0.38.1) hard-codes /tmp. Outside of an allocation, all
-    accounts and runs of a machine would share ``/tmp/tensorboard--0``.
+    ``module`` is ``determined.tensorboard.build``, which hard-codes /tmp (0.38.1, line 37): without a master, all accounts and
+    runs of a machine share ``/tmp/tensorboard--0``.
     """
     original = module.get_base_path
 
@@ -247,7 +248,7 @@ def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
 
 
 class _PrivateDirectory:
-    """A temporary directory, created at first use and deleted at process exit."""
+    """Callable that returns this process's temporary directory, deleted at exit."""
 
     def __init__(self) -> None:
         self._path: str | None = None
@@ -264,7 +265,7 @@ class _PrivateDirectory:
 
     @staticmethod
     def _remove(path: str, pid: int) -> None:
-        if os.getpid() == pid:  # a fork must not remove its parent's directory
+        if os.getpid() == pid:  # a forked child must not remove its parent's directory
             import shutil
 
             shutil.rmtree(path, ignore_errors=True)
@@ -307,7 +308,10 @@ class _Loader:
 
 
 def install(patches: dict[str, Patch]) -> None:
-    """Apply ``patches`` to imported modules at once, to others when they are imported."""
+    """Patch modules that are already imported now, other modules when imported.
+
+    ``patches`` maps a module's name to the function that patches the module.
+    """
     for name, patch in patches.items():
         module = sys.modules.get(name)
         if module is not None:

@@ -1,4 +1,4 @@
-"""Import the public names of a package from its modules at first use."""
+"""Build a package ``__getattr__`` that imports public names at first use."""
 
 from __future__ import annotations
 

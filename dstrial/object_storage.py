@@ -1,8 +1,8 @@
 """Transfer checkpoints to and from object storage, in a child process.
 
-The child uses Determined's storage managers. They reset Python's random state after each transfer, which in a thread of a rank
-would change the order of training data. ``checkpoint_storage`` of a config is passed through a pipe, so that credentials appear
-in no command line, and error messages are masked. The master, which loads no cloud library, uses the same child.
+The child calls Determined's storage managers, which reset Python's random state after each transfer: in a rank's own process
+this would change the order of training data. Arguments ``storage`` are results of ``external_storage``. Credentials in them
+reach the child through a pipe and are masked in error messages.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ _SERVERS = ("endpoint_url", "account_url")
 _SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "azure"}
 ALL_FILES = "**/*"
 STORAGE_KEY = "storage"
-"""Key of a completion marker: the external storage of the checkpoint's files, without credentials."""
+"""Key in a checkpoint's completion marker: the external storage that has the files, without credentials."""
 
 
 def external_storage(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return ``checkpoint_storage`` if it is no ``shared_fs``; None otherwise.
+    """Return a config's ``checkpoint_storage``; None if missing or ``shared_fs``.
 
-    The result has the fields of its type that are given and not masked, and no ``save_…`` field. A relative directory is made
-    absolute.
+    The result has no masked values and no ``save_…`` fields. A relative ``container_path`` is made absolute.
     """
     given = (config or {}).get("checkpoint_storage") or {}
     names = _FIELDS.get(str(given.get("type")))
@@ -61,19 +60,19 @@ def is_object_storage(storage: Mapping[str, Any] | None) -> bool:
 
 
 def location_of(storage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a storage without its credentials, as completion markers record it."""
+    """Return a copy of ``storage`` without credentials."""
     return {key: value for key, value in storage.items() if key not in _CREDENTIALS}
 
 
 def recorded_storage(path: pathlib.Path, own: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the external storage of a checkpoint's files; None if ``path`` has them.
+    """Return the external storage of a checkpoint; None if its files are in ``path``.
 
-    ``own`` is the storage of this run's config; it gives the credentials if the type and the server are the same.
+    ``own`` is the storage of this run's config. It provides the credentials if both storages have the same type and server.
     """
     location = read_marker(path).get(STORAGE_KEY) if is_complete(path) else None
     if location is None or pathlib.Path(location.get("container_path", ""), path.name) == path:
         return None
-    # The marker may be someone else's: it must not send the credentials to another server.
+    # Somebody else may have written the marker: credentials must not be sent to a server that only the marker names.
     is_same_server = own is not None and all(own.get(key) == location.get(key) for key in ("type", *_SERVERS))
     known = own if own is not None and is_same_server else {}
     return {**{key: known[key] for key in _CREDENTIALS if key in known}, **location}
@@ -87,7 +86,7 @@ def without_credentials(config: Mapping[str, Any] | None) -> dict[str, Any] | No
 
 
 def address_of(storage: Mapping[str, Any], storage_id: str = "") -> str:
-    """Return a readable address, such as ``s3://bucket/prefix/uuid``."""
+    """Return a storage's address as text, such as ``s3://bucket/prefix/uuid``."""
     if storage["type"] == "directory":
         return str(pathlib.Path(storage["container_path"], storage_id))
     parts = [
@@ -101,12 +100,12 @@ def address_of(storage: Mapping[str, Any], storage_id: str = "") -> str:
 
 
 def check(storage: Mapping[str, Any]) -> None:
-    """Write, read and delete one object; raise CheckpointError if any of it fails."""
+    """Write, read and delete a test object; raise CheckpointError if that fails."""
     _transfer("check", storage)
 
 
 def upload(storage: Mapping[str, Any], storage_id: str, source: pathlib.Path, names: Sequence[str]) -> None:
-    """Upload the named files, and directories with a trailing slash, below ``source``."""
+    """Upload the paths ``names`` of ``source``; a directory's path ends with a slash."""
     _transfer("upload", storage, storage_id, directory=str(source.absolute()), names=sorted(names))
 
 
@@ -117,11 +116,11 @@ def download(
     names: Sequence[str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> None:
-    """Download a checkpoint's objects, all or only the named ones.
+    """Download a checkpoint's files, or only those in ``names``, into ``target``.
 
     Raises:
         CheckpointNotFoundError: the storage has no object of this checkpoint.
-        CheckpointError: the download failed; the message has the storage's own.
+        CheckpointError: the download failed.
     """
     wanted = None if names is None else list(names)
     _transfer("download", storage, storage_id, variables, directory=str(target.absolute()), names=wanted)
@@ -134,9 +133,12 @@ def delete(
     variables: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> dict[str, int]:
-    """Delete objects that match; return the remaining ones, path -> bytes.
+    """Delete a checkpoint's files matching ``globs``; return the rest: path -> bytes.
 
-    If all are deleted, the completion marker is deleted first. Without patterns, nothing is deleted.
+    By default all files are deleted, the completion marker first.
+
+    Raises:
+        CheckpointError: the deletion failed or took longer than ``timeout_s``.
     """
     left: dict[str, int] = _transfer(
         "delete", storage, storage_id, variables, timeout_s=timeout_s, globs=list(globs)
@@ -153,14 +155,15 @@ def _transfer(
     **arguments: Any,
 ) -> Any:
     request = {"action": action, "storage": dict(storage), "storage_id": storage_id, **arguments}
-    # A session of its own: Ctrl-C and a stop signal to the process group must not end an upload. The child exits when the
-    # pipe is closed, also by this process's death.
+    # `start_new_session`: Ctrl-C and stop signals to the process group must not end an upload. The child exits when its stdin
+    # is closed, which also happens when this process dies.
     child = subprocess.Popen(
         [sys.executable, "-m", "dstrial.object_storage"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # Without the hooks of an allocation, which would note the object of `check` as a checkpoint.
+        # Without ALLOCATION_DIR_VARIABLE, sitecustomize installs no patches; they would record the test object of `check` as a
+        # checkpoint being saved.
         env={**{k: v for k, v in os.environ.items() if k != ALLOCATION_DIR_VARIABLE}, **(variables or {})},
         start_new_session=True,
     )
@@ -222,7 +225,7 @@ def main() -> None:
 
 
 def _exit_with_parent() -> None:
-    # Not through `sys.stdin`: a thread that holds its lock aborts the interpreter's shutdown.
+    # os.read, because a thread that holds the lock of `sys.stdin` aborts the interpreter's shutdown.
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 

@@ -1,8 +1,4 @@
-"""Read a process's state from /proc: alive, stopped, blocked, caught signals.
-
-This module needs only the standard library. ``dstrial.master.backends.supervisor`` does not use it, because that module may not
-import dstrial.
-"""
+"""Read processes' states, start times, signal handlers and children from /proc."""
 
 from __future__ import annotations
 
@@ -14,14 +10,14 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process's state letter (proc(5)) and start time in clock ticks since boot."""
+    """State letter (proc(5)) and start time (clock ticks since boot) of a process."""
 
     letter: str
     start_ticks: int
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has exited: a zombie or dead."""
+        """Whether the process has exited, as a zombie or a dead process."""
         return self.letter in ("Z", "X")
 
     @property
@@ -45,7 +41,7 @@ def parse_stat(text: str) -> ProcessState | None:
 
 
 def parse_catches(status_text: str, number: int) -> bool:
-    """Return whether ``/proc/PID/status`` lists signal ``number`` as caught."""
+    """Return whether ``/proc/PID/status`` lists signal ``number`` under ``SigCgt``."""
     for line in status_text.splitlines():
         name, _, value = line.partition(":")
         if name == "SigCgt":
@@ -54,15 +50,15 @@ def parse_catches(status_text: str, number: int) -> bool:
 
 
 def read_state(pid: int) -> ProcessState | None:
-    """Return the state of a process; None if it does not exist."""
+    """Return the state of process ``pid``; None if the process does not exist."""
     text = _read(pid, "stat")
     return None if text is None else parse_stat(text)
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start in clock ticks since boot; None if it does not exist.
+    """Return a process's start time in clock ticks since boot; None without a process.
 
-    The start distinguishes a process from a later one with the same pid.
+    The start time distinguishes the process from a later process with the same pid.
     """
     state = read_state(pid)
     return None if state is None else state.start_ticks
@@ -109,8 +105,7 @@ def _read(pid: int, name: str) -> str | None:
 def open_closed_streams() -> None:
     """Open the null device for standard streams that are closed (``>&-``).
 
-    Python sets closed streams to None. Without this, the next opened file would get the stream's descriptor number, and
-    libraries would write their output into that file.
+    Otherwise the next opened file would get the descriptor 0, 1 or 2, and libraries would write their output into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -1,4 +1,4 @@
-"""Read trainings back as data: metrics, best checkpoint, plot."""
+"""List trainings; read their metrics and best checkpoints; plot metrics."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class BestCheckpoint:
 
     Attributes:
         uuid: name of the checkpoint, for ``dstrial checkpoint export UUID``.
-        batches: trained batches at the checkpoint.
-        value: value of the searcher's metric there.
+        batches: number of batches trained before the checkpoint.
+        value: validation value of the metric ``searcher.metric`` at this number of batches.
         path: directory of the checkpoint; None if only the master knows it.
     """
 
@@ -44,13 +44,12 @@ class BestCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training: a run directory, or a trial of this machine's master.
+    """One training: a run directory, or a trial of the master on this machine.
 
     Attributes:
         name: name of the experiment.
         state: ``completed``, ``running``, ``error`` and so on.
-        config: the experiment config.
-        hyperparameters: the values that the run trains with.
+        hyperparameters: name -> value that the training uses.
         path: the run directory; None for a trial of a master.
         trial_id: number of the trial; None for a run directory.
     """
@@ -64,13 +63,13 @@ class Run:
     state_directory: StateDirectory | None = dataclasses.field(default=None, repr=False)
 
     def metrics(self, group: str | None = None) -> pandas.DataFrame:
-        """Return the reported metrics, a row per report.
+        """Return the reported metrics as a table with one row per report.
 
-        Columns are ``group``, ``steps_completed`` (batches), ``time`` (UTC) and one per metric. ``group`` is ``training``,
-        ``validation`` or a name that the training reports by; None returns training and validation.
+        Columns are ``group``, ``steps_completed`` (batches), ``time`` (UTC) and one column per metric. ``group`` selects
+        ``training``, ``validation`` or another metric group; None selects training and validation.
 
         Raises:
-            DstrialError: pandas is missing, or the master cannot be reached.
+            DstrialError: pandas is missing, or the master does not run.
         """
         try:
             import pandas
@@ -85,7 +84,10 @@ class Run:
         return table if rows else pandas.DataFrame(columns=["group", *_ROW_KEYS])
 
     def best(self) -> BestCheckpoint | None:
-        """Return the checkpoint with the best validation; None if no checkpoint has one."""
+        """Return the checkpoint with the best value of ``searcher.metric``.
+
+        Returns None if no checkpoint was validated with a finite value.
+        """
         searcher = self.config.get("searcher") or {}
         metric, sign = searcher.get("metric"), 1 if searcher.get("smaller_is_better", True) else -1
         values = {
@@ -103,10 +105,10 @@ class Run:
     def plot(self, *names: str) -> Any:
         """Plot metrics over batches; return matplotlib's ``Axes``.
 
-        Without ``names``, losses and the searcher's metric are plotted.
+        ``names`` selects metrics; by default those with "loss" in their name and ``searcher.metric`` are plotted.
 
         Raises:
-            DstrialError: matplotlib is missing.
+            DstrialError: matplotlib is missing, or the master does not run.
         """
         try:
             from matplotlib import pyplot
@@ -171,14 +173,12 @@ def runs(
     runs_dir: str | os.PathLike[str] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
 ) -> list[Run]:
-    """Return trainings, the newest first: run directories, or an experiment's trials.
-
-    The directory of a search is left out: its trials are those of ``experiment``.
+    """Return the runs in run directories, or an experiment's trials, newest first.
 
     Args:
-        name: name of the experiment; None returns the runs of all names.
-        experiment: number of an experiment of this machine's master, whose trials are returned.
-        runs_dir: directory of all runs; None means ``$DSTRIAL_RUNS_DIR`` or ``runs``.
+        name: return only runs of experiments with this name; None returns all.
+        experiment: id of an experiment or search of this machine's master; return its trials instead of run directories.
+        runs_dir: directory that has the run directories; None means ``$DSTRIAL_RUNS_DIR`` or ``runs``.
         state_dir: state directory of the master; None means the default.
 
     Raises:
@@ -188,7 +188,7 @@ def runs(
         return _trials(experiment, StateDirectory.choose(None if state_dir is None else str(state_dir)))
     found = []
     root = default_runs_dir(runs_dir).absolute()
-    # The run_dir of a script may lie in the root itself.
+    # A script's `run_dir` may be a child of `root`; other run directories are grandchildren.
     for record_path in (*root.glob("*/run.json"), *root.glob("*/*/run.json")):
         directory = RunDirectory(record_path.parent)
         record = directory.read_record()
@@ -233,7 +233,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _values(specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with ``{type: const}`` replaced by their values."""
+    """Return hyperparameters with each ``{type: const, val: x}`` replaced by ``x``."""
     return {
         name: spec["val"]
         if isinstance(spec, Mapping) and spec.get("type") == "const"

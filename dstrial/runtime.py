@@ -1,7 +1,7 @@
 """Set up a training process: process group, core context and stop signals.
 
-On a cluster the core context is Determined's. Without a cluster, the same interfaces use a run directory. Environment variables
-tell whether there is a cluster, and this process's rank. This module does not depend on how training is done.
+Under a master (of a Determined cluster or of dstrial), the master stores metrics and checkpoints. Without a master, a run
+directory stores them, through the same interfaces. Environment variables tell whether there is a master.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from dstrial.ranks.stop_signals import StopSignals
 
 logger = logging.getLogger("dstrial.trainer")
 
-# How long to wait for a new directory: attributes that a network file system caches may be this old.
+# Timeout of the wait for a directory that rank 0 has created: network file systems cache attributes for seconds.
 _SHARED_S = 10.0
-_LONGEST_LINE = 150  # characters of a log line of Determined's, besides timestamp and rank
+_LONGEST_LINE = 150  # maximum characters of Determined's log line of a report, without timestamp and rank
 
 RUNTIME_ATTRIBUTE = "dstrial_surroundings"
-"""Attribute under which a core context of this module holds its ``ProcessRuntime``, for integrations."""
+"""Name of the attribute in which a core context of this module stores its ``ProcessRuntime``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class ProcessRuntime:
     """Core context, ranks, device and configuration of a training process.
 
     Attributes:
-        core_context: the core context, of Determined or of a run directory; already entered.
-        distributed: the ranks; ``core_context`` communicates through the same object.
+        core_context: Determined's core context; without a master, one that uses a run directory. Already entered.
+        distributed: the distributed context of ``core_context``.
         device: this rank's device.
-        signals: stop signals that reached this process.
-        info: Determined's cluster info; None without a cluster.
+        signals: records SIGTERM and Ctrl-C as stop requests.
+        info: Determined's ``ClusterInfo``; None without a master.
         exp_conf: the experiment config; None if not given.
         own_run: on rank 0, the run directory whose ``run.json`` this script updates; None if a launcher updates it.
         is_own_run: whether this script, not a launcher, updates ``run.json``; equal on all ranks.
@@ -78,12 +78,12 @@ class ProcessRuntime:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether reports go to a master and also to a run directory (``dstrial run``)."""
+        """Whether reports go to both a master and a run directory (``dstrial run``)."""
         return self.info is not None and isinstance(self.core_context.train, LocalTrainContext)
 
 
 def cluster_info() -> Any:
-    """Return Determined's cluster info in a cluster's trial; None in other processes."""
+    """Return Determined's ``ClusterInfo`` in a trial under a master; None elsewhere."""
     info = det.get_cluster_info()
     if info is None or info.task_type != "TRIAL" or info.cluster_id == STAND_IN_CLUSTER:
         return None
@@ -97,17 +97,16 @@ def core_context(
     run_dir: str | os.PathLike[str] | None = None,
     distributed: core.DistributedContext | None = None,
 ) -> Iterator[core.Context]:
-    """Yield Determined's core context, on a cluster or without one.
+    """Yield a Determined core context, also without a master.
 
-    ``det.core.init()`` works on a cluster only. Like :func:`dstrial.init`, this sets up the process group from environment
-    variables. Without a cluster, a run directory stores metrics, checkpoints and progress, and ``preempt`` reports SIGTERM and
-    Ctrl-C as stop requests. The mode of ``preempt`` is always ``ChiefOnly``.
+    Sets up the process group from environment variables. Without a master, metrics, checkpoints and progress go to a run
+    directory, and ``preempt`` reports SIGTERM and Ctrl-C as stop requests. The mode of ``preempt`` is always ``ChiefOnly``.
 
     Args:
-        exp_conf: the experiment config; used only without a cluster.
-        run_dir: the run directory, used only without a cluster; created if missing. The same script starts and resumes a
-            run. The default is a new directory under ``./runs``.
-        distributed: a distributed context that you made; you then set up the process group yourself.
+        exp_conf: the experiment config; used only without a master.
+        run_dir: the run directory to create, or that of an earlier run to continue; used only without a master. The default
+            is a new directory under ``./runs``.
+        distributed: your own distributed context; you must then set up the process group.
 
     Raises:
         RankIdentityError: environment variables contradict each other about this process's rank, or a trial with several
@@ -120,7 +119,6 @@ def core_context(
 
 
 def _shortened(record: logging.LogRecord) -> bool:
-    """Cut Determined's log line of a report, which lists each rank's telemetry."""
     message = record.getMessage()
     if len(message) > _LONGEST_LINE and message.startswith("report_"):
         record.msg, record.args = f"{message[:_LONGEST_LINE]} …", ()
@@ -135,9 +133,9 @@ def process_runtime(
     distributed: core.DistributedContext | None,
     defers_signals: bool = False,
 ) -> Iterator[ProcessRuntime]:
-    """Like :func:`core_context`, but yield the whole ``ProcessRuntime``; for trainers.
+    """Like :func:`core_context`, but yield a ``ProcessRuntime``.
 
-    If ``defers_signals``, stop signals end the process until the caller calls ``signals.listen()``.
+    With ``defers_signals``, stop signals end the process until the caller calls ``signals.listen()``.
 
     Ranks: all, collectively.
     """
@@ -169,7 +167,7 @@ def process_runtime(
             )
             manager = None
             if storage is not None and is_object_storage(storage):
-                # The temporary directory is deleted with the allocation.
+                # The master deletes the temporary directory when the trial's processes have ended.
                 scratch = pathlib.Path(tempfile.gettempdir(), "dstrial-checkpoints")
                 manager = ObjectStorageManager(storage, scratch, None, is_chief=channel.rank == 0)
             made.checkpoint = NodeCheckpointContext.of_cluster(made.checkpoint, manager)
@@ -199,10 +197,10 @@ def process_runtime(
 
 
 def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
-    """End the process group, unless this rank has failed and other ranks exist.
+    """Shut down the process group, unless this rank has failed and other ranks exist.
 
-    The other ranks may wait in a collective, and the shutdown would hang. The process exits with its error instead, and the
-    launcher ends the other ranks. ``kind`` is the error's type. Returns False, so that the error is raised again.
+    The shutdown would hang if other ranks wait in a collective; the launcher ends them. ``kind`` is the error's type, None
+    without an error. Always False, which lets the error propagate.
     """
     if kind is None or world_size == 1:
         process_group.shutdown()
@@ -210,7 +208,6 @@ def _end_process_group(kind: type[BaseException] | None, world_size: int) -> boo
 
 
 def _require_launcher(identity: RankIdentity, *, num_slots: int) -> None:
-    """Raise if a trial with several slots runs as a single process without a launcher."""
     if identity.launcher == "none" and num_slots > 1:
         raise RankIdentityError(
             f"this trial has {num_slots} slots and runs as a single process; expected one rank per slot. "
@@ -225,7 +222,7 @@ def _run_directory(
 ) -> tuple[RunDirectory, bool]:
     """Return the run directory, and whether this script updates its ``run.json``.
 
-    Otherwise a launcher does. Ranks: all.
+    Otherwise a launcher updates ``run.json``. Ranks: all, collectively.
     """
     launchers = os.environ.get(RUN_DIR_VARIABLE)
     if launchers and (run_dir is None or os.fspath(run_dir) == launchers):
@@ -244,10 +241,10 @@ def _run_directory(
 
 
 def _await_shared(path: str, channel: core.DistributedContext) -> None:
-    """Wait until this machine sees the run directory that rank 0 has created.
+    """Wait until the run directory, which rank 0 has created, is visible on this host.
 
     Raises:
-        LaunchError: the directory does not appear, because the file system is not shared.
+        LaunchError: the directory is not visible after ``_SHARED_S``, so the file system is not shared.
     """
     give_up_at_s = time.monotonic() + _SHARED_S
     while channel.cross_size > 1 and not pathlib.Path(path, "run.json").exists():
@@ -261,7 +258,7 @@ def _await_shared(path: str, channel: core.DistributedContext) -> None:
 
 
 def _own_run_directory(path: pathlib.Path | None, exp_conf: Mapping[str, Any] | None) -> RunDirectory:
-    """Create a run directory for a script without a launcher, or reopen the named one."""
+    """Create a run directory, or begin a new attempt in the existing run at ``path``."""
     if path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
         run = RunDirectory.open(path)
         run.begin_attempt(sys.argv)
@@ -293,10 +290,10 @@ def _end_own_run(run: RunDirectory, kind: type[BaseException] | None, error: Bas
 
 
 class _ClusterSystemMetrics:
-    """Sends a node's system metrics to the master; the sink of ``NodeProfiler``.
+    """Sends system metrics of a node from ``NodeProfiler`` to the master.
 
-    Uses a separate sender. Determined's shared sender raises an error in the next report of any kind, but an error of training
-    metrics must be raised in training (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
+    Uses a sender thread of its own: Determined's shared one raises a failed send in the next report of any kind, so an error of
+    training metrics could be raised here (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
     """
 
     def __init__(self, core_context: core.Context, info: Any, node_idx: int) -> None:
@@ -319,14 +316,14 @@ class _ClusterSystemMetrics:
             sender.close()
 
 
-# Log messages to drop, by their beginning. DeepSpeed 0.19 logs this one for its own call of get_lr (runtime/lr_schedules.py).
+# Beginnings of log messages to drop. DeepSpeed 0.19 causes this warning by its own call of get_lr (runtime/lr_schedules.py).
 _OF_DEEPSPEED = ("Attempting to get learning rate from scheduler before it has started",)
 
 
 def quieten_libraries() -> None:
-    """Drop useless messages of DeepSpeed's logger from now on; idempotent.
+    """Make DeepSpeed's logger drop the messages in ``_OF_DEEPSPEED``. Idempotent.
 
-    Ranks: each for itself; no communication.
+    Ranks: any; no communication.
     """
     logger = logging.getLogger("DeepSpeed")
     if _tells_something not in logger.filters:

@@ -14,17 +14,15 @@ from pathlib import Path
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# Shell script: wait until the process that made the directory closes the pipe or dies, then delete the directory. The trap
-# ignores Ctrl-C.
+# Shell script that deletes directory $1 when its stdin, a pipe from the creating process, is closed. The trap ignores signals.
 _DELETE_AT_EOF = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
 
 
 def compile_cache() -> dict[str, str]:
-    """Return the variable that moves torch's compile cache to a private directory.
+    """Return ``{"TORCHINDUCTOR_CACHE_DIR": path}`` with a private directory.
 
-    The result is {name: path}, or empty if the variable is already set or there is no home directory. By default torch loads
-    compiled code from ``/tmp/torchinductor_<user>``, which another account may create first (torch 2.13
-    ``_inductor/runtime/cache_dir_utils.py``).
+    The default ``/tmp/torchinductor_<user>`` (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``) is unsafe: another account
+    may create it first. Returns {} if the variable is already set or the directory cannot be created.
     """
     if os.environ.get(_CACHE_VARIABLE):
         return {}
@@ -42,8 +40,8 @@ def compile_cache() -> dict[str, str]:
 def scratch_directory(prefix: str) -> Iterator[Path]:
     """Yield a new directory of mode 0700, deleted when the block or the process ends.
 
-    To delete it after SIGKILL, a shell process waits on a pipe that the kernel then closes. An allocation needs no shell,
-    because the allocation's temporary directory is deleted.
+    Deleted even after SIGKILL: a shell process waits for the end of a pipe and then deletes the directory. Under a master
+    there is no shell process, because the master deletes the trial's whole temporary directory.
     """
     with tempfile.TemporaryDirectory(prefix=prefix) as name, _deletion_after_exit(name):
         lock = lock_directory(Path(name))
@@ -54,11 +52,9 @@ def scratch_directory(prefix: str) -> Iterator[Path]:
 
 
 def lock_directory(directory: Path) -> int:
-    """Protect a directory from temp-file cleaners; return the descriptor of the lock.
+    """Lock a directory against systemd's cleaner of /tmp; return the descriptor.
 
-    The lock ends when the descriptor is closed.
-
-    Source: tmpfiles.d(5): systemd's cleaner skips a directory on which it cannot get a BSD lock, and all below.
+    Closing the descriptor releases the lock. Source: tmpfiles.d(5): the cleaner skips directories with a BSD lock.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with contextlib.suppress(OSError):  # the file system has no BSD locks
@@ -83,7 +79,7 @@ def _deletion_after_exit(directory: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # The shell deletes the same files as TemporaryDirectory, which runs after it: wait for the shell.
+        # Wait for the shell, because TemporaryDirectory.cleanup comes next and deletes the same files.
         assert shell_process.stdin is not None
         with contextlib.suppress(OSError):
             shell_process.stdin.close()

@@ -1,8 +1,8 @@
 """Check by a marker file that a checkpoint storage is present; never create it.
 
-After an unmount, the mount point is empty or missing. A save would create the storage in its place, and the next mount would
-hide the files. Therefore a storage has a marker file, which is checked before a trial's start, a save and a deletion. Processes
-of an allocation load this file by path. Their Python may have no dstrial, so this file only uses the standard library.
+If the storage is not mounted, a save would write into the mount point, and the next mount would hide the files. Therefore the
+storage's root has a marker file, which is checked before a trial starts and before each save and deletion. Processes that a
+master starts load this file by path, because their Python environment may lack dstrial.
 """
 
 # Importing pathlib and contextlib would cost another 5 ms per start.
@@ -13,12 +13,14 @@ from __future__ import annotations
 import errno
 import os
 
-STORAGE_MARKER = ".dstrial-storage"  # Name of the marker file in a storage's root
+STORAGE_MARKER = ".dstrial-storage"  # name of the marker file in a storage's root
 
-STORAGE_VARIABLE = "DSTRIAL_STORAGE"  # Variable of an allocation: path of a storage with a marker
+STORAGE_VARIABLE = (
+    "DSTRIAL_STORAGE"  # environment variable: root of the storage; not set if the root has no marker file
+)
 
 SAVING_DIRECTORY = "saving"
-"""Subdirectory of an allocation's directory: one empty file, named by uuid, per checkpoint not yet reported."""
+"""Subdirectory of an allocation's directory with one empty file, named by uuid, per checkpoint not yet reported."""
 
 
 class StorageGoneError(OSError):
@@ -26,7 +28,7 @@ class StorageGoneError(OSError):
 
     Args:
         path: root of the storage.
-        why: what the path is instead of the storage, for the message.
+        why: what the path is instead, for example "no directory".
     """
 
     def __init__(self, path: str, why: str) -> None:
@@ -40,15 +42,15 @@ class StorageGoneError(OSError):
 
 
 def is_storage_gone(error: BaseException) -> bool:
-    """Return whether an error is a :class:`StorageGoneError`, by its class name.
+    """Return whether the class of ``error`` is named ``StorageGoneError``.
 
-    This module may be loaded twice, by path and by import, so there may be two such classes.
+    ``isinstance`` would fail, because this module may be loaded twice: by path and by import.
     """
     return type(error).__name__ == StorageGoneError.__name__
 
 
 def what_is_there_instead(path: str) -> str | None:
-    """Return what is found in place of a storage, as text; None if it is present.
+    """Describe what is at ``path`` if it is no storage; return None for a storage.
 
     Raises:
         OSError: this process has too many open files.
@@ -60,18 +62,18 @@ def what_is_there_instead(path: str) -> str | None:
             return f"a directory without {STORAGE_MARKER}, such as a mount point where nothing is mounted"
         return "no directory"
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):  # This error does not concern the storage.
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # too many open files: says nothing about the storage
             raise
         return f"what cannot be read ({error.strerror or error})"
     return None
 
 
 class StorageGuard:
-    """Checks that an allocation's checkpoint storage is present; notes begun saves.
+    """Checks that a checkpoint storage is present; records checkpoints being saved.
 
     Args:
         root: root directory of the storage.
-        allocation: directory of the allocation; ``note`` creates a file for each begun save in its ``SAVING_DIRECTORY``.
+        allocation: private directory of the trial's allocation; records are files in its ``SAVING_DIRECTORY``.
     """
 
     def __init__(self, root: str, allocation: str) -> None:
@@ -89,34 +91,33 @@ class StorageGuard:
         return os.path.normpath(base_path) == self.root
 
     def note(self, storage_id: str) -> None:
-        """Create the file that says that checkpoint ``storage_id`` is being saved.
+        """Record that checkpoint ``storage_id`` is being saved.
 
-        If the checkpoint is never reported to the master, the master deletes it as incomplete.
+        If ``forget`` never follows, the master deletes the checkpoint as incomplete.
         """
         if not storage_id or os.sep in storage_id or storage_id in (".", ".."):
             return
         try:
             os.makedirs(self._notes, mode=0o700, exist_ok=True)
             os.close(os.open(os.path.join(self._notes, storage_id), os.O_WRONLY | os.O_CREAT, 0o600))
-        except OSError:  # Without the record, for example on a full disk, an incomplete checkpoint stays.
+        except (
+            OSError
+        ):  # for example a full disk: the master then cannot find and delete an incomplete checkpoint
             pass
 
     def forget(self, storage_id: str) -> None:
-        """Delete the file of ``note``, after the master has stored the checkpoint.
-
-        With the file, a master whose database is restored from an older backup would delete the checkpoint as incomplete.
-        """
+        """Delete the record of ``note``, after the master has registered the checkpoint."""
         if storage_id and os.sep not in storage_id:
             try:  # noqa: SIM105 - see the import of contextlib
                 os.unlink(os.path.join(self._notes, storage_id))
-            except OSError:  # Another process of this rank has deleted it, or it was never written.
+            except OSError:  # another process of this rank has deleted the file, or `note` failed
                 pass
 
 
 def guard_of_environment(allocation: str) -> StorageGuard | None:
-    """Return the guard of this process's checkpoint storage, or None.
+    """Return the guard of the storage in ``STORAGE_VARIABLE``; None if not set.
 
-    None if the storage has no marker file. ``allocation`` is the allocation's directory.
+    ``allocation`` is the allocation's private directory.
     """
     root = os.environ.get(STORAGE_VARIABLE, "")
     return StorageGuard(root, allocation) if root else None

@@ -1,7 +1,7 @@
 """``init()`` makes a context, ``Trainer.fit()`` trains, ``run_trial()`` does both.
 
-On a cluster, Determined's Core API stores metrics and checkpoints. Without a cluster, the same interfaces use a run
-directory. Environment variables tell whether there is a cluster, and this process's rank.
+Under a master (of a Determined cluster or of dstrial), the master stores metrics and checkpoints. Without a master, a run
+directory stores them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger("dstrial.trainer")
 _TEST_BATCHES = 2
 
 _REPORTING_PERIOD = pytorch.Batch(100)
-"""Default period of training reports; with it, a length in epochs adds a report at the end of every epoch."""
+"""Default period of training reports. If ``max_length`` is in epochs, each epoch's end is reported too."""
 
 
 @contextlib.contextmanager
@@ -61,24 +61,26 @@ def init(
     run_dir: str | os.PathLike[str] | None = None,
     latest_checkpoint: str | None = None,
 ) -> Iterator[DeepSpeedTrialContext]:
-    """Yield a trial's context; the block builds the trial and calls ``Trainer.fit``.
+    """Yield a trial's context; in the block, build the trial and call ``Trainer.fit``.
 
     Sets up the process group from the environment: one rank under ``python`` or a notebook, many under
     ``dstrial.launch``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun`` and Determined's launchers.
-    Without a cluster, random states are seeded if ``exp_conf`` has ``reproducibility.experiment_seed``.
+    Random states are seeded with the trial's seed; without a master (of Determined or dstrial), with
+    ``reproducibility.experiment_seed`` of ``exp_conf``, if given.
 
     Args:
-        hparams: hyperparameters; on a cluster the default is the trial's hyperparameters.
-        exp_conf: the experiment config; used only without a cluster.
-        distributed: a distributed context that you made; you then set up the process group yourself.
+        hparams: hyperparameters; under a master, the default is the trial's hyperparameters.
+        exp_conf: the experiment config; used only without a master.
+        distributed: your own distributed context; you must then set up the process group.
         enable_tensorboard_logging: whether reported metrics are written for TensorBoard.
-        run_dir: the run directory, used only without a cluster; created if missing. The same script starts and resumes a
-            run. The default is a new directory under ``./runs``.
-        latest_checkpoint: the argument that ``Trainer.fit`` will get, unless the checkpoint comes from the cluster or the
-            launcher. A resumed run keeps its ``train_batch_size`` on any number of ranks, which changes the other batch sizes.
+        run_dir: the run directory to create, or that of an earlier run to continue; used only without a master. The default
+            is a new directory under ``./runs``.
+        latest_checkpoint: the checkpoint that you will pass to ``Trainer.fit``, if any. The context then keeps the
+            checkpoint's ``train_batch_size`` on any number of ranks, and changes the other batch sizes.
 
     Raises:
-        ConfigError: the hyperparameters give another batch size than the checkpoint's, or it cannot be divided among the ranks.
+        ConfigError: the hyperparameters give another batch size than the checkpoint's, or the batch cannot be divided among
+            the ranks.
         RankIdentityError: environment variables contradict each other about this process's rank, or a trial with
             several slots was started without a launcher.
 
@@ -88,7 +90,7 @@ def init(
         stack.callback(end_phases)
         begin_phase("connecting the ranks")
         found = stack.enter_context(
-            # Before the first batch there is nothing to save, and a rank may compile for minutes: signals end the process.
+            # Until the first batch, stop signals end the process: nothing is to be saved, and a rank may compile for minutes.
             process_runtime(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed, defers_signals=True)
         )
         info = found.info
@@ -132,7 +134,10 @@ def _hyperparameters(info: Any, given: dict[str, Any] | None) -> dict[str, Any] 
 
 @contextlib.contextmanager
 def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> Iterator[None]:
-    """Add remedies to DeepSpeed errors in the block, or replace them by clear errors."""
+    """Append hints to DeepSpeed's errors raised in the block.
+
+    An assertion about a resumed checkpoint's batch size is replaced by dstrial's error.
+    """
     try:
         yield
     except AssertionError as error:
@@ -182,30 +187,28 @@ class Trainer:
     ) -> FitResult:
         """Train to ``max_length``; report, validate and checkpoint periodically.
 
-        Periods are counted from the start of the run, also after a resume. ``Batch(100)`` and ``Epoch(1)``
-        recur; ``Batch([5, 30])`` means exactly these positions. The end of training always has a validation
-        and a checkpoint.
+        Periods are counted from the start of the run, also after a resume. ``Batch(100)`` means every 100 batches,
+        ``Batch([5, 30])`` only after batches 5 and 30. Training always ends with a validation and a checkpoint.
 
         Args:
             checkpoint_period: how often to checkpoint.
             validation_period: how often to validate.
-            max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. On a cluster the default is
-                ``searcher.max_length`` or ``max_time`` of the experiment config.
+            max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. Under a master (of Determined or dstrial), the
+                default is ``searcher.max_length`` or ``max_time`` of the experiment config.
             reporting_period: how often to report training metrics, each time with one call of ``on_training_workload_end``.
                 By default, or if None: every 100 batches and, if ``max_length`` is in epochs, at the end of each epoch.
-            checkpoint_policy: which validations are followed by a checkpoint: ``best``, ``all`` or ``none``.
-                ``best`` compares the searcher's metric with earlier validations; without a cluster, with those of this run.
-            latest_checkpoint: uuid of the checkpoint to continue from. Without a cluster, also a checkpoint's directory or
-                ``latest``. A uuid is searched for in this run, then among the checkpoints that this process has written,
-                then in this run's runs directory, then in the default runs directory.
+            checkpoint_policy: which validations are followed by a checkpoint: ``all``, ``none``, or ``best``: those that
+                improve ``searcher.metric`` over all earlier validations of the experiment (without a master: of this run).
+            latest_checkpoint: uuid of the checkpoint to continue from; without a master, also its directory or ``latest``.
+                Without a master, a uuid is searched for in this run, in runs of this process, in runs beside this run, and in
+                the default directory of runs.
             step_zero_validation: whether to validate before the first batch.
-            test_mode: train and validate one batch each; not allowed on a cluster.
+            test_mode: train and validate one batch each; not allowed under a master.
             profiling_enabled: whether to collect system metrics of each node until the core context ends; ignored in test mode.
-            metric_sinks: further receivers of reported metrics, besides the trial's record and TensorBoard; this call opens and
-                closes them. Not in Determined.
+            metric_sinks: objects that also receive the reported metrics; ``fit`` opens and closes them. Not in Determined.
 
         Returns:
-            The number of batches trained, and the reason if training stopped before ``max_length``.
+            The number of batches trained, the reason if training stopped early, the newest checkpoint and metrics.
 
         Raises:
             ValueError: ``max_length`` is missing, or an argument has an invalid value.
@@ -273,7 +276,7 @@ class Trainer:
             "building data loaders" if settings.latest_checkpoint is None else "loading the checkpoint"
         )
         runtime, length = self._runtime, settings.max_length
-        # A launcher, or `dstrial run`, shows the reports of the runs that it has made.
+        # Print reports only if this script made the run; otherwise the launcher or `dstrial run` prints them.
         live = LiveProgress(
             length.value if isinstance(length, pytorch.Batch) and isinstance(length.value, int) else None,
             settings.searcher_metric,
@@ -300,7 +303,7 @@ class Trainer:
             ending = "completed" if result.stopped is None else f"stopped: {result.stopped.value}"
             runtime.core.train.set_status(ending)
             if self._info is not None and result.stopped is StopReason.SIGNAL:
-                # Without this, exit code 0 tells the master that the trial is complete.
+                # Without the acknowledgement, the master takes exit code 0 for a complete trial.
                 runtime.core.preempt.acknowledge_preemption_signal()
             if runtime.own_run is not None and result.stopped is not None:
                 runtime.own_run.end_attempt(RunState.STOPPED)
@@ -316,9 +319,9 @@ class Trainer:
         return StopReason.REQUESTED if runtime.is_stop_requested else None
 
     def _checkpoint_to_load(self, asked: str | None) -> str | None:
-        """Return the checkpoint to resume from, or None; set ``runtime.steps_completed``.
+        """Return the checkpoint to resume from; None for a new run.
 
-        ``asked`` is the argument of ``fit``.
+        ``asked`` is ``latest_checkpoint`` of ``fit``. Sets ``runtime.steps_completed`` unless the master has provided it.
         """
         runtime, info = self._runtime, self._info
         if info is not None and asked is not None:
@@ -341,7 +344,10 @@ class Trainer:
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
-    """Return the context manager in which ``fit`` runs, as a hyperparameter names it."""
+    """Return the context manager that hyperparameter ``AROUND_FIT_KEY`` names.
+
+    Its value is ``module:function``; without it, the context manager does nothing.
+    """
     named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
         return contextlib.nullcontext()
@@ -363,10 +369,6 @@ def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
 
 
 def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.TrainUnit | None) -> None:
-    """Warn if the length of ``fit`` differs from the searcher's ``max_time``.
-
-    The search compares trials as if they trained for ``max_time``.
-    """
     unit = {"batches": pytorch.Batch, "epochs": pytorch.Epoch}.get(str(searcher.get("time_metric")))
     max_time = searcher.get("max_time")
     if unit is None or max_time is None or max_length is None:
@@ -393,17 +395,17 @@ def run_trial(
     resume: str | None = None,
     test_mode: bool = False,
 ) -> FitResult:
-    """Train a trial class as the experiment config says; ``--trial`` calls this.
+    """Train a trial class with the lengths and periods of the experiment config.
 
     Args:
-        trial_class: the user's class.
-        experiment: the experiment config; None on a cluster, where the master gives it.
-        run_dir: the run directory; used only without a cluster.
+        trial_class: the user's subclass of ``DeepSpeedTrial``.
+        experiment: the experiment config; None under a master, which provides the config.
+        run_dir: the run directory; used only without a master.
         resume: the checkpoint to continue from: a uuid, a directory, or ``latest``.
         test_mode: train two batches, validate once, save one checkpoint and reload it.
 
     Returns:
-        The number of batches trained, and the reason if training stopped early.
+        The result of ``Trainer.fit``.
 
     Ranks: all, collectively.
     """
@@ -448,7 +450,7 @@ def run_trial(
 
 
 def _show_log(rank: int) -> None:
-    """Log to stderr if logging is not set up: INFO on rank 0, WARNING on others."""
+    """Set log levels: INFO on rank 0, WARNING on others; add a handler if none exists."""
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if rank == 0:
@@ -457,7 +459,6 @@ def _show_log(rank: int) -> None:
 
 
 def _reload(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, trainer: Trainer, uuid: str) -> None:
-    """Call ``fit`` again from the test run's checkpoint, to check that it loads."""
     again = trainer.fit(
         max_length=pytorch.Batch(_TEST_BATCHES), checkpoint_policy="none", latest_checkpoint=uuid
     )

@@ -20,20 +20,19 @@ def _escaped(match: re.Match[str]) -> str:
 def visible(text: str) -> str:
     r"""Escape control characters except tabs and newlines, as ``\x1b`` or ``\u202e``.
 
-    Colour sequences are also escaped: harmless sequences are hard to distinguish from harmful ones, and logs are read later
-    in other terminals.
+    Colour sequences are escaped too.
     """
     return text if text.isascii() and text.isprintable() else _CONTROLS.sub(_escaped, text)
 
 
 def visible_line(text: str) -> str:
-    r"""Escape control characters as ``visible`` does, and tabs and newlines: one line."""
+    r"""Escape control characters, tabs and newlines, so that the text is one line."""
     shown = visible(text)
     return shown if shown.isprintable() else _TABS_AND_BREAKS.sub(_escaped, shown)
 
 
 def cut_text(text: str, limit: int) -> str:
-    """Shorten a text to about ``limit`` (over 100) characters by omitting its middle."""
+    """Omit the middle of a text longer than ``limit`` characters; ``limit`` > 100."""
     if len(text) <= limit:
         return text
     half = limit // 2 - 25

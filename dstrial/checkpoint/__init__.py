@@ -1,1 +1,1 @@
-"""Write and verify checkpoint directories: manifest, files, completion mark."""
+"""Write, read and verify a checkpoint's manifest, files and completion mark."""

@@ -1,8 +1,7 @@
 """Add a checksum or signature to JSON values, and verify both.
 
-The checksum protects small files that no manifest lists. The signature (HMAC-SHA256 with a secret in the account's data
-directory) proves that a run of this account wrote a manifest and the listed files. Without a signature, anybody could
-write a manifest that matches its files.
+The checksum detects damage of small files that no manifest lists. The signature (HMAC-SHA256 with a secret in the account's
+data directory) proves that this account wrote a manifest, and so the files whose checksums the manifest has.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dstrial.file_writes import make_file
 logger = logging.getLogger("dstrial.checkpoint")
 
 SIGNATURE_KEY = "signature"
-"""Top-level key of the signature in a manifest."""
+"""Key of the signature, at the top level of a manifest."""
 
 _NUM_BYTES = 32
 
@@ -36,15 +35,17 @@ def key_path() -> pathlib.Path:
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON values with a signature by this account's secret."""
-    # A missing secret is created. If no secret can be stored, the values stay unsigned.
+    """Return JSON values with a signature by this account's secret.
+
+    A missing secret is created. If it cannot be stored, the values are returned without a signature.
+    """
     key = _key(is_made=True)
     rest = {name: value for name, value in values.items() if name != SIGNATURE_KEY}
     return rest if key is None else {**rest, SIGNATURE_KEY: _digest(key, rest)}
 
 
 def is_own(values: Mapping[str, Any]) -> bool:
-    """Return whether JSON values have a valid signature of this account."""
+    """Return whether JSON values have a valid signature by this account's secret."""
     given = values.get(SIGNATURE_KEY)
     key = _key(is_made=False)
     if not isinstance(given, str) or key is None:
@@ -66,7 +67,7 @@ def _key(*, is_made: bool) -> bytes | None:
         if is_made and not path.exists():
             _make(path)
         with path.open("rb") as stream:
-            # Check the open file, because a file that another account can write or read is not secret.
+            # Check owner and mode of the opened file: no other account may read or write the secret.
             found = os.fstat(stream.fileno())
             if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
                 logger.warning(
@@ -82,14 +83,13 @@ def _key(*, is_made: bool) -> bytes | None:
 
 
 def _make(path: pathlib.Path) -> None:
-    """Create the secret's file atomically; if processes race, the first one wins."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
         make_file(path, secrets.token_bytes(_NUM_BYTES))
 
 
 CHECKSUM_KEY = "sha256"
-"""Top-level key of the checksum in JSON values."""
+"""Key of the checksum, at the top level of JSON values."""
 
 
 def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Write and read the completion mark, which is a checkpoint's last written file."""
+"""Write and read the completion mark: a checkpoint's file that is written last."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def is_uuid(name: str) -> bool:
-    """Return whether a name is a checkpoint's: a lower-case UUID with hyphens."""
+    """Return whether a name is a lower-case UUID with hyphens, as checkpoints have."""
     return _UUID.fullmatch(name) is not None
 
 
 def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:
-    """Flush ``path`` to disk, then write the completion mark with ``info``.
+    """Flush checkpoint ``path`` to disk, then write the completion mark with ``info``.
 
-    The mark is written atomically. After a crash it is either missing or valid.
+    After a crash the mark is either missing or valid.
 
-    Ranks: one, after all ranks have written. Before that, ranks of other machines call ``fsync_tree``.
+    Ranks: one, after all ranks have written their files and a rank of each other machine has called ``fsync_tree``.
     """
     root = pathlib.Path(path)
     fsync_tree(root)
@@ -73,14 +73,14 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
 
 
 def remove_marker(path: str | os.PathLike[str]) -> None:
-    """Remove the completion mark, as the first step of deleting a checkpoint."""
+    """Remove the completion mark, before the other files of a checkpoint are deleted."""
     root = pathlib.Path(path)
     (root / MARKER_NAME).unlink(missing_ok=True)
     sync_path(root)
 
 
 def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Return the directories in ``root`` without a completion mark, sorted."""
+    """Return the subdirectories of ``root`` without a completion mark, sorted."""
     parent = pathlib.Path(root)
     if not parent.is_dir():
         return []
@@ -88,7 +88,7 @@ def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
 
 
 def fsync_tree(path: str | os.PathLike[str]) -> None:
-    """Flush all files in ``path`` to disk, then the directory itself."""
+    """Flush all files and directories in ``path`` to disk, then ``path`` itself."""
     for directory, _, names in os.walk(path, topdown=False):
         for name in names:
             entry = pathlib.Path(directory) / name

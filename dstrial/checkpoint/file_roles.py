@@ -1,4 +1,4 @@
-"""Determine a checkpoint file's content and writing rank, from name and layout."""
+"""Tell from a checkpoint file's name its content and the rank that wrote it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from dstrial.checkpoint.manifest import Manifest
 from dstrial.errors import CheckpointDamagedError, CheckpointError
 
 FileKind = Literal["weights", "optimizer", "rank state", "configuration", "code", "other"]
-"""``optimizer`` includes DeepSpeed's master weights; ``rank state`` is the state that each rank of a trial saves."""
+"""Content of a file. ``optimizer``: optimizer states and fp32 master weights. ``rank state``: random states and other state of
+one rank's training loop."""
 
 KINDS: tuple[FileKind, ...] = ("weights", "optimizer", "rank state", "configuration", "code", "other")
-"""All kinds of files, in display order."""
+"""All values of ``FileKind``, in display order."""
 
 _RANK_STATE = re.compile(r"dstrial_rank(\d+)\.pt")
 _ENGINE = re.compile(r"(model(\d+)|pytorch_model(?:_(\d+))?|global_step\d+)/(.+)")
 _PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-# Files that transformers.Trainer writes in its directory `checkpoint-N`, beside an engine's folder.
+# Names of files that transformers.Trainer writes into its directory `checkpoint-<step>`.
 _TRAINER = re.compile(r"checkpoint-\d+/([^/]+)")
 _TRAINER_RANK = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _TRAINER_WEIGHTS = re.compile(r"(?:adapter_)?(?:model|pytorch_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
@@ -34,9 +35,9 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_\d+)?-model_states\.pt")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileRole:
-    """A checkpoint file's kind of content, its engine, and the rank that wrote it.
+    """A checkpoint file's content, its engine, and the rank that wrote it.
 
-    ``engine_idx`` is None for files of no engine; ``writer_rank`` is None if unknown.
+    ``engine_idx`` is None if the file belongs to no engine, ``writer_rank`` is None if the rank is unknown.
     """
 
     kind: FileKind
@@ -49,13 +50,12 @@ def rank_state_name(rank: int) -> str:
 
 
 def engine_folder(paths: Iterable[str], engine_idx: int) -> str:
-    """Return an engine's folder in a checkpoint, which is its DeepSpeed tag.
+    """Return the folder (DeepSpeed tag) that has an engine's files in a checkpoint.
 
-    It is ``model<i>`` of ``DeepSpeedTrial.save``, ``pytorch_model`` or ``pytorch_model_<i>`` of Accelerate, or
-    ``global_step<n>`` of the Hugging Face Trainer. If no folder exists, ``model<i>`` is returned.
+    ``DeepSpeedTrial.save`` writes engine *i* to ``model<i>``, Accelerate to ``pytorch_model`` or ``pytorch_model_<i>``, the
+    Hugging Face Trainer to ``global_step<n>``. The default is ``model<i>``. ``paths`` are the checkpoint's files.
 
-    Source: accelerate 1.15 ``Accelerator.save_state``; transformers 5.23 ``Trainer._save_checkpoint``, which leaves the tag
-        to DeepSpeed.
+    Source: accelerate 1.15 ``Accelerator.save_state``; transformers 5.23 ``Trainer._save_checkpoint``.
     """
     for path in sorted(paths):
         found = _ENGINE.fullmatch(path)
@@ -69,7 +69,12 @@ def _engine_idx(found: re.Match[str]) -> int:
 
 
 def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout, ...]:
-    """Return the layouts of a manifest's engines; error messages name ``root``."""
+    """Return each engine's layout from a manifest.
+
+    Raises:
+        CheckpointError: the layouts are of another release; the message names ``root``.
+        CheckpointDamagedError: a layout names a folder outside of the checkpoint.
+    """
     try:
         layouts = tuple(Layout.from_json(values) for values in manifest.layouts)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -88,7 +93,7 @@ def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout
 
 
 def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
-    """Return a checkpoint file's role; if ``layouts`` is empty, the writer is unknown.
+    """Return a file's role from its path; without ``layouts``, the writer is unknown.
 
     Source: file names of DeepSpeed 0.19.8, ``DeepSpeedEngine._get_ckpt_name``, ``_get_zero_ckpt_name``,
         ``PipelineModule.ckpt_layer_path``.
@@ -119,7 +124,6 @@ def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
 
 
 def _engine_of(path: str, layouts: Sequence[Layout]) -> tuple[int, str] | None:
-    """Return (engine index, path in the engine's folder), or None for other files."""
     for engine_idx, layout in enumerate(layouts):
         if layout.folder and path.startswith(f"{layout.folder}/"):
             return engine_idx, path[len(layout.folder) + 1 :]
@@ -128,10 +132,7 @@ def _engine_of(path: str, layouts: Sequence[Layout]) -> tuple[int, str] | None:
 
 
 def _role_of_trainer_file(path: str) -> FileRole:
-    """Return the role of a file of ``transformers.Trainer``, from its name.
-
-    Source: file names of Transformers 5.23, ``Trainer._save_checkpoint``, ``PreTrainedModel.save_pretrained``.
-    """
+    # Source: transformers 5.23, ``Trainer._save_checkpoint`` and ``PreTrainedModel.save_pretrained``.
     match = _TRAINER.fullmatch(path)
     if match is None:
         return FileRole("other")

@@ -32,9 +32,9 @@ FaultKind = Literal["missing", "truncated", "longer", "changed", "unreadable", "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One difference between a checkpoint's directory and its manifest.
+    """One difference between a checkpoint's files and its manifest.
 
-    ``got`` and ``expected`` are display text. ``reader_ranks`` are the ranks that read the file in the same layout.
+    ``got`` and ``expected`` are display text. ``reader_ranks`` are the ranks that would load the file.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Fault:
 class IntegrityReport:
     """Result of comparing a checkpoint with its manifest.
 
-    ``num_files`` and ``num_bytes`` count the manifest's files; ``faults`` are all differences.
+    ``num_files`` and ``num_bytes`` are totals over the files in the manifest; ``faults`` has all differences.
     """
 
     num_files: int
@@ -81,7 +81,7 @@ def verify_files(
     only: Iterable[str] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[Fault]:
-    """Compare files with the manifest; return one fault per damaged file.
+    """Compare files with the manifest; return one fault per damaged or missing file.
 
     ``only`` lists the paths to compare (None: all). ``on_bytes`` is called with the number of bytes read since its last call.
     """
@@ -95,13 +95,13 @@ def verify_files(
 
 
 def read_verified(root: str | os.PathLike[str], distributed: Any) -> Manifest:
-    """Return the manifest after verifying every file; each local rank reads a share.
+    """Return the manifest of ``root`` after verifying every file that it lists.
 
     Raises:
         CheckpointNotFoundError: there is no manifest.
-        CheckpointDamagedError: the manifest is unreadable, or files differ on any rank; the message names all files.
+        CheckpointDamagedError: the manifest is unreadable, or files on any machine differ; the message names all these files.
 
-    Ranks: all, collectively.
+    Ranks: all, collectively; the files are divided among a machine's ranks.
     """
     mine: list[Fault] | CheckpointError
     try:
@@ -140,16 +140,16 @@ def check_integrity(
     needs_mark: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> IntegrityReport:
-    """Compare every file of a checkpoint with the manifest, in several threads.
+    """Compare every file of a checkpoint with the manifest; report all differences.
 
-    The report lists damaged, unexpected and missing files. ``needs_mark``: whether a missing completion mark is a
-    fault. ``on_bytes`` is called from several threads with the number of bytes read since its last call.
+    Reports damaged, missing and unexpected files, and, with ``needs_mark``, a missing completion mark. ``on_bytes`` is called
+    from several threads with the number of bytes read since its last call.
     """
     path = pathlib.Path(root)
     manifest = read_manifest(path) if manifest is None else manifest
     layouts = layouts_of(manifest, path)
     faults = _faults_of_mark(path, needs_mark=needs_mark)
-    # Only trials save rank states, and only trials use the default name for an engine's folder.
+    # Only DeepSpeedTrial.save writes a state file per rank. Its layouts have no folder, because it uses the default folder.
     num_ranks = layouts[0].world_size if layouts and not layouts[0].folder else 0
     faults += [
         Fault(name, "incomplete", "not in the manifest", "the state of every rank of the layout")

@@ -1,7 +1,7 @@
-"""Describe how an engine's state is split over ranks. Pure.
+"""Describe how an engine's state is split over ranks.
 
-The table of parameters locates every element of every parameter in any ZeRO stage, so that another number of ranks can
-read a checkpoint. ``engine.parameter_table`` builds the table from an engine.
+A ``Layout`` locates every element of every parameter in any ZeRO stage, so that any number of ranks can read a checkpoint.
+``engine.parameter_table.collect_layout`` builds the layout of an engine.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class FlatBuffer:
 
     Attributes:
         model_part: see ``ParameterPlace.model_part``.
-        index: position among the buffers of ``model_part``: the optimizer's group for ZeRO 1 and 2, the sub group
-            for ZeRO 3.
+        index: position among the buffers of ``model_part``. There is one buffer per parameter group in ZeRO 1 and 2, and one
+            per sub group in ZeRO 3.
         group_idx: parameter group of the optimizer, 0-based.
         numel: number of elements of all partitions, with padding.
         partition_numel: number of elements of one rank's partition, with padding; equal on all ranks.
@@ -45,20 +45,20 @@ class ParameterPlace:
         dtype: type of the module's weight, for example ``float32``.
         trainable: whether the parameter requires a gradient.
         group_idx: parameter group of the optimizer, 0-based; None if the optimizer does not own the parameter.
-        tied_to: name of the other parameter that owns the shared storage; None if this parameter owns its storage.
-        A layer tied across pipeline stages has one name: copies on later stages are tied to the first copy.
+        tied_to: name of the parameter that owns the shared storage; None if this parameter owns its storage. A layer tied
+            across pipeline stages has the same name on all stages; on later stages ``tied_to`` is this name.
         stage: pipeline stage; 0 without a pipeline.
-        model_part: model-parallel rank that has the parameter, as DeepSpeed counts in file names (``mp_rank_XX``);
-            a pipeline's stages count as model-parallel ranks.
+        model_part: model-parallel rank that has the parameter, as in DeepSpeed's file names (``mp_rank_XX``); each pipeline
+            stage counts as one.
         is_cut: whether ZeRO 3 partitions the parameter itself over the replicas.
         buffer_idx: ``FlatBuffer.index`` of the parameter's buffer; None without a buffer (no ZeRO).
-        offset: number of elements before the parameter: in the whole buffer for ZeRO 1 and 2, where partition p has elements
-            ``[p * partition_numel, (p + 1) * partition_numel)``; within every rank's partition for ZeRO 3; in its
-            parameter group if there is no buffer, which gives the optimizer's order of parameters.
-        partition_numel: elements of one rank's partition, with padding (ZeRO 3); rank p's partition begins
-        at element ``p * partition_numel`` of the flattened parameter. None if the parameter is not partitioned.
-        tensor_dim: dimension along which the ranks of AutoTP share the parameter; ``shape`` is that of this part's slice.
-            None if each rank has the whole parameter, -1 if a slice is not one interval of the dimension.
+        offset: number of elements before the parameter. ZeRO 1 and 2: in the whole buffer, whose partition p has elements
+            ``[p * partition_numel, (p + 1) * partition_numel)``. ZeRO 3: in each rank's partition of the buffer. Without a
+            buffer: in the parameter group, as an order of its parameters.
+        partition_numel: elements of the parameter in one rank's partition, with padding (ZeRO 3); the partition of rank p
+            begins at element ``p * partition_numel`` of the flattened parameter. None if the parameter is not partitioned.
+        tensor_dim: dimension along which AutoTP splits the parameter over ranks; ``shape`` is then the shape of this
+            ``model_part``'s slice. None if the parameter is not split, -1 if slices are not intervals of one dimension.
     """
 
     name: str
@@ -81,15 +81,13 @@ class Layout(EngineArrangement):
     """How the state of one engine is split over the ranks of a job.
 
     Attributes:
-        precision: type in which the module computes.
-        versions: release of ``deepspeed``, ``torch``, ``dstrial`` and ``python``.
-        buffers: flat buffers of all parts of the model, by part and index.
-        parameters: every parameter of every part, in the order of the module.
-        folder: the engine's folder in the checkpoint, with ``/``; empty if the file names show it
-            (``checkpoint.file_roles.engine_folder``).
-        frozen_checksums: frozen parameters that the checkpoint does not hold, each with a checksum of its bits
-            (``engine.frozen_parameters``); empty if the checkpoint holds all weights.
-        adapter: ``config`` and ``keys`` of PEFT's adapter (``engine.peft_adapter.adapter_of``); empty without one.
+        precision: floating-point type in which the module computes.
+        versions: versions of ``deepspeed``, ``torch``, ``dstrial`` and ``python``.
+        buffers: flat buffers of all model-parallel ranks, sorted by ``model_part`` and ``index``.
+        parameters: parameters of all model-parallel ranks, in the order of the module.
+        folder: the engine's folder in the checkpoint, with ``/``; empty for the default of ``file_roles.engine_folder``.
+        frozen_checksums: name -> checksum of each frozen parameter that is left out of the checkpoint.
+        adapter: ``config`` and ``keys`` of PEFT's adapter (``engine.peft_adapter.adapter_of``); {} without an adapter.
     """
 
     precision: Literal["fp32", "bf16", "fp16"]
@@ -108,7 +106,7 @@ class Layout(EngineArrangement):
         return values
 
     def of_part(self, model_part: int) -> Layout:
-        """Return the layout of one model-parallel part, with the part's shapes."""
+        """Return a layout with only the buffers and parameters of one model-parallel rank."""
         return dataclasses.replace(
             self,
             buffers=tuple(one for one in self.buffers if one.model_part == model_part),
@@ -116,7 +114,7 @@ class Layout(EngineArrangement):
         )
 
     def slices(self) -> dict[str, list[ParameterPlace]]:
-        """Return parameter name -> its places, by model-parallel part."""
+        """Return parameter name -> its places, sorted by ``model_part``."""
         found: dict[str, list[ParameterPlace]] = {}
         for place in sorted(self.parameters, key=lambda place: place.model_part):
             found.setdefault(place.name, []).append(place)
@@ -124,7 +122,7 @@ class Layout(EngineArrangement):
 
     @staticmethod
     def whole_shape(slices: Sequence[ParameterPlace]) -> tuple[int, ...]:
-        """Return the shape of a parameter that AutoTP has cut into ``slices``."""
+        """Return the full shape of a parameter that AutoTP has split into ``slices``."""
         shape, dim = slices[0].shape, slices[0].tensor_dim
         if dim is None or dim < 0:
             return shape
@@ -149,8 +147,8 @@ class Layout(EngineArrangement):
 def keeps_whole_matrices(layout: Layout, key: str) -> bool:
     """Return whether ranks store optimizer state ``key`` as whole matrices.
 
-    Otherwise state is partitioned like the weights. Only Muon's momentum in ZeRO 1 and 2 without offload is stored so.
-    Source: DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` ``_muon_momentum_buffer``.
+    True for Muon's momentum in ZeRO 1 and 2 without offload (DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py``,
+    ``_muon_momentum_buffer``). All other states are partitioned like the weights.
     """
     return (layout.optimizer, layout.wrapper, layout.offload_optimizer, key) == (
         "MuonWithAuxAdam", "DeepSpeedZeroOptimizer", "none", "momentum_buffer",

@@ -1,4 +1,4 @@
-"""Write and read a checkpoint's manifest: layouts, file sizes, checksums, readers."""
+"""Write and read a checkpoint's manifest: its files, their checksums, and layouts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ METADATA_NAME = "metadata.json"
 """File name of a checkpoint's metadata, as in Determined."""
 
 MANIFEST_DIGEST = "manifest_sha256"
-"""Metadata key with the SHA-256 of the manifest, which the trial that wrote the checkpoint reports to the master."""
+"""Metadata key of the manifest's SHA-256, which the trial reports to the master when it saves the checkpoint."""
 
 FORMAT = 1
-"""Version of the manifest's format that this release writes, and the newest that it reads."""
+"""Version of the manifest's format that this release writes; later versions are rejected."""
 
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size and checksum of one file, and the ranks that read it in the same layout."""
+    """Size and checksum of a file, and the ranks that load it on an unchanged layout."""
 
     num_bytes: int
     sha256: str
@@ -48,9 +48,9 @@ class Manifest:
     Attributes:
         steps_completed: optimizer steps completed before the checkpoint.
         created: creation time, ISO 8601 in UTC.
-        layouts: the ``Layout`` of each engine, as plain JSON values.
-        files: path relative to the checkpoint, with ``/`` -> entry. The manifest and completion mark have no entry.
-        uuid: name of the checkpoint in its store; None if unknown when the manifest was written.
+        layouts: the ``Layout`` of each engine, as JSON values.
+        files: path relative to the checkpoint -> entry, for all files except manifest, metadata and completion mark.
+        uuid: the checkpoint's uuid; None if unknown when the manifest was written.
         format: version of the manifest's format.
     """
 
@@ -72,9 +72,9 @@ class Manifest:
         uuid: str | None = None,
         created: datetime.datetime | None = None,
     ) -> Manifest:
-        """Build a manifest from values gathered from all ranks.
+        """Build a manifest; ``created`` is the current time by default.
 
-        ``readers`` maps a path to the ranks that read the file.
+        ``readers`` maps a path to the ranks that load the file on an unchanged layout.
         """
         readers = {} if readers is None else readers
         when = datetime.datetime.now(datetime.timezone.utc) if created is None else created
@@ -111,7 +111,7 @@ class Manifest:
 
 def write_manifest(root: str | os.PathLike[str], manifest: Manifest) -> None:
     """Write or replace the manifest of ``root``, signed with this account's secret."""
-    # No fsync here: writing the completion mark flushes all files.
+    # No fsync, because `write_marker` flushes all files of the checkpoint later.
     target = pathlib.Path(root) / MANIFEST_NAME
     temporary = target.with_name(target.name + ".tmp")
     temporary.write_text(
@@ -154,7 +154,12 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
 
 
 def read_saved_run(root: str | os.PathLike[str]) -> SavedRun:
-    """Return the run that wrote a checkpoint, from manifest and metadata."""
+    """Return the progress, trial id and engines recorded in a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: ``root`` has no manifest.
+        CheckpointDamagedError: manifest or metadata are damaged.
+    """
     path = pathlib.Path(root)
     manifest = read_manifest(path)
     metadata: Any = {}
@@ -167,7 +172,7 @@ def read_saved_run(root: str | os.PathLike[str]) -> SavedRun:
                 "checkpoint."
             ) from error
     metadata = metadata if isinstance(metadata, dict) else {}
-    # Metadata only adds fields that the layouts lack.
+    # Of the metadata, take only the fields that layouts do not have.
     extras = metadata.get("engines")
     padded = [*(extras if isinstance(extras, list) else []), *([{}] * len(manifest.layouts))]
     try:
@@ -190,7 +195,7 @@ def read_saved_run(root: str | os.PathLike[str]) -> SavedRun:
 def is_own_manifest(root: str | os.PathLike[str]) -> bool:
     """Return whether the manifest is readable and signed by this account.
 
-    Files are covered by the signature only after they were verified against the manifest.
+    This says something about the other files only if they were verified against the manifest.
     """
     try:
         values = json.loads((pathlib.Path(root) / MANIFEST_NAME).read_text(encoding="utf-8"))
@@ -202,12 +207,15 @@ def is_own_manifest(root: str | os.PathLike[str]) -> bool:
 
 
 def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, FileEntry]:
-    """Return path -> size and checksum; ``paths`` are relative to ``root``."""
+    """Return path -> size and SHA-256; ``paths`` are relative to ``root``."""
     return {path: hash_file(pathlib.Path(root) / path) for path in paths}
 
 
 def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | None = None) -> FileEntry:
-    """Return size and checksum of one file; ``on_bytes`` gets the size of each chunk."""
+    """Return a file's size and SHA-256.
+
+    ``on_bytes`` is called with the number of bytes read since its last call.
+    """
     digest = hashlib.sha256()
     num_bytes = 0
     with pathlib.Path(path).open("rb") as stream:
@@ -220,7 +228,7 @@ def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | No
 
 
 def share_of(files: Sequence[str], part: int, parts: int) -> list[str]:
-    """Return every ``parts``-th file from index ``part`` on, one rank's share."""
+    """Return the files for rank ``part`` of ``parts`` ranks: every ``parts``-th file."""
     return list(files[part::parts])
 
 

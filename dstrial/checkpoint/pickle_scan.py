@@ -1,7 +1,6 @@
 """List the classes and functions that a pickle would import, without importing.
 
-The standard library's unpickler runs with an inert stub in place of every class and function that the pickle names. All
-protocols are therefore supported.
+The standard library's unpickler is run with an inert stub in place of every class and function that the pickle names.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import re
 from typing import Any, BinaryIO, ClassVar
 
 _DTYPE = "numpy.dtype"
-_SHARED_INSTANCES = {"deepspeed.runtime.zero.config.ZeroStageEnum"}  # members exist once in a process
+_SHARED_INSTANCES = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum"
+}  # enumerations, whose members the process shares
 
 _PLAIN_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 """Names of numeric NumPy dtypes; excludes objects, records and raw bytes."""
@@ -22,13 +23,13 @@ _PLAIN_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PickleContents:
-    """The globals that a pickle needs when it is loaded.
+    """The classes and functions that a pickle imports when it is loaded.
 
     Attributes:
         names: every class and function that the pickle names, as ``module.name``, sorted.
-        makes_objects: whether the pickle calls any of ``names``; text and other data do not by chance.
+        makes_objects: whether the pickle calls any of ``names``; false for files that are pickles only by chance.
         has_odd_dtype: whether the pickle makes a NumPy dtype that is not a plain number, or sets a dtype's state in an unusual
-        way. Arrays of such a dtype can treat data as addresses, which allows code execution.
+            way. Arrays of such a dtype can treat data as addresses, which allows code execution.
     """
 
     names: tuple[str, ...]
@@ -39,7 +40,7 @@ class PickleContents:
 def read_pickle(stream: BinaryIO) -> PickleContents:
     """Return the contents of a pickle, up to its end or the first invalid opcode."""
     machine = _Inert(stream)
-    # Hostile bytes may raise anything; names found before the error count.
+    # An invalid pickle may raise any error; the names before the error are returned.
     with contextlib.suppress(Exception):
         machine.load()
     dtypes = (stub for stub in machine.made if stub.name == _DTYPE)
@@ -47,7 +48,7 @@ def read_pickle(stream: BinaryIO) -> PickleContents:
 
 
 class _Stub:
-    """Inert stub for any class or function; supports every operation of pickles."""
+    """Stub for any class or function; supports all operations of pickles as no-ops."""
 
     name = ""
     made: ClassVar[list[_Stub]] = []
@@ -77,7 +78,7 @@ class _Stub:
     def add(self, value: Any) -> None: ...
 
 
-# The base is Python's unpickler, because the C unpickler allocates a memo of whatever size the pickle requests.
+# The base is the unpickler written in Python: the one in C allocates as much memory for its memo as the pickle requests.
 class _Inert(pickle._Unpickler):
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream, encoding="latin-1")
@@ -85,7 +86,7 @@ class _Inert(pickle._Unpickler):
         self.made: list[_Stub] = []
 
     def find_class(self, module: str, name: str) -> type[_Stub]:
-        # torch writes protocol 2, in which pickle maps module names to those of Python 2.
+        # torch writes pickle protocol 2, which has module names of Python 2.
         if (module, name) in _compat_pickle.NAME_MAPPING:
             module, name = _compat_pickle.NAME_MAPPING[module, name]
         elif module in _compat_pickle.IMPORT_MAPPING:
@@ -95,7 +96,7 @@ class _Inert(pickle._Unpickler):
         return type("Stub", (_Stub,), {"name": full, "made": self.made})
 
     def load_build(self) -> None:
-        """Record a class or enumeration member whose state the pickle would replace."""
+        """Record a shared object (class or enumeration member) that the pickle changes."""
         changed = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(changed, type) or getattr(changed, "name", "") in _SHARED_INSTANCES:
             self.named.add(f"a new state of {getattr(changed, 'name', changed)}")
@@ -104,12 +105,12 @@ class _Inert(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
     def persistent_load(self, pid: Any) -> _Stub:
-        """Return a stub for a tensor storage, which torch keeps outside the pickle."""
+        """Return a stub for a tensor's storage, which torch stores outside the pickle."""
         del pid
         return _Stub()
 
     def get_extension(self, code: int) -> None:
-        """Reject extension codes, which no checkpoint uses."""
+        """Reject codes of ``copyreg``'s extension registry, which no checkpoint uses."""
         self.named.add(f"copyreg extension {code}")
         raise pickle.UnpicklingError("an extension code")
 
@@ -122,7 +123,7 @@ def _is_odd(dtype: _Stub) -> bool:
 
 
 def _is_plain_state(state: Any) -> bool:
-    """Return whether a pickled NumPy dtype state sets only version 3 and a byte order."""
+    """Return whether the state of a pickled NumPy dtype only sets a byte order."""
     if not isinstance(state, tuple) or len(state) != 8:
         return False
     version, order, subtype, names, fields, size, alignment, flags = state

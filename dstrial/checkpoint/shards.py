@@ -1,7 +1,7 @@
-"""Locate a parameter's elements in checkpoint files and in ranks' memory. Pure.
+"""Locate a parameter's elements in ranks' partitions, for resharding.
 
-A layout splits a flattened parameter into shards, each within one replica's partition of a flat buffer. Without a flat buffer
-there is one shard. Resharding a checkpoint means copying intervals of elements.
+A flattened parameter is split into shards, each within one replica's partition of a flat buffer. Without a flat buffer there is
+one shard.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """Consecutive elements of a parameter in one replica's partition.
+    """Consecutive elements of a flattened parameter in one replica's partition.
 
     Attributes:
-        begin: first element within the partition of the buffer; within the parameter if there is no buffer.
-        parameter_begin: first element within the flattened parameter.
+        begin: index of the first element in the partition of the flat buffer; without a buffer 0.
+        parameter_begin: index of the first element in the flattened parameter.
     """
 
     replica: int
@@ -30,12 +30,12 @@ class Shard:
 
     @property
     def parameter_end(self) -> int:
-        """Index after the shard's last element within the flattened parameter."""
+        """Index after the shard's last element, in the flattened parameter."""
         return self.parameter_begin + self.numel
 
 
 class ShardMap:
-    """The shards of every parameter in one layout, of a checkpoint or live engine."""
+    """Computes the shards of parameters in a layout of a checkpoint or engine."""
 
     def __init__(self, layout: Layout) -> None:
         self._buffers = {(buffer.model_part, buffer.index): buffer for buffer in layout.buffers}
@@ -48,7 +48,10 @@ class ShardMap:
         return self._buffers[place.model_part, place.buffer_idx]
 
     def of(self, place: ParameterPlace) -> list[Shard]:
-        """Return all shards of a parameter that the optimizer owns, in element order."""
+        """Return all shards of a parameter, in the order of its elements.
+
+        ``place`` is a parameter that the optimizer owns.
+        """
         numel = math.prod(place.shape)
         buffer = self.buffer(place)
         if buffer is None or place.offset is None:
@@ -59,14 +62,17 @@ class ShardMap:
         return list(_flat_shards(numel, place.offset, buffer))
 
     def on(self, place: ParameterPlace, replica: int) -> list[Shard]:
-        """Return a parameter's shards in one replica's partition; all if unpartitioned."""
+        """Return a parameter's shards in a replica's partition; all if not partitioned."""
         buffer = self.buffer(place)
         if buffer is None or buffer.num_partitions == 1:
             return self.of(place)
         return [piece for piece in self.of(place) if piece.replica == replica]
 
     def _find_matrices(self, model_part: int, buffer_idx: int, replica: int) -> dict[str, Shard]:
-        """Return name -> whole matrix, for matrices that overlap a replica's partition."""
+        """Return name -> shard of a whole parameter in a buffer of whole parameters.
+
+        The buffer has, one after the other, all parameters with an element in the replica's partition (Muon's momentum).
+        """
         found: dict[str, Shard] = {}
         begin = 0
         for place in sorted(self._owned, key=lambda place: place.offset or 0):
@@ -78,7 +84,7 @@ class ShardMap:
 
 
 def own_shard(place: ParameterPlace, replica: int) -> Shard | None:
-    """Return a replica's shard of a ZeRO 3 parameter; None if it is only padding."""
+    """Return a replica's shard of a ZeRO 3 parameter; None if the shard is empty."""
     assert place.partition_numel is not None
     begin = replica * place.partition_numel
     numel = min(place.partition_numel, math.prod(place.shape) - begin)
@@ -86,10 +92,12 @@ def own_shard(place: ParameterPlace, replica: int) -> Shard | None:
 
 
 def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int, int]]:
-    """Return name -> (group, position) in an optimizer without flat buffers."""
-    # `places` are the parameters of one model-parallel part.
+    """Return parameter name -> (group, position in the group) of an optimizer.
+
+    For optimizers without flat buffers. ``places`` are the parameters of one model-parallel rank.
+    """
     owned = [
-        # If several parameters have the same offset, all but the last are empty.
+        # Of parameters with the same offset, all but the last have no elements.
         (place.group_idx, place.offset, math.prod(place.shape) > 0, place.name)
         for place in places
         if place.group_idx is not None and place.offset is not None and place.tied_to in (None, place.name)

@@ -1,4 +1,4 @@
-"""Summarise a checkpoint from its manifest, and compare two manifests."""
+"""Summarise a checkpoint from its manifest, and compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ParameterCounts:
     Attributes:
         num_frozen: parameters that require no gradient.
         num_not_optimized: parameters that require a gradient but belong to no optimizer.
-        tied: other name of a tied parameter -> the parameter's first name.
+        tied: name of a tied parameter -> name of the parameter that owns the storage.
     """
 
     num_parameters: int
@@ -33,8 +33,10 @@ class ParameterCounts:
 
 
 def own_places(layout: Layout) -> Iterator[ParameterPlace]:
-    """Yield every parameter once, without tied names or copies on later stages."""
-    # If a parameter is split over a model-parallel axis, each slice is yielded.
+    """Yield every parameter that owns its storage once.
+
+    Of a parameter that AutoTP has split over ranks, each slice is yielded.
+    """
     seen = set()
     for place in layout.parameters:
         key = (place.name, place.model_part if layout.model_parallel_size > 1 else 0)
@@ -44,7 +46,7 @@ def own_places(layout: Layout) -> Iterator[ParameterPlace]:
 
 
 def tied_names(layout: Layout) -> dict[str, str]:
-    """Return other name -> first name, for each tied parameter."""
+    """Return name -> name of the parameter that owns the storage, for tied parameters."""
     return {
         place.name: place.tied_to
         for place in layout.parameters
@@ -66,7 +68,7 @@ def count_parameters(layout: Layout) -> ParameterCounts:
 
 
 def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dict[str, int]]:
-    """Return kind of file -> ``files`` (count) and ``bytes``, for kinds with files."""
+    """Return kind of file -> number of files (``files``) and total size (``bytes``)."""
     sizes: dict[str, dict[str, int]] = {}
     for kind in KINDS:
         of_kind = [
@@ -78,7 +80,7 @@ def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dic
 
 
 def size_by_rank(manifest: Manifest, layouts: Sequence[Layout]) -> dict[int, int]:
-    """Return rank -> bytes that the rank wrote; files of unknown writers are left out."""
+    """Return rank -> number of bytes that it wrote, without files of unknown writers."""
     sizes: dict[int, int] = {}
     for path, entry in manifest.files.items():
         rank = role_of(path, layouts).writer_rank
@@ -97,7 +99,7 @@ def layout_fields(layout: Layout) -> dict[str, Any]:
 
 
 def configuration_of(root: str | pathlib.Path) -> dict[str, Any]:
-    """Return a checkpoint's ``load_data.json``: experiment config and hyperparameters."""
+    """Return experiment config and hyperparameters of a checkpoint; {} if unreadable."""
     try:
         values = json.loads((pathlib.Path(root) / "load_data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -111,7 +113,7 @@ ABSENT = "absent"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """One value that differs between two checkpoints; ``ABSENT`` if missing in one."""
+    """A value that differs between two checkpoints; ``ABSENT`` where it is missing."""
 
     key: str
     a: Any
@@ -122,9 +124,9 @@ class Difference:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Compare two nested mappings of JSON values; return one difference per leaf.
+    """Compare nested JSON values; return a difference for each leaf that differs.
 
-    Lists are leaves, unless both have the same length and contain mappings.
+    Lists are leaves, except for lists of mappings.
     """
     left, right = _flat(a), _flat(b)
     return [
@@ -135,7 +137,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def compare_layouts(a: Layout, b: Layout) -> list[Difference]:
-    """Compare two engines' layouts with versions, without the locations of elements."""
+    """Compare two engines' parallel sizes, ZeRO settings, optimizers and versions."""
     return compare(layout_fields(a), layout_fields(b))
 
 

@@ -1,6 +1,6 @@
 """Support for training loops of other libraries: ``huggingface``, ``accelerate``.
 
-Each subpackage needs its library, which is an optional extra of dstrial. No other part of dstrial imports these libraries.
+Each library is an optional extra of dstrial, and only its subpackage imports the library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dstrial.errors import MissingExtraError, install_command
 def require(*packages: str, extra: str, who: str) -> None:
     """Raise MissingExtraError if one of ``packages`` is not installed.
 
-    ``extra`` is the extra of dstrial that installs them; ``who`` is the module that needs them.
+    For the message, ``extra`` names dstrial's extra with these packages, and ``who`` the module that needs the packages.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:

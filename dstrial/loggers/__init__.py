@@ -1,1 +1,1 @@
-"""Loggers to Weights & Biases, MLflow and Trackio; each on a thread of rank 0."""
+"""Loggers for Weights & Biases, MLflow and Trackio, each on a thread of rank 0."""

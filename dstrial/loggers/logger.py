@@ -1,4 +1,4 @@
-"""The interface of a logger, and the values that a logger receives; pure."""
+"""The interface of a logger, and the values that a logger receives."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _EXACT_INTEGERS = 2**53
 class LoggedRun:
     """Description of a run for loggers; secrets are masked."""
 
-    run_id: str  # 16 hexadecimal digits, the same for every attempt at the run
+    run_id: str  # 16 hexadecimal digits; a resumed run keeps its id
     name: str
     group: str  # name of the run's experiment
     project: str
     hyperparameters: Mapping[str, Any]
     config: Mapping[str, Any]  # without hyperparameters
-    directory: Path  # directory for files of this run; not created yet
-    store: Path  # directory for files that several runs share
+    directory: Path  # directory for the logger's files of this run; may not exist
+    store: Path  # directory for the logger's files that several runs share; may not exist
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The numeric metrics of one report, NaN and infinities included."""
+    """The numeric metrics of one report, with NaN and infinities."""
 
     group: Group
     batches_trained: int
@@ -43,7 +43,7 @@ class Report:
     time_s: float = dataclasses.field(default_factory=time.time)
 
     def row(self) -> dict[str, int | float]:
-        """Return numbers by prefixed name (``training/loss``), and ``epochs`` if known."""
+        """Return ``<group>/<metric>`` -> number, and ``epochs`` if known."""
         row = {f"{self.group}/{name}": number for name, number in self.numbers.items()}
         return row if self.epochs is None else {**row, "epochs": self.epochs}
 
@@ -51,8 +51,8 @@ class Report:
 class Logger(Protocol):
     """Stores the reports of one run in another system.
 
-    All methods are called on one background thread and may block. An exception of ``log`` is logged once as a warning; later
-    reports are still passed to ``log``.
+    All methods are called on one background thread and may block. If ``log`` raises an error, a warning is logged once, and
+    ``log`` is still called with later reports.
     """
 
     def begin(self, run: LoggedRun) -> str:
@@ -62,10 +62,10 @@ class Logger(Protocol):
         """
 
     def log(self, reports: Sequence[Report]) -> None:
-        """Store reports, oldest first; a resumed run reports some batches a second time."""
+        """Store reports, oldest first. A resumed run may report batches a second time."""
 
     def end(self, state: FinalState) -> None:
-        """Record how the run has ended; block until all reports are stored."""
+        """Record how the run has ended; return when all reports are stored."""
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> tuple[dict[str, int | float], list[str]]:
@@ -96,7 +96,7 @@ def _number(value: Any) -> int | float | None:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one dict with dotted keys, each after ``prefix``."""
+    """Return nested mappings as one dict with dotted keys that begin with ``prefix``."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

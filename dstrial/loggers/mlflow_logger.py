@@ -1,7 +1,4 @@
-"""Log to MLflow: a tracking server or an SQLite file; a tag identifies the run.
-
-Queued reports are sent together with ``log_batch``, because sending one metric costs as much as sending a hundred.
-"""
+"""Log to an MLflow tracking server or SQLite file; a tag identifies a resumed run."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ from dstrial.loggers.logger import FinalState, LoggedRun, Report, flat
 
 logger = logging.getLogger("dstrial.loggers")
 
-RUN_TAG = "dstrial.run_id"  # tag that identifies a resumed run
+RUN_TAG = "dstrial.run_id"  # tag with `LoggedRun.run_id`, by which a resumed run finds its MLflow run
 
 _SQLITE = "sqlite:///"
 _STATUS: Mapping[FinalState, str] = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
-# Limits of mlflow/utils/validation.py; a metric name must also be a valid path.
+# Limits in mlflow/utils/validation.py, which also requires that a metric's name is a normalised path.
 _NOT_IN_NAME = re.compile(r"[^/\w.\- :]")
 _MAX_NAME_CHARS = 250
 _MAX_VALUE_CHARS = 6000
@@ -45,7 +42,7 @@ class MLflowLogger:
     def begin(self, run: LoggedRun) -> str:
         from mlflow import MlflowClient
 
-        # MLflow logs a traceback for every failing batch; LoggerThread already warns once.
+        # Do not let MLflow log a traceback for every failing `log_batch`; LoggerThread warns once.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
         given = self._options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
         uri = str(given or f"{_SQLITE}{run.store.absolute() / 'mlflow.db'}")
@@ -89,18 +86,17 @@ class MLflowLogger:
         name = self._options.get("experiment_name") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
         if (known := client.get_experiment_by_name(name)) is not None:
             return str(known.experiment_id)
-        # Without a location MLflow uses the rank's working directory.
+        # By default, MLflow would store artifacts in the working directory.
         place = None if store is None else (store.absolute() / "mlartifacts").as_uri()
         try:
             return str(client.create_experiment(name, artifact_location=place))
-        except MlflowException:  # another trial has created the experiment meanwhile
+        except MlflowException:  # probably another trial has just created the experiment
             known = client.get_experiment_by_name(name)
             if known is None:
                 raise
             return str(known.experiment_id)
 
     def _log_parameters(self, run: LoggedRun, known: Mapping[str, str]) -> None:
-        """Log the parameters that are not ``known``: MLflow cannot change a parameter."""
         from mlflow.entities import Param
 
         values = {**flat(run.hyperparameters), **flat(run.config, "experiment.")}
@@ -116,7 +112,6 @@ class MLflowLogger:
             self._client.log_batch(self._run_id, params=parameters[start : start + _MAX_PARAMS])
 
     def _name(self, original: str) -> str | None:
-        """Return a metric's name for MLflow; None if another metric has this name."""
         if original not in self._names:
             name = accepted_name(original)
             if name in self._names.values():
@@ -139,14 +134,17 @@ class MLflowLogger:
 
 
 def accepted_name(name: str) -> str:
-    """Return the name with MLflow's allowed characters and maximum length."""
+    """Return a name that MLflow accepts: replace invalid characters, cut long names."""
     parts = _NOT_IN_NAME.sub("_", name)[:_MAX_NAME_CHARS].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 
 @contextlib.contextmanager
 def _locked(uri: str) -> Iterator[None]:
-    """Hold a file lock during the block if ``uri`` is SQLite, whose tables may be new."""
+    """In the block, hold a file lock if ``uri`` is an SQLite file.
+
+    The lock prevents that several processes create the tables of a new file.
+    """
     if not uri.startswith(_SQLITE):
         yield
         return

@@ -1,8 +1,4 @@
-"""All loggers of a run as one sink; each logger has a thread and a bounded queue.
-
-A run has the same unique id in every attempt: a hash of the run directory's creation time and name, or of the master's trial
-number.
-"""
+"""Pass a run's reports to loggers; each logger has a thread and a bounded queue."""
 
 from __future__ import annotations
 
@@ -36,11 +32,11 @@ from dstrial.trial.runtime import TrialRuntime
 
 logger = logging.getLogger("dstrial.loggers")
 
-# Training waits up to this long for loggers to begin: user code should not run during their imports.
+# Timeout of the wait for `Logger.begin`: training begins afterwards, because user code should not run during imports.
 BEGIN_S = 60.0
-END_S = 30.0  # the end of a run waits up to this long for loggers
-CAPACITY = 10_000  # queued reports per logger; further reports are lost
-# The thread polls; waking it per report would cost the training loop time (see ``dstrial.loop.metric_sinks``).
+END_S = 30.0  # timeout of the wait for `Logger.end` at the end of a run
+CAPACITY = 10_000  # maximum number of queued reports per logger; further reports are lost
+# Interval at which a logger's thread polls its queue; waking the thread for each report would slow the training loop down.
 POLL_S = 1.0
 
 
@@ -51,13 +47,13 @@ MAKERS: Mapping[str, Callable[[Mapping[str, Any]], Logger]] = {
     "mlflow": MLflowLogger,
     "trackio": TrackioLogger,
 }
-"""Name of a logger -> constructor, which takes the logger's options."""
+"""Name of a logger -> function that makes the logger from its options in the config."""
 
 
 class LoggerThread:
-    """Runs one logger on a background thread; logs the logger's errors as warnings.
+    """Runs a logger on a background thread; logs its errors as warnings.
 
-    Only ``wait_begun`` and ``wait_ended`` block.
+    Of the methods, only ``wait_begun`` and ``wait_ended`` block.
     """
 
     def __init__(self, name: str, made: Logger, run: LoggedRun, *, capacity: int = CAPACITY) -> None:
@@ -73,7 +69,7 @@ class LoggerThread:
         self._has_warned = False
         self._num_given = self._num_kept = 0
         self._under_way: Sequence[Report] = ()
-        # A daemon, so that a hanging logger does not keep the process alive.
+        # A daemon thread, so that a hanging logger does not prevent the exit of the process.
         self._thread = threading.Thread(target=self._work, name=f"dstrial-{name}", daemon=True)
 
     # ---- the run ---------------------------------------------------------------------------------------
@@ -82,7 +78,10 @@ class LoggerThread:
         self._thread.start()
 
     def wait_begun(self, deadline_s: float) -> None:
-        """Wait until the logger has begun or failed, or a monotonic time has come."""
+        """Wait until ``Logger.begin`` has returned or failed.
+
+        ``deadline_s`` is a time of ``time.monotonic()``, at which the wait ends with a warning.
+        """
         if not self._begun.wait(max(deadline_s - time.monotonic(), 0.0)):
             logger.warning(
                 "logger %s has not begun yet; training goes on, and reports wait for it (up to %d)",
@@ -104,7 +103,10 @@ class LoggerThread:
         self._is_over.set()
 
     def wait_ended(self, deadline_s: float) -> None:
-        """Wait for the logger's end, at most until a monotonic time; warn of lost reports."""
+        """Wait until the logger has ended; warn if reports are lost.
+
+        ``deadline_s`` is a time of ``time.monotonic()``, at which the wait ends with a warning.
+        """
         begun_s = time.monotonic()
         is_ended = self._ended.wait(max(deadline_s - begun_s, 0.0))
         num_lost = self._num_given - self._num_kept
@@ -163,7 +165,6 @@ class LoggerThread:
         self._under_way = ()
 
     def _warn(self, why: str, lost: Sequence[Report]) -> None:
-        """Warn once, of the first lost reports; ``wait_ended`` logs the total number."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -187,7 +188,7 @@ def _described(error: BaseException, name: str) -> str:
 
 
 class RunLoggers:
-    """Passes a run's metric reports to loggers; leaving its ``with`` block ends them."""
+    """Passes a run's metrics to its loggers; ends the loggers at the end of the block."""
 
     takes_telemetry = True
 
@@ -211,10 +212,10 @@ class RunLoggers:
         return [self] if self._made else []
 
     def note_stop(self) -> None:
-        """Record that training was asked to stop, so that the run's state is ``stopped``."""
+        """Record that training has stopped early, so that the final state is ``stopped``."""
         self._is_stopped = True
 
-    # ---- a sink ----------------------------------------------------------------------------------------
+    # ---- methods of a metric sink ----------------------------------------------------------------------
 
     def open(self, context: DeepSpeedTrialContext) -> None:
         runtime = runtime_of(context)
@@ -223,7 +224,7 @@ class RunLoggers:
 
     def begin(self, run: LoggedRun) -> None:
         """Start all loggers on a run; wait up to ``begin_s`` seconds for them."""
-        # Restore random states afterwards: loggers may draw random numbers, and training must not change with them.
+        # Restore random states afterwards, because loggers may draw random numbers.
         before = RngState.read()
         self._threads = [LoggerThread(name, made, run, capacity=self._capacity) for name, made in self._made]
         deadline_s = time.monotonic() + self._begin_s
@@ -235,7 +236,7 @@ class RunLoggers:
 
     def report(self, group: Group, batches_trained: int, metrics: Mapping[str, Any]) -> None:
         numbers, others = numbers_of(metrics)
-        # Telemetry contains other values than numbers on purpose.
+        # Do not log the omission of values that are not numbers for telemetry, which always has such values.
         if group != "telemetry" and (new := sorted(set(others) - self._left_out)):
             self._left_out.update(new)
             logger.info("loggers are not told of %s: not a number", ", ".join(new))
@@ -245,7 +246,7 @@ class RunLoggers:
             thread.report(report)
 
     def close(self) -> None:
-        """Do nothing; ``__exit__`` ends the loggers, because it knows how the run ended."""
+        """Do nothing: the loggers are ended by ``__exit__``, which knows the final state."""
 
     # ---- the block -------------------------------------------------------------------------------------
 
@@ -278,7 +279,10 @@ class RunLoggers:
 
 
 def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunLoggers:
-    """Return the loggers of a trial's config; none on ranks above 0 and in test runs."""
+    """Return the loggers in a trial's experiment config.
+
+    Without loggers on ranks above 0, in test runs, and in trials that the autotuner (dsat) measures.
+    """
     runtime = runtime_of(context)
     specs: Sequence[LoggerSpec] = logger_specs(runtime.exp_conf)
     if not runtime.is_chief or is_test or runtime.is_measured or os.environ.get(TEST_VARIABLE) == "1":
@@ -290,7 +294,12 @@ def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunL
 
 
 def logged_run(runtime: TrialRuntime) -> LoggedRun:
-    """Describe a trial's run for loggers. Ranks: the chief; no communication."""
+    """Return the description of a trial's run for loggers.
+
+    The id is a hash of the creation time and name of the run directory or, under a master only, of the ids of master and trial.
+
+    Ranks: only rank 0; no communication.
+    """
     config = dict(runtime.exp_conf or {})
     config.pop("hyperparameters", None)
     info = cluster_info()
@@ -334,11 +343,12 @@ def _run_directory(runtime: TrialRuntime, info: Any) -> RunDirectory | None:
         submitted = (read_json(directory.submission_path) or {}).get("experiment_id")
     except DstrialError:
         submitted = None
-    # A fork of the experiment inherits the variables, but is another run. The id is 0 until the master has answered.
+    # An experiment that was forked from this one has the same environment variables, but is another run: compare experiment ids.
+    # The stored id is 0 until the master has assigned one.
     return directory if submitted in (None, 0, info.trial.experiment_id) else None
 
 
 def _all_runs(directory: RunDirectory, name: str) -> Path:
-    """Return the directory of all runs; the run directory itself if it lies elsewhere."""
+    """Return the directory that has all runs, or the run directory if it is elsewhere."""
     parent = directory.path.parent
     return parent.parent if parent.name == experiment_slug(name) else directory.path

@@ -1,6 +1,6 @@
-"""Log to Trackio: a local SQLite file or a Hugging Face Space; resume by name.
+"""Log to Trackio: an SQLite file in ``TRACKIO_DIR`` or a Hugging Face Space.
 
-Local files lie in ``TRACKIO_DIR``, from which ``trackio show`` reads.
+A resumed run is identified by its name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrackioLogger:
             config={"hyperparameters": dict(run.hyperparameters), "experiment": dict(run.config)},
             resume="allow",
             embed=False,
-            # Off: Trackio would measure all devices of the machine, in further threads.
+            # Disabled, because Trackio would measure all devices of the machine, in additional threads.
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
@@ -54,17 +54,17 @@ class TrackioLogger:
     def end(self, state: FinalState) -> None:
         self._run.log({"state": state}, step=self._last_batch)
         self._run.finish()
-        if not self._has_told:  # An earlier warning has said that more reports may be lost.
+        if not self._has_told:  # else an earlier warning has said that more reports may be lost
             self._require_written()
 
     def _require_written(self) -> None:
-        """Raise ``OSError`` if Trackio dropped reports, of which it only warns."""
+        """Raise ``OSError`` if Trackio has dropped reports, for which it only warns."""
         noted: set[str] = getattr(self._run, "_warned_failures", set())
         failures = tuple(noted)
         if failures:
             noted.difference_update(
                 failures
-            )  # Trackio notes each kind once; clear it to notice the next loss
+            )  # Trackio records each kind of failure once; clear the record to notice the next failure
             self._has_told = True
             raise OSError(
                 f"Trackio has dropped reports ({', '.join(sorted(failures))}; its warning says why)"

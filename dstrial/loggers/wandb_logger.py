@@ -1,7 +1,7 @@
 """Log to Weights & Biases; offline if there is no API key or no server.
 
-W&B's step is the batch number. W&B rejects a step below the last one of its server. A run that resumes from an earlier batch
-therefore uses the next free step. Charts use ``batches`` as axis, and show repeated batches twice.
+W&B's step is the batch number. If a run resumes from an earlier batch, it uses the next free step instead, because W&B rejects
+decreasing steps. Charts have the metric ``batches`` as x-axis, and show repeated batches twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEFAULT_SERVER = "https://api.wandb.ai"
 _NOT_IN_PROJECT = re.compile(r"[/\\#?%:]")
 _MAX_PROJECT_CHARS = 128
 
-# W&B's writer does not report failures; with less free space the next write may be partial.
+# Minimum free disk space to log offline: with less, a write may be partial, and W&B does not report the failure.
 _MIN_FREE_BYTES = 2**20
 
 
@@ -56,10 +56,10 @@ class WandbLogger:
         except wandb.errors.Error as error:
             if (
                 mode != "online" or wandb.run is not None
-            ):  # do not end a W&B run that the user's code has started
+            ):  # teardown would end a W&B run that the user's code has started
                 raise
             self._say_offline(f"the server cannot be used ({' '.join(str(error).split())[:200]})")
-            wandb.teardown()  # the failed run still holds the run id
+            wandb.teardown()  # releases the run id of the failed run
             self._run = self._init(wandb, run, "offline")
         self._step = int(self._run.step) - 1  # W&B's `step` is the next free one
         for group in ("training", "validation", "telemetry"):
@@ -89,7 +89,7 @@ class WandbLogger:
             "reinit": "create_new",  # do not touch a W&B run that the user's code has started
             "init_timeout": _INIT_TIMEOUT_S,
             "finish_timeout": _FINISH_TIMEOUT_S,
-            # Command lines and addresses of repositories may hold secrets.
+            # Do not upload command lines, repository addresses and code, which may contain secrets.
             "x_disable_meta": True,
             "disable_git": True,
             "disable_code": True,
@@ -106,7 +106,7 @@ class WandbLogger:
             config={**run.hyperparameters, "experiment": dict(run.config)},
             dir=str(self._directory),
             id=run.run_id,
-            resume="allow" if mode == "online" else None,  # an offline run has no server to ask
+            resume="allow" if mode == "online" else None,  # offline, W&B cannot look up an earlier run
             mode=mode,
             allow_val_change=True,
             settings=settings,
@@ -122,7 +122,6 @@ class WandbLogger:
 
 
 def _has_key() -> bool:
-    """Return whether W&B would find an API key, in variables or the netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL") or _DEFAULT_SERVER).hostname
@@ -133,9 +132,9 @@ def _has_key() -> bool:
 
 
 def next_step(step: int, before: int | None, batch: int) -> int:
-    """Return W&B's step for a report of ``batch``: the batch, or the next free step.
+    """Return W&B's step for a report of batch number ``batch``.
 
-    ``step`` and ``before`` are the step and the batch of the last report. Two reports of one batch share a step, because W&B
-    merges them into one row.
+    The step is ``batch``, or the next free step if that is larger. ``step`` and ``before`` are the step and batch number of the
+    last report. Reports of the same batch get the same step, so that W&B merges them into one row.
     """
     return step if batch == before else max(step + 1, batch)

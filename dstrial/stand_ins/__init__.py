@@ -1,4 +1,4 @@
-"""Replacements for modules of Determined; imported only under Determined's names.
+"""Modules of dstrial that are imported under the names of Determined's modules.
 
-They are used in processes that dstrial starts; see ``dstrial/determined_imports.py``.
+``dstrial/determined_imports.py`` redirects these imports in processes that dstrial starts.
 """

@@ -16,7 +16,8 @@ def parse_args(args: list[str]) -> list[str]:
     """Convert the arguments of Determined's launcher to those of ``dstrial.launch``.
 
     Args:
-        args: the words after the module's name: ``--trial model_def:MyTrial``, or a script with or without ``--`` before it.
+        args: the command line after the module's name: ``--trial model_def:MyTrial``, or a script with its arguments,
+            optionally after ``--``.
     """
     parser = argparse.ArgumentParser(
         prog="determined.launch.deepspeed",
@@ -37,7 +38,7 @@ def parse_args(args: list[str]) -> list[str]:
 
 
 def main(script: list[str]) -> int:
-    """Start the ranks with the result of ``parse_args``; return the exit status."""
+    """Run ``dstrial.launch`` with the result of ``parse_args``; return the status."""
     determined_imports.announce("determined.launch.deepspeed")
     return launch(script)
 

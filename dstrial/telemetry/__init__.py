@@ -1,4 +1,4 @@
-"""Measure time, memory, speed and FLOPs of every rank.
+"""Measure time, memory, throughput and FLOPs of every rank.
 
-Telemetry never ends training and changes no result.
+Errors in telemetry never end training, and results do not change.
 """

@@ -1,7 +1,7 @@
-"""Measure one rank's training; write the chief's telemetry reports.
+"""Measure one rank's training; write telemetry reports on rank 0.
 
-This module does not synchronise devices, communicate or end training. The exchange of a metric report
-(``loop/report_exchange``) carries each rank's ``RankSample`` to the chief.
+Measuring neither synchronises devices nor communicates. Ranks send their ``RankSample`` to rank 0 together with the metrics of
+a report (``loop/report_exchange``).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ logger = logging.getLogger("dstrial.telemetry")
 
 ResultT = TypeVar("ResultT")
 
-_KEEP_PERIOD_S = 5.0  # totals are written at most this often: their file takes longer to write than a report
+_KEEP_PERIOD_S = 5.0  # minimum time between writes of the totals' file, which take longer than a report
 
 
 def timed_events(accelerator: Any) -> Callable[[], Event] | None:
     """Return a factory of timed device events; None if the accelerator has no events.
 
-    Source: DeepSpeed's ``Event`` is ``torch.cuda.Event`` on CUDA, None on the CPU (``accelerator/cpu_accelerator.py:133``).
+    Source: DeepSpeed's ``accelerator.Event``, ``torch.cuda.Event`` on CUDA, None on the CPU.
     """
     kind = accelerator.Event
     return None if kind is None else functools.partial(kind, enable_timing=True)
@@ -57,7 +57,7 @@ class AsyncSample:
             self._norm = host
 
     def wait(self) -> RankSample:
-        """Wait until the gradient norm is on the host; return the complete sample."""
+        """Wait for the copy of the gradient norm; return the complete sample."""
         if self._is_copied is not None:
             self._is_copied.synchronize()
         norm = None if self._norm is None else float(self._norm)
@@ -69,11 +69,11 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
 
     Args:
         engines: the trial's DeepSpeed engines.
-        replica: index of this rank's replica; ranks of one replica read the same records.
+        replica: index of this rank's data-parallel replica.
         count_tokens: returns the number of tokens in a micro batch; None if unknown.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
-    Ranks: each for itself, without communication and device synchronisation.
+    Ranks: any; no communication and no device synchronisation.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._accelerator = get_accelerator()
         self._device = torch.device(self._accelerator.current_device_name())
         self._timer = PhaseTimer(timed_events(self._accelerator), clock)
-        # With sequence parallelism, a rank's own loader may yield a part of each sequence.
+        # With sequence parallelism, a rank's loader may yield only a part of each sequence.
         self._counts_tokens = engines[0].sequence_parallel_size == 1
         self._count_tokens = count_tokens
         self._num_tokens: int | None = 0
@@ -114,9 +114,10 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
     # ---- calls of the loop ---------------------------------------------------------------------------
 
     def begin(self, batches_trained: int, *, reads_whole_records: bool = False) -> None:
-        """Start measuring at a batch.
+        """Start measuring after ``batches_trained`` batches.
 
-        ``reads_whole_records``: whether a replica's ranks read the same micro batches.
+        ``reads_whole_records``: whether each rank of a sequence-parallel group reads whole sequences, so that tokens can be
+        counted.
         """
         self._start = batches_trained
         self._counts_tokens |= reads_whole_records
@@ -125,7 +126,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._timer.switch(is_training)
 
     def on_batch_loaded(self, micro_batch: Any, seconds: float) -> None:
-        """Add a micro batch's tokens, and its ``seconds`` of waiting for data. Hot path."""
+        """Count a micro batch's tokens, and ``seconds`` of waiting for it."""
         self._data_wait_s += seconds
         if self._num_tokens is not None and self._counts_tokens:
             tokens = self._tokens_of(micro_batch)
@@ -144,15 +145,14 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return None
 
     def without_loader(self) -> None:
-        """Mark data wait and FLOPs as unknown, because a script loads its data itself."""
+        """Mark data wait and FLOPs as unknown, for scripts that load data on their own."""
         self._knows_data_wait = False
         self._flops = FlopCount(0.0, unknown="the script draws its records itself")
 
     def first_batch(self, train_batch: Callable[..., ResultT]) -> Callable[..., ResultT]:
-        """Wrap ``train_batch`` so that FLOPs and memory are counted in its calls.
+        """Return ``train_batch``, wrapped so that FLOPs and memory are counted.
 
-        Use the wrapped function for the first batch only. Counting does not change results, and takes a few microseconds per
-        operation.
+        Use the wrapped function for the first batch only: counting takes some microseconds per operation.
         """
         counter = self.counting()
 
@@ -163,7 +163,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counted
 
     def counting(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a reusable context manager that counts FLOPs and memory."""
+        """Return a reusable context manager in which FLOPs and memory are counted."""
         unknown = why_uncountable(self._engines)
         self._timer.entering = self._memory.entering
         if unknown is not None:
@@ -177,7 +177,10 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counter
 
     def end_first_batch(self, batches_trained: int, seconds: float) -> None:
-        """Exclude the first batch, which took ``seconds``, from all but FLOPs and memory."""
+        """Drop all measurements of the first batch except FLOPs and memory.
+
+        ``seconds`` is the duration of the first batch.
+        """
         if self._counter is not None:
             self._flops = self._counter.count
             self._counter = None
@@ -191,11 +194,11 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._seconds -= seconds
 
     def trained(self, seconds: float) -> None:
-        """Add the seconds of training since the last call, including the first batch."""
+        """Add ``seconds`` to the training time, also those of the first batch."""
         self._seconds += seconds
 
     def sample(self, batches_trained: int) -> AsyncSample:
-        """Return the measurements since the last sample, and begin the next one."""
+        """Return the measurements since the last sample; start a new sample."""
         num_batches = batches_trained - self._start
         tokens = self._num_tokens if self._counts_tokens and self._num_tokens else None
         flops = self._flops
@@ -229,7 +232,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return known_peak(self._device, self.dtype)
 
     def measured_peak(self) -> Peak | None:
-        """Measure the idle device's peak FLOPs per second; None if that fails."""
+        """Measure the device's peak FLOP/s, after training; None if that fails."""
         try:
             return measured_peak(self._device, self.dtype)
         except (RuntimeError, OSError) as error:
@@ -238,12 +241,14 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
 
 
 class TelemetryReports:
-    """Writes telemetry reports and run totals from ranks' samples. Ranks: the chief.
+    """Writes telemetry reports and a run's totals from all ranks' samples.
 
     Args:
-        record: writes one report, given the batch number and the metrics.
-        keep: stores the run's totals, given as JSON values.
+        record: function that writes a report, given the batch number and the metrics.
+        keep: function that stores the run's totals, given as JSON values.
         peak: the device's known peak FLOP/s; None if not measured yet.
+
+    Ranks: only rank 0.
     """
 
     def __init__(
@@ -262,9 +267,10 @@ class TelemetryReports:
     def write(
         self, samples: Sequence[RankSample], batches_trained: int, num_records: int, num_skipped: int
     ) -> None:
-        """Write one report from one sample per rank; never raises.
+        """Write a report from one sample per rank; never raises.
 
-        ``num_records``: records of all replicas in the samples' batches. ``num_skipped``: skipped steps of the run so far.
+        ``num_records``: number of records in these batches over all replicas. ``num_skipped``: optimizer steps skipped in the
+        run so far.
         """
         try:
             self._totals.add(samples, num_records)
@@ -282,7 +288,7 @@ class TelemetryReports:
             self._warn(error)
 
     def finish(self, measure: Callable[[], Peak | None]) -> None:
-        """Measure the device's peak FLOP/s if it is unknown or this run exceeded it.
+        """Call ``measure`` if the device's peak is unknown or was exceeded by this run.
 
         Does nothing if the run's FLOPs are unknown.
         """

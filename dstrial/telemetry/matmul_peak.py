@@ -1,7 +1,7 @@
-"""Measure a device's peak FLOP/s in matrix products; cache it in the user's cache.
+"""Measure a device's peak FLOP/s in matrix products; cache the result.
 
-The peak is measured only after training. If a run exceeds the cached peak, it is measured again, and the larger value is
-cached. To measure anew, remove the file ``matmul_peaks.json``.
+The peak is measured after training, and again after a run that has exceeded the cached peak. To measure anew, delete
+``matmul_peaks.json`` in the user's cache directory for dstrial.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DATA_SHEETS: tuple[tuple[str, dict[str, float]], ...] = (
     ("V100", {"float16": 125.0, "float32": 15.7}),
     ("MI300X", {"bfloat16": 1307.4, "float16": 1307.4, "float32": 163.4}),
 )
-"""(words of a device's name, type -> TFLOPS of dense matrices without TF32); the first entry that matches is used.
+"""Pairs (words of a device's name, type -> TFLOPS for dense matrices without TF32); the first pair that matches is used.
 
 Source: NVIDIA's data sheets of H100 and H200 (half of the figures "with sparsity"), A100, L40S, L4, A10, T4, V100 (SXM2), and
 AMD's of MI300X.
@@ -47,7 +47,7 @@ AMD's of MI300X.
 
 
 def data_sheet(device: str, dtype: str) -> float | None:
-    """Return the manufacturer's FLOP/s; None if ``DATA_SHEETS`` lacks device or type."""
+    """Return the manufacturer's peak FLOP/s; None if not in ``DATA_SHEETS``."""
     words = device.replace("-", " ").split()
     for name, figures in DATA_SHEETS:
         if all(word in words for word in name.split()):
@@ -80,13 +80,13 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
         found = kept.get(_key(device, dtype))
         return None if found is None else Peak(**found)
     except (DstrialError, OSError, TypeError, AttributeError):
-        return None  # the file is damaged or of another release: the peak is measured again
+        return None  # the file is damaged or written by another release
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Measure the peak FLOP/s for about a second; return it, or a larger cached peak.
+    """Measure a device's peak FLOP/s for about a second; cache and return it.
 
-    Synchronises the device. Torch's random states do not change.
+    If the cached peak is larger, it is returned instead. Synchronises the device; torch's random states do not change.
 
     Raises:
         RuntimeError: the device does not support the type, or lacks memory for the matrices.
@@ -105,7 +105,6 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the cache key: device, type, torch version, threads and precision."""
     parts = [device_name(device), str(dtype).removeprefix("torch."), f"torch {torch.__version__}"]
     parts.append(f"{torch.get_num_threads()} threads" if device.type == "cpu" else "")
     if dtype is torch.float32:
@@ -125,7 +124,6 @@ def _keep(key: str, peak: Peak) -> None:
 
 
 def _rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Return the FLOP/s of products of ``size`` x ``size`` matrices, the best of some."""
     generator = torch.Generator().manual_seed(
         0
     )  # a separate generator leaves the trial's random state unchanged

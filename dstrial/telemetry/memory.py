@@ -1,8 +1,8 @@
-"""Memory of a rank: counters, and the parts of memory in the first batch.
+"""Measure a rank's memory: counters, and the first batch's memory by use.
 
-Counters are read without synchronising the device. Parameters, gradients, optimizer state and buffers are sums over the storages
-of the engines' tensors. If FLOPs are counted, activations and the peak are tracked operation by operation. Otherwise
-activations come from the device's counter after a forward pass, and are unknown on the CPU.
+Parameters, gradients, optimizer state and buffers are sums over the storages of the engines' tensors. If FLOPs are counted,
+activations and the peak are tracked operation by operation. Otherwise, activations are the growth of the device's memory
+counter in the forward pass; on the CPU they are unknown.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _STATUS = Path("/proc/self/status")
 _COUNTERS = {"VmRSS": "process_memory_bytes", "VmHWM": "process_peak_memory_bytes"}
 
 PEAK = "tensors_peak_bytes"  # maximum of all live tensors on the device, tracked operation by operation
-HOST = "host_tensors_bytes"  # parts of the engines that are offloaded to the host
-UNATTRIBUTED = "unattributed_bytes"  # memory by the device's counter that belongs to no part, after a step
+HOST = "host_tensors_bytes"  # engine state that is offloaded to the host
+UNATTRIBUTED = "unattributed_bytes"  # after a step: the device's counter minus the sum of the measured parts
 
 BY_OPERATIONS = "storages of tensors; activations and peak operation by operation"
 BY_COUNTERS = "storages of tensors; activations by the device's counter"
@@ -36,7 +36,10 @@ BY_STORAGES = "storages of tensors; activations unknown"
 
 
 def process_memory(status: str) -> dict[str, int]:
-    """Return memory counter -> bytes, from the text of ``/proc/PID/status``."""
+    """Return a process's current and peak memory (RSS) in bytes, by counter name.
+
+    ``status`` is the text of ``/proc/PID/status``.
+    """
     found = {}
     for line in status.splitlines():
         name, _, value = line.partition(":")
@@ -46,9 +49,9 @@ def process_memory(status: str) -> dict[str, int]:
 
 
 def memory_now(accelerator: Any) -> dict[str, int]:
-    """Return this rank's memory counters: name -> bytes; does not synchronise.
+    """Return the memory counters of this process and its device: name -> bytes.
 
-    Device counters come from the allocator. DeepSpeed's CPU accelerator is left out, because it returns the process's memory.
+    Does not synchronise the device. On the CPU, there are only counters of the process.
     """
     try:
         found = process_memory(_STATUS.read_text())
@@ -64,14 +67,14 @@ def memory_now(accelerator: Any) -> dict[str, int]:
         try:
             found[name] = int(getattr(accelerator, read)())
         except (AttributeError, NotImplementedError, RuntimeError, TypeError):
-            continue  # a device that does not count this
+            continue  # the accelerator has no such counter
     return found
 
 
 class FirstBatchMemory:
-    """Measures the parts of a rank's memory during its first batch.
+    """Measures memory by use (parameters, gradients, ...) in a rank's first batch.
 
-    ``found_by`` is the method of measurement as text; None before the first step and after an error. Errors never end training.
+    ``found_by`` describes the method of measurement; None before the first step and after an error. Never raises.
     """
 
     def __init__(self, engines: Sequence[Any], accelerator: Any) -> None:
@@ -85,7 +88,10 @@ class FirstBatchMemory:
         self.found_by: str | None = None
 
     def begin(self, counter: FlopCounter | None) -> None:
-        """Start before the first batch; ``counter`` counts FLOPs, None if nothing does."""
+        """Start measuring, before the first batch.
+
+        ``counter`` tracks activations by operation; None if FLOPs cannot be counted.
+        """
         with self._safely():
             self._split = MemorySplit(self._engines, self._is_host)
             if counter is None:
@@ -99,11 +105,14 @@ class FirstBatchMemory:
         if phase == "backward" and self._at_start_bytes is not None:
             with self._safely():
                 left = (self._allocated() or 0) - self._at_start_bytes
-                self._at_start_bytes = None  # later forward passes also hold gradients
+                self._at_start_bytes = None  # measure only once: later, the counter includes gradients
                 self._found[f"{ACTIVATIONS}_bytes"] = max(0, left)
 
     def around_step(self, call: Callable[[], ResultT]) -> ResultT:
-        """Return ``call()``, an engine's step; measure memory if gradients are complete."""
+        """Run and return ``call()``, an engine's step; measure memory before and after.
+
+        Measures only if the step ends a batch, not at steps that only accumulate gradients.
+        """
         split = self._split
         if split is None or not any(steps_next(engine) for engine in self._engines):
             return call()
@@ -121,7 +130,7 @@ class FirstBatchMemory:
         self._split = None
 
     def bytes(self) -> dict[str, int]:
-        """Return name -> maximum bytes of each part; empty before the first step."""
+        """Return name of a part -> its maximum in bytes; {} before the first step."""
         return dict(self._found) if self.found_by is not None else {}
 
     def _operation(self, result: Any, args: Any) -> None:

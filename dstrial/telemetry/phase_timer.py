@@ -1,7 +1,7 @@
 """Time forward, backward and step of a rank's engines without blocking.
 
-A device works asynchronously, so the host's clock only measures how long a call took to enqueue. Therefore device events are
-recorded around the calls of some batches. A later report reads the events that have passed.
+On an accelerator, device events are recorded around the calls in some batches, and read at a later report. On the CPU, the
+host's clock is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dstrial.telemetry.samples import DEVICE_CLOCK, HOST_CLOCK
 
 ResultT = TypeVar("ResultT")
 
-# Maximum number of batches per report that are timed by events; the last report's number of batches determines the spacing.
+# About the maximum number of batches per report that are timed by device events; their distance is chosen at each report.
 MOST_TIMED = 32
 
 _MAX_PENDING = 4096
@@ -32,18 +32,18 @@ class Event(Protocol):
         """Enqueue the event after all work that is already enqueued."""
 
     def query(self) -> bool:
-        """Return whether the event has passed, without blocking."""
+        """Return whether the device has reached the event, without blocking."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Return milliseconds between two events that have passed."""
+        """Return milliseconds between this event and ``end``, both reached."""
 
 
 class PhaseTimer:
-    """Times the phases of a rank's engines; an observer for ``observe_engines``.
+    """Times the phases of a rank's engines; pass one to ``observe_engines``.
 
     Attributes:
-        around_step: called with the function of an optimizer step, to run it; None to call it directly.
-        entering: called with the name of each phase that begins; None for no call.
+        around_step: function that runs an engine's step, which is its argument; None to run steps directly.
+        entering: function that is called at the beginning of each phase with the phase's name; None for no call.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PhaseTimer:
         self.entering: Callable[[str], None] | None = None
         self._put_back: list[Callable[[], None]] = []
         self._watched: set[int] = set()
-        # state of timing by events
+        # state of timing by device events
         self._open_s: dict[str, float] = {}
         self._pending: collections.deque[tuple[str, Event | None, Event | None]] = collections.deque()
         self._spare: list[Event] = []
@@ -77,7 +77,7 @@ class PhaseTimer:
         self._is_on = is_on
 
     def run(self, phase: str, engine: Any, call: Callable[[], ResultT]) -> ResultT:
-        """Return ``call()``, a call of an engine, and time it as ``phase``. Hot path."""
+        """Run and return ``call()``, an engine's method, and time it as ``phase``."""
         if not self._is_on or self._is_inside:
             return call()
         if phase == "train_batch":
@@ -85,7 +85,7 @@ class PhaseTimer:
         return self._timed(phase, call)
 
     def stepped(self, engine: Any) -> None:
-        """Count a finished batch, if ``engine`` is the first engine."""
+        """Count a batch, at the step of the first engine."""
         if not self._is_on:
             return
         if self._first is None:
@@ -101,9 +101,9 @@ class PhaseTimer:
         self._is_timed = self._num_heard % self._stride == 0 and len(self._pending) < _MAX_PENDING
 
     def take(self) -> dict[str, float]:
-        """Return phase -> average seconds per batch since the last call.
+        """Return phase -> average seconds per batch, over batches since the last call.
 
-        Device events that have not passed yet are read by the next call.
+        Batches whose events the device has not reached are included in the next call.
         """
         if self._make_event is not None:
             self._read_events()

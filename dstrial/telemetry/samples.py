@@ -1,6 +1,6 @@
-"""Measurements of ranks between two reports, and metrics computed from them; pure.
+"""Measurements of ranks between two reports, and metrics computed from them.
 
-Times are per batch. They exclude the first batch of a process, which compiles, allocates and is counted for FLOPs.
+The first batch of a process, which compiles and allocates, is excluded from all times.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 GROUP = "telemetry"  # name of the metric group
 
-# Parts of a batch in which an engine works; "stages": a pipeline stage's exchange with other stages, including the wait.
+# Phases of a batch. "stages": communication of a pipeline stage with other stages, including the wait for them.
 PHASES = ("forward", "backward", "step", "stages")
 
 HOST_CLOCK = "host clock"
@@ -25,24 +25,24 @@ _SLOW_SHARE = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankSample:
-    """Measurements of one rank since the last report; sent to rank 0 as JSON."""
+    """Measurements of one rank since the last report."""
 
-    num_batches: int  # number of batches, without the first of the process
+    num_batches: int  # number of batches, without the first batch of the process
     seconds: float  # training time of these batches, without validations, checkpoints and reports
     data_wait_s: float | None  # part of ``seconds`` spent waiting for the training loader; None if unknown
-    phase_s: Mapping[str, float]  # part of a batch -> average seconds of one batch
+    phase_s: Mapping[str, float]  # phase in PHASES -> average seconds per batch
     clock: str
-    num_tokens: int | None  # tokens in the micro batches that this rank has drawn; None if unknown
-    replica: int  # index of the rank's replica; ranks of one replica read the same records
-    memory_bytes: Mapping[str, int]  # memory counter or part of the memory -> bytes
-    flops: tuple[float, float] | None = None  # (all, recomputed) FLOPs of one batch on this rank
+    num_tokens: int | None  # tokens in the micro batches that this rank has read; None if unknown
+    replica: int  # index of the rank's data-parallel replica; ranks of one replica read the same records
+    memory_bytes: Mapping[str, int]  # memory counter or use of memory -> bytes
+    flops: tuple[float, float] | None = None  # FLOPs per batch on this rank: (total, recomputed in backward)
     flops_unknown: str | None = None  # why the FLOPs are unknown
     learning_rate: float | None = None  # learning rate of the first engine's first parameter group
     gradient_norm: float | None = None  # norm of the newest step's gradients, over all ranks
     memory_found_by: str | None = None
 
     def pack(self) -> str:
-        """Return the sample as JSON text, which only the chief decodes."""
+        """Return the sample as JSON text, for ``unpack`` on rank 0."""
         return json.dumps(
             dataclasses.asdict(self), default=float
         )  # `float` converts numbers of other libraries
@@ -54,9 +54,10 @@ class RankSample:
         return cls(**fields, flops=None if flops is None else (flops[0], flops[1]))
 
     def times_ms(self) -> dict[str, float]:
-        """Return average milliseconds per batch, by phase; empty without a batch.
+        """Return average milliseconds per batch, in total and by phase.
 
-        The host may wait for data while the device computes, so the phases may sum to more than the batch.
+        Empty without a batch. The phases may sum to more than the total, because the host may wait for data while the device
+        computes.
         """
         if not self.num_batches:
             return {}
@@ -70,7 +71,7 @@ class RankSample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """The measured maximum FLOP/s of one device in matrix products of one type."""
+    """The maximum FLOP/s of a device, measured with matrix products of one type."""
 
     flops_per_s: float  # measured on this machine
     device: str
@@ -83,17 +84,20 @@ class Peak:
 def report_metrics(
     samples: Sequence[RankSample], num_records: int, num_skipped: int, peak: Peak | None
 ) -> dict[str, Any]:
-    """Return a telemetry report: values over all ranks, and by rank under ``ranks``.
+    """Return a telemetry report: metrics of the job, and under ``ranks`` of each rank.
 
-    ``samples`` has one entry per rank. ``num_records``: records of all replicas. ``num_skipped``: skipped steps of the run.
-    ``peak``: the device's peak FLOP/s; None if not measured.
+    Args:
+        samples: one per rank.
+        num_records: number of records in these batches over all replicas.
+        num_skipped: optimizer steps skipped in the run so far.
+        peak: the device's peak FLOP/s; None if not measured.
     """
     times = [sample.times_ms() for sample in samples]
     metrics: dict[str, Any] = {}
     ranks: dict[str, list[float | int | None]] = {}
     for name in _names(times):
         ranks[name] = [found.get(name) for found in times]
-        # If a rank does not have a phase, the phase counts as 0 for this rank.
+        # The mean over all ranks; a phase that a rank does not have counts as 0.
         metrics[name] = statistics.fmean(found.get(name, 0.0) for found in times)
     for name in _names([sample.memory_bytes for sample in samples]):
         ranks[name] = [sample.memory_bytes.get(name) for sample in samples]
@@ -121,9 +125,9 @@ def _names(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def tokens_of(samples: Sequence[RankSample]) -> int | None:
-    """Return the number of tokens over all replicas; None if one replica's is unknown.
+    """Return the number of tokens over all replicas; None if unknown for a replica.
 
-    Ranks of one replica read the same records, or none; the records count once.
+    Records that several ranks of a replica read are counted once.
     """
     by_replica: dict[int, int | None] = {}
     for sample in samples:
@@ -136,7 +140,7 @@ def tokens_of(samples: Sequence[RankSample]) -> int | None:
 
 
 def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str, float]:
-    """Return TFLOPS per device, MFU and HFU (if ``peak`` is known); {} without FLOPs."""
+    """Return TFLOPS per device and, given ``peak``, MFU and HFU; {} without FLOPs."""
     counted = [sample.flops for sample in samples if sample.flops is not None]
     first = samples[0]
     if len(counted) < len(samples) or not first.num_batches or not sum(total for total, _ in counted):
@@ -151,9 +155,9 @@ def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str,
 
 
 def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
-    """Return the rank whose own work takes clearly longest; None without a straggler.
+    """Return the straggler, a rank that works clearly longer than the median; or None.
 
-    ``works_ms`` has, by rank, the time of work that precedes any wait for other ranks. ``batch_ms`` is the time of a batch.
+    ``works_ms`` has each rank's time in phases without waiting for other ranks, ``batch_ms`` is the duration of a batch.
     """
     if len(works_ms) < 2:
         return None
@@ -165,7 +169,7 @@ def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """Sums of all ranks' samples since the process began, without the first batch."""
+    """Sums of all ranks' samples since the start of the process."""
 
     num_batches: int = 0
     seconds: float = 0.0
@@ -186,7 +190,7 @@ class RunTotals:
         tokens = tokens_of(samples)
         self.num_tokens = None if tokens is None or self.num_tokens is None else self.num_tokens + tokens
         for parts, sample in zip(self._part_s, samples, strict=True):
-            # "batch" is each rank's own time, which may include waiting for the rank that writes a report.
+            # A rank's time for "batch" may include its wait for rank 0, which writes reports.
             parts["batch"] = parts.get("batch", 0.0) + sample.seconds
             if sample.data_wait_s is not None:
                 parts["data_wait"] = parts.get("data_wait", 0.0) + sample.data_wait_s
@@ -198,7 +202,7 @@ class RunTotals:
         return bool(self.num_batches) and all(sample.flops is not None for sample in self._newest)
 
     def to_json(self, peak: Peak | None) -> dict[str, Any]:
-        """Return the content of ``telemetry.json``, from which the run's summary is made."""
+        """Return the content of ``telemetry.json``, the input of ``summary_rows``."""
         document: dict[str, Any] = {"num_batches": self.num_batches, "seconds": self.seconds}
         if self.num_batches:
             document["clock"] = self._newest[0].clock

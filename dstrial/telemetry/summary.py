@@ -1,7 +1,4 @@
-"""Format a run's telemetry for the end of its output: speed, FLOPs, memory; pure.
-
-The input is the document of ``RunTotals.to_json``. Unknown values are shown as unknown or left out, never estimated.
-"""
+"""Format the telemetry summary that is printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _WORDS = {
     "step_ms": "step",
     "stages_ms": "other stages",
 }
-# Phases in which a rank does not wait for other ranks; a fast rank's backward and step include its wait for a slow rank.
+# Phases without waiting for other ranks; backward and step include the wait for the slowest rank.
 _OWN_WORK = ("data_wait_ms", "forward_ms")
 
 _MEMORY = (
@@ -29,12 +26,12 @@ _MEMORY = (
 _MAX_RANKS = 8
 _SMALLEST_SHARE = 0.005
 
-# Columns of the memory table. ``peak`` is the maximum of all tensors on the device; the parts may reach theirs at other times.
+# Columns of the memory table. Each is a maximum, ``peak`` that of all tensors on the device; their times may differ.
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
 
 _MIB = 2**20
 _NOTABLE_BYTES = 100 * _MIB
-# DeepSpeed's default bucket has 500 million elements, however small the model.
+# A row that explains large buffers: DeepSpeed's default bucket has 500 million elements, even for small models.
 _BUFFERS = (
     "  buffers",
     "mostly DeepSpeed's for messages: as large as zero_optimization.reduce_bucket_size says, used or not",
@@ -45,10 +42,9 @@ _KEY_OF = {**{part: f"{part}_bytes" for part in PARTS}, "peak": "tensors_peak_by
 def summary_rows(
     document: Mapping[str, Any], predicted: Sequence[Mapping[str, float]] = ()
 ) -> list[tuple[str, str]]:
-    """Return (name, text) of each summary line; [] for a run of one batch.
+    """Return (name, text) of each summary line; [] for a run of only one batch.
 
-    ``document`` is the run's ``telemetry.json``. ``predicted`` has, per pipeline stage, part of the memory -> bytes that a dry
-    run predicted.
+    ``document`` is the result of ``RunTotals.to_json``; ``predicted`` is as in ``memory_rows``.
     """
     if not document.get("num_batches"):
         return []
@@ -57,7 +53,7 @@ def summary_rows(
     rows = [("speed", _speed(document, batch_ms)), ("step time", _parts(document, ranks))]
     own_work = [sum(parts.get(name, 0.0) for name in _OWN_WORK) for parts in ranks]
     slow = slowest_rank(own_work, batch_ms)
-    # Pipeline stages do different work, so their times are not compared.
+    # Ranks of a pipeline are not compared, because its stages do different work.
     if slow is not None and not any("stages_ms" in parts for parts in ranks):
         others = statistics.median_low(own_work)
         rows.append(
@@ -159,7 +155,7 @@ def _bytes(value: int) -> str:
 
 
 def parts_of(counters: Mapping[str, Any]) -> dict[str, float]:
-    """Return memory part -> bytes from a rank's counters; empty if not measured."""
+    """Return column of the memory table -> bytes for a rank; {} if not measured."""
     found = {part: counters.get(key) for part, key in _KEY_OF.items()}
     if found["parameters"] is None:
         return {}
@@ -176,8 +172,8 @@ def memory_rows(
 
     Args:
         ranks: ``RankSample.memory_bytes`` by rank.
-        predicted: memory part -> predicted bytes, per pipeline stage (one without a pipeline); empty without a prediction.
-        shows_all: show every rank, not only the first one and the one with the most memory.
+        predicted: for each pipeline stage (one without a pipeline), column -> bytes predicted by a dry run; may be empty.
+        shows_all: show every rank, instead of rank 0 and the rank with the most memory.
     """
     measured = {rank: found for rank, one in enumerate(ranks) if (found := parts_of(one))}
     if not measured:

@@ -1,1 +1,1 @@
-"""Test helpers, also for users: run a function or script on several CPU ranks."""
+"""Test helpers: run a function or script on several CPU ranks; run a master."""

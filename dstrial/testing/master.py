@@ -1,4 +1,4 @@
-"""Run a real master in a test: ``dstrial up`` with separate state, login and port."""
+"""Run dstrial's master in a test, with its own state directory, login and port."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _DEADLINE_S = 120.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterForTest:
-    """A running master of a test, with commands against it.
+    """dstrial's master of a test, with methods that run commands against it.
 
     Attributes:
         state: the master's state directory.
-        env: variables with which ``det``, the SDK and ``dstrial`` connect to this master only.
-        up_arguments: arguments of ``dstrial up``, for a restart.
+        env: environment variables with which ``det``, Determined's SDK and ``dstrial`` connect to this master.
+        up_arguments: arguments of ``dstrial up``, which a restart uses again.
     """
 
     state: StateDirectory
@@ -36,10 +36,10 @@ class MasterForTest:
 
     @property
     def record(self) -> MasterRecord:
-        """The address, process and ids of the current or last master process.
+        """Address, pid, start time and ids of the current or last master process.
 
         Raises:
-            MasterError: no master has ever run.
+            MasterError: the master was never started.
         """
         record = self.state.read_record()
         if record is None:
@@ -85,7 +85,7 @@ class MasterForTest:
         return self.record
 
     def kill(self) -> None:
-        """Kill the master with SIGKILL and wait for its exit; trials continue."""
+        """Kill the master with SIGKILL; wait for its exit. Its trials continue to run."""
         record = self.record
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, signal.SIGKILL)
@@ -112,7 +112,7 @@ def master_for_test(
         directory: an existing directory for all files of the master.
         num_slots: number of slots of the master.
         options: further arguments of ``dstrial up``.
-        env: further variables, for the master and for commands against it.
+        env: further environment variables, for the master and for commands against it.
 
     Raises:
         MasterError: the master does not start or stop; the message is the command's output.

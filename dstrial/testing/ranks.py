@@ -1,7 +1,6 @@
 """Run a function or script on several CPU ranks, in processes, with a deadline.
 
-For tests of your own distributed code, without a launcher. Ranks get torchrun's variables. Processes that
-the ranks leave behind are killed. ::
+For tests of your own distributed code, without a launcher. Ranks get torchrun's environment variables::
 
     def mean_rank(offset):
         ...
@@ -39,11 +38,8 @@ class RankResult:
     """The exit code, output and return value of one rank.
 
     Attributes:
-        rank: the rank's number.
         exit_code: exit code as in ``subprocess``, negative if a signal ended the rank.
-        stdout: the rank's standard output.
-        stderr: the rank's standard error.
-        value: the function's return value; None for a script or a failed rank.
+        value: the function's return value; None for a script and for a failed rank.
     """
 
     rank: int
@@ -54,10 +50,10 @@ class RankResult:
 
 
 class RanksFailedError(AssertionError):
-    """A rank failed or the deadline passed; the message holds every rank's output.
+    """A rank failed or the deadline passed; the message has every rank's output.
 
     Args:
-        problem: description of the failure, in one line.
+        problem: description of the failure in one line.
         results: one per rank.
     """
 
@@ -85,7 +81,7 @@ def run_function(
         num_ranks: number of ranks, on this machine.
         args: picklable arguments, the same for all ranks.
         deadline_s: seconds after which the ranks are killed and their stacks printed.
-        env: further variables; they override the rank's own variables.
+        env: further environment variables, which override those of torchrun.
         check: whether a failing rank raises an error.
 
     Returns:
@@ -128,7 +124,7 @@ def run_script(
 
 
 def rank_environ(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would give a CPU rank on this machine."""
+    """Return torchrun's environment variables for a CPU rank on this machine."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -174,9 +170,9 @@ def _run(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, *, is_failure_final: bool) -> bool:
-    """Wait until all ranks have exited; return False if ``deadline_s`` has passed.
+    """Wait until all ranks have exited; return False after ``deadline_s`` seconds.
 
-    If ``is_failure_final``, the wait ends 10 s after the first failure, and returns True.
+    With ``is_failure_final``, the wait also ends 10 s after a rank has failed, and returns True.
     """
     give_up_at_s = time.monotonic() + deadline_s
     is_failing = False

@@ -1,4 +1,4 @@
-"""The trial's context: hyperparameters, engine registration, batch and epoch."""
+"""``DeepSpeedTrialContext``: a trial's config, engines, position and stop request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _making_writer = threading.Lock()
 
 
 class _RuntimeAttribute:
-    """Maps a private attribute of Determined's context to one of ``TrialRuntime``."""
+    """Descriptor that maps an attribute of Determined's name to ``TrialRuntime``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,7 +59,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         device: the torch device of this rank, chosen through DeepSpeed's accelerator interface.
         models: the wrapped engines, in the order of wrapping.
 
-    Source: the public surface of ``determined.pytorch.deepspeed.DeepSpeedTrialContext`` 0.38.1, and its private attributes.
+    Source: the attributes of ``determined.pytorch.deepspeed.DeepSpeedTrialContext`` 0.38.1.
     """
 
     _core = _RuntimeAttribute("core")
@@ -125,15 +125,15 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- metrics -------------------------------------------------------------------------------------
 
     def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
-        """Reduce the values collected by the wrapped reducers on all ranks.
+        """Return the metrics of the wrapped reducers, reduced over all ranks.
 
-        ``for_training`` selects the training reducers, otherwise the validation reducers. If the run resumed with fewer ranks,
+        ``for_training`` selects the training reducers instead of the validation reducers. If the run resumed with fewer ranks,
         training metrics include the saved values of the missing ranks.
 
         Returns:
             Metric name -> result of ``cross_slot_reduce``, equal on every rank.
 
-        Ranks: all, collectively; no communication if no reducer is wrapped.
+        Ranks: all, collectively.
         """
         reducers = [
             wrapped
@@ -151,7 +151,6 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     @property
     def _collects_copies(self) -> bool:
-        """Whether another rank's reducers collect the same values, as with AutoTP."""
         return not (
             self._runtime.mpu.should_report_metrics or self._use_pipeline_parallel or self._called_set_mpu
         )
@@ -161,9 +160,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def wrap_model_engine(self, model: Any) -> Any:
         """Register a DeepSpeed engine for training and checkpoints, and check its config.
 
-        The check uses the engine's actual parallel sizes. The first engine determines the batch sizes. If it is a
-        pipeline engine, it also determines which ranks read records and report metrics. A resumed run keeps the saved
-        ``train_batch_size``: if the config gives another one, micro batch size and accumulation steps change.
+        The first engine determines the batch sizes, and which ranks read records and report metrics. A resumed run keeps the
+        checkpoint's ``train_batch_size``; micro batch size and accumulation steps are changed accordingly.
 
         Args:
             model: the engine, the first result of ``deepspeed.initialize``.
@@ -173,8 +171,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             iterator; they then use the trial's loader.
 
         Raises:
-            ConfigError: the DeepSpeed config is invalid for these sizes, or a hyperparameter search varies a config
-            section that an argument of ``deepspeed.initialize`` overrides.
+            ConfigError: the DeepSpeed config is invalid for the engine's parallel sizes, or a hyperparameter search varies a
+                config section that an argument of ``deepspeed.initialize`` overrides.
 
         Ranks: all, with the engines in the same order.
         """
@@ -191,7 +189,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             if dims.is_pipeline:
                 self._runtime.mpu = make_deepspeed_mpu(adapter.topology)
             else:
-                # Tensor-parallel ranks compute the same results, so the first one's are those of the replica.
+                # Tensor-parallel ranks compute the same results, so only the first rank of each replica reports metrics.
                 is_first = engines.checkpoint_part(model) == 0
                 self._runtime.mpu = ModelParallelUnit(
                     adapter.data_parallel_rank, adapter.data_parallel_world_size, is_first, True
@@ -212,16 +210,16 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
-        """Set the checkpoint's batch sizes on an engine; return the config's settings.
+        """Set the checkpoint's batch sizes on an engine, if the run resumes.
 
-        These are the settings that the user gave (``given_settings``).
+        Returns the sizes and class names given in the engine's config (``given_settings``).
         """
         if self._runtime.resumed is None:
             return given_settings(engines.config_of(engine))
         return self._runtime.resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
 
     def _check_config(self, engine: Any, dims: ParallelDims) -> None:
-        # Accelerate 1.15 sets DeepSpeed's steps_per_print to infinity.
+        # Accelerate 1.15 sets steps_per_print to infinity, which the check would reject.
         config = {key: value for key, value in engine.config.items() if value != math.inf}
         where = f"DeepSpeed config of engine {len(self.models)}"
         stage = int(engine.zero_optimization_stage())
@@ -298,7 +296,6 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 raise ConfigError([problem])
 
     def _searched_below(self, section: str, engine: Any) -> list[str]:
-        """Return the searched values in a config section that ``engine`` does not use."""
         specs = (self._runtime.exp_conf or {}).get("hyperparameters") or {}
         hparams = self._runtime.given_hparams or {}
         found = []
@@ -311,7 +308,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
         """Set the rank layout for custom model parallelism; call it once.
 
-        ``mpu`` says which replica this rank belongs to, and whether the rank reads records and reports metrics.
+        ``mpu`` says which data-parallel replica this rank belongs to, and whether the rank reads records and reports metrics.
 
         Raises:
             TrialContractError: no engine is wrapped yet, or ``set_mpu`` was called before.
@@ -343,7 +340,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         self._runtime.accumulates_itself = True
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow any loader class; the user then does shuffling and sharding."""
+        """Allow loaders of any class; your loader must then shuffle and shard the data."""
         self._runtime.repro_checks_disabled = True
 
     def _first_adapter(self, asked: str) -> EngineAdapter:
@@ -358,28 +355,21 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._first_adapter("the micro batch size").micro_batch_size
 
     def get_data_parallel_rank(self) -> int:
-        """Return the index, from 0, of this rank's replica.
-
-        Each replica reads other records.
-        """
+        """Return the index, from 0, of this rank's data-parallel replica."""
         self._first_adapter("the data-parallel rank")
         return self._runtime.mpu.data_parallel_rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the number of replicas, among which your own loader divides the records."""
+        """Return the number of data-parallel replicas, each of which reads other records."""
         self._first_adapter("the number of replicas")
         return self._runtime.mpu.data_parallel_world_size
 
     def get_num_micro_batches_per_slot(self) -> int:
-        """Return the first engine's ``gradient_accumulation_steps``.
-
-        This is the number of micro batches that each replica trains per optimizer step.
-        """
+        """Return the first engine's gradient accumulation steps: micro batches per step."""
         return self._first_adapter("the number of micro batches").micro_batches_per_batch
 
     @property
     def _train_micro_batch_size_per_gpu(self) -> int | None:
-        """Micro batch size under Determined's private name; None without an engine."""
         return self._runtime.adapters[0].micro_batch_size if self._runtime.adapters else None
 
     @property
@@ -409,11 +399,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- data ----------------------------------------------------------------------------------------
 
     def to_device(self, data: Any) -> pytorch.TorchData:
-        """Move tensors and arrays, also nested ones, to this rank's device.
+        """Move tensors and arrays to this rank's device, in lists, tuples and dicts too.
 
-        Containers may be lists, tuples and dicts. Tensors in pinned memory, as from ``dstrial.DataLoader``, are copied
-        asynchronously: do not overwrite pinned memory before its copy is complete. Other objects are returned unchanged, with
-        one warning per type.
+        Tensors in pinned memory, such as those of ``dstrial.DataLoader``, are copied asynchronously: do not overwrite the
+        pinned memory before the copy is complete. Objects without a ``to`` method are returned unchanged, with a warning.
         """
         return to_device(data, self.device, self._to_device_warned_types)
 
@@ -494,22 +483,22 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     ) -> dict[str, Any]:
         """Return a config for ``deepspeed.initialize``, with overwrites and batch sizes.
 
-        Unlike ``overwrite_deepspeed_config``, it computes every batch size that is missing or ``"auto"`` for the current
-        number of replicas. A resumed run keeps the checkpoint's ``train_batch_size``.
+        Unlike ``overwrite_deepspeed_config``, this computes missing and ``"auto"`` batch sizes for the current number of
+        replicas. A resumed run keeps the checkpoint's ``train_batch_size``.
 
         Args:
-            name: the hyperparameter that has the config, or the path of its JSON file.
-            overwrite: the hyperparameter that has overwrites for the config; may be missing.
-            model_parallel_size: ranks per replica: pipeline stages times tensor-parallel size. None means the sizes in
-            ``data.dstrial`` and in the config (AutoTP, ``sequence_parallel_size``), as in ``dstrial check``.
+            name: name of the hyperparameter whose value is the config or the path of a JSON file.
+            overwrite: name of the hyperparameter whose value overwrites parts of the config; may not exist.
+            model_parallel_size: ranks per replica: pipeline stages times tensor-parallel size. By default computed from
+                ``data.dstrial`` and from the config's tensor- and sequence-parallel sizes.
 
         Returns:
             A new dict.
 
         Raises:
-            ConfigError: the batch equation has no solution, the ranks cannot be divided into replicas of that size, or
-            ``data.dstrial`` contradicts ``model_parallel_size``.
-            ValueError: the hyperparameter does not exist.
+            ConfigError: the batch sizes contradict each other or the number of replicas, the ranks cannot be divided into
+                replicas of that size, or ``data.dstrial`` contradicts ``model_parallel_size``.
+            ValueError: hyperparameter ``name`` does not exist.
 
         Not in Determined.
         """
@@ -531,15 +520,14 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         )
         resolved = resolve_batch(merged, data_parallel_size) if kept is None else kept
         if config_sizes(merged).get("model_parallel_size", 1) > 1:
-            # Under ZeRO 3, DeepSpeed checks the equation with all ranks and with the replicas of AutoTP.
+            # With AutoTP under ZeRO 3, DeepSpeed checks train_batch_size twice: against all ranks, and against the replicas.
             resolved.pop("train_batch_size", None)
         return resolved
 
     def get_global_batch_size(self) -> int:
-        """Return hyperparameter ``global_batch_size``, rounded to a multiple of the slots.
+        """Return hyperparameter ``global_batch_size``, rounded down.
 
-        The value is rounded down. DeepSpeed does not use it: DeepSpeed's batch size is ``train_batch_size`` of the DeepSpeed
-        config.
+        The result is a multiple of the number of ranks. DeepSpeed does not use it, but ``train_batch_size`` of its config.
         """
         if self._global_batch_size is None:
             raise ValueError(
@@ -548,7 +536,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._global_batch_size
 
     def get_per_slot_batch_size(self) -> int:
-        """Return hyperparameter ``global_batch_size`` divided by the slots, rounded down."""
+        """Return hyperparameter ``global_batch_size`` divided by the ranks, rounded down."""
         if self._per_slot_batch_size is None:
             raise ValueError(
                 "the hyperparameter global_batch_size is not set; pass it in hparams to dstrial.init()."
@@ -556,11 +544,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._per_slot_batch_size
 
     def get_experiment_id(self) -> int:
-        """Return the experiment's number on the master; 0 without a master."""
+        """Return the experiment's id on the master; 0 without a master."""
         return int(self._runtime.core.train._exp_id)  # Determined has no public name for it
 
     def get_trial_id(self) -> int:
-        """Return the trial's number on the master; 0 without a master."""
+        """Return the trial's id on the master; 0 without a master."""
         return int(self._runtime.core.train._trial_id)
 
     def get_trial_seed(self) -> int:
@@ -581,7 +569,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         """Return this rank's ``SummaryWriter``; the first call creates it."""
         with _making_writer:  # user code and the report writer may call this from different threads
             if self._runtime.tensorboard_writer is None:
-                # TensorBoard imports boto3, fsspec and protobuf: half of the cost of a first report.
+                # TensorBoard imports boto3, fsspec and protobuf, which takes half of the time of the first report.
                 with collector.paused():
                     from torch.utils.tensorboard import SummaryWriter
 
@@ -613,7 +601,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.is_stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Request that all ranks save a checkpoint and stop; one rank's request is enough."""
+        """Request or withdraw a stop: if any rank requests it, all save and stop."""
         if not isinstance(stop_requested, bool):
             raise AssertionError("stop_requested must be a boolean")
         if stop_requested:
@@ -622,7 +610,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
 
 def runtime_of(context: DeepSpeedTrialContext) -> TrialRuntime:
-    """Return a context's ``TrialRuntime``; for loop, trainer and integrations only."""
+    """Return a context's internal state; not for user code."""
     return context._runtime
 
 

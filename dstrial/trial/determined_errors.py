@@ -1,6 +1,4 @@
-"""dstrial errors that are also subclasses of the errors Determined raises.
-
-Tracebacks show the name of the base class in ``dstrial.errors``, which itself does not import Determined.
+"""Errors of dstrial that are also instances of the errors which Determined raises.
 
 Source: determined 0.38.1, ``pytorch/deepspeed/_deepspeed_context.py`` and ``_deepspeed_trial.py``.
 """
@@ -12,9 +10,9 @@ from determined import errors
 from dstrial.errors import TrialContractError
 
 
-# Determined's class is a BaseException; TrialContractError as first base makes this class an Exception.
+# Determined's class is only a BaseException; TrialContractError makes this class an Exception.
 class InvalidTrialError(TrialContractError, errors.InvalidExperimentException):  # type: ignore[misc]  # untyped
-    """The trial is invalid, for example has no engine.
+    """The trial is invalid, for example because it has no engine.
 
     Also an ``InvalidExperimentException`` of Determined.
     """
@@ -25,13 +23,13 @@ class MetricNamesError(InvalidTrialError, ValueError):
 
 
 class SearcherMetricError(TrialContractError, RuntimeError):
-    """The searcher's metric is missing or not a number; also a ``RuntimeError``."""
+    """Metric ``searcher.metric`` is missing or not a number; also a ``RuntimeError``."""
 
 
 class ForeignLoaderError(TrialContractError, RuntimeError):
-    """A loader is not ``dstrial.DataLoader`` and was not allowed.
+    """A loader is no ``DataLoader`` of dstrial or Determined; also a ``RuntimeError``.
 
-    Also a ``RuntimeError``.
+    ``context.disable_dataset_reproducibility_checks()`` allows other loaders.
     """
 
 
@@ -40,7 +38,7 @@ class FullDatasetError(TrialContractError, TypeError):
 
 
 class AccumulationError(TrialContractError, AssertionError):
-    """``train_batch`` trained too few or too many micro batches.
+    """``train_batch`` trained a wrong number of micro batches.
 
     Also an ``AssertionError``.
     """
@@ -55,7 +53,7 @@ class _Internal(errors.InternalException):  # type: ignore[misc]  # untyped
 
 
 class NotTrainingError(TrialContractError, _Internal):
-    """Batch or epoch number was requested before training.
+    """The current batch or epoch was requested before training, or is unknown.
 
     Also an ``InternalException`` of Determined.
     """

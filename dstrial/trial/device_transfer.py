@@ -1,4 +1,4 @@
-"""``DataLoader`` with pinned memory; ``to_device`` with asynchronous copies."""
+"""``DataLoader`` with pinned memory; asynchronous copies to a device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships no types
     """Determined's ``DataLoader``, which pins memory if there is an accelerator.
 
-    With pinned memory, ``context.to_device`` copies records while the device computes. An explicit ``pin_memory`` is obeyed.
-    All other arguments and their defaults are those of ``determined.pytorch.DataLoader``.
+    ``context.to_device`` copies pinned memory while the device computes. Arguments and their defaults are those of
+    ``determined.pytorch.DataLoader``, except for the default of ``pin_memory``.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships 
 
 
 def should_pin() -> bool:
-    """Return whether pinned memory is useful: torch has an accelerator other than MPS.
+    """Return whether torch has an accelerator for which pinned memory is useful.
 
-    Source: torch 2.13 utils/data/dataloader.py, ``_BaseDataLoaderIter``: without an accelerator ``pin_memory=True`` warns.
+    MPS is none. Source: torch 2.13 ``utils/data/dataloader.py`` warns of ``pin_memory=True`` without an accelerator.
     """
     if not has_accelerator(os.environ) or not num_torch_accelerators():
         return False
@@ -75,9 +75,9 @@ def should_pin() -> bool:
 def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
     """Move tensors and arrays, nested in lists, tuples and dicts, to a device.
 
-    Tensors in pinned memory are copied asynchronously: later device work waits for the copy, and torch keeps the pinned memory
-    until the copy is done. Other tensors are copied by ``.to(device)``. Other objects are moved by their ``to`` method. A type
-    without that method causes one warning and is added to ``warned_types``.
+    Tensors in pinned memory are copied asynchronously; work that is enqueued later on the device waits for the copy. Other
+    objects are moved by their ``to`` method, if they have one. Otherwise they are returned unchanged, with one warning per type,
+    which is then added to ``warned_types``.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=_is_pinned(value, device))
@@ -86,7 +86,7 @@ def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
     if isinstance(value, list):
         return [to_device(item, device, warned_types) for item in value]
     if isinstance(value, PackedSequence):
-        packed: Any = value  # the overloads do not accept this device type
+        packed: Any = value  # torch's type hints do not accept a torch.device here
         return packed.to(device, non_blocking=_is_pinned(value.data, device))
     if isinstance(value, tuple):
         moved = (to_device(item, device, warned_types) for item in value)
@@ -95,16 +95,16 @@ def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
         return torch.from_numpy(value).to(device)
     if callable(getattr(value, "to", None)):
         return _moved_by_itself(value, device)
-    return pytorch.to_device(value, device, warned_types)  # this call logs the warning
+    return pytorch.to_device(value, device, warned_types)  # returns the value and logs the warning
 
 
 def _is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:
-    # An asynchronous copy from device to pinned memory could be read before it is complete.
+    # False for copies to the CPU: the host could read the target before an asynchronous copy is complete.
     return device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
 
 
 def _moved_by_itself(value: Any, device: torch.device) -> Any:
-    """Move an object by its ``to`` method; a mapping of pinned tensors asynchronously."""
+    """Return ``value.to(device)``; asynchronous for a mapping of pinned tensors."""
     held = list(value.values()) if isinstance(value, Mapping) else []
     if held:
         tensors = [item for item in held if isinstance(item, torch.Tensor)]

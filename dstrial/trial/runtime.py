@@ -1,4 +1,4 @@
-"""Internal state of a trial's context (``TrialRuntime``), and a rank's roles."""
+"""Internal state of a trial's context; a rank's roles (``ModelParallelUnit``)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ logger = logging.getLogger("dstrial.trial")
 
 @dataclasses.dataclass
 class ModelParallelUnit:
-    """This rank's replica and roles in a model-parallel job.
+    """A rank's data-parallel replica; whether the rank reads data, reports metrics.
 
-    Pass an instance to ``context.set_mpu`` only for model parallelism outside DeepSpeed. For data-parallel and
-    pipeline engines, ``context.wrap_model_engine`` creates the unit.
+    Pass one to ``context.set_mpu`` only if you implement model parallelism without DeepSpeed. For DeepSpeed's data and pipeline
+    parallelism, ``context.wrap_model_engine`` creates it.
 
     Attributes:
         data_parallel_rank: index of this rank's replica, from 0.
         data_parallel_world_size: number of replicas.
-        should_report_metrics: whether this rank's results of ``train_batch`` and ``evaluate_batch`` are used. In
-            a pipeline this is true on the last stage, which has the loss.
-        should_build_data_loader: whether this rank reads records. In a pipeline the first and last stage do.
+        should_report_metrics: whether this rank's results of ``train_batch`` and ``evaluate_batch`` are used; in a
+            pipeline only on the last stage.
+        should_build_data_loader: whether this rank reads records; in a pipeline only on the first and last stage.
     """
 
     data_parallel_rank: int
@@ -43,7 +43,7 @@ class ModelParallelUnit:
 
 
 def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParallelUnit:
-    """Return the unit of pure data parallelism, in which every rank is a replica."""
+    """Return this rank's unit for pure data parallelism: every rank is a replica."""
     return ModelParallelUnit(
         data_parallel_rank=dist_context.get_rank(),
         data_parallel_world_size=dist_context.get_size(),
@@ -53,9 +53,9 @@ def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParall
 
 
 def make_deepspeed_mpu(topology: Any) -> ModelParallelUnit:
-    """Return the unit of this rank in a pipeline; ``topology`` is ``engine.mpu``.
+    """Return this rank's unit for a pipeline engine.
 
-    Unlike in Determined, only the last stage reports metrics, because it computes the loss.
+    ``topology`` is ``engine.mpu``. Unlike in Determined, only the last stage, which has the loss, reports metrics.
     """
     stage = topology.get_pipe_parallel_rank()
     last_stage = topology.get_pipe_parallel_world_size() - 1
@@ -70,22 +70,23 @@ def make_deepspeed_mpu(topology: Any) -> ModelParallelUnit:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TrialRuntime:
-    """Internal state of one context; get it with ``runtime_of``.
+    """Internal state of a ``DeepSpeedTrialContext``; get it with ``runtime_of``.
 
     Attributes:
-        core: Determined's Core API, on a cluster or on a run directory; already entered.
+        core: Determined's core context; without a master, one that uses a run directory. Already entered.
         engines: the wrapped engines, in the order of wrapping; the same list as ``context.models``.
-        given_settings: for each engine, the settings that its config gave, as in ``EngineRecord.given``.
+        given_settings: for each engine, the batch sizes, parallel sizes and class names given in its config.
         wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
-        reductions_of_absent_ranks: training reducers' values for the next report, of saved ranks that this run does not have.
-        given_hparams: hyperparameters as given by the user; None without any.
-        hparams: hyperparameters for the trial, with the batch size of the resumed checkpoint.
-        trial_seed: the trial's seed; None without a cluster and without a configured seed.
+        reductions_of_absent_ranks: if the run resumed with fewer ranks, saved values of the missing ranks' training reducers,
+            for the next report.
+        given_hparams: hyperparameters as given by the user; None if not given.
+        hparams: like ``given_hparams``, but with batch sizes that keep the resumed checkpoint's.
+        trial_seed: the trial's seed; None if not configured.
         steps_completed: batches trained before this process, or in the checkpoint that ``fit`` resumes from.
-        resumed: the checkpoint whose batch size the run keeps; None for a new run.
+        resumed: the run that wrote the checkpoint to resume from, whose batch size is kept; None for a new run.
         mpu: this rank's replica and roles.
-        accumulates_itself: whether ``train_batch`` trains a whole batch (``disable_auto_grad_accumulation``).
-        stop_signals: stop signals to this process; None if nothing collects them.
+        accumulates_itself: whether one ``train_batch`` call trains a whole batch (``disable_auto_grad_accumulation``).
+        stop_signals: records SIGTERM and Ctrl-C as stop requests; None if not set up.
         own_run: on rank 0, the run directory whose ``run.json`` this script updates; None if a launcher updates it.
         is_own_run: whether this script, not a launcher, updates ``run.json``; equal on all ranks.
         current_batch_idx: the current batch, counted from 0 over the whole run; None before training.
@@ -126,7 +127,7 @@ class TrialRuntime:
 
     @property
     def adapter(self) -> EngineAdapter:
-        """Adapter of the first engine, which determines the batch sizes."""
+        """``EngineAdapter`` of the first engine, which determines the batch sizes."""
         return self.adapters[0]
 
     @property
@@ -142,27 +143,24 @@ class TrialRuntime:
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether, for any engine, all replicas must call forward equally often."""
+        """Whether a forward pass of any engine needs all ranks, as in ZeRO 3."""
         return any(adapter.forward_is_collective for adapter in self.adapters)
 
     @property
     def kept_reports(self) -> LocalTrainContext | None:
-        """The train context that writes reports to a run directory, or None.
-
-        None if reports go only to a master.
-        """
+        """The ``core.train`` that writes to a run directory; None if only a master does."""
         train = self.core.train
         return train if isinstance(train, LocalTrainContext) else None
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether reports go to a master as well as a run directory (``dstrial run``)."""
+        """Whether reports go to both a master and a run directory (``dstrial run``)."""
         kept = self.kept_reports
         return kept is not None and kept.cluster is not None
 
     @property
     def is_measured(self) -> bool:
-        """Whether dsat measures this trial; dstrial's own instruments are then off."""
+        """Whether the autotuner (dsat) measures this trial, so that telemetry is off."""
         return bool((self.hparams or {}).get(AROUND_FIT_KEY))
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
@@ -174,12 +172,12 @@ class TrialRuntime:
             adapter.set_training(training)
 
     def newest_checkpoint(self) -> str | None:
-        """Return the uuid of the newest checkpoint of a run without a cluster.
+        """Return the uuid of the newest complete checkpoint in the run directory.
 
-        None if the script itself created the run and no checkpoint exists: the same script starts and resumes a run.
+        Returns None for a run directory of this script (``is_own_run``) without any checkpoint.
 
         Raises:
-            CheckpointNotFoundError: the run has no complete checkpoint, although one is expected.
+            CheckpointNotFoundError: the run was made by a launcher or has only incomplete checkpoints.
         """
         newest = self.core.checkpoint.newest()
         if newest is None and self.is_own_run and not any(self.core.run_directory.checkpoints_path.iterdir()):
@@ -199,9 +197,9 @@ class TrialRuntime:
             writer.close()
 
     def checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
-        """Return checkpoint metadata, with which a resumed run compares its config.
+        """Return metadata to save in a checkpoint, for the comparison with a later config.
 
-        ``layouts`` says, for each engine, how its state is split over ranks; ``trial_id`` is the id of the trial that saves.
+        ``layouts`` has each engine's ``Layout`` as JSON; ``trial_id`` is the id of the trial that saves.
         """
         saved = self.resumed.saved.engines if self.resumed is not None else ()
         engines = []

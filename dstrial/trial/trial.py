@@ -1,4 +1,4 @@
-"""``DeepSpeedTrial``, the base class of user trials; the loop calls its methods."""
+"""``DeepSpeedTrial``, the base class of user trials."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dstrial.trial.context import DeepSpeedTrialContext
 
 
 def tokens_in(micro_batch: Any) -> int | None:
-    """Return the number of elements of ``input_ids`` in a micro batch, or None.
+    """Return the number of elements of ``input_ids`` in a micro batch, with padding.
 
-    Padding counts. None if the micro batch has no ``input_ids``: other integer tensors may not be tokens.
+    Returns None if the micro batch, or the first item of a tuple or list, is no mapping with this key.
     """
     if isinstance(micro_batch, (tuple, list)) and micro_batch and isinstance(micro_batch[0], Mapping):
         micro_batch = micro_batch[0]
@@ -30,7 +30,7 @@ def tokens_in(micro_batch: Any) -> int | None:
 
 
 class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined ships no usable types for it
-    """Makes Determined's harness fail with a message that tells the right entrypoint."""
+    """Makes Determined's harness fail with a message that names the right entrypoint."""
 
     @classmethod
     def pre_execute_hook(cls, env: Any, distributed_backend: Any) -> None:  # noqa: ARG003  # Determined's hook
@@ -41,21 +41,21 @@ class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined 
 
 
 class Checkpointable:
-    """Base class of trials and adapters, which save and load a context's engines."""
+    """Saves and loads all engines of a context; base class of trials."""
 
     _saves_engines_by_tag = False
-    """Whether an overridden ``save`` still writes every engine through DeepSpeed with tag ``_engine_tag``."""
+    """Set to True by a subclass that overrides ``save`` and still saves engine *i* under the tag ``_engine_tag(i)``."""
 
     def save(self, context: DeepSpeedTrialContext, path: pathlib.Path) -> None:
-        """Write all engines below ``path``, engine *i* with tag ``model<i>``. Ranks: all.
+        """Write all engines below ``path``, engine *i* with DeepSpeed's tag ``model<i>``.
 
-        Override this method to save more state; then override ``load`` too.
+        To save more state, override ``save`` and ``load``. Ranks: all, collectively.
         """
         for engine_idx, engine in enumerate(context.models):
             state.save_engine(engine, path, f"model{engine_idx}")
 
     def load(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Load the files that ``save`` wrote. Ranks: all.
+        """Load the files that ``save`` wrote. Ranks: all, collectively.
 
         Raises:
             CheckpointError: an engine has no files to load.
@@ -64,11 +64,10 @@ class Checkpointable:
             state.load_engine(engine, load_path, f"model{engine_idx}")
 
     def _engine_tag(self, engine_idx: int) -> str:
-        """Return the DeepSpeed checkpoint tag under which ``save`` writes an engine."""
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Load what ``save`` wrote besides engines; used if engine state is split anew."""
+        """Load what ``save`` wrote besides engines; called if engine state is resharded."""
 
 
 class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # determined ships no usable types for it
@@ -102,7 +101,10 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
 
     @abc.abstractmethod
     def __init__(self, context: DeepSpeedTrialContext) -> None:
-        """Create the engines; pass each to ``context.wrap_model_engine``. Ranks: all."""
+        """Create the engines; pass each to ``context.wrap_model_engine``.
+
+        Ranks: all, collectively.
+        """
 
     @abc.abstractmethod
     def train_batch(
@@ -110,8 +112,8 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
     ) -> torch.Tensor | dict[str, Any]:
         """Train on one micro batch, or on one whole batch.
 
-        Data parallel: read one micro batch, call forward, ``backward`` and ``step``. The loop calls the method
-        ``gradient_accumulation_steps`` times per batch. Pipeline: call ``self.model_engine.train_batch()``. After
+        Without a pipeline: read one micro batch, call forward, ``backward`` and ``step``. This method is called
+        ``gradient_accumulation_steps`` times per batch. In a pipeline: call ``self.model_engine.train_batch()``. After
         ``disable_auto_grad_accumulation()``: train all micro batches of the batch in one call.
 
         Args:
@@ -123,38 +125,38 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
             Metric name -> value, or only a loss tensor, which is reported as ``loss``. Do not convert tensors: they
             stay on the device and are averaged over micro batches and replicas at the next report.
 
-        Ranks: all. Results of ranks that do not report metrics are ignored.
+        Ranks: all, collectively. Results of ranks that do not report metrics are ignored.
         """
 
     @abc.abstractmethod
     def build_training_data_loader(self) -> Any:
         """Return the training records as a ``dstrial.DataLoader`` of micro batches.
 
-        Its ``batch_size`` must be ``context.get_train_micro_batch_size_per_gpu()``. Another class of loader needs
-        ``context.disable_dataset_reproducibility_checks()``. Ranks: those that read records.
+        Its ``batch_size`` must be ``context.get_train_micro_batch_size_per_gpu()``. To return another class of loader, call
+        ``context.disable_dataset_reproducibility_checks()`` before. Ranks: only those that read records.
         """
 
     @abc.abstractmethod
     def build_validation_data_loader(self) -> Any:
-        """Return the validation records as a ``dstrial.DataLoader``, or None for none."""
+        """Return the validation records as a ``dstrial.DataLoader``, or None."""
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        """Return callbacks by name; checkpoints store their state under these names."""
+        """Return name -> callback; checkpoints store each callback's state by name."""
         return {}
 
     def evaluate_batch(
         self, dataloader_iter: Iterator[pytorch.TorchData] | None, batch_idx: int
     ) -> dict[str, Any]:
-        """Evaluate one micro batch, in a pipeline several, without gradients.
+        """Evaluate one micro batch (in a pipeline several) without gradients.
 
         Args:
-            dataloader_iter: iterator over this replica's validation micro batches; None on ranks without one.
+            dataloader_iter: iterator over this replica's validation micro batches; None on ranks without a loader.
             batch_idx: index of this call in the validation, from 0.
 
         Returns:
-            Metric name -> mean over the records of this call. The loop weights calls by number of records.
+            Metric name -> mean over the records of this call. Calls are weighted by their number of records.
 
-        Ranks: all.
+        Ranks: all, collectively.
         """
         raise NotImplementedError("override evaluate_batch or evaluate_full_dataset")
 
@@ -172,24 +174,20 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
         raise NotImplementedError("override evaluate_batch or evaluate_full_dataset")
 
     def evaluation_reducer(self) -> pytorch.Reducer | dict[str, pytorch.Reducer]:
-        """Return how ``evaluate_batch``'s metrics are combined over calls and ranks.
+        """Return how to combine the results of ``evaluate_batch`` over calls and ranks.
 
         A dict maps each metric name to a ``Reducer``. The default ``AVG`` is weighted by records.
         """
         return pytorch.Reducer.AVG
 
     def get_batch_length(self, batch: Any) -> int:
-        """Return the number of records in one item of a loader.
-
-        Override this method for a batch type of your own.
-        """
+        """Return the number of records in a loader's item; override it for your own types."""
         return int(pytorch.data_length(batch))
 
     def get_num_tokens(self, batch: Any) -> int | None:
-        """Return the number of tokens in one item of the training loader.
+        """Return the number of tokens in one item of the training loader; None if unknown.
 
-        Used for tokens per second; None if unknown. The default is the number of elements of ``input_ids``, padding included,
-        if the item is a mapping with this key. The loop calls this method for every micro batch before the copy to the device,
-        so it should be fast. Not in Determined.
+        Used to report tokens per second. By default, the number of elements of ``input_ids``, with padding, if the item is a
+        mapping with this key. Called for every micro batch, so it should be fast. Not in Determined.
         """
         return tokens_in(batch)

@@ -1,6 +1,6 @@
 """Accelerate integration: ``Reporter`` for loops, ``convert`` for config files.
 
-``Reporter`` is imported at its first use, because it needs accelerate and deepspeed; ``convert`` needs neither.
+Only ``Reporter`` needs accelerate and deepspeed. It is imported at its first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Save, load and reshard the state of an ``Accelerator``; require DeepSpeed."""
+"""Save, load and reshard the state of an ``Accelerator`` that uses DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dstrial.ranks.identity import RankIdentity
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import Checkpointable
 
-_RANDOM_STATES = "random_states_*.pkl"  # one file for each process
+_RANDOM_STATES = "random_states_*.pkl"  # Accelerate's files, one for each process
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 
 
 class AcceleratorCheckpoint(Checkpointable):
-    """Saves and loads through ``save_state`` and ``load_state`` of an accelerator.
+    """Saves with ``Accelerator.save_state`` and loads with ``Accelerator.load_state``.
 
-    Source: accelerate 1.15 ``Accelerator.save_state``: engine *i* under the tag ``pytorch_model`` or ``pytorch_model_<i>``,
-        schedulers that DeepSpeed does not own, samplers, registered objects and random states beside them.
+    Source: accelerate 1.15 saves the first engine under the tag ``pytorch_model``, engine *i* under ``pytorch_model_<i>``, and
+        in separate files the samplers, registered objects, random states and schedulers that DeepSpeed does not own.
     """
 
     _saves_engines_by_tag = True
@@ -85,9 +85,11 @@ class AcceleratorCheckpoint(Checkpointable):
 def require_deepspeed_on_all_ranks(
     accelerator: Any, identity: RankIdentity, environ: Mapping[str, str]
 ) -> None:
-    """Raise unless the accelerator uses DeepSpeed and has the rank of this process.
+    """Raise unless the accelerator uses DeepSpeed and the rank in ``identity``.
 
-    RankError if the rank or the number of ranks differs from ``identity``; TrialContractError without DeepSpeed.
+    Raises:
+        RankError: the accelerator's rank or number of ranks differs from ``identity``.
+        TrialContractError: the accelerator does not use DeepSpeed.
     """
     if accelerator.num_processes != identity.world_size:
         raise RankError(
@@ -119,7 +121,8 @@ def require_deepspeed_on_all_ranks(
 def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
     """Return the accelerator's DeepSpeed engines, in the order of preparation.
 
-    TrialContractError if there is none, or if a prepared model is no DeepSpeed engine.
+    Raises:
+        TrialContractError: no model is prepared, or a prepared model is not a DeepSpeed engine.
     """
     models = list(accelerator._models)
     if not models:
@@ -138,9 +141,9 @@ def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
 
 @contextlib.contextmanager
 def _into_given_directory(accelerator: Any) -> Iterator[None]:
-    """In the block, make ``save_state`` write into the directory that it is given.
+    """In the block, make ``save_state(output_dir)`` write into ``output_dir``.
 
-    Source: accelerate 1.15 ``Accelerator.save_state``, which ignores its directory with ``automatic_checkpoint_naming``.
+    Source: accelerate 1.15 ignores ``output_dir`` if ``automatic_checkpoint_naming`` is set.
     """
     project = accelerator.project_configuration
     kept = project.automatic_checkpoint_naming, project.iteration
@@ -152,9 +155,9 @@ def _into_given_directory(accelerator: Any) -> Iterator[None]:
 
 
 def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[..., Any]:
-    """Return a replacement for the engine's ``load_checkpoint``.
+    """Return a ``load_checkpoint`` that raises CheckpointError if files are missing.
 
-    It raises CheckpointError if files are missing, instead of a warning. ``path`` names the checkpoint in the message.
+    DeepSpeed's own method only warns. ``path`` names the checkpoint in the message.
     """
     load = engine.load_checkpoint
 
@@ -171,5 +174,4 @@ def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[...,
 
 
 def _load_nothing(*_args: Any, **_kwargs: Any) -> Any:
-    """Replace ``load_checkpoint`` of an engine that is already loaded; do nothing."""
     return None, {}

@@ -1,9 +1,9 @@
-"""Convert a file of ``accelerate config`` into an experiment and a DeepSpeed JSON.
+"""Convert an ``accelerate config`` file into an experiment and a DeepSpeed JSON.
 
-Pure: reads nothing, writes nothing; Accelerate need not be installed. ``dstrial check`` finds wrong values of the JSON.
+No file access; Accelerate need not be installed. Values of the JSON are not checked; ``dstrial check`` does that.
 
-Source: accelerate 1.15 ``commands/config/config_args.py`` (``ClusterConfig``), ``commands/config/cluster.py`` (the
-questionnaire), ``utils/launch.py`` and ``utils/dataclasses.py:DeepSpeedPlugin`` (how Accelerate uses each key).
+Source: accelerate 1.15 ``commands/config/config_args.py`` (``ClusterConfig``), ``commands/config/cluster.py`` (questions of
+``accelerate config``), ``utils/launch.py`` and ``utils/dataclasses.py:DeepSpeedPlugin`` (effect of each key).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 JSON_NAME, YAML_NAME = "ds_config.json", "experiment.yaml"
 MARK = "CHOOSE"
-"""Word that marks, in the comments of the YAML, every line whose value the user must choose."""
+"""Word in comments of the YAML, on each line whose value the user must choose."""
 
 _SECTION = "deepspeed_config"
 _SECTIONS = (_SECTION, "dynamo_config", "fp8_config", "parallelism_config")
-_DEFAULT_STAGE = 2  # default of DeepSpeedPlugin, accelerate 1.15
+_DEFAULT_STAGE = 2  # default ZeRO stage of DeepSpeedPlugin, accelerate 1.15
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 
 Status = Literal["json", "yaml", "variable", "left", "nowhere"]
-"""Where a converted key ends up. ``json``: the DeepSpeed JSON. ``yaml``: the experiment config. ``variable``: an environment
-variable in the experiment config. ``left``: the user must act. ``nowhere``: the key has no effect or no counterpart."""
+"""What a key of the Accelerate config becomes. ``json``: a key of the DeepSpeed JSON. ``yaml``: a key of the experiment config.
+``variable``: an environment variable in the experiment config. ``left``: nothing, so the user must act. ``nowhere``: nothing,
+because the key has no effect or no counterpart."""
 
 _OTHER_TYPES: Mapping[str, str] = {
     "FSDP": "torch's FSDP shards in another way than DeepSpeed; make a file with DeepSpeed, ZeRO stage 3",
@@ -49,7 +50,7 @@ _JSON_TARGETS: Mapping[str, str] = {
     f"{_SECTION}.offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
 }
 _VARIABLES: Mapping[str, str] = {
-    "use_cpu": "DS_ACCELERATOR",  # Accelerate's own ACCELERATE_USE_CPU turns DeepSpeed off
+    "use_cpu": "DS_ACCELERATOR",  # not ACCELERATE_USE_CPU, which disables DeepSpeed
     "debug": "ACCELERATE_DEBUG_MODE",
     "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
     "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
@@ -68,21 +69,21 @@ _ACTIONS: Mapping[str, str] = {
     "fp8_config": "set Accelerate's variable ACCELERATE_FP8_… in environment.environment_variables",
     "parallelism_config": "set tensor_parallel or sequence parallelism in DeepSpeed's own JSON",
 }
-"""Key, or section for all of its keys -> what the user must do instead."""
+"""Key of the Accelerate config, or a section's name for all of the section's keys -> what the user must do instead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choices:
-    """Settings that an Accelerate config does not have."""
+    """Settings of an experiment that an Accelerate config lacks; the user gives them."""
 
-    entrypoint: str | None  # the script with its arguments; None if unknown
-    micro_batch_size: int | None  # None: the script's loader determines it
+    entrypoint: str | None  # the training script with its arguments; None if unknown
+    micro_batch_size: int | None  # None: that of the script's data loader
     name: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConvertedKey:
-    key: str  # `section.key`
+    key: str  # key of the Accelerate config, as `section.key` or `key`
     value: Any  # value in the Accelerate config
     status: Status
     explanation: str  # the target key, or the reason for the status
@@ -94,8 +95,8 @@ class Conversion:
     slots: int  # ranks of the job
     deepspeed: Mapping[str, Any]  # the DeepSpeed JSON
     variables: Mapping[str, str]  # environment variables
-    overwrites: Mapping[str, Any]  # `overwrite_deepspeed_args`
-    keys: Sequence[ConvertedKey]  # all keys of the Accelerate config
+    overwrites: Mapping[str, Any]  # hyperparameter `overwrite_deepspeed_args`
+    keys: Sequence[ConvertedKey]  # one for each key of the Accelerate config
 
 
 def is_deepspeed(config: Mapping[str, Any]) -> bool:
@@ -115,11 +116,11 @@ def convert(
         config: the Accelerate config.
         choices: settings that the Accelerate config lacks.
         label: name of the config file in messages.
-        deepspeed_file: content of the file that ``deepspeed_config.deepspeed_config_file`` names, if any.
+        deepspeed_file: content of the file in ``deepspeed_config.deepspeed_config_file``; None if the key is not set.
 
     Raises:
-        ConfigError: the config is for a backend that DeepSpeed cannot replace or for a hosted service, has the old key
-            ``fp16``, or a section, the ZeRO stage, the precision or the number of processes is wrong.
+        ConfigError: the config is for FSDP, Megatron-LM, TPU, Neuron or a hosted service, has the old key ``fp16``, or has
+            an invalid section, ZeRO stage, precision or number of processes.
     """
     problems = list(_problems(config, label))
     if problems:
@@ -136,7 +137,7 @@ def convert(
             full = f"{key}.{name}" if name else key
             keys.append(ConvertedKey(full, one, *_place_of(config, full, one, deepspeed, file)))
     slots = max(int(config.get("num_processes") or 1), 1)
-    precision = _precision_of(config) if file is None else "no"  # the file decides
+    precision = _precision_of(config) if file is None else "no"  # the DeepSpeed file sets the precision
     return Conversion(choices, slots, deepspeed, _variables(keys, precision), overwrites, keys)
 
 
@@ -168,7 +169,7 @@ def _problems(config: Mapping[str, Any], label: str) -> Iterator[ConfigProblem]:
 
 
 def _asks(value: Any) -> bool:
-    """Return whether a value asks for something, unlike the answers that mean none."""
+    """Return whether a value has an effect, unlike "no", "none" and ""."""
     return value is not False and value not in (None, "", {}, [], "no", "none", "NO", "all")
 
 
@@ -184,7 +185,7 @@ def _deepspeed_json(
     config: Mapping[str, Any], section: Mapping[str, Any], micro: int | None
 ) -> dict[str, Any]:
     precision = _precision_of(config)
-    # In stage 0 DeepSpeed does not scale the loss.
+    # Without DeepSpeed in the config, use ZeRO stage 0; with fp16 stage 1, because stage 0 has no loss scaling.
     plain_stage = 1 if precision == "fp16" else 0
     stage = section.get("zero_stage", _DEFAULT_STAGE) if is_deepspeed(config) else plain_stage
     zero: dict[str, Any] = {"stage": stage}
@@ -224,7 +225,6 @@ def _place_of(
     deepspeed: Mapping[str, Any],
     file: Mapping[str, Any] | None,
 ) -> tuple[Status, str]:
-    """Return a key's status, and its target or the reason for the status."""
     section, _, name = key.rpartition(".")
     zero, offload = deepspeed.get("zero_optimization") or {}, name.removesuffix("_device")
     if section == _SECTION and not is_deepspeed(config):
@@ -285,7 +285,10 @@ resources:
 
 
 def experiment_yaml(conversion: Conversion, source: str) -> str:
-    """Return the experiment config as YAML; its first comment names ``source``."""
+    """Return the experiment config as YAML, with comments.
+
+    The first comment says that the config was converted from the file ``source``.
+    """
     choices = conversion.choices
     entrypoint = _scalar(f"python3 -m dstrial.launch {choices.entrypoint or 'train.py'}")
     if choices.entrypoint is None:

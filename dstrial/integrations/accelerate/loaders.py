@@ -16,7 +16,11 @@ _MICRO = BATCH_KEYS[1]
 
 
 def length_of(loader: Any) -> int:
-    """Return the number of micro batches per epoch on this rank; DataError below 1."""
+    """Return the number of micro batches per epoch on this rank, at least 1.
+
+    Raises:
+        DataError: the loader has no length or is empty.
+    """
     try:
         length = len(loader)
     except TypeError:
@@ -34,7 +38,10 @@ def length_of(loader: Any) -> int:
 def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
     """Return the number of batches (optimizer steps) per epoch, at least 1.
 
-    An incomplete last batch counts, unless the loader drops its last records.
+    An incomplete last batch counts, unless the loader has ``drop_last``.
+
+    Raises:
+        DataError: the loader has no length, is empty, or with ``drop_last`` has no complete batch.
     """
     length = length_of(loader)
     if not _drops_last(loader):
@@ -48,7 +55,10 @@ def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
 
 
 def require_equal_lengths(lengths: Sequence[int]) -> None:
-    """Raise DataError unless all ranks' loader lengths are equal, one item per rank."""
+    """Raise DataError unless all ranks' loaders have the same length.
+
+    ``lengths`` has the number of micro batches of each rank.
+    """
     if len(set(lengths)) > 1:
         raise DataError(
             f"reporter.batches(loader): the loaders of ranks 0 to {len(lengths) - 1} have {', '.join(map(str, lengths))} micro "
@@ -57,9 +67,10 @@ def require_equal_lengths(lengths: Sequence[int]) -> None:
 
 
 def micro_batch_of(accelerator: Any, own: int | None) -> int:
-    """Return the DeepSpeed config's micro batch size, or ``own`` if it is "auto".
+    """Return the micro batch size of the DeepSpeed config; ``own`` if that is "auto".
 
-    ConfigError if it is "auto" and ``own`` is None.
+    Raises:
+        ConfigError: the config's value is "auto" and ``own`` is None.
     """
     size = accelerator.deepspeed_plugin.deepspeed_config.get(_MICRO)
     if isinstance(size, int):
@@ -71,9 +82,10 @@ def micro_batch_of(accelerator: Any, own: int | None) -> int:
 
 
 def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) -> None:
-    """Raise DataError if no loader has the engine's micro batch size ``now``.
+    """Raise DataError if a resume changed the micro batch size and no loader has it.
 
-    Only checked if the checkpoint's size ``before`` differs from ``now``. ``loaders`` are all prepared loaders.
+    ``before`` is the checkpoint's micro batch size (None for a new run), ``now`` the engine's. ``loaders`` are all loaders that
+    the accelerator has prepared.
     """
     sizes = {size for loader in loaders if (size := _batch_size(loader)) is not None}
     if before is not None and before != now and sizes and now not in sizes:
@@ -84,7 +96,7 @@ def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) ->
 
 
 def warn_of_unrepeatable_order(loader: Any, *, is_chief: bool) -> None:
-    """Warn on the chief if a resume cannot repeat the order of training records."""
+    """Warn on rank 0 if ``loader`` shuffles by a sampler that a resume cannot repeat."""
     from accelerate.data_loader import SeedableRandomSampler
     from torch.utils.data import RandomSampler
 
@@ -97,7 +109,6 @@ def warn_of_unrepeatable_order(loader: Any, *, is_chief: bool) -> None:
 
 
 def _drops_last(loader: Any) -> bool:
-    """Return whether the loader drops the last records if they do not fill all ranks."""
     places = (loader, getattr(loader, "batch_sampler", None))
     return any(bool(getattr(place, name, False)) for place in places for name in ("drop_last", "_drop_last"))
 

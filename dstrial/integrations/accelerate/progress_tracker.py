@@ -1,4 +1,4 @@
-"""Count an Accelerate loop's batches; compute its length and the due actions."""
+"""Count a loop's batches; decide when to report, validate, save and end."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _TEST_BATCHES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunSchedule:
-    """When a run reports, validates, saves and ends; read from the experiment config."""
+    """When a run reports, validates, saves and ends."""
 
-    length: pytorch.TrainUnit | None  # length of training; None if the config has none
-    periods: Mapping[Boundary, Period | None]  # a period of None: only at the end of training
+    length: pytorch.TrainUnit | None  # length of training; None if neither script nor config has a length
+    periods: Mapping[Boundary, Period | None]  # action -> period; None: only at the end of training
     checkpoint_policy: Literal["best", "all", "none"]
     metric: str | None  # the searcher's metric; None without a searcher
     smaller_is_better: bool
@@ -46,10 +46,13 @@ class RunSchedule:
         length: pytorch.TrainUnit | None,
         is_test: bool,
     ) -> RunSchedule:
-        """Read an experiment config; the script's ``length`` takes precedence.
+        """Read the schedule from an experiment config.
 
-        The default reporting period is 100 batches. ``global_batch_size`` converts lengths in records. ``is_test``: whether to
-        train two batches only, as a test.
+        Args:
+            config: the experiment config.
+            global_batch_size: records per batch over all ranks, for periods and lengths in records.
+            length: length of training that overrides the config's; None to use that of the config.
+            is_test: whether to train two batches only.
         """
         searcher = config.get("searcher") or {}
 
@@ -96,7 +99,7 @@ class RunSchedule:
 
 
 class ProgressTracker:
-    """Counts a run's batches and computes what is due after each; equal on all ranks."""
+    """Counts batches; says which actions are due after each. Equal on all ranks."""
 
     def __init__(self) -> None:
         self.progress = Progress(epoch_length=None)
@@ -107,14 +110,14 @@ class ProgressTracker:
         self._due: set[Boundary] = set()
 
     def begin(self, plan: RunSchedule, epoch_length: int | None) -> None:
-        """Set the schedule, and the batches per epoch recorded in the checkpoint, if any."""
+        """Set the schedule and the checkpoint's batches per epoch (None if unknown)."""
         self._plan = plan
         self._epoch_length = epoch_length
         self._count_total()
 
     @property
     def epoch_length(self) -> int | None:
-        """Batches per epoch; None until the loader or a checkpoint gives the number."""
+        """Batches per epoch; None until known from the training loader or a checkpoint."""
         return self._epoch_length
 
     @epoch_length.setter
@@ -162,12 +165,12 @@ class ProgressTracker:
 
     @property
     def is_anything_due(self) -> bool:
-        """Whether a report, a validation, a checkpoint or the end follows this batch."""
+        """Whether a report, a validation, a checkpoint or the end of training is due."""
         return bool(self._due)
 
     @property
     def pauses_training(self) -> bool:
-        """Whether a validation, a checkpoint or the end follows this batch."""
+        """Whether a validation, a checkpoint or the end of training is due."""
         return bool(self._due - {Boundary.REPORT})
 
     def advance(self) -> int:

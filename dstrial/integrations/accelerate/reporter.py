@@ -47,15 +47,15 @@ class Reporter:
                 if reporter.should_validate:
                     reporter.report_validation(evaluate(model))
 
-    A batch is one optimizer step. As with ``dstrial.init``, reports and checkpoints go to the master or, without a cluster, to
-    a run directory. Training always ends with a checkpoint.
+    A batch is one optimizer step. Reports and checkpoints go to the master (Determined's or dstrial's) that started the trial;
+    without a master, they go to a run directory. Training always ends with a checkpoint.
 
     Args:
         accelerator: the script's accelerator, which must use DeepSpeed; ``prepare`` may be called later.
-        length: how long to train, ``Batch(int)`` or ``Epoch(int)``; by default the searcher's length.
-        exp_conf: experiment config without a cluster; by default that of ``dstrial.launch --config``.
-        hparams: hyperparameters without a cluster; by default those of ``dstrial.launch --config``.
-        run_dir: run directory without a cluster; by default a new directory below ``./runs``.
+        length: how long to train, ``Batch(int)`` or ``Epoch(int)``; by default ``searcher.max_length`` of the experiment config.
+        exp_conf: experiment config, used only without a master; by default that of ``dstrial.launch --config``.
+        hparams: hyperparameters, used only without a master; by default those of ``dstrial.launch --config``.
+        run_dir: run directory, used only without a master; by default a new directory below ``./runs``.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Reporter:
     # ---- the block -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Reporter:
-        """Set up the core context; seed random generators. Ranks: all, collectively."""
+        """Set up Determined's core context; seed random states. Ranks: all, collectively."""
         if torch.distributed.is_initialized() and torch.distributed.get_backend() == "fake":
             raise TrialContractError(
                 "a loop with Reporter cannot be dry-run; expected a trial class, or a script that calls deepspeed.initialize."
@@ -104,7 +104,10 @@ class Reporter:
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """Save the last state; report completion or stop. Ranks: all, collectively."""
+        """Save a last checkpoint; report that training is complete or stopped.
+
+        Ranks: all, collectively.
+        """
         is_leaving = isinstance(error, SystemExit) and not error.code
         if error is not None and not is_leaving:
             try:
@@ -130,7 +133,7 @@ class Reporter:
 
     @property
     def core_context(self) -> Any:
-        """Determined's core context, of the cluster or of a run directory."""
+        """Determined's core context; without a master, one that uses a run directory."""
         return runtime_of(self._context).core
 
     @property
@@ -141,18 +144,18 @@ class Reporter:
     def micro_batch_size(self, own: int | None = None) -> int:
         """Return the DeepSpeed config's micro batch size; ``own`` if that is ``"auto"``.
 
-        If the loader's ``batch_size`` is this number, a resumed run keeps its batch size on any number of ranks.
+        Pass the result as ``batch_size`` to the loader, so that a resumed run keeps its total batch size on any number of ranks.
         """
         return micro_batch_of(self._accelerator, own)
 
     @property
     def batches_trained(self) -> int:
-        """Optimizer steps of the run, including those before a resume."""
+        """Number of optimizer steps of the run so far, including those before a resume."""
         return self._tracker.batches_trained
 
     @property
     def batches_total(self) -> int | None:
-        """Length of the run in batches; None before ``batches()`` if given in epochs."""
+        """Total batches of the run; before ``batches()`` None if the length is in epochs."""
         return self._tracker.batches_total
 
     @property
@@ -178,17 +181,18 @@ class Reporter:
     # ---- the loop ------------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Resume from the run's checkpoint; call it after ``accelerator.prepare``.
+        """Resume from the run's checkpoint, if any; call it after ``prepare``.
 
         Restores weights, optimizer, schedulers, registered objects, counters and random states. The state is resharded for
         another number of ranks or ZeRO stage. From another trial's checkpoint only the weights are loaded.
 
         Returns:
-            Batches trained so far; 0 for a new run.
+            Number of batches trained so far; 0 for a new run.
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded.
-            ConfigError: the DeepSpeed config does not fit these ranks, or gives another batch size than the checkpoint's.
+            ConfigError: the DeepSpeed config is invalid for this number of ranks, or gives another batch size than the
+                checkpoint's.
 
         Ranks: all, collectively.
         """
@@ -203,20 +207,20 @@ class Reporter:
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield micro batches, epoch after epoch, until training ends.
 
-        Records that were trained before a resume are skipped. With ``drop_last``, an epoch has the same whole batches on any
-        number of ranks; otherwise its last batch may be smaller. Due checkpoints are saved between two micro batches.
-        ``loader`` must be prepared, and have the same length on every rank and at every resume.
+        Skips records that were trained before a resume. Saves checkpoints between two micro batches. Without ``drop_last``, the
+        last batch of an epoch may be smaller. ``loader`` must be prepared, and have the same length on every rank and at every
+        resume.
 
         Ranks: all, collectively.
         """
         yield from self._resumed("batches()").batches(loader)
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> bool:
-        """Record one micro batch; call it after every ``accelerator.accumulate`` block.
+        """Record one micro batch; call this after every ``accelerator.accumulate`` block.
 
-        Returns whether this micro batch completed an optimizer step, which is one batch. Training metrics (name -> number,
-        array or tensor; the same names every time) are averaged over the micro batches of all ranks and reported every
-        ``scheduling_unit`` batches. Between reports and sync points the call neither communicates nor synchronises a device.
+        Returns whether this micro batch completed an optimizer step, which is one batch. ``metrics`` maps names, the same in
+        every call, to numbers, arrays or tensors. Their means over the micro batches of all ranks are reported every
+        ``scheduling_unit`` batches. Most calls neither communicate nor synchronise the device.
 
         Ranks: all, equally often.
         """
@@ -225,13 +229,16 @@ class Reporter:
     # ---- reports and checkpoints of the script's own --------------------------------------------------
 
     def report_training(self, metrics: Mapping[str, Any]) -> None:
-        """Report each metric's mean over ranks now. Ranks: all, collectively."""
+        """Report training metrics now, each as its mean over ranks.
+
+        Ranks: all, collectively.
+        """
         self._resumed("report_training()").report_training(metrics)
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
-        """Report each validation metric's mean over ranks; save if the policy says so.
+        """Report validation metrics, each as its mean over ranks.
 
-        Values that are already equal on all ranks, as after ``gather_for_metrics``, do not change.
+        Saves a checkpoint if ``checkpoint_policy`` of the experiment config asks for one.
 
         Ranks: all, collectively.
         """

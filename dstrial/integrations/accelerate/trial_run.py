@@ -1,4 +1,4 @@
-"""The work of ``Reporter`` after ``prepare``: resume, report, save and stop a run."""
+"""Resume, report, save and stop a run for ``Reporter``, from ``resume()`` on."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ logger = logging.getLogger("dstrial.integrations.accelerate")
 class TrialRun:
     """Loads and saves checkpoints, reports and stops for a ``Reporter``.
 
-    All methods are collective.
+    Ranks: all, collectively, in every method.
     """
 
     def __init__(
@@ -118,7 +118,10 @@ class TrialRun:
     # ---- start and end -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the checkpoint to resume from; start reporting. Ranks: all, collectively."""
+        """Load the checkpoint to resume from, if any; start reporting.
+
+        Ranks: all, collectively.
+        """
         checkpoint = asked_checkpoint(self._info, None, is_mirrored=self._runtime.is_mirrored)
         if checkpoint == "latest" and self._info is None:
             checkpoint = self._runtime.newest_checkpoint()
@@ -145,7 +148,7 @@ class TrialRun:
     def _load(self, checkpoint: str) -> int | None:
         """Restore a checkpoint; return its number of batches per epoch.
 
-        None if the checkpoint does not have the number, or if only weights were loaded.
+        None if the number is not in the checkpoint, or if only weights were loaded.
         """
         context = self._context
         loop_state, continues = self._loader.restore(checkpoint, None)
@@ -165,7 +168,10 @@ class TrialRun:
         return epoch_length
 
     def end(self) -> None:
-        """Save the last state; report completion or stop. Ranks: all, collectively."""
+        """Save a last checkpoint; report that training is complete or stopped.
+
+        Ranks: all, collectively.
+        """
         tracker = self._tracker
         if tracker.batches_trained and not tracker.progress.checkpoint_is_current:
             self.save()
@@ -177,7 +183,7 @@ class TrialRun:
         if tracker.stopped is not None:
             self._set_status(f"stopped: {tracker.stopped.value}")
             if self._info is not None:
-                # Without this, exit code 0 tells the master that the trial is complete.
+                # Without the acknowledgement, the master takes exit code 0 for a complete trial.
                 self._core.preempt.acknowledge_preemption_signal()
             return
         if tracker.batches_trained:
@@ -188,7 +194,7 @@ class TrialRun:
         self._set_status("completed")
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Wait for a running save, and close metric sinks and loggers."""
+        """Wait for the save in the background; close the report writer and loggers."""
         self._heartbeat.end()
         self._saver.close()
         try:
@@ -213,16 +219,16 @@ class TrialRun:
             self._heartbeat.begin(Phase.BATCH, tracker.batches_trained)
             for idx, item in enumerate(self._watch.watched(this_epoch)):
                 if idx >= num_left:
-                    continue  # read and drop micro batches of an incomplete batch, so that the loader ends normally
+                    continue  # drop the micro batches of an incomplete batch, but read them, so that the loader ends normally
                 if self._has_pending_random_states:
-                    # Starting the loader has drawn random numbers that the uninterrupted run did not draw.
+                    # Iterating over the loader anew has drawn random numbers that the uninterrupted run did not draw here.
                     self._loader.restore_random_states()
                     self._has_pending_random_states = False
                 self._watch.begin_micro_batch(item)
                 yield item
                 if self._between_batches():
                     break
-        self._heartbeat.end()  # after training the script may run for any time, so no stall must be reported
+        self._heartbeat.end()  # the script may run for any time after training; the launcher must not report a stall
 
     def step(self, metrics: Mapping[str, Any] | None) -> bool:
         if metrics:
@@ -247,18 +253,20 @@ class TrialRun:
         is_single_rank = self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
         if self._tracker.is_anything_due or batches >= self._sync_points.next_batch or is_single_rank:
             self._exchange()
-        # Until the script requests the next micro batch, it may run any code; if a validation is due, it validates.
+        # Now the script validates, if a validation is due, or runs other code until it requests the next micro batch.
         next_phase = Phase.VALIDATION if self._tracker.needs_validation else Phase.SCRIPT
         self._heartbeat.begin(next_phase, batches)
         return True
 
     def _exchange(self) -> None:
-        """Agree on stopping, and report metrics if due. Ranks: all, collectively."""
+        """Exchange stop requests and, if due, metrics. Ranks: all, collectively."""
         tracker = self._tracker
         reports = tracker.is_report_due or (tracker.is_at_end and self._reports.has_unreported)
         self._reports.begin(reports=reports)
         stop = self._reports.end()
-        if self._is_chief and not reports and tracker.batches_total is not None:  # a report includes it
+        if (
+            self._is_chief and not reports and tracker.batches_total is not None
+        ):  # a report includes the progress
             progress = min(tracker.batches_trained / tracker.batches_total, 1.0)
             self._reports.writer.submit(functools.partial(self._core.train.report_progress, progress))
         if stop is not None and not tracker.is_at_end:
@@ -269,7 +277,7 @@ class TrialRun:
                 )
 
     def _between_batches(self) -> bool:
-        """Save a due checkpoint; return whether training is over. Ranks: all."""
+        """Save if due; return whether training is over. Ranks: all, collectively."""
         if not self._has_batch_to_finish:
             return False
         self._has_batch_to_finish = False
@@ -306,10 +314,6 @@ class TrialRun:
             self._heartbeat.begin(Phase.SCRIPT, progress.batches_trained)
 
     def _mean_over_ranks(self, metrics: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return metric name -> mean over ranks. Ranks: all, collectively.
-
-        ``where`` is the calling method, for messages.
-        """
         own = MetricWindow(where)
         own.add(metrics)
         return dict(combine(self._core.distributed.allgather(own.totals()), where))
@@ -330,7 +334,7 @@ class TrialRun:
             self._core.train.set_status(status)
 
     def _stop_request(self) -> StopReason | None:
-        # The preemption is acknowledged at the end, and only if training ends early.
+        # auto_ack=False, because `end` acknowledges the preemption, only if training has ended early.
         if self._info is not None and self._is_chief and self._core.preempt.should_preempt(auto_ack=False):
             return StopReason.PREEMPTED
         signals = self._runtime.stop_signals
@@ -338,9 +342,9 @@ class TrialRun:
 
 
 class LoopWatch:
-    """Tells this rank's telemetry when the script's loop trains and when it pauses.
+    """Switches a rank's telemetry on while the script trains and off during pauses.
 
-    The wait for data and the FLOPs are measured only in loops over ``Reporter.batches``. Without ``instruments`` nothing happens.
+    Waiting for data and FLOPs are measured only in loops over ``Reporter.batches``. If ``instruments`` is None, nothing happens.
     """
 
     def __init__(self, instruments: Instruments | None) -> None:
@@ -354,7 +358,7 @@ class LoopWatch:
         self._switch(True)
 
     def watched(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield a loader's micro batches; measure how long the rank waits for each."""
+        """Yield a loader's micro batches; measure how long the rank waits for them."""
         found, ended = iter(micro_batches), object()
         self._has_loader = True
         while True:
@@ -376,9 +380,9 @@ class LoopWatch:
             self._counting.enter_context(self._instruments.counting())
 
     def end_batch(self, batches_trained: int, seconds: float, *, pauses: bool) -> None:
-        """Record the end of a batch; after the first batch also its duration ``seconds``.
+        """Record the end of a batch.
 
-        ``pauses``: whether a validation follows, so that measuring pauses.
+        ``seconds``, the batch's duration, is used for the first batch only. ``pauses``: whether a validation follows.
         """
         if self._instruments is None:
             return
@@ -392,7 +396,7 @@ class LoopWatch:
             self._instruments.end_first_batch(batches_trained, seconds)
 
     def resume(self) -> None:
-        """Resume measuring after a validation, in scripts without ``Reporter.batches``."""
+        """Switch telemetry on after a validation, if ``Reporter.batches`` is not used."""
         if not self._has_loader:
             self._switch(True)
 
@@ -406,7 +410,7 @@ class LoopWatch:
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return an engine's DeepSpeed settings before Accelerate replaced "auto" values."""
+    """Return an engine's DeepSpeed settings as before Accelerate replaced "auto"."""
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)
     own: dict[str, Any] = runtime.given_settings[engine_idx]

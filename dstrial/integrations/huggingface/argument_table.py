@@ -1,6 +1,6 @@
-"""Make a Trainer's arguments and its DeepSpeed config agree. Pure.
+"""Make a Trainer's arguments and its DeepSpeed config agree.
 
-For each argument, the first given value in this order wins:
+For each argument, the first source in this order that has a value wins:
 
 =====================  ====================================================================================================
 argument               order
@@ -11,11 +11,11 @@ numbers, precision     an overwrite, the DeepSpeed config, the argument, the Tra
 ``--deepspeed``        the hyperparameter
 =====================  ====================================================================================================
 
-An overwrite is a value in ``hyperparameters.overwrite_deepspeed_args``. A key with the value ``"auto"`` lets the argument win.
-A missing key is added as ``"auto"`` if DeepSpeed would otherwise use its default instead of a given argument.
-``tools/trainer_arguments_table.py`` shows every case, and that the real Trainer accepts it.
+An overwrite is a value in ``hyperparameters.overwrite_deepspeed_args``. "Equation" means: computed from the other batch sizes
+and the number of ranks. A DeepSpeed key with the value ``"auto"`` lets the argument win. If the argument is given and the key
+is missing, the key is added as ``"auto"``, because DeepSpeed would use its default.
 
-Source of the pairs that must agree: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``,
+Source of the pairs of argument and key: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``,
 ``trainer_config_finalize``), which rejects a mismatch; accelerate 1.11 and 1.15 ``DeepSpeedPlugin``.
 """
 
@@ -62,12 +62,14 @@ class Decision:
     """A change that makes a Trainer argument and a DeepSpeed key agree."""
 
     argument: str  # for example `--learning_rate`; "" if no argument is involved
-    text: str  # explanation; for a contradiction: both values, the winner, and how to make the other win
-    is_contradiction: bool  # whether two values that the user wrote exclude each other
+    text: (
+        str  # explanation; for a contradiction: both values, the winner, and how to make the other value win
+    )
+    is_contradiction: bool  # whether the user gave the argument and the key different values
 
 
 class ArgumentDraft:
-    """A command line and a DeepSpeed config that ``reconcile`` changes step by step."""
+    """A command line and a DeepSpeed config while ``reconcile`` changes both."""
 
     def __init__(self, arguments: CommandLine, source: DeepSpeedSource) -> None:
         self.source = source
@@ -86,12 +88,12 @@ class ArgumentDraft:
         return self._places.place(key)
 
     def number(self, key: str) -> float | None:
-        """Return the number at a DeepSpeed key; None if missing, ``"auto"`` or no number."""
+        """Return the number at a DeepSpeed key; None if the value is not a number."""
         value = value_at(self.config, key)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def flag_number(self, name: str) -> float | None:
-        """Return a flag's number; None if the flag is missing or has no number."""
+        """Return the number given by ``--name``; None if there is none."""
         try:
             return float(self.given.value(name) or "")
         except ValueError:
@@ -110,10 +112,10 @@ class ArgumentDraft:
     def set_argument(
         self, name: str, value: str | None, winner: str, *, why: str = "", is_expected: bool = False
     ) -> None:
-        """Set an argument to the value of DeepSpeed key ``winner``, or remove it (None).
+        """Set the argument ``--name`` to ``value`` (None removes it); record a decision.
 
-        ``why`` is added to the decision's text. The decision is a contradiction if the user gave the argument and ``is_expected``
-        is false.
+        ``winner`` is the DeepSpeed key that provides the value, ``why`` a text to append to the decision's text. The decision is
+        a contradiction if the user gave the argument, unless ``is_expected``.
         """
         flag, place = self.given.find(name), self.place(winner)
         self.arguments = (
@@ -131,7 +133,7 @@ class ArgumentDraft:
         )
 
     def let_argument_win(self, keys: Sequence[str], names: Sequence[str]) -> None:
-        """If an argument in ``names`` is given, set missing DeepSpeed ``keys`` to "auto"."""
+        """Set missing DeepSpeed ``keys`` to "auto" if an argument of ``names`` is given."""
         given = next((name for name in names if self.given.find(name) is not None), None)
         for key in keys:
             if given is not None and value_at(self.config, key) is None and _is_read(self, key):
@@ -144,19 +146,19 @@ def reconcile(
 ) -> ArgumentDraft:
     """Make the arguments of a Trainer script agree with a DeepSpeed config.
 
-    Values that are no numbers are left to the Trainer, which refuses them.
+    Arguments that are invalid numbers are not changed; the Trainer rejects them.
 
     Args:
-        arguments: the words after the script's name.
+        arguments: the command line without the script's name.
         source: the DeepSpeed config with overwrites.
         world_size: number of ranks.
-        resumed: describes this run's checkpoint, whose batch size is kept; None for a new run.
+        resumed: the run that wrote the checkpoint to resume from, whose batch size is kept; None for a new run.
 
     Returns:
         The changed arguments and config, with the decisions.
 
     Raises:
-        ConfigError: batch sizes have no solution, or a flag is abbreviated.
+        ConfigError: the batch sizes contradict each other or the number of ranks, or a flag is abbreviated.
     """
     draft = ArgumentDraft(CommandLine.of(arguments), source)
     _refuse_abbreviations(arguments)
@@ -177,7 +179,10 @@ def reconcile(
 
 
 def _refuse_abbreviations(arguments: Sequence[str]) -> None:
-    """Refuse abbreviated flags: argparse lets a later whole flag win silently."""
+    """Raise ConfigError for abbreviated flags, which argparse would accept.
+
+    Flags that ``reconcile`` appends would override the abbreviated ones silently.
+    """
     problems = []
     for word in arguments:
         given = word.partition("=")[0].replace("-", "_")
@@ -197,12 +202,17 @@ def solve_sizes(
     resumed: SavedRun | None = None,
     where: Mapping[str, str] | None = None,
 ) -> tuple[BatchSolution, bool]:
-    """Return batch sizes, and whether the checkpoint's sizes replaced the given ones.
+    """Return the batch sizes, and whether they were computed to keep the checkpoint's.
 
-    The checkpoint's batch size is kept in two cases: the given sizes are those of the run's start, or they give the same batch
-    on the checkpoint's ranks. ``DetCallback`` rejects other sizes, which the user must have changed. A computed micro batch is
-    never larger than the checkpoint's, because that size fits into memory.
-    ``where`` maps the name of a size to its ``file:line: key``. ConfigError if there is no solution.
+    The checkpoint's total batch size is kept if the given sizes equal those at the run's start, or if they give the same total
+    on the checkpoint's number of ranks. Other sizes are returned unchanged; ``DetCallback`` rejects them. A computed micro batch
+    is at most the checkpoint's, which is known to fit into memory.
+
+    ``resumed`` is the run that wrote the checkpoint; None for a new run. ``where`` maps the name of a batch size to its
+    ``file:line: key``, for messages.
+
+    Raises:
+        ConfigError: the batch sizes contradict each other or the number of ranks.
     """
     engine = resumed.engines[0] if resumed is not None and resumed.engines else None
     replicas = world_size if engine is None else engine.batch_replicas(world_size)
@@ -245,13 +255,12 @@ def _settle_path(draft: ArgumentDraft) -> None:
 
 
 def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | None) -> None:
-    """Set the three batch-size keys, and the two batch-size flags to the same numbers."""
     sizes = {key: None if (size := draft.config.get(key)) == AUTO else size for key in BATCH_KEYS}
     flags = {key: draft.flag_number(flag) for key, flag in SIZE_FLAGS.items()}
     engine = resumed.engines[0] if resumed is not None and resumed.engines else None
     if engine is None and all(size is None for size in (*sizes.values(), *flags.values())):
         for key in BATCH_KEYS:
-            draft.set_key(key, AUTO)  # the Trainer fills in its defaults
+            draft.set_key(key, AUTO)  # the Trainer replaces "auto" by its defaults
         return
     where = {
         key: f"command line: --{SIZE_FLAGS[key]}" if size is None and key in SIZE_FLAGS else draft.place(key)
@@ -261,7 +270,7 @@ def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | Non
     if is_kept and engine is not None and resumed is not None:
         text = f"the batch of checkpoint {resumed.checkpoint} is kept: {describe_batch(engine, solution)}"
         draft.decide("", text)
-    # Sizes from `hyperparameters()` keep the batch size; the arguments of the run's start are then no contradiction.
+    # No contradiction if the arguments are unchanged since the run's start: `hyperparameters()` has then overwritten the sizes.
     first = flags[_MICRO] or DEFAULT_MICRO_BATCH, flags[_STEPS] or 1
     is_expected = is_kept or (
         engine is not None
@@ -314,7 +323,7 @@ def _set_number(draft: ArgumentDraft, argument: str, key: str, value: float) -> 
 
 def _settle_length(draft: ArgumentDraft) -> None:
     """Set the scheduler's step count to "auto" if it differs from ``--max_steps``."""
-    (key,) = LENGTH.keys  # the one key whose value the Trainer knows before it trains
+    (key,) = LENGTH.keys
     number, asked = draft.number(key), draft.flag_number(LENGTH.argument)
     if number is None or asked == number:
         return
@@ -356,7 +365,10 @@ def _settle_precision(draft: ArgumentDraft) -> None:
 
 
 def _is_read(draft: ArgumentDraft, key: str) -> bool:
-    """Return whether DeepSpeed would read the key, given the type of its section."""
+    """Return whether DeepSpeed's optimizer or scheduler accepts parameter ``key``.
+
+    True for keys outside ``optimizer.params`` and ``scheduler.params``.
+    """
     section, _, parameter = key.rpartition(".params.")
     if not section:
         return True

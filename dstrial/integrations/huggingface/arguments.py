@@ -1,4 +1,4 @@
-"""Read a Trainer's arguments and state; works with transformers 4.56 and 5."""
+"""Read ``TrainingArguments`` and ``TrainerState`` of transformers 4.56 and 5."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def length_of(args: TrainingArguments) -> TrainerLength:
 
 
 def saves_best(args: TrainingArguments) -> bool:
-    """Return whether the Trainer saves only if an evaluation improved the metric."""
+    """Return whether ``save_strategy`` is ``best``: only improving evaluations save."""
     return _word(args.save_strategy) == "best"
 
 
@@ -36,7 +36,7 @@ def evaluates(args: TrainingArguments) -> bool:
 
 
 def evaluates_at_epochs(args: TrainingArguments) -> bool:
-    """Return whether the Trainer evaluates after each epoch, so also at the end."""
+    """Return whether the Trainer evaluates at the end of each epoch."""
     return _word(args.eval_strategy) == "epoch"
 
 
@@ -45,7 +45,7 @@ def is_deepspeed(args: TrainingArguments) -> bool:
 
 
 def given_of(args: TrainingArguments) -> dict[str, Any]:
-    """Return the optimizer, scheduler and batch sizes, as ``EngineRecord.given``."""
+    """Return batch sizes and types of optimizer and scheduler, for checkpoints."""
     plugin = getattr(args, "deepspeed_plugin", None)
     config: Mapping[str, Any] = plugin.deepspeed_config if plugin is not None else {}
     kinds = {key: kind for key, kind in given_settings(config).items() if key in ("optimizer", "scheduler")}
@@ -53,16 +53,17 @@ def given_of(args: TrainingArguments) -> dict[str, Any]:
 
 
 def given_by_arguments(micro: int, steps: int) -> dict[str, Any]:
-    """Return micro batch size and accumulation ``steps``, as ``EngineRecord.given``."""
+    """Return micro batch size and accumulation steps, for checkpoint metadata."""
     return {BATCH_KEYS[1]: micro, BATCH_KEYS[2]: steps, FILLED_KEY: True}
 
 
 def problems_of(
     args: TrainingArguments, searcher: Mapping[str, Any], saved: SavedRun | None, num_ranks: int
 ) -> list[ConfigProblem]:
-    """Return contradictions of ``args`` with the ranks, searcher or checkpoint.
+    """Return problems of a Trainer's arguments: wrong ranks, length or batch size.
 
-    ``searcher`` is the searcher's config, ``saved`` the run to resume, and ``num_ranks`` the number of launched ranks.
+    ``searcher`` is the section of the experiment config; ``saved`` is the run that wrote the checkpoint to resume from, None
+    for a new run; ``num_ranks`` is the number of launched ranks.
     """
     found = []
     is_seen_whole = int(args.world_size) == num_ranks
@@ -96,9 +97,9 @@ def problems_of(
 
 
 def batch_problems(micro: int, steps: int, saved: SavedRun, num_ranks: int) -> list[ConfigProblem]:
-    """Return one problem if the batch size differs from the checkpoint's; else [].
+    """Return a problem if the total batch size differs from the checkpoint's; else [].
 
-    ``micro`` and ``steps`` are micro batch size and gradient accumulation steps of one rank.
+    ``micro`` and ``steps`` are micro batch size and gradient accumulation steps.
     """
     engine = saved.engines[0]
     replicas = engine.batch_replicas(num_ranks)
@@ -120,7 +121,7 @@ def batch_problems(micro: int, steps: int, saved: SavedRun, num_ranks: int) -> l
 
 
 def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord:
-    """Return the ``EngineRecord`` of a Trainer without DeepSpeed: only batch sizes."""
+    """Return the checkpoint metadata of a Trainer without DeepSpeed."""
     micro, steps = sizes_of(args)
     return EngineRecord(
         engine_kind="data_parallel",

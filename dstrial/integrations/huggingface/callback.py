@@ -28,7 +28,7 @@ logger = logging.getLogger("dstrial.integrations.huggingface")
 
 
 class LeaveTrainingError(Exception):
-    """Ends ``Trainer.train`` from a callback; ``huggingface.train`` catches the error."""
+    """Raised by a callback to end ``Trainer.train``; ``huggingface.train`` catches it."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -39,10 +39,10 @@ class LeaveTrainingError(Exception):
 
 
 class _PreemptionHandler:
-    """Polls for stop requests; all ranks stop after the same step.
+    """Polls for stop requests, and makes all ranks stop after the same step.
 
-    A single rank polls after every step. Several ranks agree at each log entry, before each evaluation or save, and about
-    every five seconds (:class:`SyncPoints`).
+    With several ranks, stop requests are exchanged at each log entry, evaluation and save, and about every five seconds
+    (:class:`SyncPoints`).
     """
 
     def __init__(self, core_context: core.Context, signals: StopSignals | None) -> None:
@@ -55,16 +55,16 @@ class _PreemptionHandler:
         """The reason for stopping early; None until all ranks agree to stop."""
 
     def start(self, step: int) -> None:
-        """Choose the step at which ranks next exchange stop requests.
+        """Choose the next step at which ranks exchange stop requests.
 
-        Called at the start and after each pause in training.
+        Call this at the start of training and after each evaluation.
         """
         self._sync_points.start(step)
 
     def after_step(self, step: int, *, is_due: bool) -> bool:
         """Return whether all ranks stop after this step. Ranks: all, collectively.
 
-        Stop requests are exchanged if ``is_due``, on a single rank, or when the scheduled step is reached.
+        Exchanges stop requests if ``is_due``, if there is only one rank, or at the step that ``start`` chose.
         """
         is_time = self._sync_points.is_single_rank or step >= self._sync_points.next_batch
         return self.agree(step) if is_due or is_time else self.reason is not None
@@ -76,12 +76,12 @@ class _PreemptionHandler:
         return self.reason is not None
 
     def acknowledge(self) -> None:
-        """Acknowledge the preemption to the master, which may then resume the trial later."""
+        """Tell the master that the trial stopped on request and is not complete."""
         if self._is_chief:
             self._preempt.acknowledge_preemption_signal()
 
     def _stop_request(self) -> StopReason | None:
-        # In mode WorkersAskChief should_preempt() is a broadcast, so all ranks call it.
+        # In preempt mode WorkersAskChief, should_preempt() is a broadcast, which all ranks must call.
         polls = self._is_chief or self._mode is not core.PreemptMode.ChiefOnly
         if polls and self._preempt.should_preempt(auto_ack=False):
             return StopReason.PREEMPTED
@@ -92,23 +92,21 @@ class _PreemptionHandler:
 class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
     """Trainer callback that reports metrics, stores checkpoints, stops and resumes.
 
-    Works on a cluster, under the embedded master and without a master. The core context comes from
-    :func:`dstrial.integrations.huggingface.init` or ``det.core.init``; the signature is Determined's. Complete training ends
-    with an evaluation (if there is an evaluation set) and a checkpoint.
+    Works under Determined's master, dstrial's master and without a master. If training is complete, it ends with an evaluation
+    (if the Trainer has an evaluation set) and a checkpoint.
 
-    After a stop request (a pause, the searcher's stop, SIGTERM) all ranks stop after the same step: the next step that logs,
-    evaluates or saves, or the first one after about five seconds. A running evaluation is completed first. A request after
-    the last step has no effect.
+    Stop requests are a pause or stop by the master, SIGTERM and Ctrl-C. All ranks stop after the same step, at the latest about
+    five seconds after the request; a running evaluation is completed first. A request after the last step has no effect.
 
     Args:
-        core_context: the trial's core context.
+        core_context: the result of :func:`dstrial.integrations.huggingface.init` or ``det.core.init``.
         args: the Trainer's arguments; not changed.
-        filter_metrics: substrings of metric names; a metric is reported if its name contains one of them. The searcher's
-            metrics are always reported. None reports all metrics.
-        user_data: stored in every checkpoint as ``my_data.json``, if given.
+        filter_metrics: substrings; only metrics whose names contain one of them are reported, besides those that the
+            ``searcher`` section names. None reports all metrics.
+        user_data: JSON values to store in every checkpoint as ``my_data.json``.
 
     Raises:
-        ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; lists all contradictions.
+        ConfigError: the arguments contradict the experiment config, the number of ranks or the checkpoint.
         CheckpointError: the checkpoint to resume from cannot be read.
 
     Ranks: all, collectively.
@@ -125,7 +123,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.core_context = core_context
         self.filter_metrics = filter_metrics
         self.user_data = user_data
-        self.trainer: Any = None  # set by `train` of this package
+        self.trainer: Any = None  # set by `huggingface.train`
         self.startup = Startup(core_context, args)
         weakref.finalize(self, self.startup.close)
         is_chief, facts = core_context.distributed.rank == 0, self.startup.facts
@@ -150,7 +148,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
 
     @property
     def is_stopped(self) -> bool:
-        """Whether training stops early on request; equal on all ranks."""
+        """Whether all ranks have agreed to stop early, on request."""
         return self._preemption.reason is not None
 
     def on_train_begin(
@@ -187,7 +185,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             )
 
     def _rewrite(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Save the loaded checkpoint again, and end training before the first batch."""
+        """Save the loaded checkpoint for the current ranks; end before the first batch."""
         if self.trainer is None:
             raise CheckpointError(
                 "trainer.train() is called to write a checkpoint again; expected a training that can be left before its first "
@@ -212,7 +210,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._telemetry.end_step(state.global_step, float(state.num_input_tokens_seen))
         self._reporter.progress(state.global_step, state.max_steps)
         if self.is_stopped:
-            # The stop was requested in the evaluation before the first step; the Trainer still trains one step.
+            # The stop was requested in the evaluation before the first step. The Trainer has trained one step nevertheless.
             self._stop(state, control)
             self._skip_evaluation(args, state, control)
         elif control.should_training_stop or state.global_step >= state.max_steps:
@@ -226,17 +224,14 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._expect(args, state, control, otherwise=Phase.BATCH)
 
     def _enter(self, phase: Phase, step: int) -> None:
-        """Send the phase to the launcher's stall watch, if the phase changes."""
         if self._heartbeat.phase is not phase:
             self._heartbeat.begin(phase, step)
 
     def _disable_eval_and_save(self, control: TrainerControl) -> None:
-        """Prevent evaluations and saves in dsat's trials, which only time training steps."""
         if self.startup.facts.is_measuring:
             control.should_evaluate = control.should_save = False
 
     def _finish(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Request the last evaluation, after which the Trainer saves a checkpoint."""
         self._has_finished = True
         if arguments.evaluates_at_epochs(args):
             control.should_save = False
@@ -259,14 +254,12 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control.should_save = state.global_step > self._checkpoints.last_step
 
     def _skip_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Cancel the evaluation of a stopped run unless it is due at this step anyway."""
         if not arguments.is_evaluation_due(args, state):
             control.should_evaluate = False
 
     def _expect(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, otherwise: Phase
     ) -> None:
-        """Prepare for the Trainer's next action: evaluate, save, or phase ``otherwise``."""
         may_save = control.should_save or (arguments.saves_best(args) and control.should_evaluate)
         if may_save or self._checkpoints.is_stale(state.global_step):
             self._checkpoints.prepare(args, state.global_step)
@@ -279,7 +272,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             otherwise = Phase.SAVE
         elif control.should_training_stop or self._has_finished:
             otherwise = Phase.SCRIPT
-        # A later callback may still request an evaluation; on_prediction_step then sends its phase.
+        # If a later callback requests an evaluation, on_prediction_step sends the phase of the evaluation.
         self._heartbeat.begin(otherwise, state.global_step)
 
     def on_prediction_step(
@@ -310,7 +303,9 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         """Report the evaluation; stop if a stop was requested during the evaluation."""
         has_one_set = self.trainer is not None and not isinstance(self.trainer.eval_dataset, dict)
         if not self._in_training or has_one_set:
-            self._reporter.flush(state)  # several evaluation sets are reported together at the next event
+            self._reporter.flush(
+                state
+            )  # metrics of several evaluation sets are reported together at the next event
         if not self._in_training:
             return
         if control.should_training_stop and not self.is_stopped:
@@ -319,11 +314,11 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._stop(state, control)
         self._preemption.start(state.global_step)
         if arguments.saves_best(args) and control.should_save and self.trainer is not None:
-            # Training is about to end, and the Trainer would save the model only if its metric improved.
+            # Training ends here. The Trainer would only save the model if its metric has improved.
             self._checkpoints.save_now(self.trainer, args, state, control, shares=False)
         elif control.should_save or arguments.saves_best(args):
             self._checkpoints.prepare(args, state.global_step)
-        # Next, other callbacks handle the evaluation, or the next of several sets is evaluated.
+        # Next, the Trainer saves, calls other callbacks, or evaluates the next evaluation set.
         saves = control.should_save or arguments.saves_best(args)
         self._heartbeat.begin(Phase.SAVE if saves else Phase.SCRIPT, state.global_step)
 
@@ -359,7 +354,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
                 control.should_evaluate |= self._can_evaluate(args)
             control.should_save = True
         if self.is_stopped:
-            # The Trainer resets the stop at the end of an epoch.
+            # The Trainer sets should_training_stop to False at the end of an epoch.
             control.should_training_stop = True
             self._skip_evaluation(args, state, control)
         if step == self._checkpoints.last_step:
@@ -384,7 +379,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         Ranks: all, without communication.
         """
         if self._in_training and self.is_stopped:
-            # Without this, exit code 0 tells the master that the trial is complete.
+            # Without the acknowledgement, the master takes exit code 0 for a complete trial.
             self._preemption.acknowledge()
         elif self._in_training and self._has_finished:
             self._reporter.finish(step, max_steps)
@@ -393,7 +388,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.close()
 
     def close(self) -> None:
-        """Close telemetry, heartbeat and the opened checkpoint; idempotent."""
+        """Close telemetry, heartbeat and the checkpoint to resume from. Idempotent."""
         self._heartbeat.end()
         self._telemetry.close(is_complete=False)
         self.startup.close()

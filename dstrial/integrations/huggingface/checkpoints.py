@@ -1,7 +1,7 @@
 """Store a Trainer's ``checkpoint-<step>`` directories as the trial's checkpoints.
 
-Files are hard-linked into the checkpoint storage, or copied to another file system. The Trainer overwrites files in place.
-Therefore hard links are broken before the Trainer writes a directory of an earlier attempt again.
+Files are hard-linked into the checkpoint storage, or copied if it is on another file system. The Trainer overwrites files in
+place, so linked files are deleted before the Trainer writes the same directory again.
 """
 
 from __future__ import annotations
@@ -52,18 +52,23 @@ _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDescription:
-    """Data of the run that go into a checkpoint in addition to the Trainer's files."""
+    """Data of the run that each checkpoint stores besides the Trainer's files."""
 
     trial_id: int
     exp_conf: Mapping[str, Any]
     hparams: Mapping[str, Any]
-    user_data: Mapping[str, Any] | None  # argument of `DetCallback`, for every checkpoint
-    given: Mapping[str, Any]  # value of `EngineRecord.given`
+    user_data: Mapping[str, Any] | None  # argument `user_data` of `DetCallback`
+    given: Mapping[
+        str, Any
+    ]  # batch sizes and class names in the config at the run's start, for `EngineRecord.given`
     micro_batch_limit: int  # micro batch size at the start of the run
 
 
 class TrainerCheckpoints:
-    """Stores the directories that a Trainer saves; all methods are collective."""
+    """Stores the directories that a Trainer saves.
+
+    Ranks: all, collectively, except for ``is_stale``.
+    """
 
     def __init__(self, context: core.Context, description: RunDescription) -> None:
         self._checkpoint = context.checkpoint
@@ -72,13 +77,13 @@ class TrainerCheckpoints:
         self._stale_steps: frozenset[int] = frozenset()
         self._model: Any = None
         self._shares = True
-        self._frozen_checksums: dict[str, str] | None = None  # of the last save
+        self._frozen_checksums: dict[str, str] | None = None  # parameter -> checksum, at the last save
         self.last_step = -1
 
     def begin(self, trainer: Any, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        """Record the model; find ``checkpoint-<step>`` directories of later steps.
+        """Record the model; find the ``checkpoint-<step>`` directories of later steps.
 
-        An earlier attempt wrote these directories. ``trainer`` may be None.
+        An earlier attempt of the run wrote these. ``trainer`` is None if ``huggingface.train`` is not used.
         """
         self._model = model
         if leaves_out_frozen(self._description.exp_conf) and (engine := self._engine(trainer, args)):
@@ -97,7 +102,7 @@ class TrainerCheckpoints:
         return step in self._stale_steps
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
-        """Delete hard-linked files of a step's directory before the Trainer writes it.
+        """Delete a step's hard-linked files before the Trainer overwrites them.
 
         Ranks: all, collectively.
         """
@@ -105,7 +110,7 @@ class TrainerCheckpoints:
         directory = _directory(args, step)
         if self._distributed.local_rank == 0 and directory.is_dir():
             for path in sorted(directory.rglob("*")):
-                # Another machine, or another trial with the same directory, may delete the file at the same time.
+                # A rank on another machine, or a trial with the same directory, may delete the file at the same time.
                 with contextlib.suppress(FileNotFoundError):
                     if path.is_file() and path.stat().st_nlink > 1:
                         path.unlink()
@@ -120,10 +125,10 @@ class TrainerCheckpoints:
         *,
         shares: bool = True,
     ) -> None:
-        """Make the Trainer save the current step now.
+        """Make the Trainer save the current step now, and store its files.
 
-        ``shares``: whether to hard-link the files, not copy them. Then ``prepare`` must be called before the Trainer writes
-        this step again.
+        ``shares``: whether to hard-link the files instead of copying them. After hard-linking, call ``prepare`` before the
+        Trainer writes this step again.
         """
         self.prepare(args, state.global_step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
@@ -138,10 +143,12 @@ class TrainerCheckpoints:
     def store(
         self, trainer: Any, args: TrainingArguments, state: TrainerState, train_batch_size: int
     ) -> None:
-        """Store the Trainer's files of the current step, unless they are stored already.
+        """Store the Trainer's files of the current step as a checkpoint, once per step.
 
-        ``trainer`` may be None. ``train_batch_size`` is over all ranks. If a rank cannot read or write its files, all ranks
-        raise CheckpointError.
+        ``trainer`` is None if ``huggingface.train`` is not used. ``train_batch_size`` is the total over all ranks.
+
+        Raises:
+            CheckpointError: on all ranks, if a rank cannot read or write its files.
         """
         step = state.global_step
         if step == self.last_step:
@@ -183,13 +190,12 @@ class TrainerCheckpoints:
         self.last_step = step
 
     def _engine(self, trainer: Any, args: TrainingArguments) -> DeepSpeedEngine | None:
-        """Return the Trainer's engine; None without DeepSpeed."""
         if not arguments.is_deepspeed(args):
             return None
         wrapped = getattr(trainer, "model_wrapped", None)
         if isinstance(wrapped, DeepSpeedEngine):
             return wrapped
-        # A callback gets only the model, and no registry has the engine that wraps it.
+        # Transformers passes only the unwrapped model to callbacks, so search all objects for the engine that wraps the model.
         engines = (one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine))
         engine: DeepSpeedEngine | None = next((one for one in engines if one.module is self._model), None)
         if engine is None:
@@ -201,7 +207,10 @@ class TrainerCheckpoints:
         return engine
 
     def _layout(self, engine: DeepSpeedEngine, directory: pathlib.Path) -> Layout | None:
-        """Return the layout of the engine's saved state; None if only the model was saved."""
+        """Return the saved engine's layout; None if only the model was saved.
+
+        Ranks: all, collectively.
+        """
         layout = collect_layout(engine, self._distributed.allgather)
         latest = directory / _LATEST_NAME
         # DeepSpeed writes the file `latest` on rank 0 only, possibly on a local disk.
@@ -210,7 +219,7 @@ class TrainerCheckpoints:
         tag = self._distributed.broadcast(tag)
         if tag is None:
             return None
-        # The Trainer itself saves PEFT's models without their frozen parameters.
+        # Also for PEFT models, which the Trainer saves without their frozen parameters.
         if leaves_out_frozen(self._description.exp_conf) or is_peft_model(engine.module):
             frozen = {place.name for place in own_places(layout) if not place.trainable}
             if self._frozen_checksums is None or self._frozen_checksums.keys() != frozen:
@@ -233,10 +242,7 @@ class TrainerCheckpoints:
         }
 
     def _listing(self, directory: pathlib.Path) -> list[tuple[str, int]]:
-        """Return (relative path, size) of each file in a directory.
-
-        The result is [] except on the first rank of each machine.
-        """
+        """Return (relative path, size) of each file; [] except on local rank 0."""
         if self._distributed.local_rank != 0 or not directory.is_dir():
             return []
         return sorted(
@@ -246,10 +252,10 @@ class TrainerCheckpoints:
         )
 
     def _mine(self, listings: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
-        """Return the paths of files that this rank stores.
+        """Return the paths of the files that this rank stores.
 
-        ``listings`` has each rank's :meth:`_listing`. A machine leaves out files that a machine with lower ranks also has; its
-        ranks share the others.
+        ``listings`` has each rank's :meth:`_listing`. The first machine that has a file stores it; the files of a machine are
+        divided among its ranks.
         """
         here = self._distributed.rank - self._distributed.local_rank
         owners: dict[str, int] = {}
@@ -281,7 +287,6 @@ def _directory(args: TrainingArguments, step: int) -> pathlib.Path:
 
 
 def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., object] = os.link) -> None:
-    """Hard-link a file by ``link``; copy it if the file systems do not allow links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         link(source, target)

@@ -1,6 +1,6 @@
-"""``get_hf_args_with_overwrites``: Trainer arguments that fit a DeepSpeed config.
+"""Make a Trainer script's arguments agree with the trial's DeepSpeed config.
 
-This module reads the config files, writes the effective config and logs decisions. ``argument_table`` makes the decisions.
+This module reads the config files and writes the effective config; ``argument_table`` decides which value wins.
 """
 
 from __future__ import annotations
@@ -42,27 +42,28 @@ _LENGTH_FLAG = "max_steps"
 
 
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:
-    """Return a script's arguments, adapted to the trial's DeepSpeed config.
+    """Return a script's arguments, changed to agree with the trial's DeepSpeed config.
 
     ``hyperparameters.deepspeed_config`` and ``overwrite_deepspeed_args`` determine batch sizes, accumulation, clipping,
     precision, learning rate, the optimizer's parameters, warm-up and ``--deepspeed``. The arguments determine values that the
-    config leaves out or sets to ``"auto"``. Missing batch sizes are computed for the current ranks; a resumed run keeps the
-    checkpoint's batch size on any number of ranks. The DeepSpeed JSON is not changed: ``--deepspeed`` names an effective copy.
-    Rank 0 logs all contradictions together, each with the value that wins. In a measuring trial of dsat, ``--max_steps`` is
-    ``num_batches`` of the measurement's settings; the trial ends as soon as enough steps are timed.
+    config leaves out or sets to ``"auto"``. Missing batch sizes are computed for the current number of ranks. A resumed run
+    keeps the checkpoint's total batch size. ``--deepspeed`` names a changed copy of the DeepSpeed JSON. Rank 0 logs all
+    contradictions between arguments and config, each with the value that wins. In trials that only time steps for the
+    autotuner (``dstrial.dsat``), ``--max_steps`` is the number of steps to time.
 
     Args:
         args: the script's arguments, ``sys.argv[1:]``; not changed.
-        hparams: the trial's hyperparameters, ``dstrial.integrations.huggingface.hyperparameters(core_context)`` or
-            ``info.trial.hparams``; not changed. A path in them is relative to the current directory.
+        hparams: the trial's hyperparameters, from ``dstrial.integrations.huggingface.hyperparameters(core_context)`` or
+            ``info.trial.hparams``; not changed. Paths in them are relative to the current directory.
 
     Returns:
         New arguments, for ``HfArgumentParser.parse_args_into_dataclasses``; a copy of ``args`` if the hyperparameters have no
         DeepSpeed config and no overwrites. If there is no DeepSpeed config and only batch sizes are overwritten, only the two
-        batch-size flags are set, so that a Trainer without DeepSpeed keeps its batch size.
+        batch-size flags are set.
 
     Raises:
-        ConfigError: an unreadable DeepSpeed config, batch sizes without a solution, or an abbreviated flag.
+        ConfigError: the DeepSpeed config is unreadable, a flag is abbreviated, or the batch sizes contradict each other or
+            the number of ranks.
 
     Ranks: all, with equal results; no communication.
     Source: determined.pytorch.dsat.get_hf_args_with_overwrites (0.38.1).
@@ -95,9 +96,12 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 def keep_batch_sizes(
     args: Sequence[str], hparams: dict[str, Any], world_size: int, resumed: SavedRun
 ) -> None:
-    """Overwrite batch sizes in ``hparams`` if a resumed run would change its batch.
+    """Set ``overwrite_deepspeed_args`` if a resumed run would change its batch size.
 
-    ``args`` are the script's arguments. ConfigError if the batch cannot be divided evenly among the ranks.
+    Changes ``hparams`` in place. ``args`` are the script's arguments, ``resumed`` is the run to resume.
+
+    Raises:
+        ConfigError: the batch cannot be divided evenly among the ranks.
     """
     words = CommandLine.of(args)
     overwrite = hparams.get(OVERWRITE_KEY) or {}
@@ -105,22 +109,23 @@ def keep_batch_sizes(
         source = _source(words, hparams)
         config = overwrite if source is None else source.merged
     except ConfigError:
-        config = overwrite  # `get_hf_args_with_overwrites` will report the problems of the config
+        config = overwrite  # `get_hf_args_with_overwrites` will raise the error again
     solution, is_kept = solve_sizes(words, config, world_size, resumed)
     if is_kept:
         hparams[OVERWRITE_KEY] = {**overwrite, **{key: getattr(solution, key) for key in BATCH_KEYS}}
 
 
 def effective_directory(environ: Mapping[str, str]) -> Path:
-    """Return the directory for effective configs, and create it.
+    """Create and return the directory for effective DeepSpeed configs.
 
-    It is in the run directory, else that of the launcher's experiment file, else in the user's cache.
+    The directory is in the run directory; without one it is the directory of the launcher's experiment file; without such a
+    file it is in the user's cache.
     """
     if environ.get(RUN_DIR_VARIABLE):
         directory = Path(environ[RUN_DIR_VARIABLE]) / "deepspeed_config"
     elif environ.get(EXPERIMENT_VARIABLE):
         directory = Path(environ[EXPERIMENT_VARIABLE]).parent
-    else:  # nothing tells when another launcher ends, so the file is kept in a cache
+    else:  # other launchers: the end of the job is unknown, so the file is never deleted
         import platformdirs
 
         directory = Path(platformdirs.user_cache_dir("dstrial")) / "deepspeed_config"
@@ -129,7 +134,10 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
 
 
 def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
-    """Write a config as JSON atomically; return its path, named by the content's hash."""
+    """Write a config atomically as ``deepspeed_<hash of the content>.json``.
+
+    Returns the path.
+    """
     text = json.dumps(config, indent=2) + "\n"
     path = directory / f"deepspeed_{hashlib.sha256(text.encode()).hexdigest()[:_NUM_NAME_CHARS]}.json"
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", encoding="utf-8", delete=False) as file:
@@ -138,7 +146,6 @@ def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
 
 
 def _is_plain_batch(words: CommandLine, hparams: Mapping[str, Any], overwrite: Any) -> bool:
-    """Return whether only batch sizes are overwritten, without a DeepSpeed config."""
     if hparams.get(MAIN_KEY) is not None or words.find(CONFIG_FLAG) is not None:
         return False
     if not isinstance(overwrite, Mapping) or not set(overwrite) <= set(BATCH_KEYS):
@@ -147,9 +154,9 @@ def _is_plain_batch(words: CommandLine, hparams: Mapping[str, Any], overwrite: A
 
 
 def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource | None:
-    """Return the trial's or ``--deepspeed``'s DeepSpeed config, with overwrites.
+    """Return the DeepSpeed config with overwrites; None if ``hparams`` has neither.
 
-    None if the trial has neither a config nor overwrites.
+    If ``hparams`` has only overwrites, the config is that of ``--deepspeed``.
     """
     overwrite = hparams.get(OVERWRITE_KEY)
     named = hparams.get(MAIN_KEY)
@@ -168,9 +175,9 @@ def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource |
 
 
 def _resumed(info: Any) -> SavedRun | None:
-    """Return the run that this process resumes, if its checkpoint is on this machine.
+    """Return the run to resume, whose batch size must be kept; None for a new run.
 
-    None for a new run, and if the batch size need not be kept.
+    Also None if the checkpoint is not on this machine.
     """
     saved = saved_run_to_resume() if info is None else saved_run_of_trial(info)
     return saved if saved is not None and saved.keeps_batch else None

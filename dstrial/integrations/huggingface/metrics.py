@@ -1,4 +1,4 @@
-"""Report a Trainer's log entries as metrics; measure speed; check losses."""
+"""Report a Trainer's log entries as metrics; measure throughput; check losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PROGRESS_INTERVAL_S = 1.0
 _EVALUATION = "eval_"
 _TEST = "test_"
 _SUMMARY = "train_loss"
-# Durations and speeds of the Trainer's phases are not reported, except an evaluation's samples per second.
+# Suffixes of metrics that are not reported: durations and speeds, except an evaluation's samples per second.
 _SPEED_SUFFIXES = ("_runtime", "_per_second", "_compilation_time", "_preparation_time")
 _KEPT_SPEED = "_samples_per_second"
 _POSITIONS = frozenset({"epoch", "step"})
@@ -37,7 +37,7 @@ class LogKind(enum.Enum):
     TRAINING = "training"
     EVALUATION = "evaluation"
     SUMMARY = "summary"
-    """The last log entry of a training, with means over the whole training."""
+    """The last log entry of a training; its values are means over the whole training."""
     OTHER = "other"
 
 
@@ -56,10 +56,10 @@ def kind_of(logs: Mapping[str, Any]) -> LogKind:
 def reported(
     logs: Mapping[str, Any], filter_metrics: Sequence[str] | None, always: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return a log entry's metrics without positions, durations and filtered names.
+    """Return a log entry without ``epoch``, ``step``, durations and filtered metrics.
 
-    ``filter_metrics`` are substrings; a metric is kept if its name has one of them. None or empty keeps all metrics. Metrics
-    named in ``always`` are kept.
+    ``filter_metrics`` are substrings: metrics without any of them in their name are removed (None or empty: no metric). The
+    names in ``always`` are never removed.
     """
 
     def is_reported(name: str) -> bool:
@@ -71,9 +71,9 @@ def reported(
 
 
 def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[str, str]]) -> None:
-    """Raise TrialContractError if a metric that the searcher needs is missing.
+    """Raise TrialContractError if a metric named in ``wanted`` is missing.
 
-    ``wanted`` has (config key, metric name) pairs.
+    ``wanted`` has pairs of a key of the ``searcher`` section and a metric's name.
     """
     missing = [(key, name) for key, name in wanted if name not in metrics]
     if not missing:
@@ -87,7 +87,7 @@ def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[
 
 
 class Throughput:
-    """Measures records and tokens per second of training; pauses are not counted."""
+    """Measures records and tokens per second of training, without pauses."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -113,8 +113,7 @@ class Throughput:
     def report(self, step: int, tokens: float, train_batch_size: int) -> dict[str, float]:
         """Return samples and tokens per second since the last report, by metric name.
 
-        ``tokens`` counts all tokens so far; ``train_batch_size`` is over all ranks. The result is {} before the start and without
-        a new step.
+        ``tokens`` is the number of tokens so far, ``train_batch_size`` the total over all ranks. Returns {} without a new step.
         """
         if not self._has_started or step <= self._step:
             return {}
@@ -131,12 +130,14 @@ class Throughput:
 
 
 class MetricReporter:
-    """Reports the metrics of a training run; all ranks call it, the chief reports.
+    """Reports a Trainer's metrics.
+
+    Ranks: all; rank 0 reports. No communication.
 
     Args:
         context: the trial's core context.
-        searcher: the searcher's config; its metrics are always reported.
-        filter_metrics: substrings of metric names to report; None for all.
+        searcher: section ``searcher`` of the experiment config; the metrics that it names are always reported.
+        filter_metrics: substrings of the names of metrics to report; None reports all.
     """
 
     def __init__(
@@ -167,10 +168,9 @@ class MetricReporter:
     def log(
         self, logs: Mapping[str, Any], state: TrainerState, train_batch_size: int, *, is_stopped: bool
     ) -> None:
-        """Report an entry of training metrics; collect evaluation metrics for ``flush``.
+        """Report a log entry of training; keep an entry of an evaluation for ``flush``.
 
-        ``train_batch_size`` is over all ranks. With ``is_stopped`` the summary is not reported, because its means cover only a
-        part of training.
+        ``train_batch_size`` is the total over all ranks. If ``is_stopped``, the summary entry at the end is not reported.
         """
         kind, step = kind_of(logs), state.global_step
         if kind is LogKind.EVALUATION:
@@ -189,7 +189,11 @@ class MetricReporter:
                 self._train.report_training_metrics(step, {**metrics, **_position(state)})
 
     def flush(self, state: TrainerState) -> None:
-        """Report the collected metrics of all evaluation sets of a step. Ranks: all."""
+        """Report a step's evaluation metrics, of all evaluation sets together.
+
+        Raises:
+            TrialContractError: a metric that the ``searcher`` section names is missing.
+        """
         step, logs = self._evaluated_step, self._evaluated
         if not logs:
             return
@@ -204,7 +208,7 @@ class MetricReporter:
             self._train.report_validation_metrics(step, metrics)
 
     def progress(self, step: int, max_steps: int) -> None:
-        """Report the completed fraction: at most a hundred times, and once a second."""
+        """Report the completed fraction, at most once per percent and per second."""
         if not self._is_chief or max_steps <= 0:
             return
         if isinstance(self._train, LocalTrainContext):
@@ -216,7 +220,7 @@ class MetricReporter:
             self._train.report_progress(min(step / max_steps, 1.0))
 
     def finish(self, step: int, max_steps: int) -> None:
-        """Report complete progress; warn if the searcher's metric was never reported."""
+        """Report 100 % progress; warn if ``searcher.metric`` was never reported."""
         self.progress(max(step, max_steps), max_steps)
         metric = dict(self._wanted).get("searcher.metric")
         if self._is_chief and metric is not None and self._last_validation < 0:
@@ -232,10 +236,10 @@ def _position(state: TrainerState) -> dict[str, Any]:
 
 
 class LossWatch:
-    """Counts consecutive log entries without finite loss; then acts by ``non_finite``.
+    """Fails or warns after several consecutive log entries with a non-finite loss.
 
     Args:
-        exp_conf: the trial's experiment config, with ``data.dstrial.non_finite``.
+        exp_conf: the experiment config; ``data.dstrial.non_finite`` is ``fail``, ``warn`` or ``ignore``.
         is_chief: whether this rank logs warnings.
         is_off: disables all checks.
 
@@ -263,7 +267,11 @@ class LossWatch:
         )
 
     def take(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
-        """Check the loss of a log entry; NonFiniteError after too many non-finite losses."""
+        """Check the loss of a log entry.
+
+        Raises:
+            NonFiniteError: ``non_finite`` is ``fail``, and too many consecutive losses were not finite.
+        """
         loss = logs.get("loss")
         if self._guard is None or not isinstance(loss, (int, float)):
             return
@@ -275,9 +283,9 @@ class LossWatch:
         self._guard.judge([{"loss": not self._is_bad}], shown, [], start, is_last=step >= max_steps > 0)
 
     def is_save_unsafe(self, step: int) -> bool:
-        """Return whether the newest loss is not finite, so that nothing may be saved.
+        """Return whether storing a checkpoint is forbidden by a non-finite newest loss.
 
-        Equal on all ranks; false unless ``non_finite`` is ``fail``. A warning is logged once.
+        Equal on all ranks. Always False unless ``non_finite`` is ``fail``.
         """
         if not self._is_bad or self._mode != "fail":
             self._has_warned = False
@@ -292,10 +300,10 @@ class LossWatch:
 
 
 def _is_finite(loss: float, grad_norm: Any) -> bool:
-    """Return whether a logged loss was finite before transformers filtered it.
+    """Return whether any loss behind a logged mean loss was finite.
 
-    By default (``logging_nan_inf_filter``) transformers logs the mean of the finite losses, and 0 if no loss is finite. The
-    gradient norm distinguishes this 0 from a real one (``Trainer._inner_training_loop`` of 5.23).
+    By default (``logging_nan_inf_filter``), transformers logs 0 if no loss is finite. The gradient norm is then not finite
+    either, unlike at a real loss of 0 (``Trainer._inner_training_loop`` of 5.23).
     """
     if loss == 0.0 and isinstance(grad_norm, (int, float)):
         return math.isfinite(grad_norm)

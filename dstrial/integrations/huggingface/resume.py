@@ -44,29 +44,34 @@ _TRAINER_DIRECTORY = re.compile(r"checkpoint-(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A Trainer's checkpoint on this machine, whose files match its manifest."""
+    """A Trainer's checkpoint on this machine, verified against its manifest."""
 
     uuid: str
     root: pathlib.Path
     trainer_directory: pathlib.Path  # `checkpoint-<step>` in `root`, or `root` itself
-    step: int  # number of trained batches
-    layouts: tuple[Layout, ...]  # layout of each engine; empty without DeepSpeed or without a manifest
-    continues: bool  # whether the same trial wrote it; from another trial only the weights are loaded
-    trusts_code: bool = False  # whether unlisted classes may be loaded, because the user vouches for them
+    step: int  # number of optimizer steps before the checkpoint
+    layouts: tuple[
+        Layout, ...
+    ]  # how the engine's state is split over ranks; empty without DeepSpeed or a manifest
+    continues: (
+        bool  # whether the same trial wrote the checkpoint; from another trial only the weights are loaded
+    )
+    trusts_code: bool = False  # whether pickles may load any class (`checkpoint_loader.trusts_code`)
 
 
 @contextlib.contextmanager
 def opened(
     context: core.Context, uuid: str, trial_id: int, exp_conf: Mapping[str, Any]
 ) -> Iterator[OpenedCheckpoint]:
-    """Open a checkpoint by uuid or absolute path, and verify it with its manifest.
+    """Open a Trainer's checkpoint and verify its files against its manifest.
 
-    ``trial_id`` and ``exp_conf`` are those of the trial that loads the checkpoint.
+    ``uuid`` is a uuid or an absolute path. ``trial_id`` and ``exp_conf`` are those of the trial that loads the checkpoint.
 
     Raises:
         CheckpointNotFoundError: the checkpoint does not exist, or no Trainer wrote it.
         CheckpointDamagedError: a file differs from the manifest.
-        UntrustedCheckpointError: a file would run code, and neither signature, master nor user vouches for it.
+        UntrustedCheckpointError: loading a file could run code, and the checkpoint is not trusted: it has no signature of this
+            account, is unknown to the master, and is not trusted in the config.
 
     Ranks: all, collectively.
     """
@@ -97,7 +102,6 @@ def opened(
 
 
 def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
-    """Return ``root`` if a Trainer saved it, or else its newest ``checkpoint-<step>``."""
     if (root / STATE_NAME).is_file():
         return root
     found = [
@@ -115,14 +119,11 @@ def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pathlib.Path]:
-    """Yield a directory from which a Trainer with this micro batch size can resume.
+    """Yield a copy of the checkpoint's directory with a changed micro batch size.
 
-    The Trainer would replace the micro batch size of its arguments by the checkpoint's. Therefore a Trainer with another size
-    gets a directory of links to the checkpoint's files, whose ``trainer_state.json`` has the new size.
-
-    Args:
-        found: the checkpoint.
-        train_batch_size: records of one forward pass of one process, ``args.train_batch_size``.
+    Otherwise the Trainer would resume with the micro batch size in the checkpoint's ``trainer_state.json``. The copy has links
+    to all other files. If the size equals ``train_batch_size`` (that of the Trainer's arguments), the checkpoint's own directory
+    is yielded.
 
     Ranks: any; no communication.
     Source: transformers 4.56 ``Trainer.train``; 5.23 does so with ``auto_find_batch_size``.
@@ -143,9 +144,7 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
 
 
 def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
-    """Load a checkpoint's weights, optimizer and scheduler into an engine.
-
-    They are resharded if the layouts differ.
+    """Load weights, optimizer and scheduler into an engine, resharded if needed.
 
     Ranks: all, collectively.
     """
@@ -174,7 +173,7 @@ def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, di
         read = functools.partial(open_saved_engine, opened_checkpoint.root, 0, trusts_code=trusts)
         saved_engine = read_for_rank(read, saved, now, engines.checkpoint_part(engine))
         load_reshaped(engine, saved_engine, now)
-        # Persistent buffers come from replica 0 of the checkpoint; the model creates the others.
+        # The checkpoint has the persistent buffers (of replica 0); all other buffers keep the model's initial values.
         buffers = saved_engine.buffers()
         with torch.no_grad():
             for name, buffer in named_buffers(engine.module).items():

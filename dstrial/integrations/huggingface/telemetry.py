@@ -19,11 +19,10 @@ from dstrial.telemetry.samples import GROUP
 
 
 class TrainerTelemetry:
-    """Measures rank 0 of a Trainer with DeepSpeed, without communication.
+    """Measures time, memory and FLOPs of rank 0 of a Trainer with DeepSpeed.
 
-    FLOPs are those of rank 0's device, because ranks exchange nothing when a Trainer logs. The time between two steps, in which
-    the Trainer also logs, counts as waiting for data. Nothing is measured if ``data.dstrial.telemetry`` is false or if
-    dsat measures the trial (``is_off``).
+    Other ranks are not measured. The time between two steps, in which the Trainer also logs, counts as waiting for data.
+    Nothing is measured if ``is_off`` or if ``data.dstrial.telemetry`` is false.
     """
 
     def __init__(
@@ -90,9 +89,9 @@ class TrainerTelemetry:
         self._reports.write([sample], step, sample.num_batches * train_batch_size, skipped)
 
     def close(self, *, is_complete: bool) -> None:
-        """Store the totals and remove the engine's hooks; idempotent.
+        """Store the run's totals and remove the engine's hooks. Idempotent.
 
-        After a complete run the device's peak FLOP/s is measured, if it is unknown or exceeded on this machine.
+        If ``is_complete``, also measures the device's peak FLOP/s, unless a cached peak is known and was not exceeded.
         """
         self._counting.close()
         instruments, self._instruments = self._instruments, None

@@ -1,4 +1,4 @@
-"""``train`` runs a Trainer from a checkpoint, also of another layout or trial."""
+"""Run a Trainer from a checkpoint, also of another trial or number of ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
     weights are loaded, and steps count from 0.
 
     Args:
-        trainer: the Trainer; ``callback`` is added to its callbacks if missing.
+        trainer: the Trainer; ``callback`` is added if it is not among the Trainer's callbacks.
         callback: the callback, created with the Trainer's arguments.
         kwargs: further arguments of ``Trainer.train``.
 
@@ -73,7 +73,7 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
 
 @contextlib.contextmanager
 def _without_model_init(trainer: Trainer) -> Iterator[None]:
-    """Disable ``model_init`` in the block: a new model would lack the loaded weights."""
+    """In the block, disable ``model_init``, which would replace the loaded model."""
     model_init = trainer.model_init
     trainer.model_init = None
     try:
@@ -86,8 +86,8 @@ def _without_model_init(trainer: Trainer) -> Iterator[None]:
 def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
     """In the block, make the Trainer's new engine load the callback's checkpoint.
 
-    Source: transformers 4.56 and 5.23 create the engine with ``accelerator.prepare`` and load it with
-        ``integrations.deepspeed.deepspeed_load_checkpoint``, which calls the engine's ``load_checkpoint``.
+    Source: transformers 4.56 and 5.23 create the engine with ``accelerator.prepare``, then call its ``load_checkpoint`` in
+        ``integrations.deepspeed.deepspeed_load_checkpoint``.
     """
     accelerator = trainer.accelerator
     prepare = accelerator.prepare
@@ -149,8 +149,6 @@ def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) ->
 
 
 class _SavedWeights:
-    """Mapping of names to parameters and buffers, each read when used."""
-
     def __init__(self, saved: SavedEngine) -> None:
         self._saved = saved
         self._buffers = saved.buffers()
@@ -192,7 +190,7 @@ def _is_cut(parameter: torch.nn.Parameter) -> bool:
 
 @contextlib.contextmanager
 def _whole(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """Gather a partitioned parameter in the block; then distribute rank 0's values."""
+    """Gather a ZeRO 3 parameter in the block; then partition rank 0's values again."""
     if not _is_cut(parameter):
         yield
         return

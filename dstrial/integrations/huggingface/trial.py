@@ -1,4 +1,4 @@
-"""Set up a Trainer script: core context, configuration and checkpoint."""
+"""Set up a Trainer script: core context, configuration, checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -51,15 +51,14 @@ _NOT_OVERRIDDEN = (
 def init(
     *, exp_conf: dict[str, Any] | None = None, run_dir: str | os.PathLike[str] | None = None
 ) -> Iterator[core.Context]:
-    """Yield the core context for a Trainer script, with or without a master.
+    """Yield Determined's core context for a Trainer script, also without a master.
 
-    Like :func:`dstrial.core_context`. On CPUs, it also makes accelerate, on which the Trainer is based, see all ranks.
-    ``DetCallback`` also accepts the core context of ``det.core.init(distributed=...)``.
+    Like :func:`dstrial.core_context`; on CPUs it also makes accelerate, which the Trainer uses, recognise all ranks.
 
     Args:
-        exp_conf: experiment config without a cluster; only ``searcher`` and ``hyperparameters`` are used. The default is the
-            config of ``python -m dstrial.launch --config``.
-        run_dir: run directory without a cluster; by default a new directory under ``./runs``.
+        exp_conf: experiment config, used only without a master. The default is the config of
+            ``python -m dstrial.launch --config``.
+        run_dir: run directory, used only without a master; by default a new directory under ``./runs``.
 
     Raises:
         RankIdentityError: environment variables contradict each other about this process's rank.
@@ -76,16 +75,16 @@ def init(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialFacts:
-    """Configuration and checkpoint of a core context's trial.
+    """Configuration of a trial, and the checkpoint to resume from.
 
     Attributes:
-        searcher: the searcher's config; empty without one, and for a trial that only measures.
-        exp_conf: the experiment config; empty without one.
+        searcher: section ``searcher`` of the experiment config; empty if ``is_measuring`` or ``is_rewrite``.
+        exp_conf: the experiment config; {} if there is none.
         latest_checkpoint: the checkpoint to resume from; None for a new trial.
-        signals: collects stop signals; None if nothing collects them.
-        is_rewrite: whether to load and save once (``dstrial checkpoint reshape``).
-        is_measuring: whether dsat measures the steps, so that nothing is saved.
-        resumed: the saved run that this trial resumes; None for a new run, or if only weights are loaded.
+        signals: records SIGTERM and Ctrl-C as stop requests; None with a core context of ``det.core.init``.
+        is_rewrite: whether to load the checkpoint, save it and end (``dstrial checkpoint reshape``).
+        is_measuring: whether the autotuner (dsat) times training steps, so that nothing is evaluated or saved.
+        resumed: the run that wrote ``latest_checkpoint``; None for a new run, or if only weights are loaded.
     """
 
     trial_id: int
@@ -100,11 +99,13 @@ class TrialFacts:
 
     @classmethod
     def of(cls, context: core.Context) -> TrialFacts:
-        """Read the trial of any core context. Ranks: all, collectively.
+        """Read the facts from dstrial's or Determined's core context.
 
         Raises:
-            CheckpointNotFoundError: ``latest`` is to be resumed, and the run has no checkpoint.
-            ConfigError: the core context is not dstrial's and would ignore ``dstrial run --resume``.
+            CheckpointNotFoundError: ``--resume latest`` was given, and the run has no checkpoint.
+            ConfigError: ``dstrial run --resume`` was given, and the core context is not dstrial's, so would ignore the option.
+
+        Ranks: all, collectively.
         """
         found: ProcessRuntime | None = getattr(context, RUNTIME_ATTRIBUTE, None)
         info = cluster_info() if found is None else found.info
@@ -149,7 +150,6 @@ def _newest_checkpoint(context: core.Context) -> str:
 
 
 def _require_no_named_checkpoint() -> None:
-    """Raise ConfigError if ``--resume`` names a checkpoint that would be ignored."""
     named = os.environ.get(RESUME_VARIABLE)
     if not named or not os.environ.get(RUN_DIR_VARIABLE):
         return
@@ -172,10 +172,9 @@ def hyperparameters(
 ) -> dict[str, Any]:
     """Return hyperparameters with which a resumed run keeps its batch size.
 
-    Pass them to ``dstrial.dsat.get_hf_args_with_overwrites`` before parsing the arguments, because ``TrainingArguments`` fix
-    the batch size. If the run resumes and its arguments give another batch size on the current slots,
-    ``overwrite_deepspeed_args`` gets the three batch sizes that keep it. Arguments that the user has changed are not replaced;
-    ``DetCallback`` rejects them.
+    Pass the result to ``dstrial.dsat.get_hf_args_with_overwrites``, and only then parse the script's arguments. If a resumed run
+    would have another total batch size, because the number of ranks has changed, ``overwrite_deepspeed_args`` in the result has
+    three batch sizes that keep the total. Arguments that the user has changed are not overwritten; ``DetCallback`` rejects them.
 
     Args:
         core_context: the trial's core context.
@@ -183,11 +182,11 @@ def hyperparameters(
         hparams: hyperparameters, by default the trial's; not changed.
 
     Raises:
-        ConfigError: the batch cannot be divided evenly among the ranks, or the core context is not dstrial's and would
-            ignore ``dstrial run --resume``.
-        CheckpointNotFoundError: ``latest`` is to be resumed, and the run has no checkpoint.
+        ConfigError: the batch cannot be divided evenly among the ranks, or ``dstrial run --resume`` was given and the core
+            context is not dstrial's, so would ignore the option.
+        CheckpointNotFoundError: ``--resume latest`` was given, and the run has no checkpoint.
 
-    Ranks: all, collectively (one broadcast, if there is a checkpoint to resume from).
+    Ranks: all, collectively.
     """
     facts = TrialFacts.of(core_context)
     result: dict[str, Any] = copy.deepcopy(dict(facts.hparams if hparams is None else hparams))
@@ -198,10 +197,10 @@ def hyperparameters(
 
 
 class Startup:
-    """Checks a Trainer's arguments and opens the checkpoint to resume from.
+    """Checks a Trainer's arguments; opens the checkpoint to resume from, if any.
 
     Raises:
-        ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; has all contradictions.
+        ConfigError: the arguments contradict the experiment config, the number of ranks or the checkpoint.
 
     Ranks: all, collectively.
     """
@@ -254,9 +253,9 @@ class Startup:
         settle_optimizer_settings(engine, before, self.facts.exp_conf, "Trainer", is_chief=is_chief)
 
     def require_resumed(self, step: int, *, is_attached: bool) -> None:
-        """Raise CheckpointError if training does not start at the checkpoint's step.
+        """Raise CheckpointError if the Trainer has not loaded the checkpoint.
 
-        ``is_attached``: whether ``huggingface.train`` runs the Trainer; another trial's weights are then already loaded.
+        ``step`` is the step at which training starts. ``is_attached``: whether ``huggingface.train`` runs the Trainer.
         """
         found = self.opened
         if found is None or (is_attached and not found.continues):
@@ -277,16 +276,16 @@ class Startup:
             logger.warning(_NOT_OVERRIDDEN)
 
     def settle_best_model(self, state: TrainerState) -> None:
-        """Clear ``state.best_model_checkpoint`` if a rank does not have that directory.
+        """Clear ``state.best_model_checkpoint`` if the directory is missing on a rank.
 
-        The Trainer would load this best model, of an earlier attempt, at the end of training.
+        After a resume, the Trainer would otherwise try to load this directory at the end of training.
 
-        Ranks: all, collectively (one exchange, only if the run resumes).
+        Ranks: all, collectively.
         """
         best = state.best_model_checkpoint
         if self.checkpoint_path is None:
             return
-        # transformers 5 has already cleared the attribute on ranks on which the directory is missing.
+        # Where the directory is missing, transformers 5 has already set the attribute to None.
         found = self._distributed.allgather(None if best is None else pathlib.Path(best).is_dir())
         if all(found) or all(one is None for one in found):
             return

@@ -1,4 +1,4 @@
-"""``determined.pytorch.deepspeed._deepspeed_trial`` with dstrial's trial and loop."""
+"""``determined.pytorch.deepspeed._deepspeed_trial`` with dstrial's classes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["DeepSpeedTrial", "DeepSpeedTrialController"]
 
 
 class DeepSpeedTrialController:
-    """Determined's controller of a trial, replaced by dstrial's ``Trainer``.
+    """Determined's class that trains a trial, implemented with dstrial's ``Trainer``.
 
     Args:
         trial_inst: the trial.
         context: the trial's context.
-        arguments: arguments of Determined's controller. Those that ``Trainer.fit`` has too are passed on; the others (metric,
-            steps completed, batch size) are ignored, as the experiment config has them.
+        arguments: other arguments of Determined's class. Arguments of ``Trainer.fit`` are passed on. The others (metric, steps
+            completed, batch size) are ignored, because dstrial reads these values elsewhere.
 
     Source: ``determined/pytorch/deepspeed/_deepspeed_trial.py:44`` (0.38.1).
     """
@@ -44,7 +44,10 @@ class DeepSpeedTrialController:
 
     @classmethod
     def pre_execute_hook(cls, trial_seed: int, distributed_backend: Any) -> None:
-        """Create the process group unless the user does, and seed the process. Ranks: all."""
+        """Create the process group and seed random states.
+
+        No process group if ``DET_MANUAL_INIT_DISTRIBUTED`` is set. Ranks: all, collectively.
+        """
         del distributed_backend
         import deepspeed
 
@@ -55,5 +58,5 @@ class DeepSpeedTrialController:
         seed_everything(trial_seed)
 
     def run(self) -> None:
-        """Train. Ranks: all, collectively."""
+        """Call ``Trainer.fit``. Ranks: all, collectively."""
         Trainer(self.trial, self.context).fit(**self._arguments)

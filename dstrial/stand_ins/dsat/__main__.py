@@ -1,4 +1,4 @@
-"""``python3 -m determined.pytorch.dsat METHOD CONFIG.yaml MODEL_DIR``, by dstrial."""
+"""``python3 -m determined.pytorch.dsat METHOD CONFIG.yaml MODEL_DIR`` of dstrial."""
 
 from __future__ import annotations
 
