@@ -2,13 +2,13 @@
 
 ``engines`` covers engines and pipelines; ``optimizers`` covers optimizers, their parameters and the classes in their saved
 state; ``process`` covers DeepSpeed's global state in a process.
-Nothing else in dstrial imports a submodule of DeepSpeed beyond ``PUBLIC_MODULES``, reads an attribute of an engine that is
-neither documented nor in ``engines.ATTRIBUTES``, or replaces anything in DeepSpeed. These modules import nothing of dstrial, so
-that ``dstrial.ranks`` may use them too.
+No other module of dstrial imports a submodule of DeepSpeed beyond ``PUBLIC_MODULES``, reads an undocumented attribute of an
+engine that ``engines.ATTRIBUTES`` lacks, or replaces anything in DeepSpeed. These modules import nothing of dstrial, so that
+``dstrial.ranks`` may use them too.
 
-Not covered are config keys (tables in ``dstrial.config``) and checkpoint files (``dstrial.checkpoint.file_roles``,
-``dstrial.engine.checkpoint_reader.saved_engine``), because they are not names in DeepSpeed's code. Texts of DeepSpeed's
-messages are in ``engines.REMEDIES``.
+Config keys (tables in ``dstrial.config``) and checkpoint files (``dstrial.checkpoint.file_roles``,
+``dstrial.engine.checkpoint_reader.saved_engine``) are not covered, because they are not names in DeepSpeed's code. Texts of
+DeepSpeed's messages are in ``engines.REMEDIES``.
 
 To support another release: generate its table of config keys (``tools/generate_deepspeed_rules.py``), update these modules, and
 run ``tests/engine``: ``test_deepspeed_internals.py`` checks modules and functions, the other tests use the attributes of real
