@@ -69,7 +69,7 @@ def sub_groups(optimizer: Any) -> list[SubGroup] | None:
 
 
 def flat_groups(optimizer: Any) -> FlatGroups | None:
-    """Return parameter groups if the optimizer has one flat buffer per group, else None.
+    """Return an optimizer's groups that have one flat buffer each, else None.
 
     These optimizers are ZeRO 1 and 2, ``BF16_Optimizer`` and ``FP16_Optimizer``.
     Source: ``runtime/zero/stage_1_and_2.py:413`` and following; 0.19.0 has no gaps between parameters
@@ -153,7 +153,7 @@ def reduction_buckets(optimizer: Any) -> list[Any]:
 
 
 def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a parameter's gradient in a separate accumulation dtype; None without one.
+    """Return a parameter's gradient in a separate accumulation dtype, or None.
 
     Source: ``use_grad_accum_attribute``, ``runtime/zero/stage_1_and_2.py:398``.
     """
@@ -202,8 +202,8 @@ def overwriting_stage(optimizer: Any) -> int:
     """Return the ZeRO stage if repeated ``backward`` calls may drop gradients, or 0.
 
     2 stands for stages 1 and 2, which at an accumulation boundary keep only the gradients of the last ``backward``
-    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). In stage 3, a ``backward`` without a forward after the
-    last ``backward`` overwrites gradients (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
+    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). After a step, stage 3 overwrites gradients until a
+    ``backward`` and then a forward have run (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return 3
@@ -232,8 +232,7 @@ def gradient_scaler(optimizer: Any) -> Any:
 
 
 def swaps_to_nvme(optimizer: Any) -> int:
-    """Return how many of (optimizer state, parameters) ZeRO 3 swaps to files: 0 to 2.
-    """
+    """Return how many of (optimizer state, parameters) ZeRO 3 swaps to files: 0 to 2."""
     return sum(bool(getattr(optimizer, name, False)) for name in ("swap_optimizer", "params_in_nvme_and_cpu"))
 
 
