@@ -76,9 +76,7 @@ class CheckpointLoader:
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._pending_random_states: Mapping[str, Any] | None = None
-        self._is_trusted = (
-            False  # whether classes outside ``safe_load.LISTED`` are loaded from the checkpoint
-        )
+        self._is_trusted = False  # whether unlisted classes are loaded from the checkpoint
 
     def restore(
         self, uuid: str, expected_epoch_length: int | None, expected_records: int | None = None

@@ -58,9 +58,7 @@ def exits_refused(where: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except SystemExit as exit_:
-        if (
-            type(exit_) is not SystemExit or exit_.code
-        ):  # dsat ends a run after its measurement with a subclass
+        if type(exit_) is not SystemExit or exit_.code:  # dsat ends measured runs with a subclass
             raise
         raise TrialContractError(
             f"user code ends the rank with exit code 0 {where()}; expected training to go on to its end. To stop it early, call "

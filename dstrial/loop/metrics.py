@@ -22,9 +22,7 @@ from dstrial.trial.determined_errors import InvalidTrialError, MetricNamesError
 _MAX_LOSSES_HELD = 4096
 """Number of newest losses held until the next report, which checks whether any is finite."""
 
-_MAX_BYTES_HELD = (
-    64  # size of the storage that a kept loss may reference; of larger storages, the loss is copied
-)
+_MAX_BYTES_HELD = 64  # a kept loss that references a larger storage is copied
 
 _IMMUTABLE = (float, int, str, bool, type(None))
 
@@ -325,7 +323,7 @@ class MetricWindow:
         return newest or self._newest_losses
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals since the last report for a checkpoint; tensors stay on device."""
+        """Return the totals since the last report for a checkpoint; device tensors stay."""
         totals = {
             name: held.clone() if isinstance(held, torch.Tensor) else held
             for name, held in self._totals.items()

@@ -21,9 +21,8 @@ from dstrial.visible_text import cut_text
 
 INTERVAL_S = 5.0  # intended time between sync points, which a stop request may have to wait
 
-_MAX_GROWTH = (
-    8  # maximum factor between two distances: one fast batch must not postpone the next sync point by minutes
-)
+# Maximum factor between two distances, so that one fast batch does not postpone the next sync point by minutes.
+_MAX_GROWTH = 8
 
 FAST_BATCHES = 8  # minimum distance, in batches, at which an exchange may end one batch late
 
