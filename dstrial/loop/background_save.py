@@ -94,7 +94,7 @@ class SaveJob:
             self._is_done.set()
 
     def wait(self) -> None:
-        """Wait until the save has ended. No own timeout: each step of a save has one."""
+        """Wait until the save has ended; the steps of a save have their own timeouts."""
         while not self._is_done.wait(_LOG_WAITING_S):
             logger.info("waiting for the checkpoint at batch %d to be written", self.batches_trained)
         if self._thread is not None:

@@ -23,7 +23,7 @@ from dstrial.loop.sync_point import StopReason
 class Boundary(enum.Enum):
     """Actions that can be due after a batch, in their order of execution.
 
-    ``END`` ends training.
+    ``END`` is due after the last batch.
     """
 
     REPORT = "report"
@@ -79,7 +79,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Period:
-    """Period of an action: ``every`` batches or epochs, or the listed ``positions``."""
+    """When an action is due: each ``every`` batches or epochs, or at ``positions``."""
 
     unit: Literal["batches", "epochs"]
     every: int | None = None
@@ -217,7 +217,7 @@ def next_due(
 ) -> int:
     """Return the next batch count at which ``due`` must be called.
 
-    Before it, no action is due. If a period has ``positions``, possibly no action is due at the returned count either.
+    No action is due at an earlier count. For a period with ``positions``, the result is only the next batch or epoch.
     """
     found = batches_total
     for period in periods.values():
@@ -252,7 +252,7 @@ def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
 def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
     """Convert a length to ``Batch`` or ``Epoch``.
 
-    Records are rounded down to whole batches, but at least to 1.
+    Records are converted to whole batches, rounded down to at least 1.
     """
     if length.unit == "epochs":
         return pytorch.Epoch(length.value)

@@ -49,10 +49,10 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class _ExitRank(BaseException):
-    """Leaves ``store_path`` without collective calls, which would deadlock.
+    """Raised to leave ``store_path`` without collective calls, which would deadlock.
 
-    The other ranks may wait in DeepSpeed's barriers. This rank exits with ``error`` as cause, and the launcher ends the other
-    ranks. The next start removes the checkpoint's directory, which has no completion marker.
+    Other ranks may wait in DeepSpeed's barriers. This rank exits with ``error`` as cause, and the launcher ends the other ranks.
+    The next start removes the checkpoint's directory, which has no completion marker.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -105,7 +105,7 @@ class CheckpointSaver:
                 leave_out_frozen(engine)
 
     def _can_be_in_background(self) -> bool:
-        """Return whether a thread can complete saves; log why training waits for writes."""
+        """Return whether a thread can run saves; log what training must wait for."""
         distributed = self._state.context.distributed
         can = distributed.size == 1 or isinstance(distributed, ControlChannel)
         why = None
@@ -348,7 +348,7 @@ class CheckpointSaver:
         ``statuses`` has the result of ``status()`` of every rank.
 
         Raises:
-            CheckpointError: the save has failed on any rank; or the error of this rank.
+            CheckpointError: the save has failed on another rank. This rank's own error is raised unchanged.
         """
         job = self._job
         if job is None:

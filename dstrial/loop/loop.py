@@ -291,7 +291,7 @@ class TrainingLoop:
                 logger.warning("%s", problem)
 
     def _resume(self) -> int:
-        """Continue training after events; return the batch count of the next event."""
+        """Begin an epoch if due; return the batch count at the next event."""
         progress = self._progress
         batches = progress.batches_trained
         if progress.is_epoch_start:
@@ -512,7 +512,6 @@ class TrainingLoop:
             self._core.train.set_status("training")
 
     def _position(self) -> dict[str, Any]:
-        """Return this rank's position in the training data, for a checkpoint."""
         position: dict[str, Any] = {
             "micro_batches_drawn": self._iterator.drawn if self._iterator is not None else 0
         }
@@ -614,8 +613,8 @@ class TrainingLoop:
     def _require_whole_batch(self, num_stepped: int) -> None:
         """Check the number of micro batches that ``train_batch`` trained on each rank.
 
-        Called if the trial uses ``disable_auto_grad_accumulation()``. ``num_stepped`` is this rank's number; expected is
-        ``gradient_accumulation_steps``.
+        ``num_stepped``, this rank's number, must equal ``gradient_accumulation_steps``. Called only after
+        ``disable_auto_grad_accumulation()``.
 
         Raises:
             AccumulationError: a rank trained another number of micro batches.

@@ -323,7 +323,7 @@ class MetricWindow:
         return newest or self._newest_losses
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals since the last report for a checkpoint; device tensors stay."""
+        """Return the totals since the last report, for a checkpoint."""
         totals = {
             name: held.clone() if isinstance(held, torch.Tensor) else held
             for name, held in self._totals.items()

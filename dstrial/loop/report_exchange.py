@@ -397,7 +397,6 @@ class ReportExchange:
             self._telemetry.finish(self._instruments.measured_peak)
 
     def _close_window(self) -> None:
-        """Reset metrics, reducers and clock for the next report."""
         self._window.reset()
         for wrapped in self._training_reducers:
             wrapped.reset()

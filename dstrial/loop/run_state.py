@@ -86,7 +86,6 @@ class RunState:
         ]
 
     def _frozen_now(self) -> list[set[str]]:
-        """Return, for each engine, the names of this rank's frozen parameters."""
         return [
             {name for name, parameter in named_parameters(engine.module) if not parameter.requires_grad}
             for engine in self.context.models

@@ -149,7 +149,7 @@ class GlobalBatches:
     """The records of each global batch (one optimizer step of all replicas).
 
     If an epoch's last records do not fill a batch, ``keep_tail`` makes them a smaller batch, divided as evenly as possible; a
-    micro batch that would be empty repeats a record of this batch. Otherwise these records are dropped.
+    micro batch that would be empty repeats a record of this batch. Otherwise the records are dropped in this epoch.
     """
 
     def __init__(self, order: EpochOrder, num_records: int, geometry: BatchGeometry, keep_tail: bool) -> None:

@@ -56,7 +56,7 @@ class LoaderPasses(Iterator[Any]):
     Attributes:
         pass_idx: index of the current pass over the loader.
         in_pass: number of micro batches drawn in the current pass.
-        first_digest: checksum of the first micro batch that was drawn; None before it, or if it has no checksum.
+        first_digest: checksum of the first micro batch that was drawn; None if unknown.
     """
 
     def __init__(self, loader: Any, per_pass: int | None, rest: int, rank: int) -> None:
@@ -112,10 +112,7 @@ class LoaderPasses(Iterator[Any]):
         self._digests = {}
 
     def _take_digest(self, item: Any) -> None:
-        """Checksum the pass's first micro batches and those with a power of two as number.
-
-        The checksum is computed here, because training may change the micro batch.
-        """
+        """Store checksums of some micro batches, before training can change the items."""
         in_pass = self.in_pass
         is_compared = _is_power_of_two(in_pass)
         if not is_compared and self._has_drawn and in_pass > self._num_workers:
@@ -129,7 +126,7 @@ class LoaderPasses(Iterator[Any]):
             self._compare_workers(found)
 
     def _read_to_end(self) -> None:
-        """Read the loader to its end, so that it resets itself; warn if there is no end."""
+        """Read the loader to its end, so that it resets itself; warn if it is too long."""
         assert self._items is not None
         with random_state_kept():
             drawn = 0
@@ -289,7 +286,7 @@ def _stateful_part(loader: Any) -> Any:
 
 
 def set_epoch(loader: Any, epoch_idx: int) -> None:
-    """Call ``set_epoch`` of loader, samplers and data set, where it is defined."""
+    """Call ``set_epoch`` of those of loader, samplers and data set that define it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     parts.append(getattr(loader, "dataset", None))
@@ -322,7 +319,10 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def digest(item: Any) -> int | None:
-    """Return a checksum of a micro batch's tensors, numbers and texts, or None."""
+    """Return a checksum of a micro batch's tensors, numbers and texts.
+
+    None if the micro batch contains none of these.
+    """
     value = 0
     found = False
     for leaf in _leaves(item):

@@ -161,7 +161,7 @@ class TrainingStream:
 
     @property
     def records_per_batch(self) -> int | None:
-        """Records of a full batch over all replicas; None for a user's own loader."""
+        """Records of a full batch over all replicas; None if the batch size is unknown."""
         if self._batches is None or self._loader.batch_size is None:
             return None
         return self._batches.geometry.train_batch_size
@@ -169,7 +169,7 @@ class TrainingStream:
     def count_records(self, first_batch: int, end_batch: int) -> int:
         """Return the number of records in batches ``first_batch`` to ``end_batch - 1``.
 
-        With a user's own loader, every batch counts as full.
+        Without a known batch size (``records_per_batch``), every batch counts as full.
         """
         if self._batches is not None and self._loader.batch_size is not None:
             return self._batches.num_records(first_batch, end_batch)

@@ -45,10 +45,7 @@ def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, b
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """A validation set's size: in records, or in micro batches of this replica.
-
-    Only a loader with a known batch size is counted in records.
-    """
+    """A validation set's size: in records, or in micro batches of this replica."""
 
     num_records: int | None = None
     records_per_micro_batch: int | None = None
@@ -99,7 +96,7 @@ class ValidationStream:
             self.extent = Extent(num_micro_batches=length)
 
     def _counted(self) -> int:
-        """Count a loader's micro batches by reading it once, for lack of a length."""
+        """Count the micro batches of a loader without ``__len__`` by reading it once."""
         if iter(self._loader) is self._loader:
             raise DataError(
                 "the validation loader is an iterator without __len__; expected to know where validation ends, and to read it in "
@@ -126,8 +123,8 @@ class ValidationStream:
     def rounds(self, agreed: Extent) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
         """Yield each round of this replica with an iterator over its micro batches.
 
-        The iterator is None on a rank without loader. ``agreed`` is the validation set's size from ``agree_on_extent``. If it is
-        in micro batches, the length of this rank's own loader is used.
+        The iterator is None on a rank without loader. ``agreed`` is the validation set's size that all ranks share. A size in
+        micro batches is replaced by the length of this rank's own loader.
         """
         if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
             yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)
