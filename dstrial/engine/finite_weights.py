@@ -49,7 +49,7 @@ class FiniteWeights:
         self._known = frozenset(self._not_finite())
 
     def lost(self) -> str | None:
-        """Return a weight that has become non-finite, or None; waits for the device."""
+        """Return the name of a weight that became non-finite, or None. Synchronises."""
         return next((name for name in self._not_finite() if name not in self._known), None)
 
     def _not_finite(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Leave frozen parameters out of checkpoints.
 
-Instead, the checkpoint's layout has a checksum of each frozen parameter. Before the checkpoint is loaded, the model's code must
+The checkpoint's layout has a checksum of each frozen parameter instead. Before the checkpoint is loaded, the model's code must
 build frozen parameters with the same bits; otherwise loading raises an error.
 """
 
@@ -97,7 +97,7 @@ def checksum(parameter: torch.Tensor) -> str:
 
 
 def _own_sums(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[str, int]]:
-    """Yield (name, sum over this rank's elements) for each frozen parameter.
+    """Yield (name, ``_sum`` of this rank's elements) for each frozen parameter.
 
     The sums of all ranks add up to the parameter's checksum.
     """

@@ -17,7 +17,7 @@ def plain_name(name: str) -> str:
 
 
 def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield (name without ``torch.compile``'s prefix, parameter); tied ones repeat."""
+    """Yield (name without ``torch.compile``'s prefix, parameter), once per tied name."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield plain_name(name), parameter
 

@@ -33,7 +33,7 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return how PEFT would save a model's active adapter.
 
     Returns:
-        Empty without an adapter, for prompt tuning, and if PEFT fails to name the tensors (with a warning). Otherwise:
+        Empty without an adapter, for prompt tuning, and (with a warning) if PEFT fails to name the tensors. Otherwise:
         ``config``: the content of ``adapter_config.json``.
         ``keys``: name of a parameter or buffer -> name in the adapter's file.
         ``linear``: name of a linear layer with plain LoRA -> (scaling, whether the weight is transposed, adapter's name).

@@ -1,10 +1,9 @@
 """Copy state to host memory, so that another thread can write it to files later.
 
-The file is bitwise equal to a file written at the time of the copy. To copy a value, ``torch.save`` is called with a pickle
-module that captures the pickled bytes and the storages. To write the file later, ``torch.save`` is called with a pickle module
-that replays the bytes and the copied storages. DeepSpeed's ``save_checkpoint`` runs unchanged, with its barriers, but with a
-checkpoint engine that copies. Files that DeepSpeed writes without a checkpoint engine (``latest``, the conversion script, swap
-files of NVMe offload) are written at once.
+The file is bitwise equal to a file written at the time of the copy: ``torch.save`` first gets a pickle module that captures the
+pickled bytes and the storages, and later a pickle module that replays the bytes and the copied storages. DeepSpeed's
+``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine that copies. Files that DeepSpeed writes
+without a checkpoint engine (``latest``, the conversion script, swap files of NVMe offload) are written at once.
 """
 
 from __future__ import annotations
@@ -269,7 +268,7 @@ class _TorchPickler:
 
 
 class _Recorder(pickle.Pickler):
-    """Pickles with torch's ``persistent_id``, and records the storages it numbers."""
+    """Pickles with torch's ``persistent_id``; records the storages that get a number."""
 
     def __init__(self, file: io.BytesIO, protocol: int, persistent_id: Callable[[Any], Any]) -> None:
         super().__init__(file, protocol=protocol)
@@ -303,14 +302,10 @@ class _Replaying(_TorchPickler):
 
 
 class _CapturingModule:
-    """Pickle module for ``torch.save`` that captures the pickle."""
-
     Pickler = _Capturing
 
 
 class _ReplayingModule:
-    """Pickle module for ``torch.save`` that replays a captured pickle."""
-
     Pickler = _Replaying
 
 
@@ -320,7 +315,7 @@ class _ReplayingModule:
 def copy_engine(
     engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str, copies: StateCopies
 ) -> tuple[str, ...]:
-    """Copy the state that ``save_engine`` would write, for ``copies.write()``.
+    """Copy to ``copies`` the state that ``save_engine`` would write.
 
     Call between two optimizer steps. If DeepSpeed does not write with ``torch.save`` (fast, decoupled or DataStates checkpoint
     engine), or writes torch's old format, the engine is saved at once.

@@ -254,9 +254,9 @@ def loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator[
 
 
 def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    """Return the optimizer settings that loading overwrites, one dict per group.
+    """Return the optimizer settings that loading overwrites, by parameter group.
 
-    A dict maps names such as ``lr`` and ``weight_decay`` to values. Settings that a learning-rate scheduler controls are left
+    Each entry maps names such as ``lr`` and ``weight_decay`` to values. Settings that a learning-rate scheduler controls are left
     out, because DeepSpeed's schedulers compute them from the config after a load.
     """
     scheduled = () if engine.lr_scheduler is None else _SCHEDULED

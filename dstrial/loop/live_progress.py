@@ -21,7 +21,7 @@ class LiveProgress:
 
     Args:
         batches_total: length of the run in batches; None if the length is in epochs.
-        metric: validation metric to show; None shows the first loss, or without a loss the first metric.
+        metric: validation metric to show; None shows ``loss``, or without it the first metric.
 
     Attributes:
         newest: newest metrics of each group (``training``, ``validation``).

@@ -37,8 +37,8 @@ class EngineAdapter:
         micro_batches_per_evaluation: micro batches per ``evaluate_batch``: 1, or a pipeline's accumulation steps.
         reports_metrics: whether this rank has the loss. In a pipeline, only the last stage has it; otherwise every rank.
         needs_loader: whether this rank reads records. In a pipeline, only the first stage (inputs) and the last (labels) do.
-        sends_ragged_micro_batches: whether a training micro batch may hold fewer records than ``micro_batch_size``. False for a
-            pipeline, which allocates its activation buffers once, for the shape of the first micro batch.
+        sends_ragged_micro_batches: whether a training micro batch may have fewer than ``micro_batch_size`` records. False for a
+            pipeline, whose activation buffers have the shape of the first micro batch.
         forward_is_collective: whether every replica must call forward equally often (ZeRO 3, experts, pipelines).
     """
 
@@ -75,7 +75,7 @@ class EngineAdapter:
 
     @property
     def micro_batches_stepped(self) -> int:
-        """Number of micro batches that this engine has trained on, by its step counter."""
+        """Number of trained micro batches, including those before a resume."""
         return int(
             self.engine.micro_steps
         )  # DeepSpeed counts calls of ``step`` (0.19.8 runtime/engine.py:3680)

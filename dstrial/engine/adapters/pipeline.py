@@ -254,8 +254,8 @@ class _Binding:
 class _SavedState:
     """State of a pipeline engine before an evaluation, restored afterwards.
 
-    A ``PipelineModule`` with ``seed_layers`` seeds the global random generators from a counter of forward passes
-    (``micro_offset``), which evaluations also increment.
+    With ``seed_layers``, each forward pass, also of an evaluation, increments ``micro_offset`` and seeds the global random
+    generators from it.
     """
 
     micro_offset: int

@@ -245,8 +245,7 @@ def bind_checkpoint_engine(engine: Any) -> None:
 
     ``load`` rejects classes outside ``LISTED``, except inside ``vouched_for``; DeepSpeed 0.19.8 loads with
     ``weights_only=False`` (``torch_checkpoint_engine.py:37``). ``torch.compile``'s prefix is added to or removed from loaded
-    parameter names to match the engine's module. The checkpoint engine keeps its class, by which DeepSpeed and
-    ``engine.snapshot`` distinguish checkpoint engines; only its ``load`` is replaced.
+    parameter names to match the engine's module. The checkpoint engine's class, on which DeepSpeed depends, is kept.
     """
     own = engine.checkpoint_engine
     if own is None:

@@ -102,9 +102,9 @@ class SavedEngine:
         return self.place(name).group_idx is not None
 
     def state_keys(self, name: str) -> list[str]:
-        """Return the sorted keys of a parameter's element-wise optimizer state.
+        """Return sorted keys of a parameter's element-wise state, such as ``exp_avg``.
 
-        Such a key is ``exp_avg``. Empty before the first step, and for a parameter that no optimizer owns.
+        Empty before the first step, and for a parameter that no optimizer owns.
         """
         place = self.place(name)
         if place.group_idx is None:

@@ -163,23 +163,23 @@ def ignoring_load_universal(loaded: Sequence[DeepSpeedEngine]) -> Iterator[None]
 
 
 def load_config_file(path: str) -> dict[str, Any]:
-    """Read a config file as DeepSpeed reads it.
+    """Read a config file with DeepSpeed's own function.
 
-    Source: ``load_ds_config``, ``runtime/tensor_parallel/init_utils.py:19``.
+    Source: ``runtime/tensor_parallel/init_utils.py:19``.
     """
     config: dict[str, Any] = load_ds_config(path)
     return config
 
 
 def basic_optimizer(engine: DeepSpeedEngine) -> Any:
-    """Return the engine's optimizer inside DeepSpeed's wrapper; None without one."""
+    """Return the optimizer inside DeepSpeed's wrapper; None if the engine has none."""
     return getattr(engine, "basic_optimizer", None)
 
 
 def replica(engine: DeepSpeedEngine) -> int:
     """Return this rank's index among the ranks that partition the optimizer's state.
 
-    These are the data-parallel ranks times the sequence-parallel ranks.
+    These are the data-parallel and sequence-parallel ranks together.
     """
     return int(comm.get_rank(group=engine.seq_data_parallel_group))
 
@@ -349,7 +349,7 @@ def reduce_outputs(
 def forget_losses(engine: PipelineEngine) -> None:
     """Reset the engine's sum of losses, to which DeepSpeed adds evaluation losses.
 
-    Source: releases 0.19.0 and 0.19.8.
+    Source: ``runtime/pipe/engine.py`` of 0.19.0 and 0.19.8.
     """
     engine.total_loss = None
     engine.total_additional_losses = None

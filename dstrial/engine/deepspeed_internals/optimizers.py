@@ -93,7 +93,10 @@ def _numels(flat: Sequence[torch.Tensor]) -> list[int]:
 
 
 def plain_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
-    """Return each group's parameters, for an optimizer without flat buffers or None."""
+    """Return each group's parameters in an optimizer without flat buffers.
+
+    Empty if ``optimizer`` is None.
+    """
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         return list(optimizer.fp16_groups)
     return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]

@@ -146,7 +146,7 @@ def replace_available_memory(function: Callable[..., int]) -> None:
 
 
 def op_builder() -> Any:
-    """Return the operator builders' base class; ``load`` compiles and imports one."""
+    """Return the base class of op builders, whose ``load`` compiles and imports an op."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return OpBuilder

@@ -209,10 +209,7 @@ class FakeWorld(contextlib.ExitStack):
         self._replace(FakeTensor, "data", property(base.__get__, assign))
 
     def _skip_argument_checks(self) -> None:
-        """Disable argument checks of ``torch.distributions``, which read tensor values.
-
-        Gates of mixture-of-experts layers use distributions.
-        """
+        """Disable argument checks of ``torch.distributions``, which read tensor values."""
         set_checked = torch.distributions.Distribution.set_default_validate_args
         set_checked(False)
         self.callback(set_checked, __debug__)  # torch's default
@@ -220,8 +217,8 @@ class FakeWorld(contextlib.ExitStack):
     def _give_collectives_kernels(self) -> None:
         """Register no-op kernels for collectives that lack one for fake tensors.
 
-        Torch 2.6 has no such kernels; torch 2.13 has one for each collective. A kernel returns its output tensors unchanged,
-        and a finished ``Work``. In torch 2.6 Python cannot create a ``Work``, so a barrier of the fake default group returns it.
+        Torch 2.6 has no such kernels, torch 2.13 has all. A kernel returns its output tensors unchanged, and a finished ``Work``.
+        The ``Work`` comes from a barrier of the fake default group, because in torch 2.6 Python cannot create one.
 
         Source: torch 2.6 csrc/distributed/c10d/Ops.cpp registers CPU, CUDA and other devices; schemas return outputs and work.
         """
@@ -383,10 +380,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def _make_fake(arguments: dict[str, Any]) -> None:
-    """Make the model's parameters fake, also where other arguments refer to them.
-
-    ``arguments`` are those of ``deepspeed.initialize``; ``model_parameters`` and ``optimizer`` refer to parameters.
-    """
+    """Replace the parameters in ``deepspeed.initialize``'s arguments by fake ones."""
     renewed = renew_parameters(arguments["model"])
 
     def replaced(parameters: Any) -> Any:

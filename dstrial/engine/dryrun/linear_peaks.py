@@ -63,9 +63,9 @@ def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line, bo
     Parameter gradients are not counted. Activations are live at the end of forward, but not between steps.
 
     The trace has the building of the engines, then steps at the micro batch sizes ``low`` and ``high``. If these two steps
-    allocate differently, a third step at ``low`` follows. Until the optimizer step, allocations of the last two steps are
-    matched one by one; each is linear in the micro batch size, and so is the sum of live allocations at any time. A phase's
-    peak is the maximum of these sums. If the steps do not match, lines through the two measured peaks are returned.
+    allocate differently, a third step at ``low`` follows. Up to the optimizer step, allocations of the last two steps are
+    matched one by one: each is linear in the micro batch size, and so is their sum at any time. A phase's peak is the maximum
+    of these sums. If the steps do not match, the result interpolates between the two measured peaks.
     """
     steps = _Steps(trace)
     is_linear = _same(steps)
@@ -129,7 +129,7 @@ class _Steps:
 class _Alive:
     """Live bytes after each event: ``base + slope * micro_batch_size``.
 
-    ``is_peak`` marks allocations other than of gradients; only after them can memory be at a peak.
+    ``is_peak`` marks allocations other than of gradients, after which memory may be at a peak.
     """
 
     base: _Floats

@@ -28,8 +28,8 @@ class Line:
 class PhaseMemory:
     """Peak bytes of one phase of ``PHASES``, as a function of the micro batch size.
 
-    The peak is the maximum of ``lines`` at that size. Small and large micro batches may have their peak at different times, so
-    there may be several lines.
+    The peak is the maximum of ``lines`` at that size. There may be several lines, because small and large micro batches may have
+    their peaks at different times.
     """
 
     phase: str
@@ -147,8 +147,8 @@ class ModelTrace:
         largest_tensor: number of elements of the largest trained parameter tensor.
         flops: FLOPs of one micro batch.
         tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
-        pass_operations: torch operations of forward and backward.
-        step_operations: torch operations of the optimizer step.
+        pass_operations: number of torch operations in forward and backward.
+        step_operations: number of torch operations in the optimizer step.
         is_fake: whether fake tensors were used.
         is_linear: whether steps at both micro batch sizes made the same allocations. If so, ``memory`` is exact at any size;
             otherwise it interpolates between the peaks measured at the two sizes.
@@ -213,8 +213,8 @@ class DryRunResult:
         last_collectives: collectives of the last micro batch of a step, with the optimizer step.
         flops: FLOPs of one micro batch.
         tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
-        inner_operations: torch operations of each micro batch before a step's last one; 0 if a step has one micro batch.
-        last_operations: torch operations of the last micro batch of a step, with the optimizer step.
+        inner_operations: number of torch operations per micro batch before a step's last one; 0 if a step has one micro batch.
+        last_operations: number of torch operations in a step's last micro batch, with the optimizer step.
         device_parts: name -> peak bytes on the device of ``parameters``, ``gradients``, ``optimizer`` and ``buffers``.
         activations: device bytes that are live after a forward pass and not in ``device_parts``, such as the micro batch; None
             if unknown.
