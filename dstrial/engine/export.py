@@ -1,8 +1,7 @@
 """Export a saved engine's weights as one model, in one process on the CPU.
 
 Exported names and shapes are those of the module's ``state_dict``. Values are the optimizer's master weights, converted to the
-requested dtype. safetensors files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that memory
-does not grow with the model.
+requested dtype. safetensors files are written through one buffer of ``_BUFFER_NUMEL`` elements.
 
 A safetensors file has the header's length (8 bytes, little endian), the header (JSON: name -> type, shape, begin and end
 offset), and the bytes of all tensors, in C order and little endian.

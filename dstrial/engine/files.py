@@ -16,7 +16,7 @@ from dstrial.errors import CheckpointDamagedError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """Checkpoint files of one engine that a rank writes, and that the rank reads.
+    """Checkpoint files of one engine that a rank writes and reads.
 
     Paths are relative to the ``save_dir`` of ``save_checkpoint``.
     """

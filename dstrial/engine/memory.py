@@ -1,7 +1,6 @@
 """Measure engines' memory by part: parameters, gradients, optimizer, buffers.
 
-``MemorySplit`` measures the peak of each part within a batch: with fake tensors in a dry run, with real ones in the first
-batch.
+``MemorySplit`` measures the peak of each part within a batch.
 """
 
 from __future__ import annotations

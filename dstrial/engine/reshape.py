@@ -139,8 +139,8 @@ class _Live:
     def state(self, target: _Target, key: str) -> tuple[_Target, int | None]:
         """Return (the parameter's elements whose state is on this rank, state's numel).
 
-        The elements differ from ``target`` only for Muon's state, which is kept for whole matrices. The numel of the state
-        tensor is None if the tensor has the shape of ``target.owner``.
+        The elements differ from ``target`` only for Muon's whole matrices. The numel is None if the state tensor has the shape
+        of ``target.owner``.
         """
         place = self.places[target.name]
         if place.buffer_idx is None or not keeps_whole_matrices(self._now, key):

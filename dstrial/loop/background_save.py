@@ -49,8 +49,6 @@ class SaveJob:
     """Writes and registers one checkpoint whose state is already copied.
 
     Args:
-        path: the checkpoint's directory.
-        uuid: the checkpoint's uuid.
         batches_trained: finished batches when the state was copied.
         previous_batches: ``batches_trained`` of the previous checkpoint; None without one.
         complete: writes and registers the checkpoint, collectively on all ranks; raises an error on failure.
@@ -128,11 +126,8 @@ def complete_manifest(
 
     The caller registers the checkpoint with ``metadata``, so that the master gets the SHA-256.
 
-    Args:
-        root: the checkpoint's directory.
-        parts: for each rank (file -> manifest entry of the files that the rank hashed, files that the rank reads at a resume).
-        layouts: for each engine, how its state is split over ranks.
-        metadata: the checkpoint's metadata.
+    ``parts`` has for each rank (file -> manifest entry of the files that the rank hashed, files that the rank reads at a
+    resume). ``layouts`` has for each engine how its state is split over ranks.
     """
     files = {name: entry for part, _ in parts for name, entry in part.items()}
     readers: dict[str, list[int]] = {}

@@ -122,7 +122,7 @@ class LoopSettings:
     """Length, periods and options of one ``fit`` call; immutable.
 
     Attributes:
-        trial_id: the trial's id; 0 without a cluster.
+        trial_id: 0 without a cluster.
         max_validation_rounds: maximum number of ``evaluate_batch`` calls per validation; None for no limit.
         is_rewrite: whether only to save ``latest_checkpoint`` again in the current rank layout, without training.
         saves_in_background: whether checkpoints are written while training continues.

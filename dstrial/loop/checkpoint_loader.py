@@ -400,7 +400,7 @@ def trusts_code(
         context: Core API context, for communication between ranks and for metadata that the master stores.
         uuid: the checkpoint's uuid or directory.
         root: the checkpoint's directory.
-        names: files that the manifest lists, relative to ``root``, the same on all ranks.
+        names: files that the manifest lists, relative to ``root``; equal on all ranks.
         exp_conf: the experiment config, whose ``data.dstrial.trust_checkpoint_code`` may contain the checkpoint's SHA-256.
 
     Raises:

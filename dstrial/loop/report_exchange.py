@@ -48,7 +48,7 @@ class Exchange:
         reports: whether metrics are reported.
         is_deferred: whether the next batch is trained before the exchange ends.
         is_sent: whether this rank has sent its payload.
-        sample: measurements of this rank's instruments; None without instruments.
+        sample: this rank's telemetry; None if telemetry is off.
     """
 
     batches: int
@@ -70,7 +70,7 @@ class ReportExchange:
         sync_points: schedule of the exchanges.
         saver: the checkpoint saver; each exchange also settles background saves that have ended.
         sinks: receivers of metrics besides Determined's Core API and TensorBoard.
-        instruments: this rank's instruments; None on all ranks if telemetry is off.
+        instruments: measure this rank's telemetry; None on all ranks if telemetry is off.
 
     Attributes:
         writer: the thread that writes reports.
@@ -130,7 +130,6 @@ class ReportExchange:
         """Open the metric sinks on rank 0; ``stack`` closes sinks and writer thread.
 
         ``count_records(first, end)`` returns the number of records, of all replicas, in batches ``first`` to ``end - 1``.
-        ``batches_total`` is the length of the run; None if unknown.
         """
         self._count_records, self.batches_total = count_records, batches_total
         stack.callback(self.writer.close)

@@ -1,7 +1,7 @@
 """Sync points: batches after which all ranks exchange payloads and stop requests.
 
-A sync point is one all-gather of each rank's payload (metrics if a report is due), each rank's stop request, and rank 0's
-choice of the next sync point. ``begin`` does not block; the loop may train the next batch before ``end``.
+A sync point is one all-gather of payloads (metrics if a report is due), stop requests, and rank 0's choice of the next sync
+point. ``begin`` does not block; the loop may train the next batch before ``end``.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class SyncResult:
 class SyncPoints:
     """Schedules sync points after the same batches on all ranks, and runs them.
 
-    A sync point is an exchange of payloads and stop requests between all ranks. The first sync point is after the first batch.
-    Rank 0 chooses the distance to the next one, in batches, from the duration of batches.
+    The first sync point is after the first batch. Rank 0 chooses each distance, in batches, from the duration of batches.
 
     Args:
         stop_request: function that returns this rank's reason to stop, or None. The function must be fast, because it is called

@@ -173,8 +173,8 @@ def with_kept_batch(
 ) -> dict[str, Any]:
     """Return a merged DeepSpeed config with the saved run's ``train_batch_size``.
 
-    ``found`` has the config; ``sizes`` are this run's parallel dimensions. If the micro batch size or the number of replicas has
-    changed, a note is appended to ``notes``. ``is_main``: whether ``found`` is the experiment's main DeepSpeed config.
+    ``sizes`` are this run's parallel dimensions. If the micro batch size or the number of replicas has changed, a note is
+    appended to ``notes``. ``is_main``: whether ``found`` is the experiment's main DeepSpeed config.
     """
     engine = engine_of(found.merged, resumed, is_main=is_main)
     if engine is None:

@@ -32,7 +32,6 @@ class EngineAdapter:
         micro_batch_size: records in one forward pass of one replica (``train_micro_batch_size_per_gpu``).
         micro_batches_per_batch: a replica's micro batches per step (``gradient_accumulation_steps``).
         topology: the ``PipelineParallelGrid`` of a pipeline's ranks; None for a data-parallel engine.
-        pipeline_stages: number of pipeline stages; 1 for a data-parallel engine.
         train_calls_per_batch: calls of ``train_batch`` per optimizer step: accumulation steps, or 1 for a pipeline.
         micro_batches_per_evaluation: micro batches per ``evaluate_batch``: 1, or a pipeline's accumulation steps.
         reports_metrics: whether this rank has the loss. In a pipeline, only the last stage has it; otherwise every rank.

@@ -24,7 +24,7 @@ def open_saved_engine(
 
     Args:
         root: the checkpoint's directory.
-        engine_idx: index of the engine among the trial's engines, 0-based.
+        engine_idx: 0-based index in the trial's order of wrapping.
         layout: the engine's layout, from the manifest.
         trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, see ``safe_load.load``.
 

@@ -92,10 +92,7 @@ def load(
 def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
     """Load a file of ``torch.save`` on the CPU, with memory-mapped tensors.
 
-    Args:
-        path: the file.
-        holds: description of the file's content for error messages.
-        trusts_code: whether classes outside ``LISTED`` may be loaded.
+    ``holds`` describes the file's content for error messages. ``trusts_code``: whether classes outside ``LISTED`` may be loaded.
 
     Raises:
         CheckpointDamagedError: the file is missing or cannot be read.

@@ -1,7 +1,7 @@
 """Simulate ranks, compiled kernels and tensor values for a dry run.
 
-This module has all patches of torch and DeepSpeed for dry runs. ``FakeWorld`` undoes the patches when it exits. Each dry run
-has its own process (``dstrial.engine.dryrun.process``).
+This module has all patches of torch and DeepSpeed for dry runs, which run in processes of their own. ``FakeWorld`` undoes the
+patches when it exits.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class FakeWorld(contextlib.ExitStack):
         world_size: number of virtual ranks; collectives return at once, and leave their outputs unchanged.
         is_fake: whether the dry run uses fake tensors.
         micro_batch_size: the engines' micro batch size per rank.
-        rank: rank of this process.
     """
 
     def __init__(

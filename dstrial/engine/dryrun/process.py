@@ -35,11 +35,8 @@ class DryRunError(DstrialError):
     """Reports that a dry run failed, exceeded its deadline, or is not supported.
 
     Args:
-        kind: the reason:
-            ``unsupported``: fake tensors do not support the code.
-            ``error``: the code raises an exception.
-            ``deadline``: the dry run took too long.
-            ``died``: the process ended without an answer.
+        kind: ``unsupported`` (fake tensors do not support the code), ``error`` (the code raises an exception), ``deadline``
+            (the dry run took too long) or ``died`` (the process ended without a result).
         message: text for the user.
         place: ``file:line`` of user code that could not be run; None if unknown.
     """

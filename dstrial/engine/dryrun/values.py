@@ -146,7 +146,7 @@ class ModelTrace:
         num_tensors: number of trained parameter tensors.
         largest_tensor: number of elements of the largest trained parameter tensor.
         flops: FLOPs of one micro batch.
-        tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
+        tokens: elements of a micro batch's largest integer tensor; None without an integer tensor.
         pass_operations: number of torch operations in forward and backward.
         step_operations: number of torch operations in the optimizer step.
         is_fake: whether fake tensors were used.
@@ -212,7 +212,7 @@ class DryRunResult:
         inner_collectives: collectives of each micro batch before a step's last one; empty if a step has one micro batch.
         last_collectives: collectives of the last micro batch of a step, with the optimizer step.
         flops: FLOPs of one micro batch.
-        tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
+        tokens: elements of a micro batch's largest integer tensor; None without an integer tensor.
         inner_operations: number of torch operations per micro batch before a step's last one; 0 if a step has one micro batch.
         last_operations: number of torch operations in a step's last micro batch, with the optimizer step.
         device_parts: name -> peak bytes on the device of ``parameters``, ``gradients``, ``optimizer`` and ``buffers``.
