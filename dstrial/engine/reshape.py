@@ -50,9 +50,9 @@ class _Target:
 
 
 def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> None:
-    """Load a checkpoint of another rank layout into a new engine; verify the result.
+    """Load a checkpoint of another layout (ranks, ZeRO stage, offload), and verify it.
 
-    ``now`` is the engine's layout.
+    ``engine`` must be new; ``now`` is its layout.
 
     Raises:
         CheckpointLayoutError: the checkpoint cannot be loaded in the layout ``now``.

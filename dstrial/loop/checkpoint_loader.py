@@ -196,9 +196,9 @@ class CheckpointLoader:
         return bool(differences)
 
     def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
-        """Return how often all replicas together return metrics per batch.
+        """Return the number of ``train_batch`` calls per batch, over all replicas.
 
-        ``layouts`` has one entry per engine.
+        ``layouts`` has one entry per engine, the first engine's first.
         """
         first = layouts[0]
         is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself

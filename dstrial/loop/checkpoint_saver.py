@@ -196,7 +196,7 @@ class CheckpointSaver:
         }
 
     def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
-        """Copy this rank's state, or write it at once if saving is not in the background.
+        """Copy this rank's state; without background saving, write the files at once.
 
         Ranks: all, collectively.
         """

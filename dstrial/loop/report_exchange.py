@@ -404,7 +404,7 @@ class ReportExchange:
         self._window_start = self._progress.batches_trained
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
-        """Raise if any rank's writer thread failed; ``failures`` has one text per rank."""
+        """Raise an error if any of ``failures``, one per rank, is not None."""
         if not any(failures):
             return
         error = self.writer.take_error()

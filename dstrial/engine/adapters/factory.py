@@ -74,8 +74,8 @@ def _require_trained_in_model(engine: DeepSpeedEngine) -> None:
 def _require_sequence_groups(engine: DeepSpeedEngine) -> None:
     """Raise an error if gradients are not reduced over sequence-parallel ranks.
 
-    DeepSpeed 0.19.8 divides the batch by ``sequence_parallel_size`` even without process groups. With a device mesh, it
-    reduces gradients over data-parallel ranks only (``utils/groups.py:911``), so that weights diverge.
+    DeepSpeed 0.19.8 divides the batch by ``sequence_parallel_size`` even without process groups. With a device mesh,
+    DeepSpeed reduces gradients over data-parallel ranks only (``utils/groups.py:911``), so that weights diverge.
     """
     dims = dims_of(engine)
     asked = config_sizes(engines.config_of(engine)).get("sequence_parallel_size", 1)

@@ -54,7 +54,7 @@ def plan_validation(
 
     Full rounds of ``micro_batches_per_round`` whole micro batches come first, then a round with the remaining whole micro
     batches. The leftover records are spread evenly in a last round of one smaller micro batch per replica. A replica without
-    a leftover record skips the last round; if ``forward_is_collective``, it evaluates another record again with weight 0.
+    a leftover record skips the last round or, if ``forward_is_collective``, evaluates another record again with weight 0.
     """
     size = records_per_micro_batch
     if num_records < 0 or size < 1 or micro_batches_per_round < 1 or not 0 <= replica < num_replicas:

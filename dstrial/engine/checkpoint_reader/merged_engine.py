@@ -83,7 +83,7 @@ def read_for_rank(
     """Return an engine's saved state, with parameters sliced for one rank of this run.
 
     Args:
-        read: function that opens the engine's state as the given layout describes it.
+        read: function that opens the engine's state with a layout.
         saved: the layout in the checkpoint.
         now: the layout of this run's engine.
         part: this rank's model-parallel rank.

@@ -81,7 +81,7 @@ class SavedEngine:
 
     @property
     def places(self) -> Mapping[str, ParameterPlace]:
-        """Parameter name -> layout entry; the first stage's entry if tied over stages."""
+        """Parameter name -> layout entry; for tied stages, the first stage's entry."""
         return self._places
 
     def place(self, name: str) -> ParameterPlace:
@@ -256,7 +256,7 @@ class SavedEngine:
         return out.reshape(place.shape)
 
     def group_settings(self, name: str) -> dict[str, Any] | None:
-        """Return the optimizer settings of a parameter's group; None without an optimizer.
+        """Return settings of a parameter's optimizer group; None without an optimizer.
 
         Each pipeline stage has its own groups.
         """
@@ -288,7 +288,7 @@ class SavedEngine:
         return {key: state.get(key) for key in kept}
 
     def loss_scale_state(self) -> dict[str, Any]:
-        """Return loss scaler attribute -> value, such as ``cur_scale``; empty without one."""
+        """Return loss scaler attributes, such as ``cur_scale``; empty without a scaler."""
         state = self._optimizer_state(0, 0)
         if state is None:
             return {}
@@ -456,7 +456,7 @@ class SavedEngine:
     def _optimizer_state(self, part: int, replica: int) -> dict[str, Any] | None:
         """Return a replica's optimizer state dict; None without an optimizer.
 
-        ZeRO and ``BF16_Optimizer`` save it in a separate file, other optimizers in the model's file.
+        ZeRO and ``BF16_Optimizer`` have a separate file for the state; otherwise the state is in the model's file.
         """
         if self.layout.zero_stage or self.layout.wrapper == "BF16_Optimizer":
             prefix = "bf16_" if self.layout.precision == "bf16" else ""

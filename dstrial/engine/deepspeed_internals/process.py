@@ -219,7 +219,7 @@ def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
 
 
 def cuda_mismatch() -> str | None:
-    """Return why DeepSpeed rejects the installed nvcc for this torch; None if it fits."""
+    """Return why DeepSpeed rejects this machine's nvcc for this torch, or None."""
     from deepspeed.ops.op_builder import builder
 
     try:

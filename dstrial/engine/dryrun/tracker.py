@@ -57,7 +57,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return PHASES[self._phase]
 
     def enter_phase(self, phase: str) -> None:
-        """Begin ``phase``; it lasts until the next phase begins."""
+        """Begin ``phase``, which lasts until the next phase begins."""
         self._phase = PHASES.index(phase)
 
     def begin_step(self) -> None:

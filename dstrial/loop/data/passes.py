@@ -126,7 +126,7 @@ class LoaderPasses(Iterator[Any]):
             self._compare_workers(found)
 
     def _read_to_end(self) -> None:
-        """Read the loader to its end, so that it resets itself; warn if it is too long."""
+        """Exhaust the loader, so that its state resets; warn if it exceeds its length."""
         assert self._items is not None
         with random_state_kept():
             drawn = 0
@@ -286,7 +286,7 @@ def _stateful_part(loader: Any) -> Any:
 
 
 def set_epoch(loader: Any, epoch_idx: int) -> None:
-    """Call ``set_epoch`` of those of loader, samplers and data set that define it."""
+    """Call ``set_epoch`` of loader, samplers and data set, skipping objects without it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     parts.append(getattr(loader, "dataset", None))
