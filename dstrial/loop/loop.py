@@ -257,7 +257,10 @@ class TrainingLoop:
         begin_phase(FIRST_BATCH)
 
     def _observe_first_batch(self) -> tuple[_FirstBatch, Callable[..., Any]]:
-        """Return the state before the first batch, and ``train_batch`` with checks."""
+        """Return the state before the first batch, and a ``train_batch`` that is observed.
+
+        The first call is measured, and checked for lost gradients.
+        """
         first_batch = _FirstBatch(time.monotonic(), self._adapter.micro_batches_stepped)
         train_batch: Callable[..., Any] = self._trial.train_batch
         if self._instruments is not None:

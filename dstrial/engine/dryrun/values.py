@@ -43,7 +43,7 @@ class PhaseMemory:
 class MemoryForm:
     """Peak bytes of device or host memory by phase, for any micro batch size.
 
-    ``settled`` is the bytes that stay allocated between two steps: parameters, optimizer state, buffers.
+    ``settled`` is the number of bytes allocated between two steps: parameters, optimizer state, buffers.
     """
 
     phases: tuple[PhaseMemory, ...]

@@ -286,7 +286,7 @@ def _stateful_part(loader: Any) -> Any:
 
 
 def set_epoch(loader: Any, epoch_idx: int) -> None:
-    """Call ``set_epoch`` of loader, samplers and data set, skipping objects without it."""
+    """Call ``set_epoch`` of loader, samplers and data set, if they have the method."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     parts.append(getattr(loader, "dataset", None))
