@@ -175,7 +175,7 @@ class ReportWriter:
         self._put(job, is_always_run=False)
 
     def call(self, job: Callable[[], T]) -> T:
-        """Run a job on the thread, even if earlier jobs failed; return its result or raise."""
+        """Run a job on the thread, even if others failed; return its result or raise."""
         outcomes: list[tuple[T | None, BaseException | None]] = []
 
         def keep() -> None:
