@@ -1,6 +1,6 @@
 """Report forward, backward and step calls of DeepSpeed engines to a listener.
 
-Only this module patches methods of DeepSpeed's classes for measurements. The patches are undone at the end.
+No other module patches methods of DeepSpeed's classes for measurements. ``observe_engines`` undoes the patches when it exits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ class EngineListener(Protocol):
     """
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Execute one call of an engine and return its result.
+        """Execute ``call()``, one method call of the engine, and return its result.
 
-        ``phase`` is ``forward``, ``backward``, ``step``, or ``train_batch`` of a pipeline. ``call()`` runs DeepSpeed's own
-        method with its arguments.
+        ``phase`` is the method: ``forward``, ``backward``, ``step``, or a pipeline's ``train_batch``.
         """
 
     def stepped(self, engine: Any) -> None:
@@ -34,9 +33,7 @@ class EngineListener(Protocol):
 
 @contextlib.contextmanager
 def observe_engines(listener: EngineListener) -> Iterator[None]:
-    """Inside the block, report all engines' forward, backward and step calls.
-
-    ``listener`` receives the calls of every engine in this process.
+    """Report forward, backward and step calls of all engines in this process.
 
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` and ``runtime/pipe/engine.py``; both count ``global_steps``.
     """
@@ -65,11 +62,10 @@ def _wrapped(phase: str, method: Callable[..., Any], listener: EngineListener) -
 
 
 class LostGradientCheck:
-    """Listener that raises an error at a step if ZeRO has dropped gradients.
+    """Listener that raises ``TrialContractError`` at a step if ZeRO dropped gradients.
 
-    ZeRO may drop gradients if ``engine.backward`` is called several times before one ``engine.step``. Only ``engine.backward``
-    is counted, because ``loss.backward()`` may also pass through engines that do not step. ZeRO 0 and ``BF16_Optimizer``
-    accumulate the gradients of every call.
+    ZeRO may drop gradients if ``engine.backward`` is called several times before one ``engine.step``; ZeRO 0 and
+    ``BF16_Optimizer`` accumulate them. ``loss.backward()`` is not counted, because it may pass through engines that do not step.
     """
 
     def __init__(self) -> None:

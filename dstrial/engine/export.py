@@ -1,8 +1,7 @@
-"""Export a saved engine's weights as one model, without ranks or an accelerator.
+"""Export a saved engine's weights as one model, in one process on the CPU.
 
 Exported names and shapes are those of the module's ``state_dict``. Values are the optimizer's master weights, converted to the
-requested dtype. safetensors files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that memory
-does not grow with the model.
+requested dtype. safetensors files are written through one buffer of ``_BUFFER_NUMEL`` elements.
 
 A safetensors file has the header's length (8 bytes, little endian), the header (JSON: name -> type, shape, begin and end
 offset), and the bytes of all tensors, in C order and little endian.
@@ -48,7 +47,7 @@ OnBytes = Callable[[int], None]
 class TensorSpec:
     """Name, element type and shape of one tensor in a file.
 
-    ``dtype`` is safetensors' name of the element type, such as ``F32``; ``DTYPES`` has all names.
+    ``dtype`` is safetensors' name of the element type, such as ``F32``, a key of ``DTYPES``.
     """
 
     name: str
@@ -65,7 +64,7 @@ class TensorSpec:
 
 
 def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return tensors by element size, largest first, so that each tensor is aligned.
+    """Sort tensors by element size, largest first, so that each tensor is aligned.
 
     The sort is stable.
     """
@@ -89,9 +88,9 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 
 
 def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Divide tensors, in order, into lists; each list is for one file.
+    """Divide tensors, in order, into one list per file of at most ``max_bytes``.
 
-    A file has at most ``max_bytes``. A tensor larger than ``max_bytes`` gets a file of its own.
+    A tensor larger than ``max_bytes`` gets a file of its own.
     """
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -107,15 +106,15 @@ def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSp
 class ModelWeights:
     """Whole weights of a saved engine, merged from all ranks' files, read in chunks.
 
-    Floating-point tensors are converted to ``dtype``, by default the module's dtype; others are unchanged.
+    Floating-point tensors are converted to ``dtype``; None keeps the module's dtype. Other tensors are unchanged.
 
     Attributes:
         specs: one entry per stored tensor, in module order, buffers last; tied weights have one entry.
         aliases: other name of a tied weight -> the weight's name in ``specs``.
-        unequal: parameters whose copies on several pipeline stages differ; the first stage's copy is used.
+        unequal: tied parameters whose copies on pipeline stages differ; the first stage's copy is exported.
 
     Raises:
-        CheckpointLayoutError: layers are split over a model-parallel axis in a way that only the model's code defines.
+        CheckpointLayoutError: layers are split over model-parallel ranks, or frozen weights are not in the checkpoint.
     """
 
     def __init__(self, saved: SavedEngine, dtype: torch.dtype | None) -> None:
@@ -127,7 +126,7 @@ class ModelWeights:
             )
         self._saved = saved
         self._dtype = dtype
-        self._sources: dict[str, str] = {}  # name of a spec -> parameter, if they differ
+        self._sources: dict[str, str] = {}  # name of a spec -> the saved parameter's name, if different
         self._buffers: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.unequal: tuple[str, ...] = ()
@@ -178,7 +177,7 @@ _NOT_MERGED = re.compile(r"\.lora_|trainable_tokens")
 
 
 class AdapterWeights(ModelWeights):
-    """Weights of PEFT's adapter, named as in ``adapter_model.safetensors``.
+    """Weights of a PEFT adapter, named as in ``adapter_model.safetensors``.
 
     Attributes:
         config: content of ``adapter_config.json``.
@@ -206,7 +205,7 @@ class MergedWeights(ModelWeights):
     """Weights of the base model with its LoRA adapter added, under the base's names.
 
     Raises:
-        CheckpointLayoutError: the checkpoint has no adapter, no base weights, or an adapter that is not LoRA's on linear layers.
+        CheckpointLayoutError: the adapter is missing, or is more than LoRA on linear layers; or base weights are missing.
 
     Source: PEFT 0.21 ``tuners.lora.layer.Linear.get_delta_weight``.
     """
@@ -249,10 +248,10 @@ class MergedWeights(ModelWeights):
             )
 
     def _untie(self, saved_specs: Mapping[str, TensorSpec]) -> Iterator[TensorSpec]:
-        """Yield an entry for each tied weight that no longer equals its owner.
+        """Yield an entry for each tied weight that merging makes differ from its owner.
 
-        LoRA on one of two tied layers changes only this layer. ``modules_to_save`` replaces only one of two tied modules. The
-        other names stay aliases.
+        LoRA on one of two tied layers changes only this layer, and ``modules_to_save`` replaces only one of two tied modules.
+        Names of other tied weights stay in ``aliases``.
         """
         tied, self.aliases = self.aliases, {}
         for alias, owner in tied.items():
@@ -291,7 +290,7 @@ def _adapter(saved: SavedEngine) -> Mapping[str, Any]:
 
 
 def _merged_name(name: str) -> str:
-    """Return the name that a parameter of PEFT's model has in the base model."""
+    """Convert a parameter's name in the PEFT model to its name in the base model."""
     own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", own)
 
@@ -319,7 +318,7 @@ def write_safetensors(
 def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
     """Write a ``state_dict`` for ``torch.load``, in which tied weights share storage.
 
-    ``torch.save`` needs all tensors in memory at once.
+    All tensors are in memory at once.
     """
     state: dict[str, torch.Tensor] = {}
     for spec in weights.specs:
@@ -425,8 +424,8 @@ _OTHER_NAMES = (
 def find_model_files(directories: Iterable[pathlib.Path]) -> list[pathlib.Path]:
     """Return a model's config and tokenizer files from ``directories``.
 
-    If several directories have a file of the same name, the first one counts. A ``config.json`` counts only if it names a model's
-    type or class.
+    Of files with the same name, the one in the first directory is returned. A ``config.json`` without a model's type or class
+    is ignored.
     """
     found: dict[str, pathlib.Path] = {}
     for directory in directories:

@@ -1,6 +1,6 @@
-"""Find the files of a DeepSpeed checkpoint that a rank writes or reads.
+"""List the files of a DeepSpeed checkpoint that a rank writes or reads.
 
-Paths are relative to the ``save_dir`` of ``save_checkpoint``; a tag is a folder in ``save_dir``.
+A tag is a folder in the ``save_dir`` of ``save_checkpoint``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dstrial.errors import CheckpointDamagedError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """Checkpoint files of one engine that a rank writes, and those that it reads.
+    """Checkpoint files of one engine that a rank writes and reads.
 
     Paths are relative to the ``save_dir`` of ``save_checkpoint``.
     """
@@ -28,9 +28,9 @@ class EngineFiles:
 def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
     """Return the checkpoint files that this rank writes and reads, in folder ``tag``.
 
-    With tensor parallelism or pipeline stages, every rank also reads the first model-parallel part's file, because DeepSpeed
-    reads the number of parts from it. Files of experts and of tensors offloaded to NVMe are not included, because it is not
-    known which ranks read them.
+    With tensor or pipeline parallelism, every rank also reads the file of model-parallel rank 0, which has the number of
+    model-parallel ranks. Files of experts and of tensors offloaded to NVMe are not included, because the reading ranks are
+    unknown.
 
     Source: ``DeepSpeedEngine._save_checkpoint`` and ``_load_checkpoint``.
     """
@@ -58,8 +58,8 @@ def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> s
     ``is_universal``: whether to read ``latest_universal`` instead.
 
     Raises:
-        CheckpointDamagedError: the tag is not a plain folder name. DeepSpeed does not check the tag, so ``../../x`` would
-        load files outside the manifest.
+        CheckpointDamagedError: the tag is not a plain folder name. DeepSpeed does not check the tag: ``../../x`` would
+            load files outside the checkpoint.
 
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine.load_checkpoint``.
     """
@@ -79,7 +79,7 @@ def missing_files(root: str | pathlib.Path, paths: tuple[str, ...]) -> list[str]
 
 
 def describe_rank(engine: DeepSpeedEngine) -> str:
-    """Return text for messages with this rank and, in a pipeline, its stage."""
+    """Return ``rank 3``, or ``rank 3 (stage 1)`` in a pipeline, for messages."""
     if isinstance(engine, PipelineEngine):
         return f"rank {comm.get_rank()} (stage {engine.stage_id})"
     return f"rank {comm.get_rank()}"

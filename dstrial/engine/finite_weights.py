@@ -17,7 +17,7 @@ _SMALLEST_ITEM_BYTES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCounts:
-    """An engine's number of optimizer steps, of skipped steps, and its loss scale."""
+    """An engine's optimizer steps (skipped ones included), skipped steps, loss scale."""
 
     num_steps: int
     num_skipped: int
@@ -49,7 +49,7 @@ class FiniteWeights:
         self._known = frozenset(self._not_finite())
 
     def lost(self) -> str | None:
-        """Return the name of a weight that has become non-finite, or None. Synchronises."""
+        """Return the name of a weight that became non-finite, or None. Synchronises."""
         return next((name for name in self._not_finite() if name not in self._known), None)
 
     def _not_finite(self) -> list[str]:
@@ -72,9 +72,9 @@ class FiniteWeights:
 
 
 def _local_values(parameter: Any) -> torch.Tensor | None:
-    """Return this rank's part of a weight; None if there is nothing to check.
+    """Return this rank's part of a weight; None if the part cannot be checked.
 
-    Nothing is checked if the part is not in memory, is empty, or has an integer or 8-bit type.
+    A part cannot be checked if it is not in memory, is empty, or has an integer or 8-bit type.
     """
     weights = parameter.detach()
     if optimizers.is_cut(parameter):

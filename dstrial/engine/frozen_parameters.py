@@ -1,7 +1,7 @@
 """Leave frozen parameters out of checkpoints.
 
-A checkpoint without frozen parameters has a checksum of each in its layout. The model's code has to build frozen parameters
-with the same bits before the checkpoint is loaded; other bits are refused.
+The checkpoint's layout has a checksum of each frozen parameter instead. Before the checkpoint is loaded, the model's code must
+build frozen parameters with the same bits; otherwise loading raises an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAVE_KEY = "save_frozen_parameters"
 """Key of ``data.dstrial``: whether checkpoints hold frozen parameters."""
 
 _PIECE_NUMEL = 1 << 22
-_MIXER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; makes each position weigh differently
+_MIXER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd multiplier that gives each position another weight
 
 
 def leaves_out_frozen(exp_conf: Mapping[str, Any] | None) -> bool:
@@ -47,13 +47,13 @@ def leave_out_frozen(engine: DeepSpeedEngine) -> None:
 def without_frozen(
     engine: DeepSpeedEngine, saved: Layout, now: Layout, allgather: Callable[[Any], list[Any]]
 ) -> Iterator[None]:
-    """In the block, ``load_checkpoint`` accepts that frozen parameters are missing.
+    """Inside the block, ``load_checkpoint`` accepts missing frozen parameters.
 
-    A no-op if the checkpoint holds them. ``saved`` and ``now`` are the layouts of the checkpoint and of the engine; the caller
-    has compared the trained parameters.
+    A no-op if the checkpoint holds them. ``saved`` and ``now`` are the layouts of the checkpoint and of the engine. The caller
+    must have compared the trained parameters, because names are not checked.
 
     Raises:
-        CheckpointLayoutError: the engine has other frozen parameters than those that the checkpoint was written with.
+        CheckpointLayoutError: the engine's frozen parameters differ from those at the time of saving.
 
     Ranks: all, collectively.
     """
@@ -78,7 +78,9 @@ def require_same_frozen(saved: Layout, built: Mapping[str, str]) -> None:
 def frozen_checksums(
     engine: DeepSpeedEngine, layout: Layout, allgather: Callable[[Any], list[Any]]
 ) -> dict[str, str]:
-    """Return name -> checksum of each frozen parameter's bits, on any rank layout.
+    """Return name -> checksum of each frozen parameter's bits.
+
+    The checksums do not depend on how parameters are split over ranks.
 
     Ranks: all, collectively.
     """
@@ -90,12 +92,12 @@ def frozen_checksums(
 
 
 def checksum(parameter: torch.Tensor) -> str:
-    """Return the checksum that ``frozen_checksums`` computes, for a whole parameter."""
+    """Return a whole parameter's checksum, as ``frozen_checksums`` computes it."""
     return _as_text(_sum(parameter.detach().reshape(-1), 0))
 
 
 def _own_sums(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[str, int]]:
-    """Yield (name, sum over this rank's elements) for each frozen parameter.
+    """Yield (name, ``_sum`` of this rank's elements) for each frozen parameter.
 
     The sums of all ranks add up to the parameter's checksum.
     """
@@ -122,9 +124,9 @@ def _own_sums(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[str, in
 
 
 def _sum(flat: torch.Tensor, first: int) -> int:
-    """Sum up a parameter's bits, weighted by position, from element ``first`` on.
+    """Return the sum of a parameter's bits, weighted by position in the parameter.
 
-    Sums of the parts that ZeRO 3 makes of a parameter add up to the sum of all of it.
+    ``flat`` is a slice that begins at element ``first``. The sums of ZeRO 3's slices add up to the whole parameter's sum.
     """
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = torch.zeros((), dtype=torch.int64, device=flat.device)

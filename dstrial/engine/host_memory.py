@@ -1,4 +1,4 @@
-"""Read how much memory of this machine the process may still allocate."""
+"""Read how much host memory this process may still allocate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def available_bytes(
 ) -> int | None:
     """Return the bytes that this process can allocate without swapping, or None.
 
-    This is the minimum of the kernel's estimate for the machine and of what each control group (cgroup) of this process has left.
-    A group's inactive page cache counts as free. None means unknown.
+    This is the minimum of the kernel's estimate for the machine and of the unused part of each cgroup limit of this process. A
+    cgroup's inactive page cache counts as unused. None means unknown.
 
     Source: ``man 5 proc`` (MemAvailable); the kernel's documentation of cgroup v2.
     """
@@ -34,7 +34,7 @@ def _of_machine(meminfo: pathlib.Path) -> int | None:
 
 
 def _groups(own_cgroups: pathlib.Path, root: pathlib.Path) -> list[pathlib.Path]:
-    """Return the directories of this process's control group and its ancestors."""
+    """Return the directories of this process's cgroup and of its ancestors."""
     paths = [line.split(":", 2)[2].strip() for line in _lines(own_cgroups) if line.startswith("0::")]
     owns = [root / path.lstrip("/") for path in paths]
     return [group for own in owns for group in (own, *own.parents) if group.is_relative_to(root)]

@@ -1,7 +1,6 @@
 """Measure engines' memory by part: parameters, gradients, optimizer, buffers.
 
-``MemorySplit`` measures the peak of each part within a batch: with fake tensors in a dry run, with real ones in the first
-batch.
+``MemorySplit`` measures the peak of each part within a batch.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ PARTS = ("parameters", "gradients", "optimizer", "buffers")
 ACTIVATIONS = "activations"
 ALL_PARTS = ("parameters", "gradients", "optimizer", ACTIVATIONS, "buffers")
 
-_MAX_OBJECTS = 1_000_000  # limit of a search through DeepSpeed's objects
+_MAX_OBJECTS = 1_000_000  # maximum number of objects that ``_tensors`` inspects
 
 _NOTABLE_GROWTH = 1.05
-"""If memory grows by this factor during a backward pass, parts are measured again: gradients or a bucket were allocated."""
+"""If memory grows by this factor during a backward pass, parts are measured again, because gradients may have been allocated."""
 
 
 def memory_parts(
     engines: Sequence[Any], is_host: Callable[[torch.device], bool], seen: set[int] | None = None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return part -> bytes of the engines' tensors: (on the device, on the host).
+    """Return (part -> bytes on the device, part -> bytes on the host) of the engines.
 
-    The parts are ``PARTS``. Each storage counts once, in the first part in which it is found; storages whose ids are in ``seen``
-    are skipped, and counted ones are added to it. ``is_host`` tells whether a device is host memory. Master weights count as
-    optimizer state. Buffers are module buffers, weights that ZeRO 3 has gathered, and other tensors of DeepSpeed's objects, such
-    as communication buckets.
+    The parts are ``PARTS``. Each storage counts once, in its first part. Storages whose ids are in ``seen`` are skipped; ids of
+    counted storages are added to ``seen``. ``is_host(device)`` tells whether a device is host memory. Master weights count as
+    optimizer state. Buffers are module buffers, weights that ZeRO 3 has gathered, and DeepSpeed's other tensors, such as
+    communication buckets.
     """
     on_device, on_host = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     seen = set() if seen is None else seen
@@ -48,7 +47,7 @@ def memory_parts(
 
 
 def part_tensors(engines: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (one of ``PARTS``, tensor) for the engines' tensors; storages may repeat."""
+    """Yield (part, tensor) for the engines' tensors; several may share a storage."""
     for part, find in (
         ("parameters", _parameters),
         ("buffers", _buckets),
@@ -75,7 +74,7 @@ def _trained(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
         yield from engine.module.parameters()
         for group in _base(engine).param_groups if engine.optimizer is not None else ():
             yield from group["params"]
-        # ZeRO 3 passes the master weights to the optimizer only during a step.
+        # Outside a step, ZeRO 3's base optimizer has no references to the master weights.
         yield from optimizers.flat_masters(engine.optimizer) or ()
 
 
@@ -91,7 +90,7 @@ def _gradients(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _optimizer_state(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
-    # The module's parameters are already counted or gathered by ZeRO 3, which also marks its master weights as partitioned.
+    # The module's parameters are excluded: they count as parameters, or as buffers if ZeRO 3 has gathered them.
     of_modules = {id(one) for engine in engines for one in engine.module.parameters()}
     yield from (one.data for one in _trained(engines) if id(one) not in of_modules)
     for engine in engines:
@@ -135,9 +134,9 @@ class MemorySplit:
     """Measures the peak bytes of weights, gradients, optimizer and buffers in a batch.
 
     Attributes:
-        device: peak bytes by part on the device; ``activations`` only if operations are reported.
-        host: peak bytes by part on the host, without activations.
-        peak_bytes: peak of all parts together on the device; valid only if operations are reported.
+        device: part -> peak bytes on the device; ``activations`` only if ``operation`` is called.
+        host: part -> peak bytes on the host, without activations.
+        peak_bytes: peak of all parts together on the device; valid only if ``operation`` is called.
     """
 
     def __init__(self, engines: Sequence[Any], is_host: Callable[[torch.device], bool]) -> None:
@@ -158,8 +157,8 @@ class MemorySplit:
     def operation(self, result: Any, args: Any) -> None:
         """Record the result and arguments of one torch operation; both may be nested.
 
-        Hot path: microseconds. The first operation of a backward pass ends the forward pass. At the first operation after the
-        backward pass all gradients exist.
+        Hot path: microseconds. Activations are measured at the first operation of a backward pass; all parts at the first
+        operation after the backward pass, when all gradients exist.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward and not self._is_in_backward:
@@ -170,7 +169,7 @@ class MemorySplit:
             self._check_above = None
         self._is_in_backward, self._has_operations = is_in_backward, True
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            # A view of an existing tensor, for example of a data set, is no new memory.
+            # A view of an existing tensor, for example of a data set, allocates nothing.
             if (
                 isinstance(tensor, torch.Tensor)
                 and not self._is_followed(tensor)
@@ -186,7 +185,7 @@ class MemorySplit:
 
     def end_step(self) -> None:
         self._record()
-        # State created by the first step exists in all later forward and backward passes.
+        # Optimizer state created by the first step adds to the peak of all later forward and backward passes.
         peak_bytes, optimizer_bytes = self._before_step
         if self._has_operations:
             self.peak_bytes = max(self.peak_bytes, peak_bytes + self.device["optimizer"] - optimizer_bytes)
@@ -199,13 +198,13 @@ class MemorySplit:
         self._most_before_backward = -1
         return self.device.pop(ACTIVATIONS, 0)
 
-    # ---- moments -------------------------------------------------------------------------------------
+    # ---- measuring -----------------------------------------------------------------------------------
 
     def _end_forward(self) -> None:
-        """Measure activations when backward begins: live tensors of no other part."""
+        """Measure activations: live tensors that belong to no part when backward begins."""
         if (
             self._now_bytes <= self._most_before_backward
-        ):  # skips an inspection of all engines, which is slower
+        ):  # activations are no larger than before; inspecting all engines is slow
             return
         self._most_before_backward = self._now_bytes
         known: set[int] = set()

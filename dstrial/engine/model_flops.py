@@ -1,8 +1,8 @@
 """Count the FLOPs of a call by operation; recomputed FLOPs are counted separately.
 
 Counting does not change training results. The count is marked as unknown if an operation has no formula, or if a compiler or
-fused kernel hides operations from torch's dispatcher. What a custom ``autograd.Function`` computes again in its own backward
-pass counts as the model's FLOPs.
+fused kernel hides operations from torch's dispatcher. Only activation checkpointing counts as recomputation; recomputed values
+in a custom ``autograd.Function.backward`` count as the model's FLOPs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FlopCount:
 
     Attributes:
         total: FLOPs of matrix products, convolutions and attention; a multiply-add counts as two.
-        recomputed: the part of ``total`` that activation checkpointing recomputed in backward passes.
+        recomputed: FLOPs in ``total`` that activation checkpointing recomputed in backward passes.
         unknown: why the numbers are invalid; None if the numbers are valid.
     """
 
@@ -100,7 +100,7 @@ class FlopCounter(FlopCounterMode):
             return out
         try:
             flops = float(formula(*args, **kwargs, out_val=out))
-        except Exception as error:  # noqa: BLE001  # a formula's assumptions are no reason to end a training
+        except Exception as error:  # noqa: BLE001  # a failing formula must not end training
             self._unknown[f"{func_packet} cannot be counted ({type(error).__name__})"] = None
             return out
         self.total += flops
@@ -114,14 +114,14 @@ class FlopCounter(FlopCounterMode):
 
 
 def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
-    """Execute a call; return (its result, all its FLOPs, those that are recomputed)."""
+    """Execute a call; return (its result, total FLOPs, recomputed FLOPs)."""
     with FlopCounter() as counter:
         result = call()
     return result, counter.total, counter.recomputed
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile`` was applied, so that operations are not seen."""
+    """Return whether ``torch.compile`` was applied, which hides operations."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     # Importing torch's compiler is slower than the rest of torch. If the compiler is not imported, nothing has been compiled.
@@ -150,15 +150,15 @@ _CHECKPOINTS = frozenset(
 )
 """(Module, function) pairs that recompute checkpointed activations.
 
-``backward`` of reentrant checkpoints then also computes gradients (``torch/utils/checkpoint.py:278``), which do not count.
+After recomputing, ``backward`` of reentrant checkpoints also computes gradients (``torch/utils/checkpoint.py:278``), which do
+not count as recomputation.
 """
 
 
 def is_recomputed() -> bool:
     """Return whether the current operation, in a backward pass, is a recomputation.
 
-    Takes some microseconds: all functions on this thread's stack are inspected, because a backward pass may be part of a
-    recomputed function.
+    Takes some microseconds, because all functions on this thread's stack are inspected.
     """
     frame: FrameType | None = sys._getframe(1)
     called = ""  # module of the function that this frame called

@@ -17,7 +17,7 @@ def plain_name(name: str) -> str:
 
 
 def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield (name without ``torch.compile``'s prefix, parameter), for every name."""
+    """Yield (name without ``torch.compile``'s prefix, parameter), once per tied name."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield plain_name(name), parameter
 
@@ -27,9 +27,9 @@ def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state dict without the prefix of ``torch.compile`` in names.
+    """Return a copy of a state dict without ``torch.compile``'s prefix in names.
 
-    ``state`` may also be the content of a DeepSpeed model file.
+    In the content of a DeepSpeed model file, the nested state dicts are renamed too.
     """
     return {
         plain_name(key): with_plain_names(value) if key in _NAMED and isinstance(value, Mapping) else value
@@ -38,9 +38,9 @@ def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_names_of(module: torch.nn.Module, state: Any) -> Any:
-    """Return a copy of a DeepSpeed model file's content, named as ``module`` is now.
+    """Return a copy of a DeepSpeed model file's content with ``module``'s names.
 
-    The parameter names in the copy have ``torch.compile``'s prefix where ``module`` has it.
+    Parameter names in the copy have ``torch.compile``'s prefix where ``module`` has it.
     """
     if not isinstance(state, Mapping):
         return state

@@ -22,7 +22,7 @@ from dstrial.engine.peft_adapter import adapter_of
 class _Slot:
     """Location of one parameter in the optimizer's groups and flat buffers.
 
-    The fields have the meaning of those in ``ParameterPlace``.
+    The fields are those of ``ParameterPlace`` with the same names.
     """
 
     group_idx: int
@@ -33,7 +33,7 @@ class _Slot:
 def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]]) -> Layout:
     """Return how ``engine``'s state is split over all ranks; equal on every rank.
 
-    ``allgather`` returns a list with every rank's argument. Source: ``deepspeed_internals.optimizers``.
+    ``allgather(value)`` returns the values of all ranks, in order of ranks.
 
     Ranks: all, collectively.
     """
@@ -57,7 +57,7 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
     is_wrapped = optimizer is not None and optimizer is not engine.optimizer
     return Layout(
         engine_kind="pipeline" if dims.is_pipeline else "data_parallel",
-        # If an mpu puts data- and sequence-parallel ranks into one group, all of them partition the optimizer's state.
+        # Sequence-parallel ranks also partition the optimizer's state, if ``mpu`` puts them into the data-parallel group.
         **{**dims.to_layout(), "data_parallel_size": int(engine.seq_dp_world_size)},
         zero_stage=int(engine.zero_optimization_stage()),
         offload_optimizer=_offload_device(engine.zero_offload_optimizer()),
@@ -120,7 +120,7 @@ def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[F
 
 
 def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: int) -> list[ParameterPlace]:
-    """Return this rank's parameters in module order; a shared parameter once per name."""
+    """Return entries of this rank's parameters in module order, one per tied name."""
     first_names: dict[int, str] = {}
     places = []
     for name, param in named_parameters(engine.module):
@@ -148,7 +148,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
 
 
 def _tied_across_parts(places: Iterable[ParameterPlace]) -> Iterable[ParameterPlace]:
-    """Yield places; set ``tied_to`` for copies of a tied layer on later stages.
+    """Yield ``places``; copies of a tied layer on later stages get ``tied_to``.
 
     Copies on different stages have the same name.
     """

@@ -1,6 +1,6 @@
 """Describe the adapter of a PEFT model, so that its weights can be exported.
 
-PEFT is an optional package of users: this module does not import it.
+This module does not import PEFT, which is an optional dependency.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ def is_peft_model(module: torch.nn.Module) -> bool:
 
 
 def _peft_model(module: torch.nn.Module) -> Any:
-    """Return PEFT's model, unwrapped if it is compiled; None if it is another model."""
+    """Return the ``PeftModel``, without the wrapper of ``torch.compile``, or None."""
     peft = sys.modules.get("peft")
     inner = getattr(module, "_orig_mod", module)
     return inner if peft is not None and isinstance(inner, peft.PeftModel) else None
 
 
 def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return how PEFT would save a model's active adapter; empty if there is none.
-
-    Also empty, with a warning, if PEFT does not name the adapter's tensors without their values.
+    """Return how PEFT would save a model's active adapter.
 
     Returns:
-        A dict with these keys:
+        Empty without an adapter, for prompt tuning, and (with a warning) if PEFT fails to name the tensors. Otherwise:
         ``config``: the content of ``adapter_config.json``.
         ``keys``: name of a parameter or buffer -> name in the adapter's file.
-        ``linear``: name of a linear layer with plain LoRA -> (factor, whether its weight is transposed, name of the adapter).
+        ``linear``: name of a linear layer with plain LoRA -> (scaling, whether the weight is transposed, adapter's name).
     """
     model = _peft_model(module)
     if model is None:
@@ -47,11 +45,11 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
     active = model.active_adapter
     adapter = active if isinstance(active, str) else active[0]
     config = model.peft_config[adapter]
-    if config.is_prompt_learning:  # its file has what its modules compute
+    if config.is_prompt_learning:  # PEFT saves computed values, which are not parameters
         return {}
     try:
         keys = _names_in_file(model, adapter)
-    except Exception as error:  # noqa: BLE001  # some methods compute with the values that they are given
+    except Exception as error:  # noqa: BLE001  # some PEFT methods compute with the values, which are placeholders here
         logger.warning(
             "the adapter of %s cannot be exported from this run's checkpoints: PEFT does not name its weights (%r). The run "
             "itself goes on",
@@ -76,11 +74,11 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
 
 def _names_in_file(model: Any, adapter: str) -> dict[str, str]:
     """Return name of a parameter or buffer -> name in the file that PEFT would write."""
-    # PEFT renames whatever values it is given, so that numbers tell which tensor gets which name.
+    # PEFT accepts any values in a state dict; numbers as values identify the renamed tensors.
     names = [plain_name(name) for name in model.state_dict()]
     tags = {name: torch.tensor(idx) for idx, name in enumerate(names)}
     config = model.peft_config[adapter]
-    model.peft_config[adapter] = copy.deepcopy(config)  # AdaLoRA changes it
+    model.peft_config[adapter] = copy.deepcopy(config)  # AdaLoRA changes its config
     try:
         renamed = sys.modules["peft"].get_peft_model_state_dict(
             model, state_dict=tags, adapter_name=adapter, save_embedding_layers=False

@@ -13,16 +13,16 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RngState:
-    """State of the generators of Python, NumPy, torch and at most one accelerator."""
+    """State of the random generators of Python, NumPy, torch and one accelerator."""
 
     of_python: Any
     of_numpy: Any
     of_torch: torch.Tensor
-    of_device: torch.Tensor | None  # None on the CPU
+    of_device: torch.Tensor | None  # None without an accelerator
 
     @classmethod
     def read(cls, device: torch.device | None = None) -> RngState:
-        """Read the generators of the CPU, and of ``device`` if it is an accelerator."""
+        """Read the CPU's generators, and that of ``device`` if it is an accelerator."""
         of_device = None
         if device is not None and device.type != "cpu":
             of_device = _accelerator().get_rng_state(device.index)
@@ -38,7 +38,7 @@ class RngState:
     def to_saved(self) -> dict[str, Any]:
         """Return the state as values for a checkpoint: tensors instead of NumPy arrays.
 
-        To load arrays, ``safe_load.LISTED`` would have to allow another class.
+        ``safe_load`` does not load NumPy arrays.
         """
         algorithm, keys, position, has_gauss, cached = self.of_numpy
         saved: dict[str, Any] = {
@@ -62,6 +62,6 @@ class RngState:
 
 
 def _accelerator() -> Any:
-    from deepspeed.accelerator import get_accelerator  # loader workers, which are new processes, need none
+    from deepspeed.accelerator import get_accelerator  # loader workers do not import DeepSpeed
 
     return get_accelerator()

@@ -1,9 +1,8 @@
 """Load a checkpoint into another layout: ranks, ZeRO stage, offload or stages.
 
-Each rank copies the elements that it owns from the mapped files into its live tensors, parameter by parameter. Extra memory is
-at most one shard of a parameter; if AutoTP's size changes, one whole parameter. Afterwards all values are read back through
-DeepSpeed's own mapping and compared bit by bit.
-``deepspeed_internals.optimizers`` finds the live tensors.
+Parameter by parameter, each rank copies the elements that it owns from memory-mapped files into its live tensors. Extra memory
+is at most one shard of a parameter; if ``autotp_size`` changes, one whole parameter. Afterwards all values are compared bit by
+bit with the files, whose elements are then located by DeepSpeed's own records.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dstrial.errors import CheckpointError, CheckpointLayoutError
 from dstrial.resume.plan import reshape_problems
 
 _SCRATCH_NUMEL = 1 << 20
-# Optimizer settings that select an implementation and do not change results; each engine keeps its values.
+# Optimizer settings that select an implementation and do not change results; the live engine's values are kept.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "step"})
 
 
@@ -37,9 +36,9 @@ class _Target:
 
     Attributes:
         begin: first element within the flattened parameter.
-        master: the flat tensor of master weights that has the elements.
+        master: the flat tensor of master weights that contains the elements.
         offset: position of the first element in ``master``.
-        owner: the tensor that is the key of the elements' state in the base optimizer.
+        owner: the tensor that is the key of the state in the base optimizer's ``state``.
     """
 
     name: str
@@ -51,9 +50,9 @@ class _Target:
 
 
 def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> None:
-    """Load a checkpoint of another rank layout into a new engine; verify the result.
+    """Load a checkpoint of another layout (ranks, ZeRO stage, offload), and verify it.
 
-    ``now`` is the engine's layout: how its state is split over the ranks.
+    ``engine`` must be new; ``now`` is its layout.
 
     Raises:
         CheckpointLayoutError: the checkpoint cannot be loaded in the layout ``now``.
@@ -89,7 +88,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
         for key in saved.state_keys(target.name):
             saved.dtype(
                 target.name, key
-            )  # raises an error for state of unknown layout before anything is changed
+            )  # raises an error for state of unknown layout, before the engine is changed
     with torch.no_grad():
         for target in targets:
             saved.copy(
@@ -107,7 +106,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
 
 
 class _Live:
-    """The live tensors of a running engine, by parameter."""
+    """Locates a running engine's tensors on this rank by parameter."""
 
     def __init__(self, engine: DeepSpeedEngine, now: Layout) -> None:
         self._now = now
@@ -138,9 +137,10 @@ class _Live:
                 )
 
     def state(self, target: _Target, key: str) -> tuple[_Target, int | None]:
-        """Return (elements whose state ``key`` is on this rank, state tensor's numel).
+        """Return (the parameter's elements whose state is on this rank, state's numel).
 
-        The numel is None if the state tensor has the shape of the master weights.
+        The elements differ from ``target`` only for Muon's whole matrices. The numel is None if the state tensor has the shape
+        of ``target.owner``.
         """
         place = self.places[target.name]
         if place.buffer_idx is None or not keeps_whole_matrices(self._now, key):
@@ -163,7 +163,7 @@ class _Live:
 
 
 def _own_masters(optimizer: Any, places: Mapping[str, ParameterPlace]) -> dict[str, torch.Tensor]:
-    """Return separate master weights by parameter name; empty if there are none."""
+    """Return parameter name -> master weight in a separate tensor; empty without any."""
     masters = optimizers.own_masters(optimizer)
     if masters is None:
         return {}
@@ -185,9 +185,9 @@ def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
 def _settings_by_group(
     engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return group index -> saved settings, for the groups of the live optimizer.
+    """Return the live optimizer's group index -> saved settings.
 
-    A group whose parameters were saved with different settings is a conflict, which is appended to ``problems``.
+    If parameters of one group were saved with different settings, a text is appended to ``problems``.
     """
     own_groups = _base_groups(engine)
     found: dict[int, tuple[str, dict[str, Any]]] = {}
@@ -210,7 +210,7 @@ def _scalars_for(engine: DeepSpeedEngine, saved: SavedEngine, name: str) -> dict
     values = saved.scalars(name)
     if "step" not in values or _is_same_class(engine, saved):
         return values
-    # The step is an int in DeepSpeed and a tensor in torch.
+    # ``step`` is an int in DeepSpeed's optimizers and a tensor in torch's.
     is_torch = type(optimizers.base_optimizer(engine.optimizer)).__module__.startswith("torch.")
     num_steps = float(values["step"])
     return {**values, "step": torch.tensor(num_steps) if is_torch else int(num_steps)}
@@ -259,12 +259,9 @@ def _counts_on_device(optimizer: Any) -> bool:
 
 
 def _load_module(saved: SavedEngine, live: _Live) -> None:
-    """Copy the saved weights into the module: master weights, and frozen weights.
-
-    The copy rounds fp32 master weights to the type of the module's weight.
-    """
+    """Copy saved master weights and frozen weights into the module, in its dtype."""
     for name, tensor, piece in live.module_tensors():
-        # If the module's weight is itself the master weight, copying again changes nothing.
+        # Where the module's weight is also the master weight, copying again changes nothing.
         if saved.holds(name):
             saved.copy(name, MASTER, piece.parameter_begin, tensor[piece.begin : piece.begin + piece.numel])
 
@@ -288,7 +285,7 @@ def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
 
 
 def _load_loss_scale(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
-    """Restore a dynamic loss scale; static scale and settings come from the config."""
+    """Restore a dynamic loss scale; a static one comes from the config."""
     state = saved.loss_scale_state()
     holder = optimizers.loss_scale_holder(engine.optimizer)
     if holder is None or not state.get("dynamic_loss_scale"):
@@ -305,7 +302,7 @@ def _verify(
     targets: list[_Target],
     settings: Mapping[int, Mapping[str, Any]],
 ) -> None:
-    """Read the checkpoint again and raise an error if any bit in the engine differs."""
+    """Raise ``CheckpointError`` if any bit in the engine differs from the checkpoint."""
     wrong = []
     optimizer = optimizers.base_optimizer(engine.optimizer)
     for target in targets:

@@ -1,10 +1,9 @@
 """Copy state to host memory, so that another thread can write it to files later.
 
-The later file is bitwise equal to a file written at the time of the copy (the snapshot). First ``torch.save`` pickles the value
-with a pickle module that captures the bytes and the storages; the storages are copied. Later ``torch.save`` gets a pickle module
-that replays both. DeepSpeed's ``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine that takes
-snapshots. Files that DeepSpeed writes without a checkpoint engine (``latest``, the conversion script, swap files of NVMe
-offload) are written at once.
+The file is bitwise equal to a file written at the time of the copy: ``torch.save`` first gets a pickle module that captures the
+pickled bytes and the storages, and later a pickle module that replays the bytes and the copied storages. DeepSpeed's
+``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine that copies. Files that DeepSpeed writes
+without a checkpoint engine (``latest``, the conversion script, swap files of NVMe offload) are written at once.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from dstrial.engine.state import save_engine
 
 logger = logging.getLogger("dstrial.engine")
 
-_USABLE_SHARE = 0.9  # of the available memory; the rest is left to training
-_LOCKED_BYTES = 1 << 20  # smaller chunks are not page-locked: a registration takes tens of microseconds
+_USABLE_SHARE = 0.9  # fraction of the available memory that copies may use; the rest is for training
+_LOCKED_BYTES = 1 << 20  # smaller chunks are not page-locked, because locking takes tens of microseconds
 _ALIGNMENT_BYTES = 64
 
 
 class HostBuffers:
-    """Host memory for the snapshots of one rank, reused by later saves.
+    """Host memory for the copies of one rank's state, reused by later saves.
 
-    The memory grows to one copy of the state, with one chunk for each file. Chunks that the newest save did not use are freed.
+    There is one chunk of memory per file. Chunks that the last save did not use are freed.
 
     Args:
-        num_sharers: ranks on this machine that allocate at the same time.
+        num_sharers: number of ranks on this machine, which allocate at the same time.
         available: function that returns the bytes available on the machine; None if unknown.
         device: the device of the state. For a CUDA device, chunks are page-locked for faster copies.
     """
@@ -74,7 +73,7 @@ class HostBuffers:
         """Return one uninitialised buffer for each of ``sizes``; None if memory is short."""
         ends = np.cumsum([-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes], dtype=np.int64)
         num_bytes = int(ends[-1]) if sizes else 0
-        # A small file must not take the chunk of a large one, which would then allocate another.
+        # A small file must not take a large file's chunk, because the large file would then allocate another chunk.
         fitting = [chunk for chunk in self._free if num_bytes <= chunk.nbytes <= 2 * num_bytes]
         if fitting:
             chunk = min(fitting, key=lambda one: int(one.nbytes))
@@ -107,7 +106,8 @@ class HostBuffers:
         if device is None or not self._locks_pages or num_bytes < _LOCKED_BYTES:
             # NumPy requests huge pages from the kernel. The first copy is several times faster than into torch's own memory.
             return np.empty(num_bytes, dtype=np.uint8)
-        # Not torch's pinned memory, which rounds sizes up to a power of two. A page can be registered once only.
+        # torch's pinned memory is not used, because it rounds sizes up to a power of two. Whole pages are allocated, because a
+        # page can be registered only once.
         num_paged = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         whole = np.empty(num_paged + mmap.PAGESIZE - 1, dtype=np.uint8)
         start = -whole.ctypes.data % mmap.PAGESIZE
@@ -141,7 +141,7 @@ class HostBuffers:
 
 def _unlock(device: torch.device, address: int) -> None:
     with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # see above
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _storage(array: Any) -> torch.UntypedStorage:
@@ -154,9 +154,9 @@ class _File:
     """One file to write later.
 
     Attributes:
-        through_python: write through a Python file object, whose name the archive does not contain.
-        pickled: pickle of the value by ``torch.save``, without the content of its storages.
-        storages: copies of the value's storages, by ``torch.save``'s number.
+        through_python: whether to write through a Python file object; the archive then does not contain the file's name.
+        pickled: ``torch.save``'s pickle of the value, without the content of storages.
+        storages: copies of the value's storages, in order of ``torch.save``'s numbers.
     """
 
     path: str
@@ -168,8 +168,8 @@ class _File:
 class StateCopies:
     """Copies of the values that a rank will write to files.
 
-    ``add`` raises no error, because the caller may be between two barriers; ``write`` raises the error later. If ``buffers`` is
-    None, ``add`` writes every value at once.
+    ``add`` raises no error, because other ranks may wait at DeepSpeed's next barrier; ``write`` raises the error later. If
+    ``buffers`` is None, ``add`` writes every value at once.
     """
 
     def __init__(self, buffers: HostBuffers | None) -> None:
@@ -183,10 +183,10 @@ class StateCopies:
         return self._error is not None
 
     def add(self, value: Any, path: str, *, through_python: bool = False) -> None:
-        """Copy ``value``, or write it at once if there is no memory for a copy.
+        """Copy ``value``, or write the file at once if memory for a copy is short.
 
         Args:
-            value: a value for ``torch.save``. Tensors are copied with the whole storage that they are views of.
+            value: a value for ``torch.save``, which saves the whole storage of each tensor.
             path: the file to write.
             through_python: whether to write through a Python file object, whose errors state the cause.
         """
@@ -238,10 +238,10 @@ def _save(value: Any, path: str, through_python: bool, pickle_module: Any) -> No
         torch.save(value, file, pickle_module=pickle_module)
 
 
-# ---- pickling, and writing what was pickled ----------------------------------------------------------
+# ---- pickle modules ----------------------------------------------------------------------------------
 
 
-class _Pickled(Exception):  # noqa: N818  # not an error: ends torch.save once it has pickled
+class _Pickled(Exception):  # noqa: N818  # not an error: stops torch.save after pickling
     def __init__(self, pickled: bytes, storages: tuple[torch.UntypedStorage, ...]) -> None:
         super().__init__()
         self.pickled = pickled
@@ -258,7 +258,7 @@ def _pickled_by_torch(value: Any) -> tuple[bytes, tuple[torch.UntypedStorage, ..
 
 
 class _TorchPickler:
-    """Pickler for ``torch.save``, which replaces ``persistent_id`` to number storages."""
+    """Base of picklers for ``torch.save``, which sets ``persistent_id``."""
 
     persistent_id: Callable[[Any], Any]
 
@@ -268,7 +268,7 @@ class _TorchPickler:
 
 
 class _Recorder(pickle.Pickler):
-    """Pickles as torch does, and records the storages that torch numbers."""
+    """Pickles with torch's ``persistent_id``; records the storages that get a number."""
 
     def __init__(self, file: io.BytesIO, protocol: int, persistent_id: Callable[[Any], Any]) -> None:
         super().__init__(file, protocol=protocol)
@@ -293,7 +293,7 @@ class _Capturing(_TorchPickler):
 
 
 class _Replaying(_TorchPickler):
-    """Writes the captured pickle, and makes torch number the copies like the storages."""
+    """Writes a captured pickle; torch gives the copied storages the same numbers."""
 
     def dump(self, file: _File) -> None:
         for storage in file.storages:
@@ -302,14 +302,10 @@ class _Replaying(_TorchPickler):
 
 
 class _CapturingModule:
-    """Pickle module for ``torch.save`` that captures the pickle."""
-
     Pickler = _Capturing
 
 
 class _ReplayingModule:
-    """Pickle module for ``torch.save`` that replays a captured pickle."""
-
     Pickler = _Replaying
 
 
@@ -319,13 +315,13 @@ class _ReplayingModule:
 def copy_engine(
     engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str, copies: StateCopies
 ) -> tuple[str, ...]:
-    """Copy the state that ``save_engine`` would write, for ``copies.write()``.
+    """Copy to ``copies`` the state that ``save_engine`` would write.
 
-    Call between two optimizer steps. An engine is saved at once if DeepSpeed does not write with ``torch.save`` (fast,
-    decoupled or DataStates checkpoint engine), or writes torch's old format.
+    Call between two optimizer steps. If DeepSpeed does not write with ``torch.save`` (fast, decoupled or DataStates checkpoint
+    engine), or writes torch's old format, the engine is saved at once.
 
     Returns:
-        The files, relative to ``path``, that this rank must have written after ``copies.write()``.
+        The files of this rank, relative to ``path``, that must exist after ``copies.write()``.
 
     Ranks: all, collectively.
     """
@@ -343,7 +339,7 @@ def copy_engine(
 
 
 class _CopyingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deepspeed ships no types
-    """Copies values that ``TorchCheckpointEngine`` would write with ``torch.save``."""
+    """Checkpoint engine that copies values instead of calling ``torch.save``."""
 
     def __init__(self, own: TorchCheckpointEngine, copies: StateCopies) -> None:
         self.name = own.name

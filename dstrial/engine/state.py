@@ -24,9 +24,12 @@ _OPTIMIZER_SETTINGS = (*_SCHEDULED, "initial_lr", "eps", "weight_decay", "dampen
 
 
 def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Save ``engine`` in ``path/tag``; check that this rank's files exist.
+    """Save ``engine`` in ``path/tag``, and check that this rank's files exist.
 
     Call between two optimizer steps.
+
+    Raises:
+        CheckpointError: a file could not be written, or is missing afterwards.
 
     Ranks: all, collectively.
     """
@@ -50,7 +53,7 @@ def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
     """Load the checkpoint in ``path/tag`` into a new ``engine``.
 
-    State must be split over ranks as in the engine that wrote the checkpoint; otherwise use ``load_reshaped``.
+    ``engine`` must have the rank layout of the engine that wrote the checkpoint; otherwise use ``load_reshaped``.
 
     Raises:
         CheckpointError: a file is missing, or DeepSpeed finds nothing to load.
@@ -73,19 +76,19 @@ def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 
 
 def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Return this rank's state for exact resuming that DeepSpeed does not save.
+    """Return this rank's state that exact resuming needs and DeepSpeed does not save.
 
-    - ``micro_steps``: micro batches that the engine has processed.
+    - ``micro_steps``: number of micro batches that the engine has processed.
     - ``global_grad_norm``: gradient norm of the last step, as ``get_global_grad_norm`` returns it.
     - ``buffers``: this rank's module buffers. DeepSpeed saves only the persistent buffers of replica 0, and
       running statistics differ between replicas.
-    - ``micro_offset``: number of forward passes of a pipeline, the seed of ``seed_layers``.
-    - ``tied_modules``: layers tied between pipeline stages. DeepSpeed writes no file for a layer that is only called
-      through a ``forward_fn``, and does not record which file has another tied layer.
+    - ``micro_offset``: number of forward passes of a pipeline, from which ``seed_layers`` derives seeds.
+    - ``tied_modules``: layers tied between pipeline stages. DeepSpeed writes no file for a tied layer with a ``forward_fn``,
+      and does not record which files have the other tied layers.
     - ``rng_tracker``: states of activation checkpointing's random generators.
     - ``grad_scalers``: state of torch autocast's gradient scalers.
 
-    Tensors are on the CPU; everything can be loaded with ``torch.load(weights_only=True)``.
+    Tensors are on the CPU. All values can be loaded with ``torch.load(weights_only=True)``.
     """
     state: dict[str, Any] = {
         "micro_steps": int(engine.micro_steps),
@@ -108,7 +111,10 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
-    """Restore ``engine_extra_state``'s result after a load. Ranks: all, collectively."""
+    """Restore what ``engine_extra_state`` returned; call after loading the engine.
+
+    Ranks: all, collectively.
+    """
     engine.micro_steps = state["micro_steps"]
     engines.set_global_grad_norm(engine, state["global_grad_norm"])
     _restore_buffers(engine, state["buffers"])
@@ -128,11 +134,11 @@ def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]
 def extra_state_for(
     engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Build this rank's extra state for another rank layout than the saved one.
+    """Build this rank's ``engine_extra_state`` in a changed rank layout.
 
-    Extra state is what ``engine_extra_state`` returns; ``extras`` has one for each saved rank. ``saved`` and ``now`` say how
-    state was and is split over ranks. A replica gets the buffers of the saved replica with the same index, modulo the number
-    of saved replicas. A pipeline stage gets the buffers of its layers.
+    ``extras`` has the ``engine_extra_state`` of each saved rank. ``saved`` and ``now`` are the layouts of the checkpoint and of
+    the engine. A replica gets the buffers of the saved replica with the same index, modulo the number of saved replicas; a
+    pipeline stage gets the buffers of its layers.
     """
     replica = engines.replica(engine) % saved.data_parallel_size
     parts = [
@@ -168,7 +174,7 @@ def extra_state_for(
 def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return key -> state dict of a pipeline's tied layers, merged from all ranks.
 
-    ``extras`` has every rank's ``engine_extra_state``.
+    ``extras`` has the ``engine_extra_state`` of every rank.
 
     Raises:
         CheckpointLayoutError: ranks have different values for the same tied layer.
@@ -198,9 +204,8 @@ def describe_untied(names: Sequence[str]) -> str:
 def bind_load_checkpoint(engine: PipelineEngine) -> None:
     """Fix ``load_checkpoint`` of a bfloat16 pipeline without ZeRO; a no-op for others.
 
-    DeepSpeed 0.19.8 wraps this pipeline's optimizer in ``BF16_Optimizer``, which is partitioned and saved per replica.
-    DeepSpeed's ``load_checkpoint`` passes replica 0's state in a wrong format (``KeyError: 0``). The replacement loads each
-    replica's own file.
+    DeepSpeed 0.19.8 wraps this pipeline's optimizer in ``BF16_Optimizer``, whose state is partitioned and saved per replica, but
+    loads replica 0's state in a wrong format (``KeyError: 0``). The replacement loads each replica's own file.
     """
     if not optimizers.has_file_per_replica(engine.optimizer) or engine.zero_optimization():
         return
@@ -249,10 +254,10 @@ def loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator[
 
 
 def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    """Return, by parameter group, the optimizer settings that loading overwrites.
+    """Return the optimizer settings that loading overwrites, by parameter group.
 
     Each entry maps names such as ``lr`` and ``weight_decay`` to values. Settings that a learning-rate scheduler controls are left
-    out. DeepSpeed's schedulers read the config again after a load.
+    out, because DeepSpeed's schedulers compute them from the config after a load.
     """
     scheduled = () if engine.lr_scheduler is None else _SCHEDULED
     groups = getattr(optimizers.base_optimizer(engine.optimizer), "param_groups", [])
@@ -269,9 +274,9 @@ def describe_optimizer(engine: DeepSpeedEngine) -> str:
 
 
 def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
-    """Return whether the optimizer began with ``value`` for a setting such as ``lr``.
+    """Return whether the optimizer was created with ``value`` for setting ``name``.
 
-    Only the first parameter group is compared. For ``lr`` the scheduler's base rate counts, if there is one.
+    Only the first parameter group is compared. ``lr`` is compared with ``initial_lr``, if a scheduler has set it.
     """
     group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
     started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
@@ -283,10 +288,10 @@ def differing_settings(
 ) -> list[str]:
     """Return the optimizer settings that loading a checkpoint has changed, as text.
 
-    ``before`` is the result of ``optimizer_settings`` before the load. ``overrides``: restore these settings.
+    ``before`` is the result of ``optimizer_settings`` before the load. ``overrides``: whether to restore these settings.
 
     Returns:
-        One text per difference: ``lr 0.0001, in the checkpoint 0.01``.
+        One text per difference, such as ``lr 0.0001, in the checkpoint 0.01``.
 
     Raises:
         CheckpointError: ``overrides`` is set, and the trial's own scheduler has loaded another base learning rate.
@@ -315,7 +320,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _tied_without_file(module: PipelineModule) -> list[str]:
-    """Return the sorted keys of this stage's tied layers that have no file."""
+    """Return sorted keys of this stage's tied layers that DeepSpeed does not save."""
     with_file = engines.tied_layers_with_file(module)
     return sorted(key for key in module.tied_modules if key not in with_file)
 
@@ -334,7 +339,7 @@ def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor])
 
 
 def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
-    """Set ``get_last_lr()`` to the loaded rates, which schedulers do not save."""
+    """Make ``get_last_lr()`` return the loaded rates, which schedulers do not save."""
     scheduler = engine.lr_scheduler
     if scheduler is not None and hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

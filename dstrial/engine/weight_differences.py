@@ -17,8 +17,7 @@ _PIECE_NUMEL = 1 << 20  # elements of each engine in memory at a time
 class WeightDifference:
     """Difference of one parameter's weights or optimizer state in checkpoints a and b.
 
-    ``key`` is ``master`` for master weights, otherwise the optimizer's state key. NaN counts as equal to NaN in
-    ``num_differing``. Norms are Euclidean.
+    ``key`` is ``master`` for master weights, otherwise the optimizer's state key. NaN equals NaN. Norms are Euclidean.
     """
 
     name: str

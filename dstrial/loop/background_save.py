@@ -1,7 +1,7 @@
-"""A save in progress: its thread, manifest, errors, and the reports before it.
+"""Parts of a background save: thread, manifest, errors, queued metric reports.
 
-Determined's client sends metrics from a queue, but registers checkpoints at once. If the process died in between, the master
-would have a checkpoint without the metrics before it. Therefore a checkpoint is registered only after these metrics.
+Determined's client sends metrics from a queue, but registers checkpoints at once. A checkpoint is therefore registered only
+after all queued metrics were sent; otherwise, if the process died, the master could have a checkpoint without earlier metrics.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 class SaveStatus:
     """Whether one rank's checkpoint save has ended, and why it failed.
 
-    ``failure`` is None unless it failed. Every exchange between ranks sends this small value.
+    ``failure`` is None unless the save failed. The ranks exchange their statuses at each sync point.
     """
 
     is_done: bool
@@ -49,11 +49,9 @@ class SaveJob:
     """Writes and registers one checkpoint whose state is already copied.
 
     Args:
-        path: the checkpoint's directory.
-        uuid: the checkpoint's uuid.
         batches_trained: finished batches when the state was copied.
         previous_batches: ``batches_trained`` of the previous checkpoint; None without one.
-        complete: writes and registers the checkpoint on all ranks together; raises if that fails.
+        complete: writes and registers the checkpoint, collectively on all ranks; raises an error on failure.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class SaveJob:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Run the save in a daemon thread; ``wait`` waits for it."""
+        """Run the save in a daemon thread; ``wait`` joins the thread."""
         self._thread = threading.Thread(target=self.run, name="dstrial-save", daemon=True)
         self._thread.start()
 
@@ -86,7 +84,7 @@ class SaveJob:
         beat.begin_save(self.batches_trained)
         try:
             complete()
-        except BaseException as error:  # noqa: BLE001  # the boundary of a thread: the loop raises it
+        except BaseException as error:  # noqa: BLE001  # a thread cannot raise to the loop, which raises the error later
             self.error = error
         finally:
             del complete
@@ -94,7 +92,7 @@ class SaveJob:
             self._is_done.set()
 
     def wait(self) -> None:
-        """Wait until the save has ended; each step of a save has a timeout."""
+        """Wait until the save has ended; the steps of a save have their own timeouts."""
         while not self._is_done.wait(_LOG_WAITING_S):
             logger.info("waiting for the checkpoint at batch %d to be written", self.batches_trained)
         if self._thread is not None:
@@ -109,7 +107,7 @@ class SaveJob:
 
 
 def base_metadata(steps_completed: int) -> dict[str, Any]:
-    """Return the checkpoint metadata of every run: batch count and library versions."""
+    """Return metadata that every checkpoint has: batch count and library versions."""
     return {
         "steps_completed": steps_completed,
         "determined_version": determined.__version__,
@@ -124,15 +122,12 @@ def complete_manifest(
     layouts: Sequence[Mapping[str, Any]],
     metadata: dict[str, Any],
 ) -> None:
-    """Write a checkpoint's manifest; add its SHA-256 to ``metadata``. Ranks: 0.
+    """Write a checkpoint's manifest; add its SHA-256 to ``metadata``. Ranks: rank 0.
 
-    The checkpoint store reads ``metadata`` at the end of its block, so the SHA-256 reaches the master.
+    The caller registers the checkpoint with ``metadata``, so that the master gets the SHA-256.
 
-    Args:
-        root: the checkpoint's directory.
-        parts: for each rank, file -> manifest entry of the files that it hashed, and the files that it reads at a resume.
-        layouts: for each engine, how its state is split over ranks.
-        metadata: the checkpoint's metadata.
+    ``parts`` has for each rank (file -> manifest entry of the files that the rank hashed, files that the rank reads at a
+    resume). ``layouts`` has for each engine how its state is split over ranks.
     """
     files = {name: entry for part, _ in parts for name, entry in part.items()}
     readers: dict[str, list[int]] = {}
@@ -145,7 +140,10 @@ def complete_manifest(
 
 
 def describe_failure(what: str, root: pathlib.Path, rank: int, error: Exception) -> str:
-    """Return an error message: why ``what`` was not written, free space, and a fix."""
+    """Return the error message for a failed write: cause, free disk space, remedy.
+
+    ``what`` names the checkpoint in the message.
+    """
     if isinstance(error, CheckpointError) or is_storage_gone(error):
         return str(error)
     free = ""
@@ -159,19 +157,19 @@ def describe_failure(what: str, root: pathlib.Path, rank: int, error: Exception)
     )
 
 
-_DEADLINE_S = 600.0  # timeout of the wait for the master
+_DEADLINE_S = 600.0  # timeout for the master to accept all reports
 _POLL_S = 0.002
 
 
 class PendingReports:
     """Waits until the master has accepted all queued metric reports.
 
-    Determined's client has no public method for this. Without a master there is nothing to wait for.
+    Determined's client has no public method for this. Without a master, waiting is a no-op.
 
     Source: ``determined/core/_metrics.py`` of determined 0.38.1: a queue, and a thread that posts one report at a time.
 
     Raises:
-        DstrialError: Determined's client has an unknown structure, so its reports cannot be waited for.
+        DstrialError: Determined's client has an unknown structure.
     """
 
     def __init__(self, train: Any) -> None:
@@ -189,7 +187,7 @@ class PendingReports:
             )
         self._shipper = shipper
         post = shipper._post_metrics
-        # Subtract earlier reports; ``post_and_count`` will count those that are queued now.
+        # Number of reports that were posted before ``post_and_count`` started to count.
         self._num_before = shipper._queue.unfinished_tasks - shipper._queue.qsize()
 
         def post_and_count(*args: Any, **kwargs: Any) -> None:
@@ -199,19 +197,19 @@ class PendingReports:
         shipper._post_metrics = post_and_count
 
     def wait(self, deadline_s: float = _DEADLINE_S) -> bool:
-        """Wait until the master has accepted all reports; return False on failure.
+        """Wait for the master to accept all reports; return False on failure.
 
-        A failure is a timeout or the death of the client's thread.
+        Waiting fails after ``deadline_s`` seconds, or if the client's thread ends.
         """
         shipper = self._shipper
         if shipper is None:
             return True
-        # The client never calls ``task_done``, so this is the number of reports ever queued.
+        # The client never calls ``task_done``, so ``unfinished_tasks`` is the number of reports ever queued.
         wanted = int(shipper._queue.unfinished_tasks) - self._num_before
         give_up_at_s = time.monotonic() + deadline_s
         while self._num_posted < wanted:
             if not shipper.is_alive():
-                return False  # the next report raises the error
+                return False  # the client raises its thread's error at the next report
             if time.monotonic() > give_up_at_s:
                 missing = wanted - self._num_posted
                 logger.warning(

@@ -1,6 +1,6 @@
 """Settings and progress of a run; when to report, validate, checkpoint and end.
 
-Decisions depend only on the batch counter in ``Progress``. Therefore all ranks decide equally without communication, and a
+Decisions depend only on the batch counter in ``Progress``, so that all ranks decide equally without communication, and a
 resumed run decides as an uninterrupted run would.
 """
 
@@ -23,7 +23,7 @@ from dstrial.loop.sync_point import StopReason
 class Boundary(enum.Enum):
     """Actions that can be due after a batch, in their order of execution.
 
-    ``END`` is the end of the training.
+    ``END`` is due after the last batch.
     """
 
     REPORT = "report"
@@ -38,9 +38,9 @@ class Progress:
 
     Attributes:
         epoch_length: batches in one epoch; None if the training loader has no length.
-        batches_trained: finished batches since the start of the run, over all resumes.
-        last_validation: value of ``batches_trained`` at the newest validation; None before the first.
-        last_checkpoint: value of ``batches_trained`` at the newest checkpoint; None before the first.
+        batches_trained: finished batches since the start of the run, including those before a resume.
+        last_validation: value of ``batches_trained`` at the newest validation; None before the first validation.
+        last_checkpoint: value of ``batches_trained`` at the newest checkpoint; None before the first checkpoint.
     """
 
     epoch_length: int | None
@@ -50,7 +50,7 @@ class Progress:
 
     @property
     def epoch_idx(self) -> int:
-        """Epoch of the next batch, from 0; 0 if the epoch length is unknown."""
+        """0-based epoch of the next batch; 0 if the epoch length is unknown."""
         return self.batches_trained // self.epoch_length if self.epoch_length else 0
 
     @property
@@ -71,7 +71,7 @@ class Progress:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the counters from a checkpoint; the loader's ``epoch_length`` is kept."""
+        """Set the counters from a checkpoint, except ``epoch_length``."""
         self.batches_trained = int(state["batches_trained"])
         self.last_validation = state["last_validation"]
         self.last_checkpoint = state["last_checkpoint"]
@@ -79,7 +79,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Period:
-    """When an action is due: every ``every`` batches or epochs, or at ``positions``."""
+    """When an action is due: each ``every`` batches or epochs, or at ``positions``."""
 
     unit: Literal["batches", "epochs"]
     every: int | None = None
@@ -87,7 +87,7 @@ class Period:
 
     @classmethod
     def from_train_unit(cls, unit: pytorch.TrainUnit) -> Period:
-        """Read Determined's ``Batch(...)`` or ``Epoch(...)``; a count below 1 means 1."""
+        """Convert Determined's ``Batch(...)`` or ``Epoch(...)``; less than 1 means 1."""
         if isinstance(unit, pytorch.Batch):
             name: Literal["batches", "epochs"] = "batches"
         elif isinstance(unit, pytorch.Epoch):
@@ -105,7 +105,7 @@ class Period:
         )
 
     def is_due(self, batches_trained: int, epoch_length: int | None) -> bool:
-        """Return whether this period ends exactly after ``batches_trained`` batches."""
+        """Return whether the action is due after exactly ``batches_trained`` batches."""
         if self.unit == "batches":
             count = batches_trained
         elif epoch_length is None or batches_trained % epoch_length:
@@ -122,11 +122,11 @@ class LoopSettings:
     """Length, periods and options of one ``fit`` call; immutable.
 
     Attributes:
-        trial_id: the trial's id; 0 without a cluster.
-        max_validation_rounds: evaluate at most this many rounds per validation; None for all.
-        is_rewrite: save ``latest_checkpoint`` again in the current rank layout, and end before the first batch.
+        trial_id: 0 without a cluster.
+        max_validation_rounds: maximum number of ``evaluate_batch`` calls per validation; None for no limit.
+        is_rewrite: whether only to save ``latest_checkpoint`` again in the current rank layout, without training.
         saves_in_background: whether checkpoints are written while training continues.
-        reports_epochs: whether the end of every epoch also has a report.
+        reports_epochs: whether metrics are also reported at the end of every epoch.
     """
 
     max_length: pytorch.TrainUnit
@@ -148,7 +148,7 @@ class LoopSettings:
     has_telemetry: bool = True
 
     def periods(self) -> dict[Boundary, Period]:
-        """Return the configured periods by action; an action without a period is missing."""
+        """Return the configured periods by action, without actions that have no period."""
         given = {
             Boundary.REPORT: self.reporting_period,
             Boundary.VALIDATE: self.validation_period,
@@ -167,10 +167,10 @@ class FitResult:
         batches_trained: finished batches of the run.
         batches_total: length of the run in batches.
         stopped: why training ended early; None if training is complete.
-        checkpoint_uuid: the newest checkpoint that this call wrote; None if it wrote none.
-        checkpoint_path: the directory of that checkpoint; None on a cluster and in object storage.
-        skipped_steps: optimizer steps of all engines that were skipped because gradients were not finite.
-        run_path: the run directory, which ``dstrial.runs`` reads; None on a cluster, and on ranks but 0 without a launcher.
+        checkpoint_uuid: the newest checkpoint that this call wrote; None without one.
+        checkpoint_path: the directory of ``checkpoint_uuid``; None on a cluster and in object storage.
+        skipped_steps: number of optimizer steps, of all engines, that were skipped because gradients were not finite.
+        run_path: the run directory, which ``dstrial.runs`` reads; None on a cluster, and without a launcher except on rank 0.
         metrics: newest metrics of ``training`` and ``validation`` that this call reported; empty except on rank 0.
     """
 
@@ -185,7 +185,7 @@ class FitResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether training reached its length."""
+        """Whether training reached ``batches_total``."""
         return self.stopped is None
 
 
@@ -215,9 +215,9 @@ def next_due(
     batches_total: int,
     epoch_length: int | None,
 ) -> int:
-    """Return the next batch count at which an action may be due.
+    """Return the next batch count at which ``due`` must be called.
 
-    No action is due earlier. For a period with listed positions, no action may be due at the returned count either.
+    No action is due at an earlier count. For a period with ``positions``, the result is only the next batch or epoch.
     """
     found = batches_total
     for period in periods.values():
@@ -250,7 +250,10 @@ def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
 
 
 def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
-    """Convert a length to ``Batch`` or ``Epoch``; records become at least 1 batch."""
+    """Convert a length to ``Batch`` or ``Epoch``.
+
+    Records are converted to whole batches, rounded down to at least 1.
+    """
     if length.unit == "epochs":
         return pytorch.Epoch(length.value)
     if length.unit == "records":
@@ -271,9 +274,9 @@ def searcher_length(searcher: Mapping[str, Any], global_batch_size: int) -> pyto
 
 
 def asks_for_checkpoint(policy: str, now: Any, best_before: float | None, *, smaller_is_better: bool) -> bool:
-    """Return whether to save a checkpoint after a validation.
+    """Return whether a checkpoint policy wants a checkpoint after a validation.
 
-    ``now`` and ``best_before`` are the new and the best earlier value of the searcher's metric. Only policy ``best`` uses them.
+    ``now`` and ``best_before`` are the searcher metric's new and best earlier values, which only policy ``best`` uses.
     """
     if policy != "best":
         return policy == "all"

@@ -1,4 +1,4 @@
-"""The user's callbacks, called in the order of ``build_callbacks``."""
+"""Call the user's callbacks in the order of ``build_callbacks``."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Restore checkpoints that were written with the same rank layout or another one.
 
-A checkpoint directory holds ``model<i>/`` (engines, or what the trial's ``save`` writes), ``dstrial_rank<r>.pt`` (the
-rank's counters, random states, open report window, reducers, callbacks), ``load_data.json`` (configuration),
-``manifest.json`` (layout; size, checksum and readers of every file) and, written last, the completion marker.
+A checkpoint directory contains ``model<i>/`` (engines, or files of the trial's own ``save``), ``dstrial_rank<r>.pt`` (the
+rank's counters, random states, unreported metrics, reducers, callbacks), ``load_data.json`` (configuration),
+``manifest.json`` (layout; size, checksum and reading ranks of every file) and, written last, the completion marker.
 
-Pickle files with only plain values and listed classes are always loaded. Other files can run code, so their exact content
-must be vouched for: by this account's signature on the manifest; by the master, to which the trial reported the manifest's
-SHA-256; or by the user, with that SHA-256 in ``data.dstrial.trust_checkpoint_code``. A matching manifest proves nothing:
-anybody can make one.
+Pickle files with only plain values and classes of ``safe_load.LISTED`` are always loaded. Other pickle files can run code. They
+are loaded only if the manifest is signed by this account, if the master knows the manifest's SHA-256 from the trial, or if the
+user has written this SHA-256 to ``data.dstrial.trust_checkpoint_code``.
 """
 
 from __future__ import annotations
@@ -77,21 +76,21 @@ class CheckpointLoader:
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._pending_random_states: Mapping[str, Any] | None = None
-        self._is_trusted = False  # whether the checkpoint being restored may hold unlisted classes
+        self._is_trusted = False  # whether unlisted classes are loaded from the checkpoint
 
     def restore(
         self, uuid: str, expected_epoch_length: int | None, expected_records: int | None = None
     ) -> tuple[dict[str, Any], bool]:
-        """Load a checkpoint, except random states, which are restored before training.
+        """Load a checkpoint, except random states; see ``restore_random_states``.
 
         Args:
             uuid: the checkpoint's uuid; without a master also the checkpoint's directory.
             expected_epoch_length: batches per epoch of the current training loader.
-            expected_records: records that the loaders of all ranks read for a batch; None if the loaders do not tell.
+            expected_records: records per batch over all ranks of the current training loader; None if unknown.
 
         Returns:
-            The ``loop_state`` that ``CheckpointSaver.save`` got, and whether the run continues. If another trial wrote the
-            checkpoint, only its weights are loaded, the loop state is empty, and batches count from 0.
+            (The ``loop_state`` that was passed to ``CheckpointSaver.save``, whether the run continues.) If another trial wrote
+            the checkpoint, only weights are loaded, the loop state is empty, and batches count from 0.
 
         Ranks: all, collectively.
         """
@@ -107,7 +106,7 @@ class CheckpointLoader:
             now = [Layout.from_json(values) for values in self._state.layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
             _require_ranks(path, manifest.files, saved_size)
-            # With another size of AutoTP, the ranks of a replica need the random states of one rank.
+            # If ``autotp_size`` has changed, all ranks of a replica continue the random states of one saved rank.
             sizes = [one[0].model_parallel_size for one in (saved, now) if one]
             source = context.distributed.rank
             if len(set(sizes)) > 1:
@@ -148,7 +147,7 @@ class CheckpointLoader:
         *,
         is_reshaped: bool,
     ) -> None:
-        """Load the trial's engines, and the engine state that DeepSpeed does not save."""
+        """Load the trial's engines, with ``engine_extra_state`` and optimizer settings."""
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
         with contextlib.ExitStack() as stack:
@@ -180,9 +179,9 @@ class CheckpointLoader:
             restore_reducer(wrapped.reducer, saved)
 
     def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
-        """Return whether rank layouts differ, so that engine state must be split anew.
+        """Return whether rank layouts differ, so that engine state must be resharded.
 
-        Raises an error if that is impossible.
+        Raises ``CheckpointLayoutError`` if the state cannot be resharded.
         """
         problems = []
         trial_class = type(self._state.trial)
@@ -197,9 +196,9 @@ class CheckpointLoader:
         return bool(differences)
 
     def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
-        """Return how often all replicas together return metrics for one batch.
+        """Return the number of ``train_batch`` calls per batch, over all replicas.
 
-        ``layouts`` has one entry per engine.
+        ``layouts`` has one entry per engine, the first engine's first.
         """
         first = layouts[0]
         is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself
@@ -210,12 +209,12 @@ class CheckpointLoader:
     ) -> None:
         """Convert ``state``, in place, from the saved ranks to this run's ranks.
 
-        ``source`` is the saved rank whose random states this rank continues. ``is_recut``: whether AutoTP has another size.
+        ``source`` is the saved rank whose random states this rank continues. ``is_recut``: whether ``autotp_size`` has changed.
 
         Ranks: all, collectively.
         """
         context, runtime = self._state.context, self._state.runtime
-        # The reader maps the files into memory, because only a little of another rank's state is used.
+        # The files are memory-mapped, because only a small part of other ranks' state is used.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
         reporting = context.distributed.allgather(runtime.mpu.should_report_metrics)
@@ -226,7 +225,7 @@ class CheckpointLoader:
         state["window"] = merge_windows(mine)
         state["all_engines"] = [one["engines"] for one in states]
         if source >= saved_size:
-            # The checkpoint has no state of this rank. The rank keeps the random states that its seed gave.
+            # The checkpoint has no state for this rank, which keeps the random states from its seed.
             state["random_states"] = None
         absent_states = states[context.distributed.size :][rank :: context.distributed.size]
         if is_recut:
@@ -274,7 +273,7 @@ class CheckpointLoader:
         )
 
     def _place(self, storage: Any, location: str) -> Any:
-        """Map an accelerator tensor's storage to this rank's device; keep CPU storages."""
+        """Move an accelerator tensor's storage to this rank's device (``map_location``)."""
         if location == "cpu":
             return storage
         restore: Callable[[Any, str], Any] = torch.serialization.default_restore_location
@@ -306,8 +305,8 @@ def settle_optimizer_settings(
 ) -> None:
     """Keep the loaded optimizer settings, or restore this run's; warn of differences.
 
-    This run's settings are restored if ``data.dstrial.override_optimizer`` is true. ``before`` has them per parameter group, from
-    ``optimizer_settings``; ``label`` names the engine in the warning.
+    This run's settings are restored if ``data.dstrial.override_optimizer`` is true. ``before`` is the result of
+    ``optimizer_settings`` before the load; ``label`` names the engine in the warning.
     """
     overrides = dstrial_section(exp_conf).get("override_optimizer") is True
     found = differing_settings(engine, before, overrides=overrides)
@@ -344,12 +343,12 @@ def _require_same_data(
 def rescale_micro_batches(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
-    """Return ``loop_state`` with the data position in this run's micro batches.
+    """Convert ``micro_batches_drawn`` in ``loop_state`` to this run's micro batches.
 
-    ``saved`` and ``now`` are the engines' layouts, which have the old and the new micro batch size.
+    ``saved`` and ``now`` are the engines' layouts, which contain the old and the new micro batch size.
 
     Raises:
-        CheckpointLayoutError: the records that were read are no whole number of this run's micro batches.
+        CheckpointLayoutError: the number of records read is not a whole number of this run's micro batches.
     """
     if not saved:
         return dict(loop_state)
@@ -367,8 +366,8 @@ def rescale_micro_batches(
 def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the position in the training data, merged from all ranks' loop states.
 
-    The result has ``micro_batches_drawn``, and if known ``loaders`` and ``records_per_batch``. Ranks in the middle stages of a
-    pipeline have no loader, and therefore none of the values.
+    The result has ``micro_batches_drawn``, and, if any rank has them, ``loaders`` and ``records_per_batch``. Ranks in the middle
+    stages of a pipeline have no loader, and therefore none of these values.
     """
     found: dict[str, Any] = {
         "micro_batches_drawn": max(int(one.get("micro_batches_drawn", 0)) for one in loop_states),
@@ -381,7 +380,7 @@ def position_of(loop_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# ---- whether files may be loaded ----------------------------------------------------------------------
+# ---- trust in pickle files ----------------------------------------------------------------------------
 
 
 def trusts_code(
@@ -391,21 +390,22 @@ def trusts_code(
     names: Sequence[str],
     exp_conf: Mapping[str, Any] | None,
 ) -> bool:
-    """Return whether to load a checkpoint with classes outside dstrial's list.
+    """Return whether to load classes outside ``safe_load.LISTED``, which can run code.
 
-    False if the files only name classes of ``safe_load.LISTED``. True if a file names other classes, whose code then runs, and
-    a signature, the master or the user vouches for the checkpoint. The caller has verified the files that the manifest lists.
-    Other files are scanned too, because a library may load any file in the directory.
+    False if no file names such classes. True if a file does, and a signature, the master or the user vouches for the
+    checkpoint. The caller must have verified the files that the manifest lists. Other files are scanned too, because a library
+    may load any file in the directory.
 
     Args:
         context: Core API context, for communication between ranks and for metadata that the master stores.
         uuid: the checkpoint's uuid or directory.
         root: the checkpoint's directory.
-        names: files that the manifest lists, relative to ``root``, the same on all ranks.
-        exp_conf: the experiment config, in which the user may trust the checkpoint's SHA-256.
+        names: files that the manifest lists, relative to ``root``; equal on all ranks.
+        exp_conf: the experiment config, whose ``data.dstrial.trust_checkpoint_code`` may contain the checkpoint's SHA-256.
 
     Raises:
-        UntrustedCheckpointError: a file names code, and neither signature, master nor user vouches for the checkpoint.
+        UntrustedCheckpointError: a file names unlisted classes, and neither signature, master nor user vouches for the
+            checkpoint; or the manifest does not list the file.
 
     Ranks: all, collectively.
     """
@@ -443,7 +443,10 @@ def trusts_code(
 
 
 def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
-    """Return the pickle files that the manifest does not list; [] without a manifest."""
+    """Return files that the manifest does not list and a resume may unpickle.
+
+    Empty without a manifest.
+    """
     if not (root / MANIFEST_NAME).is_file():
         return []
     present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
@@ -451,9 +454,9 @@ def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
 
 
 def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
-    """Return the SHA-256, hexadecimal, of a checkpoint's manifest.
+    """Return the hexadecimal SHA-256 of a checkpoint's manifest.
 
-    Without a manifest, it is the hash of the checksums of the files ``names``, which are relative to ``root``.
+    Without a manifest, return the SHA-256 of the checksums of the files ``names``, which are relative to ``root``.
     """
     if (root / MANIFEST_NAME).is_file():
         return hash_file(root / MANIFEST_NAME).sha256
@@ -464,9 +467,9 @@ def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
 def _voucher(
     context: core.Context, uuid: str, root: pathlib.Path, digest: str, exp_conf: Mapping[str, Any] | None
 ) -> str | None:
-    """Return what vouches for the checkpoint's code; None if nothing does.
+    """Return a log text on what vouches for a checkpoint's code; None if nothing does.
 
-    The result is log text about the signature, master or user that does. ``digest`` is the checkpoint's SHA-256.
+    The user, this account's signature, or the master can vouch. ``digest`` is the checkpoint's SHA-256.
     """
     if dstrial_section(exp_conf).get(TRUST_KEY) == digest:
         return f"data.dstrial.{TRUST_KEY} says so"
@@ -474,7 +477,7 @@ def _voucher(
         return None
     if is_own_manifest(root):
         return "this account has written it"
-    # Metadata in a directory proves nothing: whoever made the directory can write any metadata.
+    # Only the master's metadata counts; metadata in a directory may come from the same untrusted author.
     if context.info is not None and not pathlib.Path(uuid).is_absolute():
         metadata = context.checkpoint.get_metadata(uuid)
         if metadata.get(MANIFEST_DIGEST) == digest:

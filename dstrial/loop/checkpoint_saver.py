@@ -1,8 +1,8 @@
 """Write checkpoints in a background thread; training waits only for a host copy.
 
-The main thread copies the state. A background thread then writes files, checksums and the manifest, uploads and registers.
-At most one save is in progress. The thread has a separate control channel between ranks. All ranks learn the save's outcome
-together: at the loop's next exchange, before the next save, or at the end.
+The main thread copies the state. A background thread then writes files, checksums and the manifest, and uploads and registers
+the checkpoint. At most one save is in progress. The background threads of all ranks communicate on a separate control channel.
+All ranks learn the save's outcome together: at the next sync point, before the next save, or at the end of training.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class _ExitRank(BaseException):
-    """Leaves ``store_path`` without a collective call, which would deadlock.
+    """Raised to leave ``store_path`` without collective calls, which would deadlock.
 
-    The other ranks wait in DeepSpeed's barriers. This rank exits with ``error`` as cause, and the launcher ends the other
-    ranks. The next start removes the directory, because it has no completion marker.
+    Other ranks may wait in DeepSpeed's barriers. This rank exits with ``error`` as cause, and the launcher ends the other ranks.
+    The next start removes the checkpoint's directory, which has no completion marker.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -66,8 +66,8 @@ class _Copied:
 
     Attributes:
         engine_files: files, relative to ``path``, that must exist after writing.
-        read_files: files that this rank reads when it resumes in the same layout.
-        configuration: content of ``load_data.json`` on rank 0; "" on other ranks.
+        read_files: files that this rank reads at a resume in the same rank layout.
+        configuration: content of ``load_data.json`` on rank 0; empty on other ranks.
     """
 
     path: pathlib.Path
@@ -85,7 +85,7 @@ class CheckpointSaver:
 
     Callbacks run on the main thread: ``on_checkpoint_save_start`` before the copy, ``on_checkpoint_upload_end`` after all
     ranks know that the checkpoint is complete. If the trial overrides ``save``, or a callback overrides ``on_checkpoint_end``
-    or ``on_checkpoint_write_end``, training waits until the files are written. Then only checksums, upload and registration
+    or ``on_checkpoint_write_end``, training waits until the files are written; only checksums, upload and registration then
     happen in the background.
     """
 
@@ -105,7 +105,7 @@ class CheckpointSaver:
                 leave_out_frozen(engine)
 
     def _can_be_in_background(self) -> bool:
-        """Return whether a thread can complete saves; log why training waits for files."""
+        """Return whether a thread can run saves; log what training must wait for."""
         distributed = self._state.context.distributed
         can = distributed.size == 1 or isinstance(distributed, ControlChannel)
         why = None
@@ -122,12 +122,12 @@ class CheckpointSaver:
     # ---- the main thread -----------------------------------------------------------------------------
 
     def save(self, loop_state: Mapping[str, Any]) -> str:
-        """Start a checkpoint of the current state; return the checkpoint's uuid.
+        """Start to save the current state; return the new checkpoint's uuid.
 
-        Training may continue afterwards; ``finish`` waits until the files are written.
+        Training may continue afterwards; ``finish`` waits until the checkpoint is complete.
 
         Args:
-            loop_state: values that the loop needs to continue on this rank, such as its position in the training data.
+            loop_state: values that the loop needs to continue on this rank, such as the position in the training data.
                 Counters and running metrics are saved separately.
 
         Raises:
@@ -178,7 +178,7 @@ class CheckpointSaver:
         self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def _channel(self) -> core.DistributedContext:
-        """Return the control channel of saves; the first call creates it.
+        """Return the communication channel for saves; the first call creates the channel.
 
         Ranks: all, collectively.
         """
@@ -196,7 +196,7 @@ class CheckpointSaver:
         }
 
     def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
-        """Copy this rank's state; without background saving write it immediately.
+        """Copy this rank's state; without background saving, write the files at once.
 
         Ranks: all, collectively.
         """
@@ -247,7 +247,7 @@ class CheckpointSaver:
             "random_states": RngState.read(context.device).to_saved(),
         }
         self._state.callbacks.call("on_checkpoint_save_start", state)
-        # `through_python`: torch's C++ writer does not tell why a write failed.
+        # `through_python`, because errors of torch's C++ writer do not state the cause.
         copies.add(state, str(path / rank_state_name(context.distributed.rank)), through_python=True)
         if copies.has_failed:
             _require_picklable(state)
@@ -280,9 +280,11 @@ class CheckpointSaver:
     def _complete(
         self, block: contextlib.ExitStack, channel: core.DistributedContext, copied: _Copied
     ) -> None:
-        """Write and hash the files, write the manifest, leave the store's block.
+        """Write and hash the files, write the manifest, and exit the block of the store.
 
-        Ranks: all, collectively; only on ``channel``.
+        Exiting the ``store_path`` context ``block`` uploads and registers the checkpoint.
+
+        Ranks: all, collectively; communication is only on ``channel``.
         """
 
         def describe(error: Exception) -> str:
@@ -335,18 +337,18 @@ class CheckpointSaver:
         what = f"checkpoint {path} at batch {batches_trained}"
         return describe_failure(what, path, self._state.context.distributed.rank, error)
 
-    # ---- the outcome ---------------------------------------------------------------------------------
+    # ---- outcome of a save ---------------------------------------------------------------------------
 
     def status(self) -> SaveStatus | None:
         return None if self._job is None else self._job.status
 
     def settle(self, statuses: Sequence[SaveStatus | None]) -> None:
-        """Close the save if it has ended on all ranks; raise if it failed on any rank.
+        """Finish the save if it has ended on all ranks; a no-op while any rank writes.
 
-        Does nothing while a rank is still writing.
+        ``statuses`` has the result of ``status()`` of every rank.
 
-        Args:
-            statuses: the result of ``status()`` of every rank, gathered in one exchange.
+        Raises:
+            CheckpointError: the save has failed on another rank. This rank's own error is raised unchanged.
         """
         job = self._job
         if job is None:
@@ -364,7 +366,7 @@ class CheckpointSaver:
             self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def finish(self) -> None:
-        """Wait for the save in progress; raise if it failed. Ranks: all, collectively."""
+        """Wait for the save in progress; raise its error. Ranks: all, collectively."""
         if self._job is not None:
             self._job.wait()
             self.settle(self._state.context.distributed.allgather(self.status()))
@@ -386,7 +388,7 @@ class CheckpointSaver:
 
 
 def _store_on(store: core.CheckpointContext, channel: core.DistributedContext) -> core.CheckpointContext:
-    """Return a shallow copy of the store whose ranks communicate on ``channel``."""
+    """Return a shallow copy of ``store`` whose ranks communicate on ``channel``."""
     same = copy.copy(store)
     same._dist = channel
     return same
@@ -412,7 +414,7 @@ def _require_picklable(state: Mapping[str, Any]) -> None:
 
 
 def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path | None) -> None:
-    """Copy the model definition; hard-link files equal to the last checkpoint's."""
+    """Copy ``model`` to ``code``; hard-link files that ``last_code`` has too."""
 
     def copy(source: str, target: str) -> str:
         if last_code is not None:
@@ -422,7 +424,7 @@ def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path 
                     os.link(known, target)
                     return target
         shutil.copy2(source, target)
-        os.chmod(target, os.stat(source).st_mode & 0o555)  # noqa: PTH101, PTH116  # later checkpoints share the file
+        os.chmod(target, os.stat(source).st_mode & 0o555)  # noqa: PTH101, PTH116  # later checkpoints link to the file
         return target
 
     shutil.copytree(model, code, copy_function=copy)

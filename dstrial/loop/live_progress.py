@@ -1,4 +1,4 @@
-"""Show the progress of ``Trainer.fit`` as lines, or in a notebook as curves."""
+"""Show the progress of ``Trainer.fit`` as text lines, or as curves in a notebook."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from dstrial.local.run_monitor import Report, named_metric, number, report_line, to_report
 from dstrial.trial.context import DeepSpeedTrialContext
 
-_WIDTH, _HEIGHT = 420, 140  # of a curve, pixels
-_ROWS = 8  # newest reports in the table
+_WIDTH, _HEIGHT = 420, 140  # size of a curve, pixels
+_ROWS = 8  # maximum number of reports in the table
 
 
 class LiveProgress:
     """Metric sink that prints each report, or shows it in a notebook.
 
     Args:
-        batches_total: length in batches; None if the length is in epochs.
-        metric: validation metric to show; None shows the loss, or the first one.
+        batches_total: length of the run in batches; None if the length is in epochs.
+        metric: validation metric to show; None shows ``loss``, or without it the first metric.
 
     Attributes:
-        newest: newest metrics of each group.
+        newest: newest metrics of each group (``training``, ``validation``).
     """
 
     def __init__(self, batches_total: int | None, metric: str | None, *, is_silent: bool) -> None:
@@ -38,7 +38,7 @@ class LiveProgress:
     def open(self, context: DeepSpeedTrialContext) -> None:
         del context
         if not self._is_silent and _is_notebook():
-            # The kernel brings IPython.
+            # In a notebook, the kernel has installed IPython.
             self._handle = importlib.import_module("IPython.display").display(self, display_id=True)
 
     def report(self, group: str, batches_trained: int, metrics: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ class LiveProgress:
             try:
                 sys.stdout.write(report_line(report, self._batches_total, self._metric) + "\n")
                 sys.stdout.flush()
-            except (OSError, ValueError):  # a reader that has gone must not end the training
+            except (OSError, ValueError):  # a closed output must not end training
                 self._is_silent = True
         else:
             self._reports.append(report)
@@ -60,7 +60,7 @@ class LiveProgress:
         pass
 
     def _repr_html_(self) -> str:
-        """Return a table of the newest reports, and a curve per group."""
+        """Return HTML with a table of the newest reports, and a curve per group."""
         curves = "".join(map(self._curve, ("training", "validation")))
         lines = [
             html.escape(report_line(report, self._batches_total, self._metric))
@@ -84,7 +84,7 @@ def _is_notebook() -> bool:
 
 
 def _svg(title: str, points: Sequence[tuple[float, float]]) -> str:
-    """Return a curve as SVG, with its first, last, lowest and highest values."""
+    """Return a curve as SVG, labelled with its first, last, lowest and highest values."""
     (left, right), ys = (points[0][0], points[-1][0]), [y for _, y in points]
     low, high = min(ys), max(ys)
     path = " ".join(

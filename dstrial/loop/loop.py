@@ -1,7 +1,7 @@
-"""The training loop of a trial, for every kind of DeepSpeed engine.
+"""The training loop of a trial, for data-parallel and pipeline engines.
 
-``TrainingLoop._train`` iterates over batches. Reports, stop requests, validation, checkpoints and epoch callbacks happen
-at events between two batches.
+``TrainingLoop._train`` iterates over batches. Reports, stop requests, validation, checkpoints and epoch callbacks are events
+between two batches.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ logger = logging.getLogger("dstrial.loop")
 def exits_refused(where: Callable[[], str]) -> Iterator[None]:
     """Raise ``TrialContractError`` if user code in the block calls ``sys.exit(0)``.
 
-    Exit code 0 would look like a finished run. ``where`` returns the position for the message.
+    Exit code 0 would look like a finished run. ``where`` returns the position in training for the message.
     """
     try:
         yield
     except SystemExit as exit_:
-        if type(exit_) is not SystemExit or exit_.code:  # dsat ends a measured run by raising a subclass
+        if type(exit_) is not SystemExit or exit_.code:  # dsat ends measured runs with a subclass
             raise
         raise TrialContractError(
             f"user code ends the rank with exit code 0 {where()}; expected training to go on to its end. To stop it early, call "
@@ -68,18 +68,18 @@ def exits_refused(where: Callable[[], str]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _FirstBatch:
-    """Monotonic time and first engine's micro-batch count before the first batch."""
+    """Monotonic time and first engine's micro batch count before the first batch."""
 
     began_s: float
     stepped_before: int
 
 
 class TrainingLoop:
-    """Trains one trial to its last batch or to a stop request; ``run`` is called once.
+    """Trains one trial to its last batch or to a stop request; call ``run`` once.
 
     Args:
-        stop_request: returns this rank's reason to stop, or None; called on every rank.
-        metric_sinks: further receivers of reported metrics, besides the trial's record and TensorBoard.
+        stop_request: function that returns this rank's reason to stop, or None; called on every rank.
+        metric_sinks: receivers of reported metrics besides Determined's Core API and TensorBoard.
     """
 
     def __init__(
@@ -135,10 +135,13 @@ class TrainingLoop:
         self._checkpoint_uuid: str | None = None
         self._heartbeat = heartbeat()
 
-    # ---- the run -------------------------------------------------------------------------------------
+    # ---- training ------------------------------------------------------------------------------------
 
     def run(self) -> FitResult:
-        """Train to the last batch, or until a stop is agreed. Ranks: all, collectively."""
+        """Train to the last batch, or until the ranks agree to stop.
+
+        Ranks: all, collectively.
+        """
         settings, callbacks, progress = self._settings, self._callbacks, self._progress
         with contextlib.ExitStack() as stack:
             stack.enter_context(
@@ -196,8 +199,8 @@ class TrainingLoop:
     def _train(self) -> StopReason | None:
         """Train the remaining batches; return why training stopped early, or None.
 
-        Between two events the loop neither communicates nor synchronises a device. Only a run with one rank polls for stop
-        requests after every batch. The first event is after the first batch.
+        Between two events the loop neither communicates nor synchronises a device. The first event is after the first batch.
+        Stop requests are polled at sync points; with a single rank, after every batch.
         """
         context, runtime, progress, window = self._context, self._runtime, self._progress, self._window
         batch_idx, batches_total = progress.batches_trained, self._batches_total
@@ -254,7 +257,10 @@ class TrainingLoop:
         begin_phase(FIRST_BATCH)
 
     def _observe_first_batch(self) -> tuple[_FirstBatch, Callable[..., Any]]:
-        """Return the state before the first batch, and an instrumented ``train_batch``."""
+        """Return the state before the first batch, and a ``train_batch`` that is observed.
+
+        The first call is measured, and checked for lost gradients.
+        """
         first_batch = _FirstBatch(time.monotonic(), self._adapter.micro_batches_stepped)
         train_batch: Callable[..., Any] = self._trial.train_batch
         if self._instruments is not None:
@@ -273,11 +279,11 @@ class TrainingLoop:
         if self._has_own_loaders and not self._sync_points.is_single_rank:
             self._compare_reading()
         if runtime.accumulates_itself:
-            self._heartbeat.begin(Phase.BETWEEN, self._progress.batches_trained)  # ranks wait for each other
+            self._heartbeat.begin(Phase.BETWEEN, self._progress.batches_trained)  # waits for all ranks
             self._require_whole_batch(self._adapter.micro_batches_stepped - first_batch.stepped_before)
 
     def _compare_reading(self) -> None:
-        """Warn if replicas read the same records, or ranks of one replica do not.
+        """Warn if replicas read equal records, or ranks of one replica different ones.
 
         Ranks: all, collectively (one ``allgather``, after the first batch of a run).
         """
@@ -288,7 +294,7 @@ class TrainingLoop:
                 logger.warning("%s", problem)
 
     def _resume(self) -> int:
-        """Start epoch and timers; return the number of batches at the next event."""
+        """Begin an epoch if due; return the batch count at the next event."""
         progress = self._progress
         batches = progress.batches_trained
         if progress.is_epoch_start:
@@ -338,9 +344,9 @@ class TrainingLoop:
         return stop
 
     def _act(self, found: set[Boundary], *, is_stopping: bool) -> StopReason | None:
-        """Report, validate and save as due; return the reason to stop, or None.
+        """Execute the due actions ``found``; return the reason to stop, or None.
 
-        If only a report is due, its exchange may end after the next batch: ``ReportExchange.may_defer``.
+        If only a report is due, its exchange between ranks may end after the next batch (``ReportExchange.may_defer``).
 
         Ranks: all, collectively.
         """
@@ -359,7 +365,13 @@ class TrainingLoop:
         return stop
 
     def _finish(self) -> None:
-        """Validate and save after the last batch, if still due. Ranks: all, collectively."""
+        """Validate and save the final state, unless already done.
+
+        Raises:
+            NonFiniteError: the weights are not finite, so that no checkpoint was saved.
+
+        Ranks: all, collectively.
+        """
         if not self._progress.validation_is_current:
             self._validate()
         if not self._progress.checkpoint_is_current:
@@ -377,7 +389,7 @@ class TrainingLoop:
     def _rewrite(self, loop_state: Mapping[str, Any]) -> FitResult:
         """Save the loaded checkpoint in this run's rank layout. Ranks: all, collectively.
 
-        The position in the training data, ``loop_state``, is saved as it was loaded: the resumed run converts it.
+        ``loop_state``, the position in the training data, is saved unchanged; the run that resumes converts the position.
         """
         self._loader.restore_random_states()
         self._checkpoint(is_last=True, position=loop_state)
@@ -401,7 +413,7 @@ class TrainingLoop:
         try:
             yield
         except Exception as error:
-            # Both errors only follow another rank's failure: `RankError`, and gloo's "Connection closed by peer".
+            # `RankError` and gloo's "Connection closed by peer" are only consequences of another rank's failure.
             if isinstance(error, RankError) or " by peer" in str(error):
                 raise
             if isinstance(error, CheckpointError) and not self._is_chief:
@@ -429,7 +441,7 @@ class TrainingLoop:
     # ---- validation and checkpoints ------------------------------------------------------------------
 
     def _validate(self) -> None:
-        """Validate; save a checkpoint if the policy says so. Ranks: all, collectively."""
+        """Validate; save a checkpoint if the policy wants one. Ranks: all, collectively."""
         progress = self._progress
         if self._validation is None:
             progress.last_validation = progress.batches_trained
@@ -443,7 +455,10 @@ class TrainingLoop:
             self._core.train.set_status("training")
 
     def _validate_and_report(self, validation: Validation) -> bool:
-        """Validate, report; return whether to checkpoint. Ranks: all, collectively."""
+        """Validate and report; return whether the policy wants a checkpoint.
+
+        Ranks: all, collectively.
+        """
         progress = self._progress
         if self._is_chief:
             self._core.train.set_status("validating")
@@ -459,7 +474,7 @@ class TrainingLoop:
     def _state_evidence(self) -> list[StateEvidence]:
         """Return, for each rank, whether its weights and newest loss are finite.
 
-        Empty if this is not checked.
+        Empty unless ``data.dstrial.non_finite`` is ``fail``.
 
         Ranks: all, collectively.
         """
@@ -472,10 +487,10 @@ class TrainingLoop:
     def _checkpoint(self, *, is_last: bool = False, position: Mapping[str, Any] | None = None) -> None:
         """Start to save a checkpoint of the current batch. Ranks: all, collectively.
 
-        ``position`` is the position in the training data; None for that of this run.
+        ``position`` is the position in the training data, by default the current one.
 
-        A state with weights that are not finite is never saved. A state without a finite loss is saved only at the end of
-        training or at a stop (``is_last``), because the new checkpoint may replace an older, good one.
+        A state with non-finite weights is never saved. A state without a finite loss is saved only at the end of training or at
+        a stop (``is_last``), because the new checkpoint may replace an older, good one.
         """
         self._reports.require_written()
         found = self._state_evidence()
@@ -500,7 +515,6 @@ class TrainingLoop:
             self._core.train.set_status("training")
 
     def _position(self) -> dict[str, Any]:
-        """Return this rank's position in the training data, for a checkpoint."""
         position: dict[str, Any] = {
             "micro_batches_drawn": self._iterator.drawn if self._iterator is not None else 0
         }
@@ -513,7 +527,7 @@ class TrainingLoop:
     # ---- set-up --------------------------------------------------------------------------------------
 
     def _build_loaders(self) -> TrainingStream:
-        """Build the loaders; agree on the epoch length. Ranks: all, collectively."""
+        """Build the loaders; set the epoch length of all ranks. Ranks: all, collectively."""
         context, runtime, settings = self._context, self._runtime, self._settings
         must_read = runtime.mpu.should_build_data_loader
         checks_disabled = runtime.repro_checks_disabled
@@ -562,7 +576,7 @@ class TrainingLoop:
         return self._stream
 
     def _require_epoch_length(self) -> None:
-        """Reject periods in epochs if the training loader has no length (``ValueError``)."""
+        """Raise ``ValueError`` if periods are in epochs, but the loader has no length."""
         if self._progress.epoch_length is not None:
             return
         counted = [boundary.value for boundary, period in self._periods.items() if period.unit == "epochs"]
@@ -573,7 +587,10 @@ class TrainingLoop:
             )
 
     def _restore(self, stream: TrainingStream) -> Mapping[str, Any]:
-        """Load the latest checkpoint; return its loop state. Ranks: all, collectively."""
+        """Load the latest checkpoint; return its loop state, empty for a new run.
+
+        Ranks: all, collectively.
+        """
         latest = self._settings.latest_checkpoint
         if latest is None:
             return {}
@@ -597,12 +614,13 @@ class TrainingLoop:
         )
 
     def _require_whole_batch(self, num_stepped: int) -> None:
-        """Reject a ``train_batch`` that did not step one batch's number of micro batches.
+        """Check the number of micro batches that ``train_batch`` trained on each rank.
 
-        Otherwise every count of batches would be wrong. Called after ``disable_auto_grad_accumulation()``.
+        ``num_stepped``, this rank's number, must equal ``gradient_accumulation_steps``. Called only after
+        ``disable_auto_grad_accumulation()``.
 
         Raises:
-            AccumulationError: a rank stepped another number.
+            AccumulationError: a rank trained another number of micro batches.
 
         Ranks: all, collectively (one ``allgather``, after the first batch of a run).
         """

@@ -1,8 +1,8 @@
 """Receivers (sinks) of reported metrics, and the thread that writes reports.
 
-Writing a report (record, sinks, progress, master) can take longer than training a batch. A background thread therefore writes
-the chief's reports, in order and each once. If the thread fails, all ranks raise an error at their next sync point. After a
-resume, batches since the last checkpoint are trained and reported again.
+Writing a report can take longer than training a batch. Therefore a background thread of rank 0 (the chief) writes the reports
+in order, each once. If the thread fails, all ranks raise an error at their next sync point. After a resume, batches since the
+last checkpoint are trained and reported again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 _UPLOAD_INTERVAL_S = 5.0
 
-CAPACITY = 32  # maximum of queued jobs; the loop waits before it queues one more
+CAPACITY = 32  # maximum number of queued jobs; if the queue is full, the loop waits
 
-# The thread polls: waking it per report would take the GIL, and often the CPU core, from the training thread.
+# The thread polls, because waking it for each report would take the GIL, and often the CPU core, from the training thread.
 POLL_S = 0.05
 
 _LOG_WAITING_S = 30.0
@@ -38,8 +38,8 @@ class MetricSink(Protocol):
     """Receives reported metrics, on rank 0 (the chief) only.
 
     All methods are called on one background thread, one at a time. Training waits for ``open``, ``close`` and validation
-    reports, and continues during training reports. An exception of a sink ends training on all ranks at their next sync point;
-    nothing is reported after it.
+    reports, and continues during training reports. If a method raises an exception, training ends on all ranks at their next
+    sync point, and no further reports are written.
 
     A sink whose attribute ``takes_telemetry`` is true also gets reports of the group ``telemetry``.
     """
@@ -55,7 +55,7 @@ class MetricSink(Protocol):
         Args:
             group: ``training`` or ``validation``.
             batches_trained: finished batches of the run; a resumed run may report the same number again.
-            metrics: metric name -> value over all ranks, mostly numbers; a sink must not change it.
+            metrics: metric name -> value over all ranks, mostly numbers; a sink must not change the mapping.
         """
 
     def close(self) -> None:
@@ -86,15 +86,15 @@ class TensorBoardSink:
             writer.add_scalar(tag, value, batches_trained)
 
     def close(self) -> None:
-        """Do nothing: the context closes its writer."""
+        """Do nothing, because the context closes the TensorBoard writer."""
 
 
 SINKS: tuple[Callable[[], MetricSink], ...] = (TensorBoardSink,)
-"""Constructors of the sinks that every run has."""
+"""Constructors of the sinks of every run."""
 
 
 class MetricSinks:
-    """All sinks of a run, used as one; also uploads this rank's TensorBoard files."""
+    """Forwards calls to all sinks of a run; uploads this rank's TensorBoard files."""
 
     def __init__(self, context: DeepSpeedTrialContext, own: Sequence[MetricSink] = ()) -> None:
         self._context = context
@@ -114,7 +114,7 @@ class MetricSinks:
                 sink.report(group, batches_trained, metrics)  # type: ignore[arg-type]  # telemetry: sinks that ask for it
 
     def close(self) -> None:
-        """Close all opened sinks, then raise the first error of a ``close``."""
+        """Close all opened sinks, then raise the first error that occurred."""
         failure: Exception | None = None
         while self._opened:
             try:
@@ -129,7 +129,7 @@ class MetricSinks:
         return not is_early and self._runtime.writes_tensorboard
 
     def upload(self) -> None:
-        """Upload the TensorBoard events of rank 0, and any rank's profiler traces."""
+        """Upload this rank's profiler traces and, on rank 0, the TensorBoard events."""
         if not self._runtime.writes_tensorboard:
             return
         self._uploaded_s = time.monotonic()
@@ -144,17 +144,17 @@ class MetricSinks:
 class ReportWriter:
     """Runs submitted jobs in order on a background thread.
 
-    After the first failure, submitted jobs are skipped, so that no report follows a missing one.
+    After a job fails, later jobs are skipped, so that no report follows a missing one.
 
     Args:
-        deadline_s: how long the loop waits for the thread before an error.
+        deadline_s: timeout, in seconds, of waiting for queued jobs.
         capacity: maximum number of queued jobs.
     """
 
     def __init__(self, *, deadline_s: float, capacity: int = CAPACITY) -> None:
         self._deadline_s = deadline_s
         self._capacity = capacity
-        # A job, and whether it also runs after a failure; None ends the thread.
+        # (Job, whether the job also runs after another job has failed); None ends the thread.
         self._jobs: collections.deque[tuple[Callable[[], None], bool] | None] = collections.deque()
         self._is_awaited = threading.Event()
         self._num_submitted = 0
@@ -164,10 +164,10 @@ class ReportWriter:
         self._error: BaseException | None = None
         self._is_raised = False
 
-    # ---- the loop ------------------------------------------------------------------------------------
+    # ---- called by the loop --------------------------------------------------------------------------
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job; wait only if the queue is full.
+        """Queue a job; block only while the queue is full.
 
         Raises:
             DstrialError: the queue is still full after ``deadline_s``.
@@ -175,7 +175,7 @@ class ReportWriter:
         self._put(job, is_always_run=False)
 
     def call(self, job: Callable[[], T]) -> T:
-        """Run a job on the thread, also after a failure; return its result or raise."""
+        """Run a job on the thread, even if others failed; return its result or raise."""
         outcomes: list[tuple[T | None, BaseException | None]] = []
 
         def keep() -> None:
@@ -189,10 +189,10 @@ class ReportWriter:
         ((result, error),) = outcomes
         if error is not None:
             raise error
-        return result  # type: ignore[return-value]  # a T, where nothing was raised
+        return result  # type: ignore[return-value]  # without an error, the result is a T
 
     def flush(self) -> None:
-        """Wait until all queued jobs are done, skipped or failed.
+        """Wait until all queued jobs have finished, failed or been skipped.
 
         Raises:
             DstrialError: jobs are still queued or running after ``deadline_s``.
@@ -201,19 +201,19 @@ class ReportWriter:
 
     @property
     def failure(self) -> str | None:
-        """The first failure in one line; None without one or after ``take_error``."""
+        """The first job failure in one line; None without failure or after ``take_error``."""
         if self._error is None or self._is_raised:
             return None
         return f"{type(self._error).__name__}: {self._error}".splitlines()[0]
 
     def take_error(self) -> BaseException | None:
-        """Return the first failure for the caller to raise; None in later calls."""
+        """Return the first job failure, which the caller must raise; None in later calls."""
         error = None if self._is_raised else self._error
         self._is_raised = self._is_raised or error is not None
         return error
 
     def close(self) -> None:
-        """Run the queued jobs and end the thread; log a failure that nobody has raised."""
+        """Run the queued jobs and end the thread; log a failure not yet taken."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -234,7 +234,7 @@ class ReportWriter:
         self._num_submitted += 1
         self._jobs.append((job, is_always_run))
         if self._thread is None:
-            # A daemon, because a sink that hangs must not keep the process alive.
+            # A daemon thread, because a sink that hangs must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="dstrial-reports", daemon=True)
             self._thread.start()
 
@@ -269,7 +269,7 @@ class ReportWriter:
             if self._error is None or is_always_run:
                 try:
                     job()
-                except BaseException as error:  # noqa: BLE001  # the boundary of a thread: the loop raises it
+                except BaseException as error:  # noqa: BLE001  # the loop raises the error later
                     self._error = error
             del queued, job
             with self._has_done:

@@ -1,4 +1,4 @@
-"""Running totals of metrics on each rank, combined over all ranks at a report.
+"""Running totals of metrics on each rank, which are combined over all ranks.
 
 Accelerator tensors are summed on their device, CPU values as Python numbers. ``MetricWindow.add`` neither synchronises a
 device nor communicates. ``MetricWindow.totals`` moves all sums to the host in one copy per device.
@@ -22,19 +22,19 @@ from dstrial.trial.determined_errors import InvalidTrialError, MetricNamesError
 _MAX_LOSSES_HELD = 4096
 """Number of newest losses held until the next report, which checks whether any is finite."""
 
-_MAX_BYTES_HELD = 64  # tensor storage that one held loss may keep alive; a larger one is copied
+_MAX_BYTES_HELD = 64  # a kept loss that references a larger storage is copied
 
 _IMMUTABLE = (float, int, str, bool, type(None))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MetricTotals:
-    """One rank's totals for a metric report; plain Python.
+    """One rank's totals for a metric report, in plain Python types.
 
     Attributes:
-        values: metric name -> total so far; None for a metric that is no number.
-        weights: metric name -> divisor of the total for a mean.
-        finite: loss name -> whether any of its values is finite; empty unless losses are checked.
+        values: metric name -> total (weighted sum, sum, minimum or maximum); None if any value is not a number.
+        weights: metric name -> sum of weights, by which the total is divided for a mean.
+        finite: loss name -> whether any of the loss's values is finite; empty unless losses are watched.
     """
 
     values: dict[str, float | None]
@@ -42,7 +42,7 @@ class MetricTotals:
     finite: dict[str, bool] = dataclasses.field(default_factory=dict)
 
     def pack(self) -> PackedTotals:
-        """Return the totals as builtins, which decode ten times as fast as dataclasses."""
+        """Return the totals as builtins, which unpickle ten times as fast as dataclasses."""
         return self.values, self.weights, self.finite
 
     @classmethod
@@ -56,7 +56,7 @@ PackedTotals: TypeAlias = tuple[dict[str, float | None], dict[str, float], dict[
 def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
     """Return a ``train_batch`` or ``evaluate_batch`` result as metric name -> value.
 
-    A tensor becomes ``{"loss": tensor}``. ``where`` names the method in the error.
+    A tensor becomes ``{"loss": tensor}``. ``where`` is the method's name for the error message.
 
     Raises:
         InvalidTrialError: the result is neither a mapping nor a tensor.
@@ -73,7 +73,7 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Return a deep copy of a user's value; the same object if it cannot be copied."""
+    """Return a deep copy of a value; the value itself if it cannot be copied."""
     if type(value) in _IMMUTABLE:
         return value
     try:
@@ -83,7 +83,7 @@ def copied(value: Any) -> Any:
 
 
 def _host_number(value: Any) -> float | None:
-    """Return a number, or an array's mean; None for other values."""
+    """Return a number as float, or the mean of an array or list; None for others."""
     if isinstance(value, (int, float)):
         return float(value)
     try:
@@ -122,14 +122,14 @@ def losses_among(names: Iterable[str]) -> list[str]:
 
 
 def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
-    """Return ``amount``, or a clone if it is a view that keeps a large tensor alive."""
+    """Return ``amount``, or a clone if ``amount`` references a large storage."""
     if isinstance(amount, torch.Tensor) and amount.untyped_storage().nbytes() > _MAX_BYTES_HELD:
         return amount.clone()
     return amount
 
 
 def _has_finite(losses: Iterable[torch.Tensor | float], total: float | None) -> bool:
-    """Return whether any loss is finite; a finite ``total`` means all."""
+    """Return whether any loss is finite; ``total``, if finite, proves that all are."""
     if total is not None and math.isfinite(total):
         return True
     tensors = [loss.double() for loss in losses if isinstance(loss, torch.Tensor)]
@@ -145,7 +145,7 @@ def average(_name: str) -> pytorch.Reducer:
 
 
 class AsyncTotals:
-    """One rank's metric totals in an asynchronous copy to the host."""
+    """One rank's metric totals while an asynchronous copy moves them to the host."""
 
     def __init__(self, held: Mapping[str, Any], weight: float, losses: Mapping[str, Sequence[Any]]) -> None:
         self._held = dict(held)
@@ -161,7 +161,7 @@ class AsyncTotals:
         ]
 
     def wait(self) -> MetricTotals:
-        """Wait until the device has done the copy; return the totals."""
+        """Wait until the copy has finished; return the totals."""
         moved: dict[str, float] = {}
         for names, totals, is_copied in self._copies:
             if is_copied is not None:
@@ -177,7 +177,7 @@ class AsyncTotals:
 def _start_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """Start to copy a tensor to the host; return the copy and its completion event."""
     if tensor.device.type != "cuda":
-        return tensor, None  # ``tolist`` blocks
+        return tensor, None  # the later ``tolist`` copies and blocks
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     with torch.cuda.device(tensor.device):
         host.copy_(tensor, non_blocking=True)
@@ -190,10 +190,10 @@ class MetricWindow:
     """Running totals of one rank's metrics since the last report, by metric name.
 
     Args:
-        where: the method that returns the metrics, for error messages.
-        reducer_of: metric name -> how its values are combined; a mean by default.
-        keep_batches: also keep every dict of metrics that ``add`` gets, for callbacks.
-        watches_losses: fill ``MetricTotals.finite``, for ``NonFiniteGuard``.
+        where: name of the method that returns the metrics, for error messages.
+        reducer_of: function that returns the reducer for a metric name; by default the mean.
+        keep_batches: whether to keep the metrics of every ``add``, for callbacks.
+        watches_losses: whether to fill ``MetricTotals.finite``, for ``NonFiniteGuard``.
     """
 
     def __init__(
@@ -223,9 +223,9 @@ class MetricWindow:
         """Add the metrics of one call, without communication or device synchronisation.
 
         Args:
-            metrics: metric name -> Python or NumPy number, array, nested list, or tensor of any shape and device; an array
-                counts as the mean of its elements.
-            weight: weight of these metrics in a mean, for example their number of records.
+            metrics: metric name -> Python or NumPy number, array, nested list, or tensor of any shape and device. Arrays,
+                lists and tensors count as the mean of their elements.
+            weight: weight of these metrics in a mean, for example the number of records.
 
         Raises:
             TrialContractError: the metric names differ from those of earlier calls.
@@ -293,7 +293,7 @@ class MetricWindow:
         return AsyncTotals(self._totals, self._weight, dict(self._losses))
 
     def batches(self) -> list[dict[str, Any]]:
-        """Return the metrics of each ``add`` since the reset; [] unless ``keep_batches``.
+        """Return the metrics of each ``add`` since ``reset``; [] unless ``keep_batches``.
 
         Tensors become NumPy arrays.
         """
@@ -311,9 +311,9 @@ class MetricWindow:
         self._losses = {}
 
     def newest_is_finite(self) -> bool | None:
-        """Return whether any loss's newest value is finite; None if no loss is watched.
+        """Return whether any loss's newest value is finite; None if no loss is known.
 
-        An empty window uses the losses of the previous window. The call synchronises the device.
+        If nothing was added since ``reset``, the last losses before it are used. The call synchronises the device.
         """
         newest = self._losses_now()
         return any(math.isfinite(float(loss)) for loss in newest) if newest else None
@@ -323,7 +323,7 @@ class MetricWindow:
         return newest or self._newest_losses
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals since the last report for a checkpoint, on their devices."""
+        """Return the totals since the last report, for a checkpoint."""
         totals = {
             name: held.clone() if isinstance(held, torch.Tensor) else held
             for name, held in self._totals.items()
@@ -346,7 +346,7 @@ class MetricWindow:
 
 
 def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge ``MetricWindow.state_dict`` of several ranks; all metrics must be means."""
+    """Merge several ranks' ``MetricWindow.state_dict``; all metrics must be means."""
     totals: dict[str, Any] = {}
     filled = [state for state in states if state["num_calls"]]
     for state in filled:
@@ -368,8 +368,8 @@ def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def rescale_window(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """Return a ``MetricWindow.state_dict`` with totals and weight times ``factor``.
 
-    After a resume with another number of replicas, the ranks add metrics another number of times per batch. The factor keeps the
-    weight of a batch in the next report.
+    If the number of replicas changes at a resume, ranks add metrics more or less often per batch. ``factor`` gives the saved
+    batches the same weight in the next report as later batches.
     """
     totals = {name: None if held is None else held * factor for name, held in state["totals"].items()}
     return {**state, "totals": totals, "weight": float(state["weight"]) * factor}
@@ -382,8 +382,8 @@ def combine(
 ) -> dict[str, float | None]:
     """Combine all ranks' totals into metric name -> value; None for non-numbers.
 
-    The result is deterministic. ``shares`` has each rank's totals, or None for a rank that reports no metrics. ``where`` names
-    the method that returned the metrics, for the error.
+    ``shares`` has each rank's totals, or None for a rank that reports no metrics. ``where`` is the name of the method that
+    returned the metrics, for the error message.
 
     Raises:
         TrialContractError: ranks report different metric names.

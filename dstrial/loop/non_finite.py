@@ -1,7 +1,6 @@
 """Detect training that makes no progress: no finite loss, or no optimizer step.
 
-All ranks have the same values at a report, so they decide equally. A report is bad if no loss was finite on any rank, if no
-engine took an optimizer step, or if an engine skipped all of its steps.
+At a report all ranks have the same values, so that they decide equally without communication.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LOWER = "Lower the learning rate, look at the records of that batch"
 
 @dataclasses.dataclass(slots=True)
 class _Streak:
-    """Number of consecutive bad reports; ``since`` is the first batch in them, from 1."""
+    """Number of consecutive bad reports; ``since`` is their first batch, from 1."""
 
     length: int = 0
     since: int | None = None
@@ -29,14 +28,15 @@ class _Streak:
 
 
 class NonFiniteGuard:
-    """Counts consecutive bad reports; after ``patience`` of them it fails or warns.
+    """Raises an error or warns after ``patience`` consecutive bad reports.
 
-    A report is bad if no loss is finite, if no engine takes an optimizer step, or if an engine skips all of its steps.
+    A report is bad if no loss was finite on any rank, if no engine took an optimizer step, or if an engine skipped all of its
+    steps.
 
     Args:
         mode: ``fail`` raises an error, ``warn`` logs a warning, ``ignore`` does nothing.
         counts: step counts of every engine before the first batch of this process.
-        is_resumed: whether earlier attempts trained batches; their losses and steps count as good.
+        is_resumed: whether batches were trained before a resume; their losses and steps count as good.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class NonFiniteGuard:
             averages: the reported values.
             counts: step counts of every engine; empty if unknown.
             start: finished batches at the previous report.
-            is_last: whether training ends here. A run without any good report then fails, even below ``patience``; one
-                whose last reports are bad gets a warning.
+            is_last: whether this is the run's last report. Then a run without any good report fails even below ``patience``,
+                and a run whose last reports are bad gets a warning.
 
         Raises:
-            NonFiniteError: ``patience`` is reached; raised on all ranks.
+            NonFiniteError: ``mode`` is ``fail``, and the run fails; raised on all ranks.
         """
         self._judge_losses(finite, start)
         self._judge_steps(counts, start)
@@ -120,7 +120,7 @@ class NonFiniteGuard:
         ]
         has_none = not any(num_steps > num_skipped for num_steps, num_skipped in changes)
         is_bad = has_none or any(num_steps and num_steps == num_skipped for num_steps, num_skipped in changes)
-        # Dynamic loss scaling starts by lowering its scale, and skips steps until the scale fits.
+        # Dynamic loss scaling begins with too large a scale, and skips steps until the scale is low enough.
         is_scaling = any(now.loss_scale < then.loss_scale for then, now in zip(before, counts, strict=True))
         if not is_bad or is_scaling:
             self._has_step = True
@@ -159,7 +159,7 @@ class StateEvidence:
 
     Attributes:
         lost_weight: name of a weight of this rank that is not finite; None if all are finite.
-        loss_is_finite: whether a newest loss is finite; None on a rank without losses.
+        loss_is_finite: whether any loss's newest value is finite; None on a rank without losses.
     """
 
     lost_weight: str | None
@@ -167,7 +167,7 @@ class StateEvidence:
 
 
 def lost_weight(found: Sequence[StateEvidence]) -> str | None:
-    """Return a text with the first weight that is not finite and its rank, or None."""
+    """Return text on the first weight that is not finite, with its rank; or None."""
     for rank, evidence in enumerate(found):
         if evidence.lost_weight is not None:
             return f"the weights are not finite ({evidence.lost_weight} on rank {rank})"
@@ -175,6 +175,6 @@ def lost_weight(found: Sequence[StateEvidence]) -> str | None:
 
 
 def unsafe_to_save_reason(found: Sequence[StateEvidence]) -> str | None:
-    """Return why the state must not be saved as a checkpoint; None if it may be."""
+    """Return why a checkpoint of the state would be unsafe; None if it is safe."""
     known = [evidence.loss_is_finite for evidence in found if evidence.loss_is_finite is not None]
     return lost_weight(found) or ("no loss is finite" if known and not any(known) else None)

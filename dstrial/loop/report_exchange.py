@@ -1,7 +1,7 @@
 """Exchange metrics and stop requests between ranks; report the reduced metrics.
 
 Ranks send a report's totals in the payload of a sync point. If only a report is due, the loop trains the next batch during the
-exchange. The chief then submits the averages to the thread of ``ReportWriter`` in ``dstrial.loop.metric_sinks``.
+exchange. Rank 0 (the chief) then submits the averages to the thread of ``dstrial.loop.metric_sinks.ReportWriter``.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Exchange:
         start: finished batches at the previous report.
         seconds: training time between ``start`` and ``batches``.
         totals: metrics of this rank; None without a report, or if this rank reports no metrics.
-        counts: optimizer steps of every engine.
+        counts: optimizer steps of every engine; empty without a report.
         reports: whether metrics are reported.
         is_deferred: whether the next batch is trained before the exchange ends.
         is_sent: whether this rank has sent its payload.
-        sample: measurements of this rank's instruments; None without instruments.
+        sample: this rank's telemetry; None if telemetry is off.
     """
 
     batches: int
@@ -67,10 +67,10 @@ class ReportExchange:
 
     Args:
         window: this rank's metrics since the last report.
-        sync_points: decides when the ranks exchange.
-        saver: its background saves end, or fail on all ranks, at the exchanges.
+        sync_points: schedule of the exchanges.
+        saver: the checkpoint saver; each exchange also settles background saves that have ended.
         sinks: receivers of metrics besides Determined's Core API and TensorBoard.
-        instruments: this rank's instruments; None on all ranks if telemetry is off.
+        instruments: measure this rank's telemetry; None on all ranks if telemetry is off.
 
     Attributes:
         writer: the thread that writes reports.
@@ -112,7 +112,7 @@ class ReportExchange:
         self._has_reported = False
         self._pending: Exchange | None = None
 
-    # ---- the run -------------------------------------------------------------------------------------
+    # ---- run -----------------------------------------------------------------------------------------
 
     def restore(self, loop_state: Mapping[str, Any]) -> None:
         self._window_seconds = float(loop_state.get("window_seconds", 0.0))
@@ -127,10 +127,9 @@ class ReportExchange:
         count_records: Callable[[int, int], int],
         batches_total: int | None,
     ) -> None:
-        """Open the metric sinks on rank 0; ``stack`` closes them and the writer thread.
+        """Open the metric sinks on rank 0; ``stack`` closes sinks and writer thread.
 
-        ``count_records(first, end)`` returns the number of records in batches ``first`` to ``end - 1``, of all replicas.
-        ``batches_total`` is the length of the run; None if unknown.
+        ``count_records(first, end)`` returns the number of records, of all replicas, in batches ``first`` to ``end - 1``.
         """
         self._count_records, self.batches_total = count_records, batches_total
         stack.callback(self.writer.close)
@@ -161,18 +160,18 @@ class ReportExchange:
         self.writer.submit(self._sinks.upload)
 
     def require_written(self) -> None:
-        """Wait until all reports are written; raise an error if one failed on any rank.
+        """Wait until all reports are written; raise an error if any rank failed to write.
 
         Ranks: all, collectively.
         """
         self.writer.flush()
         self._raise_unwritten(self._distributed.allgather(self.writer.failure))
 
-    # ---- an exchange ---------------------------------------------------------------------------------
+    # ---- exchange ------------------------------------------------------------------------------------
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an exchange has begun and not ended; equal on all ranks."""
+        """Whether ``begin`` was called and not yet ``end``; equal on all ranks."""
         return self._pending is not None
 
     @property
@@ -181,9 +180,9 @@ class ReportExchange:
 
     @property
     def may_defer(self) -> bool:
-        """Whether an exchange may end after the next batch.
+        """Whether an exchange may end one batch late, because batches are short.
 
-        False if a report calls a user's callback or reducer, which must run at the report's batch.
+        False if the user has a reducer or a callback for reports, which must run at the report's batch.
         """
         is_alone = self._sync_points.is_single_rank and self._context.device.type == "cpu"
         return not (is_alone or self._reports_at_once) and self._sync_points.may_wait
@@ -200,9 +199,9 @@ class ReportExchange:
         """Start an exchange. Ranks: all, collectively.
 
         Args:
-            reports: whether the payload has the totals of a report; the metric window is then closed.
+            reports: whether the payload contains the totals of a report.
             defers: whether the next batch is trained before ``end``. Totals are then copied while the device trains. With an
-                accelerator, the payload is sent only at ``end``, because sending waits for that copy.
+                accelerator, the payload is sent only at ``end``, because sending waits for this copy.
         """
         now_s = time.monotonic()
         trained_s, self._mark_s = now_s - self._mark_s, now_s
@@ -230,8 +229,9 @@ class ReportExchange:
         """Finish the exchange and report; return the reason to stop, or None.
 
         Raises:
-            DstrialError: losses or steps fail the checks of ``guard``, or a save has failed.
-            Exception: a failure of the writer thread.
+            NonFiniteError: losses or steps fail the checks of ``guard``.
+            CheckpointError: a background save has failed.
+            Exception: a report could not be written.
 
         Ranks: all, collectively.
         """
@@ -284,7 +284,7 @@ class ReportExchange:
             is_last=self.batches_total is not None and exchange.batches >= self.batches_total,
         )
 
-    # ---- a report ------------------------------------------------------------------------------------
+    # ---- report --------------------------------------------------------------------------------------
 
     def _report(self, averages: dict[str, Any], exchange: Exchange) -> None:
         batches = exchange.batches
@@ -304,7 +304,7 @@ class ReportExchange:
             metrics.setdefault("samples_per_second", self._count_records(exchange.start, batches) / seconds)
             self.submit_training(batches, metrics)
             if not self._has_reported:
-                self.writer.flush()  # the first report imports TensorBoard; user code should not run meanwhile
+                self.writer.flush()  # the first report imports TensorBoard, during which user code should not run
             self._has_reported = True
         if self._sinks.is_upload_due():
             self.upload()
@@ -313,7 +313,7 @@ class ReportExchange:
 
     def submit_training(self, batches: int, metrics: Mapping[str, Any]) -> None:
         """Queue a report of training metrics for the writer thread. Ranks: rank 0."""
-        # Copy the values: the user may change them before they are written, for example a reducer its arrays.
+        # Copy the values, because user code may change them before they are written, for example a reducer's arrays.
         own = {name: copied(value) for name, value in metrics.items()}
         self.writer.submit(functools.partial(self._write_training, batches, own))
 
@@ -332,7 +332,7 @@ class ReportExchange:
         searcher_metric: str | None,
         smaller_is_better: bool,
     ) -> bool:
-        """Report validation metrics; return whether the policy wants a checkpoint now.
+        """Report validation metrics; return whether ``policy`` wants a checkpoint now.
 
         Raises:
             SearcherMetricError: the searcher's metric is missing or not a number.
@@ -357,7 +357,7 @@ class ReportExchange:
                 train.report_validation_metrics(steps_completed=batches, metrics=reported)
                 now = reported.get(str(searcher_metric))
                 saves = asks_for_checkpoint(policy, now, best_before, smaller_is_better=smaller_is_better)
-            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
+            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks were informed
                 error = caught
         self.upload()
         saves, failure = self._distributed.broadcast((saves, sync_point.described(error)))
@@ -387,16 +387,15 @@ class ReportExchange:
             kept.note_telemetry(totals)
 
     def finish_telemetry(self) -> None:
-        """Complete the telemetry; measure the device's peak FLOPs if not yet known.
+        """Write the last telemetry; measure the device's peak FLOPs if not yet known.
 
-        The loop calls this after the last save, when the device is idle.
+        Call after the last save, when the device is idle.
         """
         if self._telemetry is not None and self._instruments is not None:
             self.writer.flush()
             self._telemetry.finish(self._instruments.measured_peak)
 
     def _close_window(self) -> None:
-        """Reset metrics, reducers and clock for the next report."""
         self._window.reset()
         for wrapped in self._training_reducers:
             wrapped.reset()
@@ -405,7 +404,7 @@ class ReportExchange:
         self._window_start = self._progress.batches_trained
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
-        """Raise if any rank's writer thread failed; ``failures`` has one text per rank."""
+        """Raise an error if any of ``failures``, one per rank, is not None."""
         if not any(failures):
             return
         error = self.writer.take_error()
@@ -435,8 +434,8 @@ def step_counts(context: DeepSpeedTrialContext) -> list[StepCounts]:
 
 
 def sum_steps(counts: Sequence[StepCounts]) -> tuple[int, int]:
-    """Return (number of optimizer steps, number of skipped steps) over all engines.
+    """Return (optimizer steps, skipped steps) of all engines.
 
-    Skipped steps are included in the first number.
+    The first number includes skipped steps.
     """
     return sum(count.num_steps for count in counts), sum(count.num_skipped for count in counts)

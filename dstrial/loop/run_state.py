@@ -1,4 +1,4 @@
-"""A run's saved state apart from its engines: counters, reducers, callbacks."""
+"""State of a run that is saved besides its engines: counters, reducers, callbacks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from dstrial.trial.trial import Checkpointable, DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
 
-# Objects that a reducer may refer to and that are not part of its state.
+# Types of objects that a reducer may refer to, but that are not saved with it.
 _NOT_STATE = (torch.nn.Module, DeepSpeedTrialContext, DeepSpeedTrial)
 
 
 @dataclasses.dataclass(slots=True)
 class RunState:
-    """The objects whose state goes into checkpoints; shared by saver and loader.
+    """The objects whose state is saved in checkpoints; shared by saver and loader.
 
     Attributes:
-        trial: writes and reads the engines: the user's trial, or another library's objects.
-        trial_id: id of the running trial; from another trial's checkpoint only weights are loaded.
+        trial: object that saves and loads the engines: the user's trial, or an adapter of another library's objects.
+        trial_id: id of the running trial; from another trial's checkpoint, only weights are loaded.
         last_code: directory ``code/`` of the previous checkpoint; None before the first checkpoint.
     """
 
@@ -64,9 +64,9 @@ class RunState:
         return self._layouts
 
     def layouts_to_save(self) -> list[dict[str, Any]]:
-        """Return ``layouts()`` with checksums of frozen parameters that are left out.
+        """Return ``layouts()`` with checksums of the frozen parameters that are not saved.
 
-        Both are collected again only if parameters were frozen or unfrozen since the last call.
+        Layouts and checksums are collected again only if parameters were frozen or unfrozen since the last call.
 
         Ranks: all, collectively.
         """
@@ -86,7 +86,6 @@ class RunState:
         ]
 
     def _frozen_now(self) -> list[set[str]]:
-        """Return, for each engine, the names of this rank's frozen parameters."""
         return [
             {name for name, parameter in named_parameters(engine.module) if not parameter.requires_grad}
             for engine in self.context.models
@@ -94,7 +93,7 @@ class RunState:
 
 
 class Snapshot:
-    """A copy of reducers' attributes; ``restore`` sets the attributes to this copy.
+    """A copy of reducers' attributes, which ``restore`` sets again.
 
     Attributes that cannot be copied (locks, process groups, models, the context) are kept by reference.
     """
@@ -115,10 +114,10 @@ def _copied(value: Any) -> Any:
 
 
 def reducer_state(reducer: Any) -> dict[str, Any]:
-    """Return a reducer's attributes that go into a checkpoint.
+    """Return a reducer's attributes for a checkpoint.
 
-    Functions, models and the context are left out, because the trial creates them again. Any other attribute that cannot be
-    pickled is left out with a warning.
+    Functions, models and the context are left out, because the trial creates them again. Other attributes that cannot be
+    pickled are left out with a warning.
     """
     state = {}
     for name, value in vars(reducer).items():
@@ -135,9 +134,9 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
 
 
 def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return ``per_slot_reduce()`` of training reducers with another rank's state.
+    """Compute ``per_slot_reduce()`` of training reducers from another rank's state.
 
-    ``states`` are that rank's ``reducer_state`` values, in the order in which the reducers were wrapped.
+    ``states`` has the ``reducer_state`` of the other rank's reducers, in the order of wrapping.
     """
     reductions = []
     for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):

@@ -1,7 +1,7 @@
-"""Batches after which all ranks exchange payloads and decide whether to stop.
+"""Sync points: batches after which all ranks exchange payloads and stop requests.
 
-A sync point is one all-gather of each rank's payload (metrics if a report is due), each rank's stop request, and rank 0's
-choice of the next sync point. ``begin`` does not block; the loop may train the next batch before ``end``.
+A sync point is one all-gather of payloads (metrics if a report is due), stop requests, and rank 0's choice of the next sync
+point. ``begin`` does not block; the loop may train the next batch before ``end``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from dstrial.ranks.channel import PendingGather
 from dstrial.ranks.control_channel import ControlChannel
 from dstrial.visible_text import cut_text
 
-INTERVAL_S = 5.0  # the longest that a stop request should wait for the next sync point
+INTERVAL_S = 5.0  # intended time between sync points, which a stop request may have to wait
 
-_MAX_GROWTH = 8  # maximum growth factor of the distance: one fast batch must not postpone the next sync point by minutes
+# Maximum factor between two distances, so that one fast batch does not postpone the next sync point by minutes.
+_MAX_GROWTH = 8
 
-FAST_BATCHES = 8  # from this distance (in batches) on, an exchange may end one batch late
+FAST_BATCHES = 8  # minimum distance, in batches, at which an exchange may end one batch late
 
 
 class StopReason(enum.Enum):
@@ -38,7 +39,7 @@ class StopReason(enum.Enum):
 class SyncResult:
     """The payloads of all ranks at a sync point, and the reason to stop.
 
-    Equal on all ranks. ``stop`` is None if no rank requests a stop.
+    Equal on all ranks. ``stop`` is None if no rank has requested a stop.
     """
 
     payloads: list[Any]  # by rank
@@ -48,14 +49,13 @@ class SyncResult:
 class SyncPoints:
     """Schedules sync points after the same batches on all ranks, and runs them.
 
-    A sync point is an exchange of payloads and stop requests between all ranks. The first one is after the first batch. Then
-    rank 0 chooses the distance in batches from the duration of batches.
+    The first sync point is after the first batch. Rank 0 chooses each distance, in batches, from the duration of batches.
 
     Args:
-        stop_request: returns this rank's reason to stop, or None. It must be cheap: it is called at sync points and, with a
-            single rank, after every batch.
-        clock: monotonic seconds.
-        interval_s: how long a stop request may wait for the next sync point.
+        stop_request: function that returns this rank's reason to stop, or None. The function must be fast, because it is called
+            at sync points and, with a single rank, after every batch.
+        clock: function that returns monotonic seconds.
+        interval_s: intended time between sync points, in seconds.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SyncPoints:
         self._begun_at = 0
 
     def start(self, batches_trained: int) -> None:
-        """Start timing batches; call it at the start and after a pause in training."""
+        """Start timing batches; call at the start of training and after each pause."""
         if self._next is None:
             self._next = batches_trained + 1
         self._mark = (batches_trained, self._clock())
@@ -93,7 +93,7 @@ class SyncPoints:
     def may_wait(self) -> bool:
         """Whether the exchange at a sync point may end one batch late; equal on all ranks.
 
-        False with slow batches: a stop request would wait long, and the exchange is cheap compared with a batch.
+        False if batches are slow: a stop request would wait long, and an exchange is short compared with a batch.
         """
         is_channel = self.is_single_rank or isinstance(self._distributed, ControlChannel)
         return self._distance >= FAST_BATCHES and is_channel
@@ -107,9 +107,11 @@ class SyncPoints:
         return self.end()
 
     def begin(self, batches_trained: int, payload: Any = None) -> None:
-        """Start the exchange with all ranks; ``end`` returns its result. Ranks: all.
+        """Start the exchange with all ranks; ``end`` returns the result.
 
-        Does not block if ranks communicate on a control channel.
+        Does not block: without a ``ControlChannel``, the ranks communicate in ``end``.
+
+        Ranks: all, collectively.
         """
         is_chief = self._distributed.rank == 0
         proposal = self._proposed_distance(batches_trained) if is_chief else 0
@@ -140,7 +142,7 @@ class SyncPoints:
 
 
 def described(error: BaseException | None) -> str | None:
-    """Return an error's type and first line, to send to other ranks; None without one."""
+    """Return an error's type and first line, to send to other ranks; None for None."""
     if error is None:
         return None
     return cut_text(f"{type(error).__name__}: {error}".splitlines()[0], 2000)
@@ -152,7 +154,7 @@ def peer_failed(where: str, failures: list[tuple[int, str]]) -> PeerFailedError:
     ``where`` is the method that failed; ``failures`` has (rank, error text).
     """
     rank, text = failures[0]
-    # The launcher recognises a consequence of another failure by the words about a peer (launch/failures.py).
+    # By the words about a peer, the launcher recognises that another rank's failure is the cause (launch/failures.py).
     return PeerFailedError(
         f"{where} has failed on rank {rank} ({text}), and a peer of this rank exited for it; expected it to return on all "
         f"ranks. Look at the traceback of rank {rank}."

@@ -1,4 +1,4 @@
-"""Run a trial's validation over each record once; metrics are weighted by records."""
+"""Evaluate each validation record once; metrics are weighted by records."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Validation:
     """Runs the validations of one trial.
 
     Args:
-        stream: this rank's validation records; without a loader on some ranks.
-        max_rounds: maximum number of rounds per validation, for test runs; None for all.
+        stream: this rank's validation records; the stream has no loader on ranks that read none.
+        max_rounds: maximum number of ``evaluate_batch`` calls per validation, for test runs; None for no limit.
     """
 
     def __init__(
@@ -52,11 +52,12 @@ class Validation:
         self._takes_batch_idx = util.has_param(trial.evaluate_batch, "batch_idx", 2)
 
     def agree_on_extent(self) -> bool:
-        """Compare the size of all ranks' validation loaders; return whether there are any.
+        """Compare all ranks' validation loaders; return whether there are any.
 
         Raises:
             DataError: a loader is missing or empty, or lengths differ although all replicas must evaluate equally often.
-            TrialContractError: the trial overrides no evaluation method, or one that cannot work with its engines.
+            TrialContractError: the trial overrides no evaluation method, or overrides ``evaluate_full_dataset`` although its
+                engines need all ranks in each forward pass.
 
         Ranks: all, collectively.
         """
@@ -147,7 +148,7 @@ class Validation:
                         f"{type(returned).__name__}. Return a dict."
                     )
                 mine = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in returned.items()}
-            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
+            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks were informed
                 error = caught
         results: dict[str, Any]
         results, failure = self._context.distributed.broadcast((mine, sync_point.described(error)))
@@ -182,7 +183,7 @@ class Validation:
         items: Iterator[Any] | None,
         window: loop_metrics.MetricWindow,
     ) -> int:
-        """Call ``evaluate_batch`` once; return the round's number of records."""
+        """Call ``evaluate_batch`` for a round, unless empty; return the number of records."""
         if validation_round.num_micro_batches == 0:
             return 0
         for adapter in self._runtime.adapters:

@@ -28,20 +28,22 @@ OVERWRITE_KEY = "overwrite_deepspeed_args"
 class ResumedRun:
     """Keeps ``train_batch_size`` when a run resumes with another number of replicas.
 
-    DeepSpeed asserts the batch equation when it creates an engine, so the sizes are solved before. The trial gets the sizes
-    in ``hyperparameters.overwrite_deepspeed_args``, which the usual ways of reading a config merge. An engine that still
-    has other sizes is corrected when the trial wraps it.
+    The batch sizes are solved before the trial creates engines, because DeepSpeed then checks the batch equation. The trial
+    gets the sizes in ``hyperparameters.overwrite_deepspeed_args``, which reading a config merges. ``fit_engine`` corrects an
+    engine that still has other sizes.
     """
 
     def __init__(self, saved: SavedRun, world_size: int, data_config: Mapping[str, Any]) -> None:
         self.saved = saved
         self._world_size = world_size
         self._section = data_config.get("dstrial")
-        # Solved sizes -> the given sizes that they replace; different configs may resolve to the same sizes.
+        # Solved sizes -> list of given sizes that they replace, because several configs may resolve to the same sizes.
         self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
 
     def hyperparameters(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of ``hparams`` whose DeepSpeed configs keep the saved batch size.
+
+        Configs that cannot be read, or that belong to no engine of the checkpoint, are not changed.
 
         Raises:
             ConfigError: a config sets another batch size than the checkpoint's, or the replicas cannot divide it evenly.
@@ -65,7 +67,7 @@ class ResumedRun:
     def resolve(self, merged: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any] | None:
         """Return ``merged`` with sizes that keep the checkpoint's ``train_batch_size``.
 
-        ``merged`` is a DeepSpeed config with overwrites applied. None if it belongs to no engine of the checkpoint.
+        ``merged`` is a DeepSpeed config with overwrites applied. None if the config belongs to no engine of the checkpoint.
         """
         main = self.saved.engines[0] if self.saved.engines else None
         engine = engine_of(self._as_given(merged, main), self.saved, is_main=True)
@@ -83,13 +85,15 @@ class ResumedRun:
     def fit_engine(self, engine: DeepSpeedEngine, engine_idx: int, *, is_chief: bool) -> dict[str, Any]:
         """Set a new engine's batch sizes to keep the checkpoint's ``train_batch_size``.
 
-        Called on all ranks. ``engine_idx`` is the engine's index in the order of wrapping.
+        ``engine_idx`` is the engine's index in the order of wrapping.
 
         Returns:
             The settings that the user gave in the engine's config, as in ``EngineRecord.given``.
 
         Raises:
             ConfigError: the config sets another batch size than the checkpoint's, or DeepSpeed cannot change the sizes.
+
+        Ranks: all, without communication.
         """
         config = engines.config_of(engine)
         if engine_idx >= len(self.saved.engines):
@@ -122,10 +126,9 @@ class ResumedRun:
         return given
 
     def explain(self, error: AssertionError, num_wrapped: int) -> ConfigError | None:
-        """Return an error that explains why DeepSpeed rejects the batch sizes, or None.
+        """Return an error that explains why DeepSpeed rejected an engine's batch sizes.
 
-        None means that ``error`` is another assertion. ``num_wrapped`` is the number of engines that the trial has wrapped
-        before.
+        None if ``error`` is not about batch sizes. ``num_wrapped`` is the number of engines that the trial has already wrapped.
         """
         text = str(error)
         if not any(word in text for word in ("batch related parameters", "Gradient accumulation steps: 0",
@@ -158,13 +161,13 @@ class ResumedRun:
         )
 
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:
-        """Return the config keys and batch sizes of ``solution``.
+        """Return the batch sizes of ``solution`` by config key.
 
-        The sizes in ``merged`` that they replace are recorded for ``_as_given``.
+        The batch sizes of ``merged``, which they replace, are recorded for ``_as_given``.
         """
         sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
         if merged.get(BATCH_KEYS[0]) is None and config_sizes(merged).get("model_parallel_size", 1) > 1:
-            del sizes[BATCH_KEYS[0]]  # see ``get_deepspeed_config``
+            del sizes[BATCH_KEYS[0]]  # omitted with AutoTP, see ``get_deepspeed_config``
         given = {key: value for key, value in given_settings(merged).items() if key in BATCH_KEYS}
         known = self._given.setdefault(given_sizes(sizes), [])
         known += [one for one in self._given.get(given_sizes(given), [given]) if one not in known]
@@ -173,7 +176,7 @@ class ResumedRun:
     def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
         """Return ``config`` with the batch sizes that the user gave, not solved ones.
 
-        If several given sizes were replaced by the same solved sizes, the sizes with which ``engine`` began are used.
+        If the same solved sizes have replaced several given sizes, those that ``engine`` had at the run's start are used.
         """
         originals = self._given.get(given_sizes(config))
         if not originals:
@@ -186,7 +189,7 @@ class ResumedRun:
 def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
     """Return a config (dict or path) merged with ``overwrite``; None if unreadable.
 
-    The trial raises the error when it reads the config.
+    The trial will read the config too, and raise the error.
     """
     if not isinstance(source, (str, Mapping)) or not isinstance(overwrite, Mapping):
         return None
@@ -200,6 +203,6 @@ def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
 
 
 def _resolves_to(config: Mapping[str, Any], solution: BatchSolution) -> bool:
-    """Return whether DeepSpeed solves a config to the sizes in ``solution``."""
+    """Return whether DeepSpeed would compute the sizes of ``solution`` from a config."""
     own = own_solution(given_sizes(config), solution.data_parallel_size)
     return own is not None and all(getattr(own, key) == getattr(solution, key) for key in BATCH_KEYS)

@@ -1,7 +1,7 @@
 """Keep a resumed run's ``train_batch_size`` on any number of replicas.
 
-A run's counters, schedules and order of records assume a constant batch size. So the checkpoint's batch size is kept, and
-micro batch size and accumulation steps are solved for the current replicas.
+A run's counters, schedules and record order assume a constant batch size. Therefore the checkpoint's batch size is kept, and
+micro batch size and accumulation steps are solved for the current number of replicas.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def keep_batch(
 ) -> BatchSolution:
     """Return the batch sizes with which a resumed run keeps its ``train_batch_size``.
 
-    The sizes in ``config`` are used if they give the checkpoint's ``train_batch_size`` and either include a micro batch size or
-    differ from those at the run's start. Otherwise the micro batch size is the largest that divides the records of a replica and
-    that is at most ``saved.micro_batch_limit``, which is known to fit into memory.
+    The sizes in ``config`` are used if they result in the checkpoint's ``train_batch_size`` and either include a micro batch
+    size or differ from those at the run's start. Otherwise the micro batch size is the largest divisor of a replica's records
+    per batch that is at most ``saved.micro_batch_limit``, which is known to fit into memory.
 
     Args:
         config: the DeepSpeed config; only its three batch sizes are read.
         saved: the engine in the checkpoint.
         data_parallel_size: current number of replicas.
-        checkpoint: the checkpoint's name in messages.
-        where: ``file:line: key`` of each size by its name, for messages.
-        ranks_per_replica: number of ranks of a replica, to express replicas as slots in messages.
+        checkpoint: the checkpoint's name for messages.
+        where: batch size key -> ``file:line: key``, for messages.
+        ranks_per_replica: number of ranks per replica, to name numbers of slots in messages.
 
     Raises:
         ConfigError: the config sets another batch size than the checkpoint's, or the replicas cannot divide it evenly.
@@ -45,7 +45,7 @@ def keep_batch(
     given = given_sizes(config)
     is_filled = bool(saved.given.get(FILLED_KEY)) or "auto" in (config.get(key) for key in BATCH_KEYS)
     if is_filled and given[0] is None:
-        # The ranks check again, with the sizes that the script's arguments fill in.
+        # The ranks check the sizes again, when the script's arguments have filled them in.
         given = (wanted, given[1], given[2])
     places = {key: f"deepspeed config: {key}" for key in BATCH_KEYS} | dict(where or {})
     own = own_solution(given, data_parallel_size)
@@ -69,10 +69,10 @@ def keep_batch(
 
 
 def is_unchanged(given: tuple[int | None, int | None, int | None], saved: EngineRecord) -> bool:
-    """Return whether a config still asks for the batch size of the saved run.
+    """Return whether a config still has the saved run's batch size.
 
-    ``given`` are the config's batch sizes from ``given_sizes``. They must equal those at the run's start, or give the same
-    ``train_batch_size`` on the saved ranks.
+    ``given`` are the config's batch sizes from ``given_sizes``. True if they equal those at the run's start, or result in the
+    saved ``train_batch_size`` on the saved number of ranks.
     """
     if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
         return True
@@ -81,9 +81,9 @@ def is_unchanged(given: tuple[int | None, int | None, int | None], saved: Engine
 
 
 def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> EngineRecord | None:
-    """Return the saved engine to which a merged config belongs; None if unclear.
+    """Return the saved engine to which a merged config belongs; None if unknown.
 
-    A config belongs to the engine that had its batch sizes at the run's start. If there is none, the experiment's main config
+    A config belongs to the first engine for which ``is_unchanged`` is true. Without such an engine, the experiment's main config
     (``is_main``) belongs to the first engine.
     """
     sizes = given_sizes(config)
@@ -94,7 +94,7 @@ def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> E
 
 
 def describe_batch(saved: EngineRecord, solution: BatchSolution) -> str:
-    """Return the batch equations of ``solution`` and the checkpoint, as log text."""
+    """Return the batch equations of the checkpoint and of ``solution``, as log text."""
     return (
         f"{solution.equation} (it was {saved.micro_batch_size} x {saved.micro_batches_per_batch} x "
         f"{saved.batch_replicas(saved.world_size)})"

@@ -1,6 +1,6 @@
 """Find the checkpoint that a run resumes from, and read the run that wrote it.
 
-Before ranks start, ``saved_run_to_resume`` is used off a cluster and ``saved_run_of_trial`` on a cluster. Ranks use
+Before ranks start, use ``saved_run_to_resume`` off a cluster, and ``saved_run_of_trial`` on a cluster. In the ranks, use
 ``resumed_run``.
 """
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def saved_run_to_resume(resume: str | None = None, run_dir: Path | None = None) -> SavedRun | None:
-    """Return the saved run that ranks about to start resume from, off a cluster.
+    """Return the saved run that a run off a cluster will resume from.
 
-    ``resume`` is a uuid, a directory, or ``latest``. Arguments that are None are read from the environment. Returns None for a
-    new run, and if the checkpoint cannot be found or read; the ranks report that when they load the checkpoint.
+    ``resume`` is a checkpoint's uuid, a directory, or ``latest``. Arguments that are None are read from the environment. Returns
+    None for a new run, and if the checkpoint is missing or unreadable, which raises an error when the ranks load the checkpoint.
     """
     asked = resume or os.environ.get(RESUME_VARIABLE)
     directory = run_dir or os.environ.get(RUN_DIR_VARIABLE)
@@ -49,15 +49,15 @@ def saved_run_to_resume(resume: str | None = None, run_dir: Path | None = None) 
 def saved_run_of_trial(info: Any) -> SavedRun | None:
     """Return the saved run that a cluster's trial resumes from.
 
-    None if the trial is new, or if the checkpoint's directory is missing on this machine or unreadable. The directory is not
-    verified; ranks verify every file. ``info`` is Determined's cluster info.
+    None if the trial is new, or if the checkpoint's directory is missing on this machine or unreadable. Checksums are not
+    verified here, but when the ranks load the checkpoint. ``info`` is Determined's cluster info.
     """
     storage = info.trial._config.get("checkpoint_storage") or {}
     run_dir = os.environ.get(RUN_DIR_VARIABLE)
     is_mirrored = bool(run_dir)
     path: Path | None = None
     if info.latest_checkpoint is not None:
-        if run_dir:  # it has at least a record of the checkpoint
+        if run_dir:  # the run directory has at least the checkpoint's metadata
             path = RunDirectory(Path(run_dir)).checkpoints_path / info.latest_checkpoint
         elif storage.get("type") == "directory" and storage.get("container_path"):
             path = Path(storage["container_path"]) / info.latest_checkpoint
@@ -74,7 +74,7 @@ def saved_run_of_trial(info: Any) -> SavedRun | None:
 def resumption_problems(info: Any, context_dir: Path | None = None) -> list[ConfigProblem]:
     """Return known problems that prevent a cluster's trial from resuming on its slots.
 
-    ``info`` is Determined's cluster info. If ``context_dir`` is None, paths of DeepSpeed configs are relative to the current
+    ``info`` is Determined's cluster info. Paths of DeepSpeed configs are relative to ``context_dir``, by default the current
     directory.
     """
     saved = saved_run_of_trial(info)
@@ -92,9 +92,9 @@ def resumption_problems(info: Any, context_dir: Path | None = None) -> list[Conf
 def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
     """Return the trial id that this run's checkpoints record.
 
-    It is ``LOCAL_ID`` without a cluster, and under ``dstrial run`` (``is_mirrored``), so that a run can resume in another
-    experiment of the master. A run that only rewrites a checkpoint keeps the id in the checkpoint. ``info`` is Determined's
-    cluster info or None.
+    Without a cluster, and under ``dstrial run`` (``is_mirrored``), the id is ``LOCAL_ID``, so that a run can resume in another
+    experiment of the master. A run that only rewrites a checkpoint uses the checkpoint's id. ``info`` is Determined's cluster
+    info or None.
     """
     rewritten = os.environ.get(REWRITE_VARIABLE)
     if rewritten:
@@ -103,10 +103,11 @@ def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
 
 
 def asked_checkpoint(info: Any, given: str | None, *, is_mirrored: bool) -> str | None:
-    """Return the checkpoint that a run was asked to resume from; None for a new run.
+    """Return the checkpoint that a run must resume from; None for a new run.
 
-    The result is a uuid, a directory, or off a cluster ``latest``. ``given`` overrides the environment. ``is_mirrored``: whether
-    ``dstrial run`` started the run, which reports to a master and has a run directory.
+    The result is a uuid, a directory, or (only off a cluster) ``latest``. ``given`` takes precedence over ``info``, Determined's
+    cluster info, and over the environment. ``is_mirrored``: whether ``dstrial run`` started the run, with a run directory, and
+    the run reports to a master.
     """
     asked = given or (None if info is None else info.latest_checkpoint)
     if not asked and (info is None or is_mirrored):
@@ -119,8 +120,8 @@ def resumed_run(
 ) -> SavedRun | None:
     """Return the saved run of the same trial that this run resumes from.
 
-    None for a new run, for a checkpoint of another trial (only weights are loaded), and for an unreadable checkpoint (loading
-    raises an error). ``latest_checkpoint`` is a uuid, a directory, or off a cluster ``latest``.
+    None for a new run, for a checkpoint of another trial (only its weights will be loaded), and for an unreadable checkpoint
+    (loading will raise an error). ``latest_checkpoint`` is a uuid, a directory, or (only off a cluster) ``latest``.
 
     Ranks: all, collectively.
     """

@@ -1,4 +1,4 @@
-"""Settings of a run that its checkpoints record, to compare with a config."""
+"""Settings of a run that its checkpoints record, to compare them with a config."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class EngineArrangement:
     def batch_replicas(self, world_size: int, replica: ParallelDims | None = None) -> int:
         """Return the number of replicas in DeepSpeed's batch equation on these ranks.
 
-        DeepSpeed counts each rank of AutoTP as a replica, and all ranks that share a sequence as one replica. If ``replica`` is
-        None, replicas have the same dimensions as in the checkpoint.
+        DeepSpeed counts each AutoTP rank as a replica, and the sequence-parallel ranks of a sequence as one replica. ``replica``
+        has a replica's parallel dimensions, by default those in the checkpoint.
         """
         if replica is not None and replica != self.replica:
-            if replica.tp != self.model_parallel_size:  # of AutoTP; another unit must keep its size
+            if replica.tp != self.model_parallel_size:  # AutoTP; a user's ``mpu`` must keep its size
                 replica = dataclasses.replace(
                     replica, world_size=replica.ranks_per_replica // replica.tp, tp=1
                 )
@@ -82,8 +82,8 @@ class EngineRecord(EngineArrangement):
     """One engine's settings in the metadata of a checkpoint.
 
     Attributes:
-        given: settings in the DeepSpeed config at the run's start: the batch sizes that were given, sizes of parallel
-            axes above 1, and the types of ``optimizer`` and ``scheduler``; empty if unknown.
+        given: settings in the DeepSpeed config at the run's start: batch sizes, parallel sizes above 1, and the types of
+            ``optimizer`` and ``scheduler``; empty if unknown.
         micro_batch_limit: micro batch size at the run's start, which is known to fit into memory.
     """
 
@@ -93,8 +93,8 @@ class EngineRecord(EngineArrangement):
     def replica_with(self, section: Any, config: Mapping[str, Any] | None) -> ParallelDims:
         """Return the parallel dimensions of one replica in a resumed run.
 
-        Sizes in ``data.dstrial`` (``section``) and the DeepSpeed config override those of the checkpoint. If the config gave a
-        size at the run's start and no longer gives it, the size is 1. ``config`` is None if it is unknown.
+        Sizes in ``data.dstrial`` (``section``) and in the DeepSpeed config override those of the checkpoint. A size that was in
+        the config at the run's start and no longer is becomes 1. An unknown ``config`` is None.
         """
         sizes = dict(section) if isinstance(section, Mapping) else {}
         if config is not None and self.engine_kind != "pipeline":
@@ -104,13 +104,13 @@ class EngineRecord(EngineArrangement):
 
     @property
     def own_batch(self) -> dict[str, Any]:
-        """The part of a DeepSpeed config that gives the saved ``train_batch_size``."""
+        """Keys of a DeepSpeed config that result in the saved ``train_batch_size``."""
         return {BATCH_KEYS[0]: self.train_batch_size, AUTOTP_KEY: self.given.get(AUTOTP_KEY, 1)}
 
     def counted_for(self, config: Mapping[str, Any]) -> EngineRecord:
-        """Return a copy with ``train_batch_size`` as DeepSpeed counts it under a config.
+        """Return a copy with ``train_batch_size`` converted to another ``autotp_size``.
 
-        DeepSpeed counts a training sample once for each rank of AutoTP. ``config`` is a DeepSpeed config, or ``given``.
+        DeepSpeed counts a training sample once per AutoTP rank. ``config``, a DeepSpeed config or ``given``, has the new size.
         """
         was = self.given.get(AUTOTP_KEY, 1)
         size = config.get(AUTOTP_KEY) or config_sizes(config).get("model_parallel_size", 1)
@@ -123,7 +123,7 @@ class EngineRecord(EngineArrangement):
     def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:
         """Build a record from a manifest's layout, or from the result of :meth:`to_json`.
 
-        ``more`` has fields that are missing in a layout.
+        ``more`` has the fields that a layout lacks.
 
         Raises:
             KeyError: a value is missing.
@@ -149,7 +149,7 @@ class SavedRun:
     """A checkpoint and the run that wrote it.
 
     Attributes:
-        checkpoint: the checkpoint's name in messages: its uuid or its directory.
+        checkpoint: the checkpoint's uuid or directory, for messages.
         steps_completed: number of trained batches.
         trial_id: id of the trial that wrote the checkpoint; None if unknown.
         engines: the trial's engines, in the order in which the trial wraps them.
@@ -169,7 +169,7 @@ class SavedRun:
         if metadata.get("format") != CHECKPOINT_FORMAT or not isinstance(engines, Sequence):
             return None
         try:
-            # Determined stores metadata as JavaScript's JSON, which may return a whole number as 2.0.
+            # Determined stores metadata as JSON, in which a whole number may come back as 2.0.
             read = tuple(EngineRecord.from_layout(_whole_numbers(values)) for values in engines)
         except (KeyError, TypeError):
             return None
@@ -182,9 +182,9 @@ class SavedRun:
         )
 
     def of_trial(self, trial_id: int) -> SavedRun:
-        """Return a copy for the use of the checkpoint by trial ``trial_id``.
+        """Return a copy with ``keeps_batch`` for trial ``trial_id``.
 
-        ``keeps_batch`` of the copy is true if that trial wrote the checkpoint. If not, only the weights are loaded.
+        ``keeps_batch`` is True if this trial wrote the checkpoint. Otherwise only the weights will be loaded.
         """
         return dataclasses.replace(self, keeps_batch=self.trial_id == trial_id)
 
@@ -199,9 +199,9 @@ def run_metadata(engines: Sequence[EngineRecord], trial_id: int) -> dict[str, An
 
 
 def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return batch sizes, parallel sizes and class names given in a DeepSpeed config.
+    """Return a DeepSpeed config's settings for ``EngineRecord.given``.
 
-    The class names are the types of ``optimizer`` and ``scheduler``; ``EngineRecord.given`` stores the result.
+    These are batch sizes, parallel sizes above 1, and the types of ``optimizer`` and ``scheduler``.
     """
     given = {key: config[key] for key in BATCH_KEYS if isinstance(config.get(key), int)}
     sizes = config_sizes(config)
@@ -215,7 +215,7 @@ def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_sizes(given: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Return a config's batch sizes in ``BATCH_KEYS`` order; None for a missing one."""
+    """Return a config's batch sizes in order of ``BATCH_KEYS``; a missing one is None."""
     total, micro, steps = (
         value if isinstance(value := given.get(key), int) and not isinstance(value, bool) else None
         for key in BATCH_KEYS

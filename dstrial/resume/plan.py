@@ -1,7 +1,7 @@
-"""Decide whether a run can resume from a checkpoint, and whether to reshard. Pure.
+"""Decide whether a run can resume from a checkpoint, and whether to reshard.
 
 ``resume_problems`` decides before processes start, from a checkpoint, a config and a number of slots. ``plan_load`` decides in
-the ranks, from the engines' layouts, which also describe parameters, groups and objects that user code creates.
+the ranks, from the engines' layouts, which also describe parameters and parameter groups. The functions are pure.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ STATE_KEYS: Mapping[str, frozenset[str]] = {
     "ASGD": frozenset({"ax"}),
     "Rprop": frozenset({"prev", "step_size"}),
 }
-"""Class of an optimizer -> keys of its state with one value per element of a parameter, partitioned like the weights.
+"""Class of an optimizer -> keys of its element-wise state, which is partitioned like the weights.
 
-The exception is Muon's momentum, see ``checkpoint.layout.keeps_whole_matrices``. State of optimizers not listed may have
-factors of matrices, quantised blocks or errors of one rank (1-bit Adam), which cannot be loaded in another layout.
+Muon's momentum is an exception, see ``checkpoint.layout.keeps_whole_matrices``. State of other optimizers may consist of matrix
+factors, quantised blocks or errors of one rank (1-bit Adam), which cannot be loaded in another layout.
 """
-# Implementations of one algorithm with equal state; DeepSpeed chooses by offload and device.
+# Implementations of one algorithm with equal state, among which DeepSpeed chooses by offload and device.
 _SAME_OPTIMIZERS = (
     frozenset({"Adam", "FusedAdam", "DeepSpeedCPUAdam"}),
     frozenset({"AdamW", "FusedAdam", "DeepSpeedCPUAdam"}),
@@ -94,7 +94,7 @@ _COMPARED = (
 )
 
 
-# ---- before a process starts ---------------------------------------------------------------------------
+# ---- called before processes start ---------------------------------------------------------------------
 
 
 def resume_problems(
@@ -111,10 +111,10 @@ def resume_problems(
     Args:
         saved: the checkpoint.
         num_slots: number of ranks of the resumed run, at least 1.
-        extents: ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; a missing value is the checkpoint's.
+        extents: ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; by default those of the checkpoint.
         configs: the experiment's merged DeepSpeed configs, the main config first; may be empty.
-        slots_key: the key that messages name for the number of slots.
-        where: for each config, batch size -> its ``file:line: key``.
+        slots_key: name of the number of slots in messages.
+        where: for each config, batch size key -> ``file:line: key``, for messages.
     """
     problems: list[ConfigProblem] = []
     engines = [engine_of(config, saved, is_main=idx == 0) for idx, config in enumerate(configs)]
@@ -122,7 +122,7 @@ def resume_problems(
         config_idx = engines.index(engine) if engine in engines else None
         config = None if config_idx is None else configs[config_idx]
         replica = engine.replica_with(extents, config)
-        # Another trial's code may split the model differently, which is known only when its engine exists.
+        # If another trial loads only weights, its code may split the model differently, which is unknown before it runs.
         unit = replica.ranks_per_replica if saved.keeps_batch else 1
         if num_slots % unit:
             below = num_slots // unit * unit
@@ -161,7 +161,7 @@ def resumable_slots(
 ) -> Iterator[int]:
     """Yield the numbers of slots on which a run can resume, from ``at_most`` down.
 
-    ``extents``: as for ``resume_problems``.
+    ``extents`` is passed to ``resume_problems``.
     """
     for num_slots in range(at_most, max(at_least, 1) - 1, -1):
         if not resume_problems(saved, num_slots=num_slots, extents=extents):
@@ -173,8 +173,8 @@ def with_kept_batch(
 ) -> dict[str, Any]:
     """Return a merged DeepSpeed config with the saved run's ``train_batch_size``.
 
-    ``found`` has the config; ``sizes`` are this run's parallel dimensions. If micro batch size or number of replicas have
-    changed, a note is appended to ``notes``. ``is_main``: whether ``found`` is the experiment's main DeepSpeed config.
+    ``sizes`` are this run's parallel dimensions. If the micro batch size or the number of replicas has changed, a note is
+    appended to ``notes``. ``is_main``: whether ``found`` is the experiment's main DeepSpeed config.
     """
     engine = engine_of(found.merged, resumed, is_main=is_main)
     if engine is None:
@@ -183,7 +183,7 @@ def with_kept_batch(
     try:
         solution = keep_batch(found.merged, engine, replicas, checkpoint=resumed.checkpoint)
     except ConfigError:
-        # check_resumption reports the problem. Valid sizes allow checking the rest of the config.
+        # check_resumption reports this problem. Valid sizes are returned, so that the rest of the config can be checked.
         return {**found.merged, **dict.fromkeys(BATCH_KEYS, 1), BATCH_KEYS[0]: replicas}
     before = (engine.batch_replicas(engine.world_size), engine.micro_batch_size)
     if before != (replicas, solution.train_micro_batch_size_per_gpu):
@@ -201,8 +201,8 @@ def check_resumption(
 ) -> None:
     """Record in ``findings`` the problems that prevent resuming with a config.
 
-    ``raw`` is the experiment config. ``slots`` 0 means one rank on the CPU; ``slots_key`` is the key that gives the slots.
-    ``checks`` are the experiment's DeepSpeed configs, the main config first.
+    ``raw`` is the experiment config. ``slots`` 0 means one rank on the CPU; ``slots_key`` is the config key or option that sets
+    ``slots``. ``checks`` has the experiment's DeepSpeed configs, the main config first.
     """
     section = dstrial_section(raw)
     places = [Diagnostics(source.lines, source.label) for source, _ in checks]
@@ -218,7 +218,7 @@ def check_resumption(
 
 
 def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Return a config's (ZeRO stage, offload device of optimizer, of parameters)."""
+    """Return a config's (ZeRO stage, optimizer offload, parameter offload)."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return int(zero is True), "none", "none"
@@ -234,7 +234,7 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 def _changes_layout(
     engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether an engine is known to get another layout than the saved one."""
+    """Return whether an engine's layout will differ from the saved one, if known."""
     if num_slots != engine.world_size or replica != engine.replica:
         return True
     if config is None:
@@ -245,7 +245,7 @@ def _changes_layout(
 
 
 def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
-    """Return a config's optimizer or scheduler type if changed since the run's start.
+    """Return a config's optimizer or scheduler type if it differs from the saved one.
 
     ``section`` is ``optimizer`` or ``scheduler``. None if the type is unchanged or unknown.
     """
@@ -268,7 +268,7 @@ def _reshard_problems(
     name = f"checkpoint {saved.checkpoint}"
     was_autotp = AUTOTP_KEY in engine.given or engine.model_parallel_size == 1
     is_autotp = config_sizes(config).get("model_parallel_size", 1) == replica.tp
-    # A unit of one's own of the same size does not continue AutoTP. The ranks say whether all layers can be cut anew.
+    # Only AutoTP's slices can be resharded: a user's ``mpu`` cannot replace AutoTP, even with the same size.
     is_changed = replica.tp != engine.model_parallel_size or AUTOTP_KEY in engine.given
     if is_changed and not (was_autotp and is_autotp):
         yield ConfigProblem(
@@ -314,7 +314,7 @@ def _reshard_problems(
 
 
 def _fixed_layout_reason(engine: EngineRecord) -> str | None:
-    """Return why only the saved layout can load an engine's state; None if others can."""
+    """Return why an engine's state cannot be resharded; None if it can."""
     if engine.model_parallel_size > 1 and engine.engine_kind == "pipeline":
         return f"whose layers are cut over {engine.model_parallel_size} tensor-parallel ranks"
     if engine.expert_parallel_size:
@@ -326,16 +326,16 @@ def _fixed_layout_reason(engine: EngineRecord) -> str | None:
     return None
 
 
-# ---- in the ranks --------------------------------------------------------------------------------------
+# ---- called in the ranks -------------------------------------------------------------------------------
 
 
 def plan_load(
     checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout], problems: Sequence[str] = ()
 ) -> list[str]:
-    """Return how the engines' rank layouts differ; empty if DeepSpeed can load as is.
+    """Return how the engines' rank layouts differ; empty if resharding is not needed.
 
-    If the layouts differ, the engines' state is split anew (resharded). ``saved`` and ``now`` have one layout per engine.
-    ``problems`` are additional reasons why resharding is impossible. ``checkpoint`` is used in messages.
+    ``saved`` and ``now`` have one layout per engine. ``problems`` are additional reasons why resharding is impossible.
+    ``checkpoint`` is the checkpoint's name for messages.
 
     Raises:
         CheckpointLayoutError: the number of engines differs, or the checkpoint cannot be resharded.
@@ -366,7 +366,7 @@ def plan_load(
 def require_same_batch(checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout]) -> None:
     """Raise CheckpointLayoutError if an engine's ``train_batch_size`` has changed."""
     for idx, (before, after) in enumerate(zip(saved, now, strict=False)):
-        # AutoTP of another size counts the same records otherwise.
+        # If ``autotp_size`` has changed, records are compared, because DeepSpeed counts a record once per AutoTP rank.
         is_recut = before.model_parallel_size != after.model_parallel_size
         is_same = (
             _records(before) == _records(after)
@@ -386,9 +386,9 @@ def _records(layout: Layout) -> int:
 
 
 def compatible(saved: Layout, now: Layout) -> list[str]:
-    """Return why DeepSpeed cannot load ``saved`` state as in ``now``; empty if it can.
+    """Return why DeepSpeed itself cannot load ``saved`` into ``now``; empty if it can.
 
-    Batch sizes and versions are not compared, because DeepSpeed can load despite such differences.
+    Batch sizes and versions are not compared, because they do not affect loading.
     """
     differences = [
         f"{words} was {getattr(saved, field)!r}, is {getattr(now, field)!r}"
@@ -415,7 +415,7 @@ def compatible(saved: Layout, now: Layout) -> list[str]:
 
 
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
-    """Return why ``saved`` state cannot be split anew as in ``now``; empty if it can."""
+    """Return why ``saved`` state cannot be resharded to ``now``; empty if it can."""
     problems: list[str] = []
     before, after = saved.slices(), now.slices()
     is_recut = saved.model_parallel_size != now.model_parallel_size
@@ -470,7 +470,7 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
 
 
 def _is_trained(place: ParameterPlace) -> bool:
-    """Return whether the optimizer updates a parameter; False if it has no elements."""
+    """Return whether the optimizer updates a parameter; False for empty parameters."""
     # Without a wrapper, the optimizer may own frozen parameters, but does not update them.
     return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
 
@@ -481,7 +481,7 @@ def _recut_problems(
     before: Mapping[str, Sequence[ParameterPlace]],
     after: Mapping[str, Sequence[ParameterPlace]],
 ) -> Iterator[str]:
-    """Yield why AutoTP's slices of parameters cannot be cut anew for another size.
+    """Yield why parameters cannot be resliced for another ``autotp_size``.
 
     ``before`` and ``after`` are the slices of the layouts ``saved`` and ``now``.
     """

@@ -1,6 +1,6 @@
 """The interface between the training loop and a DeepSpeed engine.
 
-``factory.adapt`` chooses an adapter for each wrapped engine, so that the loop does not distinguish kinds of engines.
+``factory.adapt`` chooses an adapter for each wrapped engine, so that the loop treats data-parallel and pipeline engines alike.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from dstrial.errors import TrialContractError
 class EngineAdapter:
     """Adapter of one wrapped data-parallel engine; base class of ``PipelineAdapter``.
 
-    The constructor reads the engine's batch sizes. Afterwards the engine's setters of batch sizes raise ``TrialContractError``.
+    The constructor reads the engine's batch sizes, and makes the engine's batch size setters raise ``TrialContractError``.
 
     Args:
         engine: the ``deepspeed.DeepSpeedEngine`` that the user's trial has wrapped.
-        data_parallel_rank: index of this rank's replica, from 0; None for the rank in the engine's data-parallel group.
+        data_parallel_rank: index of this rank's replica, from 0; None for this rank's index in the engine's data-parallel group.
         data_parallel_world_size: number of replicas; None for the size of the engine's data-parallel group.
 
     Attributes:
         micro_batch_size: records in one forward pass of one replica (``train_micro_batch_size_per_gpu``).
         micro_batches_per_batch: a replica's micro batches per step (``gradient_accumulation_steps``).
-        topology: the ``PipelineParallelGrid`` of a pipeline's ranks; None for data parallel.
-        pipeline_stages: stages of a pipeline; 1 for data parallel.
-        train_calls_per_batch: calls of ``train_batch`` per step: accumulation steps, or 1 for a pipeline.
+        topology: the ``PipelineParallelGrid`` of a pipeline's ranks; None for a data-parallel engine.
+        train_calls_per_batch: calls of ``train_batch`` per optimizer step: accumulation steps, or 1 for a pipeline.
         micro_batches_per_evaluation: micro batches per ``evaluate_batch``: 1, or a pipeline's accumulation steps.
-        reports_metrics: whether this rank has the loss. True on every rank; in a pipeline, only on the last stage.
+        reports_metrics: whether this rank has the loss. In a pipeline, only the last stage has it; otherwise every rank.
         needs_loader: whether this rank reads records. In a pipeline, only the first stage (inputs) and the last (labels) do.
-        sends_ragged_micro_batches: whether a training micro batch may hold fewer records than ``micro_batch_size``. False for a
-            pipeline, which allocates its activation buffers once, for the shape of the first micro batch.
+        sends_ragged_micro_batches: whether a training micro batch may have fewer than ``micro_batch_size`` records. False for a
+            pipeline, whose activation buffers have the shape of the first micro batch.
         forward_is_collective: whether every replica must call forward equally often (ZeRO 3, experts, pipelines).
     """
 
@@ -67,15 +66,15 @@ class EngineAdapter:
             setattr(engine, setter, functools.partial(_refuse_batch_size, setter))
 
     def _replica(self) -> tuple[int, int]:
-        """Return (index of this rank's replica, from 0, number of replicas)."""
+        """Return (0-based index of this rank's replica, number of replicas)."""
         dims, group = dims_of(self.engine), self.engine.data_parallel_group
-        # An mpu of sequence parallelism alone has no data-parallel group; consecutive ranks share a sequence.
+        # A model-parallel unit with only sequence parallelism has no data-parallel group; consecutive ranks share a sequence.
         rank = comm.get_rank() // dims.sp if group is None else comm.get_rank(group=group)
         return int(rank), dims.dp
 
     @property
     def micro_batches_stepped(self) -> int:
-        """Micro batches that ``step`` or ``train_batch`` has processed on this engine."""
+        """Number of trained micro batches, including those before a resume."""
         return int(
             self.engine.micro_steps
         )  # DeepSpeed counts calls of ``step`` (0.19.8 runtime/engine.py:3680)
@@ -84,9 +83,9 @@ class EngineAdapter:
         self.engine.train(training)
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Make ``train_batch()`` read from ``iterator``; a no-op for data parallel.
+        """Make ``engine.train_batch()`` read ``iterator``; a no-op if not a pipeline.
 
-        The iterator yields micro batches endlessly; it is None on ranks that read no records.
+        The iterator yields micro batches endlessly. On ranks that read no records, ``iterator`` is None.
         """
 
     def validation_rounds(
@@ -94,7 +93,7 @@ class EngineAdapter:
     ) -> tuple[ValidationRound, ...]:
         """Plan a validation in which the replicas together evaluate each record once.
 
-        Returns one round per call of ``evaluate_batch`` on this replica, in order; every replica has the same number of rounds.
+        Returns this replica's rounds in order. A round is one call of ``evaluate_batch``, or none if the round is empty.
 
         Args:
             num_records: size of the validation set.
@@ -116,14 +115,14 @@ class EngineAdapter:
     ) -> None:
         """Make ``engine.eval_batch`` evaluate this round; None ends the validation.
 
-        The iterator yields this round's micro batches; it is None on ranks that read no records. If the caller passes an
-        iterator to ``eval_batch``, that iterator is read instead. A no-op for data parallel.
+        The iterator yields this round's micro batches. On ranks that read no records, ``iterator`` is None. An iterator that
+        the caller passes to ``eval_batch`` takes precedence. A no-op for data-parallel engines.
         """
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
         """Return how the engine's state is split over ranks. Ranks: all, collectively.
 
-        ``allgather`` returns a list with every rank's argument.
+        ``allgather(value)`` returns the values of all ranks, in order of ranks.
         """
         return collect_layout(self.engine, allgather)
 

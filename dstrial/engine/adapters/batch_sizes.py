@@ -22,11 +22,11 @@ def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
 def set_batch_sizes(
     engine: DeepSpeedEngine, *, micro_batch_size: int, micro_batches_per_batch: int, name: str
 ) -> None:
-    """Change an engine's micro batch size and accumulation between two steps.
+    """Change an engine's micro batch size and gradient accumulation steps.
 
-    DeepSpeed's two setters change only its config, and need ``dp_world_size``, which sequence parallelism may lack. This
-    function also updates copied values: a pipeline's schedule, the optimizer's accumulation steps, and the batch size of
-    the throughput timer. ``name`` stands for the engine in error messages.
+    Call between two optimizer steps. DeepSpeed's setters change only the config, and fail if sequence parallelism leaves
+    ``dp_world_size`` unset. This function also updates the pipeline's schedule, the optimizer's accumulation steps, and the
+    throughput timer's batch size. ``name`` is the engine's name for error messages.
 
     Raises:
         ConfigError: DeepSpeed has already created its training loader with the old micro batch size.
@@ -56,9 +56,9 @@ def set_batch_sizes(
 
 
 def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:
-    """Convert a loaded engine's micro batch count to this run's accumulation steps.
+    """Recompute a loaded engine's micro batch counters if accumulation has changed.
 
-    ``saved`` and ``now`` are the layouts of the checkpoint and of the engine.
+    ``saved`` and ``now``, the layouts of the checkpoint and of the engine, contain the accumulation steps.
     """
     if saved.micro_batches_per_batch == now.micro_batches_per_batch:
         return

@@ -17,10 +17,10 @@ from dstrial.errors import TrialContractError
 def adapt(
     engine: object, *, data_parallel_rank: int | None = None, data_parallel_world_size: int | None = None
 ) -> EngineAdapter:
-    """Return the adapter for ``engine``; a pipeline engine's methods are replaced.
+    """Return an engine's adapter; replace the batch methods of a pipeline engine.
 
-    ``data_parallel_rank`` and ``data_parallel_world_size`` come from the user's model-parallel unit, if any; None means the
-    engine's own groups.
+    ``data_parallel_rank`` and ``data_parallel_world_size`` are those of the user's model-parallel unit (``mpu``). Without a
+    unit both are None, and the engine's own groups are used.
     """
     require_engine(engine)
     if isinstance(engine, PipelineEngine):
@@ -31,8 +31,8 @@ def adapt(
 def require_engine(engine: object) -> None:
     """Raise an error unless ``engine`` is a DeepSpeed engine that dstrial can train.
 
-    dstrial cannot train an engine whose sequence parallelism lacks process groups, or whose model was wrapped by
-    ``torch.compile`` under ZeRO 3. DeepSpeed 0.19 partitions such a model's parameters, then fails at the wrapper.
+    Rejected engines: sequence parallelism without process groups; AutoTP on layers with PEFT adapters; ZeRO 3 with a model
+    that ``torch.compile`` has wrapped, because DeepSpeed 0.19 fails at the wrapper.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TrialContractError(
@@ -54,11 +54,11 @@ def require_engine(engine: object) -> None:
 
 
 def _require_trained_in_model(engine: DeepSpeedEngine) -> None:
-    """Raise an error if AutoTP has replaced parameters that the optimizer was given.
+    """Raise an error if AutoTP has replaced parameters that the optimizer updates.
 
-    DeepSpeed 0.19.8 replaces PEFT's layers as if they were linear ones.
+    DeepSpeed 0.19.8 replaces PEFT's adapter layers as if they were plain linear layers.
     """
-    # ZeRO's own parameters are flat buffers; with ZeRO, DeepSpeed itself fails (``append_remedy``).
+    # ZeRO's optimizer has flat buffers instead of parameters; there DeepSpeed itself raises an error (``append_remedy``).
     if dims_of(engine).tp == 1 or engine.optimizer is not engines.basic_optimizer(engine):
         return
     held = {id(parameter) for parameter in engine.module.parameters()}
@@ -72,10 +72,10 @@ def _require_trained_in_model(engine: DeepSpeedEngine) -> None:
 
 
 def _require_sequence_groups(engine: DeepSpeedEngine) -> None:
-    """Raise an error if gradients are not reduced over the ranks of a sequence.
+    """Raise an error if gradients are not reduced over sequence-parallel ranks.
 
-    DeepSpeed 0.19.8 divides the batch by ``sequence_parallel_size`` without any groups, and with a device mesh it reduces
-    gradients over the data-parallel ranks only (``utils/groups.py:911``), so that weights diverge.
+    DeepSpeed 0.19.8 divides the batch by ``sequence_parallel_size`` even without process groups. With a device mesh,
+    DeepSpeed reduces gradients over data-parallel ranks only (``utils/groups.py:911``), so that weights diverge.
     """
     dims = dims_of(engine)
     asked = config_sizes(engines.config_of(engine)).get("sequence_parallel_size", 1)

@@ -1,7 +1,7 @@
 """The adapter for a DeepSpeed pipeline engine, and replacements of its methods.
 
 DeepSpeed fixes activation shapes at the first micro batch, requires an iterator in every call, and averages validation losses
-of replicas without weighting them by records. The methods that replace DeepSpeed's on the engine object avoid all three.
+of replicas without weighting them by records. The replacement methods lift these three restrictions.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class PipelineAdapter(EngineAdapter):
 
 @dataclasses.dataclass(slots=True)
 class _Binding:
-    """Replacement methods of one pipeline engine, and the iterators that they read.
+    """Replacement methods for one pipeline engine, and the iterators that they read.
 
     Attributes:
-        shape: name of the activation shape that the stages' buffers have, equal on all ranks; None if unknown.
+        shape: whether activation buffers have the shape of training or of validation; equal on all ranks; None if unknown.
         weights: during a validation round, the number of real records in each micro batch; otherwise None.
-        input_shapes: shapes of the first micro batch's input tensors since buffers were reset; None before that micro batch.
+        input_shapes: input shapes of the first micro batch after the last reset of the buffers; None before that micro batch.
     """
 
     engine: PipelineEngine
@@ -95,13 +95,13 @@ class _Binding:
     input_shapes: list[tuple[int, ...]] | None = None
 
     def install(self) -> None:
-        """Replace methods of this engine instance; its class stays unchanged."""
+        """Replace the methods on this engine object; its class stays unchanged."""
         self.engine.train_batch = self.train_batch
         self.engine.eval_batch = self.eval_batch
         engines.bind_output_reduction(self.engine, self.reduce_outputs)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on one batch of ``data_iter``; None reads the bound training loader.
+        """Train on one batch of ``data_iter``, by default of ``training_iterator``.
 
         Returns:
             Mean loss over the micro batches of all replicas, shape (), on every rank.
@@ -134,8 +134,8 @@ class _Binding:
         A call with arguments other than the defaults is passed to DeepSpeed's method.
 
         Returns:
-            Mean loss over the records of all replicas in this round, shape (), on every rank (with ``bcast_loss``
-            False on the last stage only); NaN if the round holds no real record.
+            Mean loss over the records of all replicas in this round, shape (); NaN if the round only repeats records. Every
+            rank gets the loss; if ``bcast_loss`` is False, only the last stage does.
 
         Raises:
             DataError: the iterator ended within the round.
@@ -181,7 +181,7 @@ class _Binding:
         reduce_dp: bool = True,
         micro_batches: int | None = None,
     ) -> Any:
-        """Average the losses of micro batches; a validation round weights them by records.
+        """Return the mean loss of micro batches, weighted by records in a validation.
 
         Ranks: the last stage of every replica, collectively.
         """
@@ -204,16 +204,16 @@ class _Binding:
         return total[0] / total[1]
 
     def _use_shape(self, shape: str | None) -> None:
-        """Reset the stages' activation buffers unless they already have ``shape``."""
+        """Reset activation buffers unless they have ``shape``; None always resets them."""
         if shape is None or shape != self.shape:
             self.engine.reset_activation_shape()
             self.input_shapes = None
         self.shape = shape
 
     def _of_one_shape(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
-        """Return ``iterator`` with a check that inputs fit the stages' activation buffers.
+        """Return an iterator that raises ``DataError`` if the shape of inputs changes.
 
-        Without buffers of a fixed shape, nothing is checked; a single stage sends nothing and has none.
+        With ``dynamic_shape`` or a single stage, shapes may change, and ``iterator`` is returned unchanged.
         """
         if iterator is None or self.engine.module.dynamic_shape or self.engine.num_stages == 1:
             return iterator
@@ -254,8 +254,8 @@ class _Binding:
 class _SavedState:
     """State of a pipeline engine before an evaluation, restored afterwards.
 
-    A ``PipelineModule`` with ``seed_layers`` seeds the global random generators from a counter of forward passes, which also
-    counts evaluations.
+    With ``seed_layers``, each forward pass, also of an evaluation, increments ``micro_offset`` and seeds the global random
+    generators from it.
     """
 
     micro_offset: int

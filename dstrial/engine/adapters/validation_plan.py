@@ -1,7 +1,7 @@
 """Plan which records each replica evaluates in each call of ``evaluate_batch``.
 
-Each record is evaluated exactly once over all replicas. All replicas make the same number of calls with the same number of
-micro batches, so that collectives inside a forward pass match. The functions are pure.
+Each record counts once over all replicas. If forward passes are collective, all replicas make the same number of calls with
+the same number of micro batches. The functions are pure.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class ValidationRound:
     Attributes:
         record_ranges: for each micro batch of this replica the half-open range ``(start, stop)`` of
             positions in the validation order. Empty: this replica skips the round.
-        records: real records of this replica in this round, which are the replica's weight in the mean loss. 0 for a
-            filler round and for a skipped round.
-        is_ragged: whether a micro batch of any replica differs in size from the loader's batch size. Equal on all
-            replicas, so that all replicas reset their activation buffers together.
+        records: number of records that count in the mean loss. 0 for a skipped round, and for a filler round, which evaluates
+            another replica's record again.
+        is_ragged: whether any replica has a micro batch smaller than the loader's batch size; equal on all replicas, so that
+            all replicas reset their activation buffers together.
     """
 
     record_ranges: tuple[tuple[int, int], ...]
@@ -32,12 +32,12 @@ class ValidationRound:
 
     @property
     def micro_batch_records(self) -> tuple[int, ...]:
-        """Number of records in each micro batch of this replica, fillers included."""
+        """Records in each micro batch of this replica, including repeated records."""
         return tuple(stop - start for start, stop in self.record_ranges)
 
     @property
     def is_filler(self) -> bool:
-        """Whether this replica runs the round only to match collectives."""
+        """Whether this replica only repeats a record, to take part in collectives."""
         return self.records == 0 and self.num_micro_batches > 0
 
 
@@ -52,10 +52,9 @@ def plan_validation(
 ) -> tuple[ValidationRound, ...]:
     """Return the validation rounds of one replica, in order.
 
-    Full rounds of ``micro_batches_per_round`` whole micro batches come first. Then one round has the remaining whole micro
-    batches. At most one last round has a single smaller micro batch per replica, with the leftover records spread evenly.
-    If ``forward_is_collective``, every replica must run every round. A replica without a leftover record then evaluates another
-    record again with weight 0; otherwise it skips the round.
+    Full rounds of ``micro_batches_per_round`` whole micro batches come first, then a round with the remaining whole micro
+    batches. The leftover records are spread evenly in a last round of one smaller micro batch per replica. A replica without
+    a leftover record skips the last round or, if ``forward_is_collective``, evaluates another record again with weight 0.
     """
     size = records_per_micro_batch
     if num_records < 0 or size < 1 or micro_batches_per_round < 1 or not 0 <= replica < num_replicas:

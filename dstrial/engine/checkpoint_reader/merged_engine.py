@@ -1,4 +1,4 @@
-"""Read a checkpoint of AutoTP as if another ``autotp_size`` had written it."""
+"""Read an AutoTP checkpoint as if it was written with another ``autotp_size``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 
 
 class MergedEngine(SavedEngine):
-    """Saved state of one engine, for a rank with other slices than the saved ones.
+    """Saved state of one engine, sliced for a rank of another ``autotp_size``.
 
-    Parameters have the shape of this rank's slices; one whole parameter at a time is in memory.
+    Parameters have the shape of this rank's slices. Memory holds one whole parameter at a time.
 
     Args:
-        parts: the saved state of each tensor-parallel rank, in order.
-        layout: the layout of all parts.
+        parts: saved state of each tensor-parallel rank, in order of ranks.
+        layout: the saved engine's layout.
         now: the layout of this run's engine.
         part: this rank's tensor-parallel rank.
     """
@@ -39,7 +39,7 @@ class MergedEngine(SavedEngine):
         yield self._last(name, key, True)[begin : begin + numel]
 
     def unequal_copies(self) -> list[str]:
-        """Return names of uncut parameters that differ between AutoTP's ranks."""
+        """Return names of unsliced parameters whose copies on AutoTP's ranks differ."""
         return [
             name
             for name, place in self.places.items()
@@ -53,12 +53,12 @@ class MergedEngine(SavedEngine):
         ]
 
     def _merge(self, name: str, key: str, is_recorded: bool) -> torch.Tensor:
-        """Return this rank's flat slice.
+        """Return this rank's slice of a parameter's weights or state ``key``, flattened.
 
-        ``is_recorded``: whether the elements are located by DeepSpeed's own records.
+        ``is_recorded``: whether to read with ``SavedEngine.recorded`` instead of ``copy``.
         """
         owner = self.place(name).name
-        # AutoTP may cut a parameter for one size and leave it whole for another.
+        # AutoTP may slice a parameter for one ``autotp_size`` and leave it whole for another.
         before, after = self.place(owner).tensor_dim, self._slices[owner][0].tensor_dim
         parts = self._parts[:1] if before is None else self._parts
         slices = [self._read(part, owner, key, is_recorded) for part in parts]
@@ -80,10 +80,10 @@ class MergedEngine(SavedEngine):
 def read_for_rank(
     read: Callable[[Layout], SavedEngine], saved: Layout, now: Layout, part: int
 ) -> SavedEngine:
-    """Return an engine's saved state with the slices of one rank of this run.
+    """Return an engine's saved state, with parameters sliced for one rank of this run.
 
     Args:
-        read: opens the engine's state with a layout.
+        read: function that opens the engine's state with a layout.
         saved: the layout in the checkpoint.
         now: the layout of this run's engine.
         part: this rank's model-parallel rank.

@@ -24,12 +24,12 @@ def open_saved_engine(
 
     Args:
         root: the checkpoint's directory.
-        engine_idx: index of the engine among the trial's engines, 0-based.
+        engine_idx: 0-based index in the trial's order of wrapping.
         layout: the engine's layout, from the manifest.
         trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, see ``safe_load.load``.
 
     Raises:
-        CheckpointLayoutError: the files do not allow reading the state of single parameters.
+        CheckpointLayoutError: the files' format does not allow reading single parameters.
         CheckpointDamagedError: a file is missing or cannot be read.
         UntrustedCheckpointError: a file contains unlisted classes.
     """
@@ -53,8 +53,7 @@ def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
 def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = False) -> dict[str, Any]:
     """Return the content of a rank's file ``dstrial_rank<r>.pt`` in a checkpoint.
 
-    Tensors are mapped from the file.
-    ``trusts_code``: whether classes outside ``safe_load.LISTED`` may be loaded.
+    Tensors are memory-mapped. ``trusts_code``: whether classes outside ``safe_load.LISTED`` may be loaded.
     """
     path = pathlib.Path(root) / rank_state_name(rank)
     try:
@@ -71,7 +70,7 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
 
     Returns:
         ``groups`` (distinct settings of parameter groups), ``steps`` (distinct step counts of parameters, ascending),
-        ``state`` (keys of the optimizer's state with a value per element), ``global_steps``, ``global_samples``,
+        ``state`` (keys of element-wise optimizer state, such as ``exp_avg``), ``global_steps``, ``global_samples``,
         ``skipped_steps``, ``loss_scale`` (None unless fp16), ``lr_scheduler`` (its state as plain values, or None).
     """
     counters = saved.engine_state()
@@ -104,7 +103,7 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types: small tensors to numbers, other objects to text."""
+    """Convert to JSON types: tensors of up to 16 elements to numbers, others to text."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() <= 16 else f"tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

@@ -38,7 +38,7 @@ _NUMPY_NAMES = frozenset(
         "numpy.dtypes.UInt32DType",
     }
 )
-"""NumPy names that transformers and accelerate allow in torch to load random states; see ``PickleContents.has_odd_dtype``."""
+"""NumPy names that transformers and accelerate allow torch to load, for random states; see ``PickleContents.has_odd_dtype``."""
 
 _PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"})
 
@@ -69,11 +69,11 @@ def load(
     Args:
         path: the file.
         map_location: as for ``torch.load``.
-        mmap: whether tensors are mapped instead of read.
-        trusts_code: whether unlisted classes may be loaded, which can run code.
+        mmap: whether tensors are memory-mapped instead of read.
+        trusts_code: whether classes outside ``LISTED`` may be loaded, which can run code.
 
     Raises:
-        UntrustedCheckpointError: the file contains unlisted classes or functions; the message names them.
+        UntrustedCheckpointError: the file contains classes or functions outside ``LISTED``; the message names them.
         RuntimeError, EOFError, OSError, pickle.UnpicklingError: the file cannot be read.
     """
     unlisted = unlisted_names(contents_of(path))
@@ -90,16 +90,13 @@ def load(
 
 
 def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
-    """Load a file of ``torch.save`` on the CPU, with tensors mapped from the file.
+    """Load a file of ``torch.save`` on the CPU, with memory-mapped tensors.
 
-    Args:
-        path: the file.
-        holds: the file's content in error messages.
-        trusts_code: whether classes outside ``LISTED`` may be loaded.
+    ``holds`` describes the file's content for error messages. ``trusts_code``: whether classes outside ``LISTED`` may be loaded.
 
     Raises:
         CheckpointDamagedError: the file is missing or cannot be read.
-        UntrustedCheckpointError: the file contains unlisted classes.
+        UntrustedCheckpointError: the file contains classes outside ``LISTED``.
         ImportError, AttributeError: the file is trusted, but a class in it cannot be imported here.
     """
     try:
@@ -120,7 +117,7 @@ def untrusted(
 ) -> UntrustedCheckpointError:
     """Return an error that names each file and the classes that may not be loaded.
 
-    ``found``: file -> names of its classes and functions outside ``LISTED``. ``fix``: the remedy in the message.
+    ``found`` maps each file to its classes and functions outside ``LISTED``. ``fix`` is the message's last sentence.
     """
     files = "; ".join(f"{name} holds {_shown(list(names))}" for name, names in found.items())
     return UntrustedCheckpointError(
@@ -136,13 +133,13 @@ def _shown(names: list[str]) -> str:
 
 
 def contents_of(path: pathlib.Path) -> PickleContents:
-    """Return the classes and functions that a file's pickles name; import none.
+    """Return the classes and functions that a file's pickles name, importing nothing.
 
-    For a file that is no pickle the result is empty. If the scan of a pickle fails, all names before the failure count.
+    If the file is not a pickle, the result is empty. If the scan of a pickle fails, the names before the failure are returned.
     """
-    if _head(path) == _ARCHIVE:  # as torch distinguishes its two formats
+    if _head(path) == _ARCHIVE:  # torch distinguishes its two formats in the same way
         try:
-            # torch's own reader, because an archive can be crafted to show two readers different contents.
+            # Use torch's own reader, because an archive can be crafted to show two readers different contents.
             reader = torch._C.PyTorchFileReader(str(path))
             if "constants.pkl" in reader.get_all_records():  # torch.load runs it unless weights_only is true
                 return PickleContents((_TORCHSCRIPT,))
@@ -168,7 +165,7 @@ def contents_of(path: pathlib.Path) -> PickleContents:
 
 
 def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -> tuple[str, ...]:
-    """Return names of classes and functions that must not be loaded from this file.
+    """Return a file's classes and functions that could run code when loaded.
 
     These are the names that neither torch's ``weights_only`` unpickler nor ``LISTED`` allows. ``may_hold_arrays``: whether names
     that load NumPy arrays are allowed too.
@@ -181,11 +178,11 @@ def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -
 
 
 def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return file -> its classes and functions outside ``LISTED``, for files with any.
+    """Return {file: its classes and functions outside ``LISTED``}; omit safe files.
 
     ``names`` are relative to ``root``; files that are never unpickled are skipped. A trial's own ``load`` may read files of any
-    name. Files are therefore also recognised by content: by a pickle or torch header, or by objects that a pickle without a
-    header (protocols 0 and 1) creates.
+    name. Pickles are therefore also recognised by content: by a pickle or torch header, or, without a header (protocols 0 and
+    1), by objects that the pickle creates.
     """
     found = {}
     for name in names:
@@ -196,7 +193,7 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
             is_pickle = contents.makes_objects or pathlib.PurePosixPath(name).suffix in _PICKLE_SUFFIXES
             if not (is_pickle or _has_pickle_header(root / name)):
                 continue
-            # Any file that dstrial does not load itself may contain the random states of a library.
+            # A file that dstrial does not load itself may contain a library's random states, which are NumPy arrays.
             is_ours = name.startswith("dstrial_rank")
             unlisted = unlisted_names(contents, may_hold_arrays=not is_ours)
             if unlisted:
@@ -215,14 +212,14 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _has_pickle_header(path: pathlib.Path) -> bool:
-    """Return whether a file is torch's archive or .tar, or a pickle of protocol 2+."""
+    """Return whether a file is a torch archive or .tar, or a pickle of protocol 2+."""
     head = _head(path)
     is_plain = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
     return head == _ARCHIVE or is_plain or _is_torch_tar(path)
 
 
 def _is_torch_tar(path: pathlib.Path) -> bool:
-    """Return whether a file is in torch's format before 0.1.10, a .tar of pickles."""
+    """Return whether a file is a .tar of pickles, torch's format before 0.1.10."""
     with contextlib.suppress(tarfile.TarError), tarfile.open(path, "r:") as tar:
         return "storages" in tar.getnames()
     return False
@@ -243,10 +240,9 @@ def _torch_listed() -> Iterator[None]:
 def bind_checkpoint_engine(engine: Any) -> None:
     """Make a DeepSpeed engine read checkpoint files with ``load`` of this module.
 
-    ``load`` rejects classes outside ``LISTED``, except inside ``vouched_for``. The names of loaded parameters get or lose the
-    prefix of ``torch.compile``, as the engine's module has it. DeepSpeed 0.19.8 loads with ``weights_only=False``
-    (``torch_checkpoint_engine.py:37``). Only the checkpoint engine's ``load`` is replaced, because DeepSpeed and
-    ``engine.snapshot`` distinguish checkpoint engines by class.
+    ``load`` rejects classes outside ``LISTED``, except inside ``vouched_for``; DeepSpeed 0.19.8 loads with
+    ``weights_only=False`` (``torch_checkpoint_engine.py:37``). ``torch.compile``'s prefix is added to or removed from loaded
+    parameter names to match the engine's module. The checkpoint engine's class, on which DeepSpeed depends, is kept.
     """
     own = engine.checkpoint_engine
     if own is None:
@@ -265,7 +261,7 @@ _VOUCHED = "dstrial_trusts_code"  # attribute of a bound checkpoint engine
 
 @contextlib.contextmanager
 def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
-    """If ``trusts_code``, let engines load classes outside ``LISTED`` in the block."""
+    """If ``trusts_code``, allow engines to load unlisted classes inside the block."""
     owns = [engine.checkpoint_engine for engine in engines if engine.checkpoint_engine is not None]
     for own in owns:
         setattr(own, _VOUCHED, trusts_code)
@@ -277,9 +273,9 @@ def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
 
 
 def make_plain_config(engine: Any) -> None:
-    """Replace an engine's config by plain dictionaries, which always can be loaded.
+    """Replace an engine's config by plain dictionaries, which can always be loaded.
 
-    The engine saves the config object that it was given (``ds_config``), so an ``AttrDict`` would add its class to every
+    The engine saves its config object in checkpoints (``ds_config``), so that an ``AttrDict`` would add its class to each
     checkpoint. The user's object is not changed.
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
     """
@@ -300,8 +296,8 @@ def _zero_stage(value: Any) -> ZeroStageEnum:
 
 
 LISTED: Mapping[str, Any] = {
-    # Plain numbers in attributes; the constructor only stores its arguments, and there is neither __setstate__ nor a property
-    # with a setter. ZeRO 1 and 2 and BF16_Optimizer save the object itself (stage_1_and_2.py:3551, stage3.py:3439).
+    # Objects with plain numbers in attributes. Their constructors only store arguments; they have neither __setstate__ nor
+    # property setters. ZeRO and BF16_Optimizer save the object itself (stage_1_and_2.py:3551, stage3.py:3439).
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
     # A function instead of the class, because a pickled state could change the class's members, which are global.
@@ -309,10 +305,9 @@ LISTED: Mapping[str, Any] = {
     # A dataclass of two numbers, without __post_init__ (param_slice_mappings of ZeRO's and BF16_Optimizer's files).
     "deepspeed.utils.tensor_fragment.fragment_address": fragment_address,
 }
-"""Full name in a pickle -> class or function that the unpickler uses for it. A whole module is never listed.
+"""Full name in a pickle -> class or function that the unpickler uses for this name.
 
-torch's ``weights_only`` unpickler lets a file do three things with a class on the list: call it with any arguments, make an
-instance without calling it, and give an instance any state (``torch/_weights_only_unpickler.py``: REDUCE, NEWOBJ, BUILD, torch
-2.13). So a class is listed only if all three are harmless; otherwise a function or class of this module replaces the class.
-Instances may be given attributes that hide methods, but nothing that is reachable from the list runs code when it is called.
+torch's ``weights_only`` unpickler lets a file do three things with a listed class: call it with any arguments, make an instance
+without calling it, and give an instance any state (``torch/_weights_only_unpickler.py``: REDUCE, NEWOBJ, BUILD, torch 2.13). A
+class is listed only if all three are harmless; otherwise a function or class of this module replaces the class.
 """

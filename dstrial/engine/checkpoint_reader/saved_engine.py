@@ -1,6 +1,6 @@
-"""Read an engine's saved state by parameter, for any layout that wrote it.
+"""Read an engine's saved state by parameter, whatever its ranks and ZeRO stage.
 
-DeepSpeed's files are mapped into memory, so that only copied elements are read. No ranks or accelerator are needed.
+DeepSpeed's files are memory-mapped, so that only copied elements are read. Needs neither process groups nor an accelerator.
 
 Source: DeepSpeed 0.19.8, ``state_dict`` of ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
 ``runtime/bf16_optimizer.py``, ``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py`` and
@@ -25,13 +25,13 @@ from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
 from dstrial.resume.plan import STATE_KEYS
 
 MASTER = "master"
-"""Key of a parameter's master weights; other keys name the optimizer's state, for example ``exp_avg``."""
+"""Key of a parameter's master weights; the other keys are those of the optimizer's state, for example ``exp_avg``."""
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
 _SCRATCH_NUMEL = 1 << 20
 _WITH_RECORDS = frozenset({"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"})
 _BASE_STATES = ("base_optimizer_state", "optimizer_state_dict")
-# Without ZeRO these increase ``step`` of a group's last parameter only (DeepSpeed 0.19.8 ``ops/adam/fused_adam.py``).
+# Without ZeRO, these optimizers count ``step`` only for a group's last parameter (DeepSpeed 0.19.8 ``ops/adam/fused_adam.py``).
 _COUNTING_PER_GROUP = frozenset({"FusedAdam", "FusedLion", "MuonWithAuxAdam"})
 
 
@@ -42,11 +42,11 @@ class SavedEngine:
         root: the checkpoint's directory.
         tag: name of the engine's folder in ``root``.
         layout: the engine's layout, from the manifest.
-        tied: state of a pipeline's tied layers, by key and name; DeepSpeed's files do not name them.
+        tied: key of a pipeline's tied layer -> its state dict; DeepSpeed's files do not have these keys.
         trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, see ``safe_load.load``.
 
     Raises:
-        CheckpointLayoutError: the files do not allow reading the state of single parameters.
+        CheckpointLayoutError: the files' format does not allow reading single parameters.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SavedEngine:
         self._order_of_buffers = functools.cache(self._find_order_of_buffers)
         self._steps_of_groups = functools.cache(self._find_steps_of_groups)
         self._pieces = ShardMap(layout)
-        # The optimizer owns the first of tied parameters; copies on later pipeline stages should have the same values.
+        # Of tied parameters, the optimizer owns the first; copies on later pipeline stages should have the same values.
         self._places: dict[str, ParameterPlace] = {}
         self._copies: dict[str, list[ParameterPlace]] = {}
         for place in layout.parameters:
@@ -81,7 +81,7 @@ class SavedEngine:
 
     @property
     def places(self) -> Mapping[str, ParameterPlace]:
-        """Parameter name -> layout entry; for tied copies, the first stage's entry."""
+        """Parameter name -> layout entry; for tied stages, the first stage's entry."""
         return self._places
 
     def place(self, name: str) -> ParameterPlace:
@@ -95,14 +95,14 @@ class SavedEngine:
         return place if place.tied_to in (None, name) else self.place(place.tied_to)
 
     def holds(self, name: str) -> bool:
-        """Return whether the files have the values of a parameter or buffer."""
+        """Return whether the files hold a parameter; frozen ones may be left out."""
         return name not in self._places or self.place(name).name not in self.layout.frozen_checksums
 
     def is_optimized(self, name: str) -> bool:
         return self.place(name).group_idx is not None
 
     def state_keys(self, name: str) -> list[str]:
-        """Return a parameter's keys of optimizer state with one value per element, sorted.
+        """Return sorted keys of a parameter's element-wise state, such as ``exp_avg``.
 
         Empty before the first step, and for a parameter that no optimizer owns.
         """
@@ -113,7 +113,7 @@ class SavedEngine:
         return sorted(key for key, value in entry.items() if self._is_by_element(place, key, value))
 
     def scalars(self, name: str) -> dict[str, Any]:
-        """Return optimizer state with one value for the whole parameter, such as ``step``."""
+        """Return a parameter's optimizer state that is not element-wise, such as ``step``."""
         place = self.place(name)
         if place.group_idx is None:
             return {}
@@ -144,9 +144,8 @@ class SavedEngine:
     def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
         """Yield the elements that ``copy`` copies, located by DeepSpeed's own records.
 
-        The check after a load compares both. The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``, and
-        ``param_shapes`` of ZeRO 3. Other optimizers are not partitioned and have no records; their elements are read with
-        ``copy``.
+        The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``, and ``param_shapes`` of ZeRO 3. Other
+        optimizers are not partitioned and have no records; their elements are read with ``copy``.
         """
         place = self.place(name)
         if place.group_idx is None or self.layout.wrapper not in _WITH_RECORDS:
@@ -257,9 +256,9 @@ class SavedEngine:
         return out.reshape(place.shape)
 
     def group_settings(self, name: str) -> dict[str, Any] | None:
-        """Return the optimizer settings of a parameter's group; None without an optimizer.
+        """Return settings of a parameter's optimizer group; None without an optimizer.
 
-        Each pipeline stage has separate groups. DeepSpeed drops groups without parameters.
+        Each pipeline stage has its own groups.
         """
         place = self.place(name)
         if place.group_idx is None:
@@ -270,13 +269,13 @@ class SavedEngine:
         return {key: value for key, value in groups[place.group_idx].items() if key != "params"}
 
     def has_one_scheduler(self) -> bool:
-        """Return whether the learning-rate scheduler is equal on all pipeline stages."""
+        """Return whether the scheduler's saved state is equal on all pipeline stages."""
         first = self._model_file(0, 0).get("lr_scheduler")
         stages = range(1, self.layout.pipeline_stages)
         return all(is_equal(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)
 
     def engine_state(self) -> dict[str, Any]:
-        """Return the engine's counters and scheduler state; None for missing entries."""
+        """Return the engine's counters and scheduler state; a missing entry is None."""
         state = self._model_file(0, 0)
         kept = (
             "lr_scheduler",
@@ -289,7 +288,7 @@ class SavedEngine:
         return {key: state.get(key) for key in kept}
 
     def loss_scale_state(self) -> dict[str, Any]:
-        """Return the loss scale by DeepSpeed's attribute names; empty if there is none."""
+        """Return loss scaler attributes, such as ``cur_scale``; empty without a scaler."""
         state = self._optimizer_state(0, 0)
         if state is None:
             return {}
@@ -327,7 +326,7 @@ class SavedEngine:
             )
 
     def _sources(self, place: ParameterPlace, key: str) -> list[Shard]:
-        """Return the shards in files that together hold ``key`` of a parameter.
+        """Return the saved shards that together hold a parameter's weights or state.
 
         ``key`` is ``MASTER`` for weights, or a key of the optimizer's state.
         """
@@ -390,19 +389,19 @@ class SavedEngine:
         return flat
 
     def _state_entry(self, place: ParameterPlace, replica: int) -> Mapping[str, Any]:
-        """Return the optimizer's state, such as ``exp_avg`` -> tensor, of a parameter.
+        """Return a parameter's optimizer state, such as ``exp_avg`` -> tensor.
 
-        With ZeRO it is the state of the flat buffer that has the parameter. ``replica`` is the data-parallel rank whose file is
-        read. Empty if the optimizer has no state yet.
+        With ZeRO this is the state of the flat buffer that contains the parameter. ``replica`` is the data-parallel rank whose
+        file is read. Empty if the optimizer has no state yet.
         """
         base = self._base_state(place.model_part, replica)
         entry: Mapping[str, Any] = base["state"].get(self._state_idx(place), {})
         return entry
 
     def _state_idx(self, place: ParameterPlace) -> int:
-        """Return a parameter's or buffer's index in the optimizer's ``state_dict``.
+        """Return the ``state_dict`` index of a parameter or of its flat buffer.
 
-        Indices count through the groups in order, and through the positions in each group.
+        Indices are in order of groups, then of positions within the group.
         """
         if place.buffer_idx is None:
             return self._order_of_parameters(place.model_part)[place.name]
@@ -455,9 +454,9 @@ class SavedEngine:
         return dict(base)
 
     def _optimizer_state(self, part: int, replica: int) -> dict[str, Any] | None:
-        """Return the optimizer state of a replica; None without an optimizer.
+        """Return a replica's optimizer state dict; None without an optimizer.
 
-        ZeRO and ``BF16_Optimizer`` have a separate file for it; otherwise it is in the model's file.
+        ZeRO and ``BF16_Optimizer`` have a separate file for the state; otherwise the state is in the model's file.
         """
         if self.layout.zero_stage or self.layout.wrapper == "BF16_Optimizer":
             prefix = "bf16_" if self.layout.precision == "bf16" else ""
@@ -498,9 +497,9 @@ class SavedEngine:
         return module[name]
 
     def _layer_file(self, layer_idx: int) -> str:
-        """Return the file name of a pipeline layer.
+        """Return the name of a pipeline layer's file.
 
-        With a model-parallel axis the name also has the slice's number.
+        If the topology has a model-parallel axis, the name contains the model-parallel rank, 0.
         """
         plain = f"layer_{layer_idx:02d}-model_states.pt"
         return (
@@ -519,7 +518,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_equal(left: Any, right: Any) -> bool:
-    """Return whether two nested values of saved state are equal; tensors by content."""
+    """Return whether nested values are equal; tensors are compared by content."""
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return bool(torch.equal(torch.as_tensor(left).cpu(), torch.as_tensor(right).cpu()))
     if isinstance(left, Mapping) and isinstance(right, Mapping):

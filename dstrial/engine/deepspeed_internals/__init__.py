@@ -2,17 +2,15 @@
 
 ``engines`` covers engines and pipelines; ``optimizers`` covers optimizers, their parameters and the classes in their saved
 state; ``process`` covers DeepSpeed's global state in a process.
-Nothing else in dstrial imports a submodule of DeepSpeed beyond ``PUBLIC_MODULES``, reads an attribute of an engine that is
-neither documented nor in ``engines.ATTRIBUTES``, or replaces anything in DeepSpeed. These modules import nothing of dstrial, so
-that ``dstrial.ranks`` may use them too.
+No other module of dstrial imports a submodule of DeepSpeed beyond ``PUBLIC_MODULES``, reads an undocumented attribute of an
+engine that ``engines.ATTRIBUTES`` lacks, or replaces anything in DeepSpeed. These modules import nothing of dstrial, so that
+``dstrial.ranks`` may use them too.
 
-Not covered are config keys (tables in ``dstrial.config``) and checkpoint files (``dstrial.checkpoint.file_roles``,
-``dstrial.engine.checkpoint_reader.saved_engine``), because they are not names in DeepSpeed's code. Texts of DeepSpeed's
-messages are in ``engines.REMEDIES``.
+Config keys are in ``dstrial.config``, checkpoint files in ``dstrial.checkpoint.file_roles`` and
+``dstrial.engine.checkpoint_reader.saved_engine``, and texts of DeepSpeed's messages in ``engines.REMEDIES``.
 
 To support another release: generate its table of config keys (``tools/generate_deepspeed_rules.py``), update these modules, and
-run ``tests/engine``: ``test_deepspeed_internals.py`` checks modules and functions, the other tests use the attributes of real
-engines. Line numbers are of 0.19.8.
+run ``tests/engine``. Line numbers are of 0.19.8.
 """
 
 PUBLIC_MODULES = ("deepspeed", "deepspeed.accelerator", "deepspeed.comm", "deepspeed.pipe")

@@ -138,7 +138,7 @@ def set_batch_sizes(
 ) -> None:
     """Set an engine's batch sizes in its parsed config and in its throughput timer.
 
-    Source: ``DeepSpeedEngine.set_train_batch_size``, which does not update ``tput_timer``, ``runtime/engine.py:637``.
+    Source: ``DeepSpeedEngine.set_train_batch_size``, ``runtime/engine.py:637``, which leaves ``tput_timer`` unchanged.
     """
     engine._config.train_batch_size = train_batch_size
     engine._config.train_micro_batch_size_per_gpu = micro_batch_size
@@ -148,9 +148,9 @@ def set_batch_sizes(
 
 @contextlib.contextmanager
 def ignoring_load_universal(loaded: Sequence[DeepSpeedEngine]) -> Iterator[None]:
-    """Make engines ignore ``checkpoint.load_universal`` within the block.
+    """Make engines ignore the config's ``checkpoint.load_universal`` inside the block.
 
-    Source: ``checkpoint.load_universal``, ``runtime/config.py:549``, which the engine reads at each load.
+    Source: ``runtime/config.py:549``; the engine reads the setting at each load.
     """
     before = [engine._config.load_universal_checkpoint for engine in loaded]
     for engine in loaded:
@@ -163,20 +163,23 @@ def ignoring_load_universal(loaded: Sequence[DeepSpeedEngine]) -> Iterator[None]
 
 
 def load_config_file(path: str) -> dict[str, Any]:
-    """Read a config as DeepSpeed does (``runtime/tensor_parallel/init_utils.py:19``)."""
+    """Read a config file with DeepSpeed's own function.
+
+    Source: ``runtime/tensor_parallel/init_utils.py:19``.
+    """
     config: dict[str, Any] = load_ds_config(path)
     return config
 
 
 def basic_optimizer(engine: DeepSpeedEngine) -> Any:
-    """Return the engine's optimizer inside DeepSpeed's wrapper; None without one."""
+    """Return the optimizer inside DeepSpeed's wrapper; None if the engine has none."""
     return getattr(engine, "basic_optimizer", None)
 
 
 def replica(engine: DeepSpeedEngine) -> int:
     """Return this rank's index among the ranks that partition the optimizer's state.
 
-    These are the data-parallel ranks; each rank of a sequence counts separately.
+    These are the data-parallel and sequence-parallel ranks together.
     """
     return int(comm.get_rank(group=engine.seq_data_parallel_group))
 
@@ -184,7 +187,7 @@ def replica(engine: DeepSpeedEngine) -> int:
 def checkpoint_part(engine: DeepSpeedEngine) -> int:
     """Return this rank's model-parallel index, which is in names of checkpoint files.
 
-    Source: ``DeepSpeedEngine.checkpoint_mp_rank``, ``runtime/engine.py:2167``; 0.19.0 calls the model-parallel unit each time.
+    Source: ``DeepSpeedEngine.checkpoint_mp_rank``, ``runtime/engine.py:2167``; in 0.19.0 ``mpu.get_model_parallel_rank()``.
     """
     if hasattr(engine, "checkpoint_mp_rank"):
         return int(engine.checkpoint_mp_rank)
@@ -201,9 +204,9 @@ def expert_parallel_size(engine: DeepSpeedEngine) -> int:
 
 
 def tensor_dim(parameter: torch.nn.Parameter) -> int | None:
-    """Return the dimension along which AutoTP's ranks share a parameter.
+    """Return the dimension along which AutoTP slices a parameter.
 
-    None if each rank has the whole parameter; -1 if a slice is not one interval of the dimension, as of fused weights.
+    None if each rank has the whole parameter; -1 if a slice is not one contiguous interval, as in fused weights.
     Source: ``_set_param_uc_meta`` and ``_build_param_uc_conversion_meta`` of ``module_inject/layers.py``.
     """
     found = getattr(
@@ -213,16 +216,16 @@ def tensor_dim(parameter: torch.nn.Parameter) -> int | None:
         return None
     details = found["conversion"]
     is_fused = any(
-        details.get(key, True)  # an earlier 0.19 that lacks a key does not say so
+        details.get(key, True)  # earlier releases of 0.19 lack the keys: assume fused weights
         for key in ("sub_param_shape", "sub_param_shard_widths", "unsupported_reason")
     )
     return -1 if is_fused or found["partition_dim"] is None else int(found["partition_dim"])
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
-    """Return the relative path of the model file of this rank, or of another ``part``.
+    """Return the relative path of a model file, by default of this rank's.
 
-    ``part`` is a model-parallel index as in file names, such as ``00``.
+    ``part`` selects another model-parallel index, as text such as ``00``.
 
     Source: ``DeepSpeedEngine._get_ckpt_name``, ``runtime/engine.py:4336``.
     """
@@ -235,7 +238,7 @@ def zero_file(engine: DeepSpeedEngine, tag: str) -> str:
 
 
 def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
-    """Return index within the stage -> relative file path, for layers with weights.
+    """Return layer index in the stage -> relative file path, for layers with weights.
 
     Source: ``PipelineModule.save_state_dict`` and ``ckpt_layer_path``, ``runtime/pipe/module.py``.
     """
@@ -274,9 +277,9 @@ def gradient_clipping(engine: DeepSpeedEngine) -> float:
 
 
 def averages_sequence_gradients(engine: DeepSpeedEngine) -> bool:
-    """Return whether ZeRO averages the gradients of the ranks of a sequence.
+    """Return whether ZeRO averages gradients over sequence-parallel ranks.
 
-    If not, it adds them. Source: deepspeed 0.19.8 ``runtime/zero/stage3.py`` ``__avg_scatter_grads``, which divides by all ranks.
+    If not, ZeRO adds them. Source: DeepSpeed 0.19.8 ``runtime/zero/stage3.py`` ``__avg_scatter_grads`` divides by all ranks.
     """
     return engine.zero_optimization_stage() == 3 and bool(engine.zero_reduce_scatter())
 
@@ -290,10 +293,10 @@ def replace_forward(engine: DeepSpeedEngine, forward: Callable[..., Any] | None)
 
 
 def layers_sharing_across_stages(module: PipelineModule) -> dict[int, int]:
-    """Return two layers on different stages that share a parameter: index -> stage.
+    """Return {layer index: stage} of two layers that share a parameter over stages.
 
-    Empty if there are none. Only ``TiedLayerSpec`` keeps shared parameters equal: if plain modules share a parameter, each stage
-    trains its own copy. Frozen parameters stay equal.
+    Empty without such layers. Only ``TiedLayerSpec`` keeps shared parameters equal: if plain modules share a trained parameter,
+    each stage trains its own copy.
     """
     first: dict[int, int] = {}
     for idx, layer in enumerate(module._layer_specs):
@@ -334,9 +337,11 @@ def bind_output_reduction(engine: PipelineEngine, function: Callable[..., Any]) 
 def reduce_outputs(
     engine: PipelineEngine, outputs: list[Any], reduce: str | None, reduce_dp: bool, micro_batches: int | None
 ) -> Any:
-    """Reduce losses with DeepSpeed's ``_reduce_outputs``. Ranks: last stage.
+    """Reduce micro batch losses with DeepSpeed's ``_reduce_outputs``.
 
     Source: ``runtime/pipe/engine.py:527``.
+
+    Ranks: the last stage of every replica, collectively.
     """
     return type(engine)._reduce_outputs(engine, outputs, reduce, reduce_dp, micro_batches)
 
@@ -344,7 +349,7 @@ def reduce_outputs(
 def forget_losses(engine: PipelineEngine) -> None:
     """Reset the engine's sum of losses, to which DeepSpeed adds evaluation losses.
 
-    Source: releases 0.19.0 and 0.19.8.
+    Source: ``runtime/pipe/engine.py`` of 0.19.0 and 0.19.8.
     """
     engine.total_loss = None
     engine.total_additional_losses = None
@@ -361,7 +366,7 @@ INSTRUCTIONS: Mapping[type, str] = {
     schedule.SendGrad: "stages",
     schedule.RecvGrad: "stages",
 }
-"""Pipeline instruction -> part of a step; ``stages`` is communication with neighbouring stages, waits included.
+"""Class of pipeline instructions -> part of a step; ``stages`` is communication with neighbouring stages, waits included.
 
 ``backward`` includes the reduction of gradients, as in other engines. ``LoadMicroBatch`` is not measured.
 """
@@ -370,9 +375,10 @@ INSTRUCTIONS: Mapping[type, str] = {
 def observe_instructions(
     engine: PipelineEngine, around: Callable[[str, Callable[[], None]], None]
 ) -> Callable[[], None]:
-    """Make a pipeline call ``around(part, instruction)`` for each instruction.
+    """Make a pipeline call ``around(part, instruction)`` instead of each instruction.
 
-    ``part`` is a value of ``INSTRUCTIONS``. Returns a function that undoes the change; the engine's class is not modified.
+    ``part`` is a value of ``INSTRUCTIONS``; ``instruction()`` executes the instruction. Returns a function that undoes the
+    change.
 
     Source: ``PipelineEngine._INSTRUCTION_MAP``, which ``_exec_schedule`` binds as methods, ``runtime/pipe/engine.py:1360``.
     """
@@ -410,9 +416,7 @@ The recomputation is in ``CheckpointFunction.backward`` and ``checkpoint_unpack`
 
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
-    """Return the dtype of an engine's matrix products.
-
-    It is the dtype of torch autocast if enabled, otherwise of the weights.
+    """Return the dtype of an engine's matrix products: autocast's or the weights'.
 
     Source: ``torch_autocast_enabled`` and ``torch_autocast_dtype``, ``runtime/engine.py:1687``; 0.19.0 has both.
     """
@@ -428,9 +432,9 @@ PIPELINE_BUFFERS = ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buff
 
 
 def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
-    """Return a pipeline engine's communication buffers; None for each missing one.
+    """Return a pipeline engine's persistent communication buffers.
 
-    Empty for other engines. ``pipe_buffers``, with data of current micro batches, are not included, because they are
+    A buffer that is not allocated is None. Empty for other engines. ``pipe_buffers`` are left out, because they hold
     activations.
     """
     if not isinstance(engine, PipelineEngine):
@@ -441,8 +445,8 @@ def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
 def steps_next(engine: DeepSpeedEngine) -> bool:
     """Return whether the engine's next ``step`` call runs the optimizer.
 
-    In a pipeline every call does; a pipeline's flag is set only inside a step (``_force_grad_boundary``,
-    ``runtime/pipe/engine.py:659``).
+    Always True for a pipeline, whose ``is_gradient_accumulation_boundary`` is valid only inside a step
+    (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
     """
     return isinstance(engine, PipelineEngine) or bool(engine.is_gradient_accumulation_boundary())
 
@@ -450,8 +454,8 @@ def steps_next(engine: DeepSpeedEngine) -> bool:
 def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> None:
     """Make a pipeline stage run alone, without sending or receiving activation shapes.
 
-    ``received`` replaces the receipt of the previous stage's shapes. It returns a meta tensor, or a tuple of meta tensors, with
-    these shapes and dtypes.
+    ``received`` replaces receiving: it returns a meta tensor, or a tuple of meta tensors, with the shapes and dtypes of the
+    previous stage's activations.
 
     Source: ``PipelineEngine._send_tensor_meta``, ``_recv_tensor_meta`` and ``_allocate_or_extend_buffers``,
     ``runtime/pipe/engine.py:933``.
@@ -510,7 +514,7 @@ AUTOTP_REMEDY = (
 
 
 def append_remedy(error: BaseException) -> None:
-    """Append the remedy from ``REMEDIES``, if any, to a DeepSpeed error's message."""
+    """Append a remedy to a DeepSpeed error's message; a no-op for unknown errors."""
     text = str(error.args[0]) if error.args else ""
     for fragment, remedy in REMEDIES.items():
         if fragment in text and remedy not in text:

@@ -29,7 +29,7 @@ class FlatGroups:
 
     Attributes:
         groups: parameters of each group in buffer order.
-        offsets: first element of each parameter in its group's buffer; None if parameters follow without gaps.
+        offsets: first element of each parameter in its group's buffer; None if there are no gaps between parameters.
         numels: number of elements of each buffer, with all partitions and padding.
         num_partitions: number of partitions of each buffer.
     """
@@ -69,7 +69,7 @@ def sub_groups(optimizer: Any) -> list[SubGroup] | None:
 
 
 def flat_groups(optimizer: Any) -> FlatGroups | None:
-    """Return the groups of an optimizer with one flat buffer per group, else None.
+    """Return an optimizer's groups if each has one flat buffer, else None.
 
     These optimizers are ZeRO 1 and 2, ``BF16_Optimizer`` and ``FP16_Optimizer``.
     Source: ``runtime/zero/stage_1_and_2.py:413`` and following; 0.19.0 has no gaps between parameters
@@ -93,7 +93,10 @@ def _numels(flat: Sequence[torch.Tensor]) -> list[int]:
 
 
 def plain_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
-    """Return each group's parameters in an optimizer without flat buffers; [] if None."""
+    """Return each group's parameters in an optimizer without flat buffers.
+
+    Empty if ``optimizer`` is None.
+    """
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         return list(optimizer.fp16_groups)
     return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
@@ -114,7 +117,7 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
-    """Return master weights in separate tensors by [group][position], or None."""
+    """Return ``FP16_UnfusedOptimizer``'s master weights by [group][position], or None."""
     return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None
 
 
@@ -153,7 +156,7 @@ def reduction_buckets(optimizer: Any) -> list[Any]:
 
 
 def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a parameter's gradient in a separate accumulation dtype, if any.
+    """Return a parameter's gradient in a separate accumulation dtype, or None.
 
     Source: ``use_grad_accum_attribute``, ``runtime/zero/stage_1_and_2.py:398``.
     """
@@ -183,9 +186,11 @@ def restore_masters_from_weights(optimizer: Any) -> None:
 
 
 def gather_persistent(optimizer: Any) -> None:
-    """Gather ZeRO 3's persistent (small) parameters again after a load. Ranks: all.
+    """Gather ZeRO 3's persistent (small) parameters again after a load.
 
     A no-op for other optimizers. Source: ``DeepSpeedZeroOptimizer_Stage3.load_state_dict``.
+
+    Ranks: all, collectively.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return
@@ -199,9 +204,9 @@ def gather_persistent(optimizer: Any) -> None:
 def overwriting_stage(optimizer: Any) -> int:
     """Return the ZeRO stage if repeated ``backward`` calls may drop gradients, or 0.
 
-    2 stands for stages 1 and 2. At an accumulation boundary they keep only the gradients of the last ``backward``
-    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). Stage 3 overwrites gradients instead of adding them until
-    the first forward after a ``backward`` (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
+    2 stands for stages 1 and 2, which at an accumulation boundary keep only the gradients of the last ``backward``
+    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). After a step, stage 3 overwrites gradients until a
+    ``backward`` and then a forward have run (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return 3
@@ -230,10 +235,7 @@ def gradient_scaler(optimizer: Any) -> Any:
 
 
 def swaps_to_nvme(optimizer: Any) -> int:
-    """Return how many kinds of state ZeRO 3 swaps to files: 0 to 2.
-
-    The kinds are optimizer states and parameters.
-    """
+    """Return how many of (optimizer state, parameters) ZeRO 3 swaps to files: 0 to 2."""
     return sum(bool(getattr(optimizer, name, False)) for name in ("swap_optimizer", "params_in_nvme_and_cpu"))
 
 
@@ -264,7 +266,7 @@ def cut_numel(parameter: Any) -> int:
 def held_part(parameter: Any) -> torch.Tensor | None:
     """Return this rank's partition of a ZeRO 3 parameter.
 
-    None while the partition is in transfer or on disk, and for a parameter without one.
+    None while the partition is in transfer or on disk, and for an unpartitioned parameter.
     """
     held = getattr(parameter, "ds_tensor", None)
     if held is None or getattr(held, "status", None) is not PartitionedParamStatus.AVAILABLE:

@@ -1,6 +1,6 @@
 """DeepSpeed's global state in a process: communication, kernels, module globals.
 
-DeepSpeed is imported inside functions, because some are called before DeepSpeed may be imported.
+DeepSpeed is imported inside functions, because this module is also used where DeepSpeed must not be imported yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FUSED_ADAM_KERNEL = ("deepspeed.ops.adam.fused_adam", "multi_tensor_applier")
 """Module and name of the object that calls ``FusedAdam``'s kernel; missing without CUDA."""
 
 MODULES_OF_ENGINES = ("deepspeed.module_inject.auto_ep_config", "deepspeed.moe.ep_repack")
-"""Modules that DeepSpeed imports when it creates the first engine of any model; takes 40 ms."""
+"""Modules that DeepSpeed imports when it creates a process's first engine, in 40 ms."""
 
 COMPILER = "torch._dynamo"
 """Module that torch's optimizers import at their first step, in 1.3 s of CPU time; the import compiles nothing."""
@@ -74,7 +74,7 @@ GLOBALS: Mapping[str, Mapping[str, Any]] = {
         "_cpu_offload_engine": None,
     },
 }
-"""Module -> values of its globals before the first engine; ``reset_globals`` clears lists in place."""
+"""Module -> initial values of its globals; ``reset_globals`` clears lists in place."""
 
 GLOBALS_SINCE = {"_cpu_offload_engine": "0.19.8"}
 """Name in ``GLOBALS`` that earlier DeepSpeed releases lack -> first release that has it."""
@@ -96,27 +96,30 @@ CONTAINERS = (
 
 
 def torch_backend() -> Any:
-    """Return DeepSpeed's backend class with the collectives, ``send`` and ``recv``."""
+    """Return DeepSpeed's backend class, which has collectives, ``send`` and ``recv``."""
     # Not `import deepspeed.comm.torch as`, which would return the `torch` that deepspeed.comm imports.
     return importlib.import_module("deepspeed.comm.torch").TorchBackend
 
 
 def import_modules_of_engines() -> None:
-    """Import the modules that DeepSpeed's first engine imports, as far as they exist."""
+    """Import the modules that creating the first engine and stepping would import.
+
+    Modules that this DeepSpeed or torch release lacks are skipped.
+    """
     cache = os.environ.get(COMPILER_CACHE_VARIABLE)
     for name in (*MODULES_OF_ENGINES, COMPILER):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     if cache is None and (made := os.environ.pop(COMPILER_CACHE_VARIABLE, None)):
         with contextlib.suppress(OSError):  # another process has files in the directory
-            os.rmdir(made)  # noqa: PTH106  # a fork has a temporary directory of its own
+            os.rmdir(made)  # noqa: PTH106  # each fork creates its own cache directory
 
 
 @contextlib.contextmanager
 def no_compatible_ops() -> Iterator[None]:
     """Make DeepSpeed treat all operators as not compilable inside the block.
 
-    Source: ``ops/__init__.py:31``, an attribute that probes all operators at first access; 0.19.0 probes at import.
+    Source: ``ops/__init__.py:31``; DeepSpeed probes all operators when the attribute is first read, 0.19.0 at import.
     """
     from deepspeed import ops
 
@@ -143,14 +146,14 @@ def replace_available_memory(function: Callable[..., int]) -> None:
 
 
 def op_builder() -> Any:
-    """Return the base class of operator builders, whose ``load`` compiles and imports."""
+    """Return the base class of op builders, whose ``load`` compiles and imports an op."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return OpBuilder
 
 
 def reset_globals() -> None:
-    """Reset ``GLOBALS`` in imported modules, and clear ``METHOD_CACHES``."""
+    """Reset global variables and method caches of imported DeepSpeed modules."""
     for name, values in GLOBALS.items():
         module = sys.modules.get(name)
         for attribute, value in values.items() if isinstance(module, ModuleType) else ():
@@ -191,11 +194,12 @@ def release_groups() -> None:
 
 
 def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
-    """Make ZeRO 3 wait for each small parameter that it gathers.
+    """Make ZeRO 3 gather small parameters one by one, and wait for each.
 
     Returns the replaced attributes as (owner, name, old value); empty if this release needs no change.
 
-    Releases before ``GATHERS_AWAITED_SINCE`` wait only for the last parameter; with gloo the others may be incomplete then.
+    Releases before ``GATHERS_AWAITED_SINCE`` wait only for the last of several parameters; with gloo, earlier ones may still
+    be incomplete.
 
     Source: ``Init._allgather_params_coalesced``, ``runtime/zero/partition_parameters.py:2022``.
     """
@@ -215,7 +219,7 @@ def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
 
 
 def cuda_mismatch() -> str | None:
-    """Return why DeepSpeed rejects this nvcc for this torch; None if it accepts."""
+    """Return why DeepSpeed rejects this machine's nvcc for this torch, or None."""
     from deepspeed.ops.op_builder import builder
 
     try:

@@ -1,4 +1,4 @@
-"""Run the real engine at any number of ranks on a CPU, without real memory.
+"""Run DeepSpeed as one of any number of virtual ranks, on a CPU with fake tensors.
 
 ``values`` defines requests and results. ``process.dry_run`` runs one request in a child process. These two modules do not
 import torch; the other modules run inside the child process.

@@ -1,4 +1,4 @@
-"""Run a request file: ``python -m dstrial.engine.dryrun REQUEST ANSWER``."""
+"""Execute a dry run's request: ``python -m dstrial.engine.dryrun REQUEST ANSWER``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dstrial.engine.host_memory import available_bytes
 from dstrial.errors import DstrialError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SHARE_OF_FREE = 0.9  # limit of a dry run with a real batch, as a fraction of the free memory
+_SHARE_OF_FREE = 0.9  # fraction of the free memory that a dry run with real tensors may allocate
 _LIBRARY_DIRECTORIES = frozenset(
     {
         Path(__file__).resolve().parents[2],
@@ -31,9 +31,9 @@ _LIBRARY_DIRECTORIES = frozenset(
 
 
 def main(request_path: str, answer_path: str) -> None:
-    """Run a request and write its answer file.
+    """Execute a ``DryRunRequest`` file in JSON, and write the result to a file.
 
-    The answer is a ``ModelTrace`` in JSON, or ``{"error": {kind, message, place}}``. A process that dies leaves no answer file.
+    The result is a ``ModelTrace`` in JSON, or ``{"error": {kind, message, place}}``. A process that dies writes no file.
     """
     request = DryRunRequest.from_json(json.loads(Path(request_path).read_text("utf-8")))
     importlib.import_module("dstrial.engine.dryrun.imported_ahead")
@@ -55,9 +55,9 @@ def main(request_path: str, answer_path: str) -> None:
 
 
 def _error(error: Exception, is_real: bool, limit_bytes: int | None) -> dict[str, Any]:
-    """Return ``kind``, ``message`` and ``place`` of an error, for the answer file.
+    """Return an error as ``DryRunError``'s arguments ``kind``, ``message``, ``place``.
 
-    The place is ``file:line`` of user code. ``limit_bytes`` is the memory limit of a dry run with real tensors (``is_real``).
+    ``limit_bytes`` is the memory limit of a dry run with real tensors (``is_real``), or None.
     """
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -109,7 +109,7 @@ def limit_memory(free_bytes: int | None = None) -> int | None:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Kill this process when its parent dies, because only the parent has a deadline."""
+    """Kill this process when its parent, which enforces the deadline, dies."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

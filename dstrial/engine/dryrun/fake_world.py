@@ -1,7 +1,7 @@
 """Simulate ranks, compiled kernels and tensor values for a dry run.
 
-This module has all patches of torch and DeepSpeed for dry runs. ``FakeWorld`` undoes the patches when it exits. Each dry run
-has its own process (``dstrial.engine.dryrun.process``).
+This module has all patches of torch and DeepSpeed for dry runs, which run in processes of their own. ``FakeWorld`` undoes the
+patches when it exits.
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ class FakeWorld(contextlib.ExitStack):
     Enter an instance only once.
 
     Args:
-        tracker: records what engines do in ``running``.
+        tracker: records the tensor operations in ``running`` blocks.
         world_size: number of virtual ranks; collectives return at once, and leave their outputs unchanged.
         is_fake: whether the dry run uses fake tensors.
-        micro_batch_size: of the engines.
-        rank: rank of this process.
+        micro_batch_size: the engines' micro batch size per rank.
     """
 
     def __init__(
@@ -100,16 +99,16 @@ class FakeWorld(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Track the operations in the block, on fake tensors in a fake world."""
+        """Record the operations in the block; tensors are fake if ``is_fake``."""
         with self._mode, self._tracker:
             yield
 
     @contextlib.contextmanager
     def building(self, on_engine: Callable[[Any], None], *, pipeline_refusal: str | None) -> Iterator[None]:
-        """Let ``deepspeed.initialize`` build engines of ZeRO stage 0 in the block.
+        """Make ``deepspeed.initialize`` build engines of ZeRO stage 0 in the block.
 
-        In a fake world, models that are built in the block keep only the shapes of their parameters; their engines have fake
-        ones. ``on_engine`` is called with each engine. ``pipeline_refusal`` is the error for a pipeline; None to accept it.
+        If ``is_fake``, models built in the block have parameters without memory, and their engines have fake parameters.
+        ``on_engine`` is called with each engine. ``pipeline_refusal`` is the error message for a pipeline; None accepts it.
         """
         initialize = deepspeed.initialize
 
@@ -141,7 +140,10 @@ class FakeWorld(contextlib.ExitStack):
             yield
 
     def _stage_0_config(self, config: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Return a config for the first size; a pipeline has a micro batch per stage."""
+        """Return ``config`` for ZeRO 0 and this world's micro batch size.
+
+        A step has one micro batch, or one per stage in a pipeline.
+        """
         changed = copy.deepcopy({key: value for key, value in config.items() if key != "train_batch_size"})
         changed["train_micro_batch_size_per_gpu"] = self.micro_batch_size
         changed["gradient_accumulation_steps"] = model.num_stages if isinstance(model, PipelineModule) else 1
@@ -149,14 +151,14 @@ class FakeWorld(contextlib.ExitStack):
         changed.setdefault("steps_per_print", 1_000_000_000)
         return changed
 
-    # ---- what is replaced ------------------------------------------------------------------------
+    # ---- patches ---------------------------------------------------------------------------------
 
     def _replace(self, owner: Any, name: str, value: Any, **options: Any) -> None:
         self.enter_context(mock.patch.object(owner, name, value, **options))
 
     def _join_virtual_group(self, world_size: int, rank: int) -> None:
         size = str(world_size)
-        # Some code requires an address; nothing listens there.
+        # User code may require the address variables; nothing listens at this address.
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         counts = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
         variables = {"RANK": str(rank), "LOCAL_RANK": "0", **counts, **address}
@@ -165,13 +167,13 @@ class FakeWorld(contextlib.ExitStack):
         # because the attribute ``deepspeed.comm.torch`` is the torch library.
         module, name = process.SHARED_MEMORY_OP
         self._replace(importlib.import_module(module), name, _always(None))
-        # HashStore keeps its data in this process. Torch exports it without declaring it, so ``vars`` reads it.
+        # HashStore keeps its data in this process. ``vars``, because torch's type stubs do not declare it.
         store = vars(torch.distributed)["HashStore"]()
         torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
         self.callback(torch.distributed.destroy_process_group)
 
     def _observe_phases(self) -> None:
-        """Report the phases of an engine to the tracker."""
+        """Tell the tracker when forward, backward, reduction and step begin."""
         for name, phase in (*process.ENGINE_PHASES, ("allreduce_gradients", "reduce")):
             self._wrap(DeepSpeedEngine, name, functools.partial(_begin, self._tracker, phase))
         self._wrap(torch.Tensor, "backward", functools.partial(_begin, self._tracker, "backward"))
@@ -188,13 +190,13 @@ class FakeWorld(contextlib.ExitStack):
         self._replace(owner, name, wrapped)
 
     def _leave_out_compiled_code(self) -> None:
-        """Replace DeepSpeed's compiled kernels by no-ops: they allocate no memory."""
+        """Replace DeepSpeed's compiled kernels, which allocate no memory, by no-ops."""
         self._replace(process.op_builder(), "load", _always(_NoKernels()))
         self.enter_context(mock.patch(".".join(process.FUSED_ADAM_KERNEL), _always(None), create=True))
         self.enter_context(without_compiler())
 
     def _convert_fake_modules(self) -> None:
-        """Let ``Module.to`` and ``Tensor.data =`` change type and device of fake data."""
+        """Make ``Module.to`` and ``Tensor.data =`` work on fake tensors."""
         self._replace(nn.Module, "_apply", _apply_by_data)
         base: Any = torch.Tensor.data
 
@@ -206,7 +208,7 @@ class FakeWorld(contextlib.ExitStack):
         self._replace(FakeTensor, "data", property(base.__get__, assign))
 
     def _skip_argument_checks(self) -> None:
-        """Skip checks of distributions, which gates of mixture-of-experts layers use."""
+        """Disable argument checks of ``torch.distributions``, which read tensor values."""
         set_checked = torch.distributions.Distribution.set_default_validate_args
         set_checked(False)
         self.callback(set_checked, __debug__)  # torch's default
@@ -214,9 +216,8 @@ class FakeWorld(contextlib.ExitStack):
     def _give_collectives_kernels(self) -> None:
         """Register no-op kernels for collectives that lack one for fake tensors.
 
-        Torch 2.6 has no such kernels; torch 2.13 has one for each collective. A kernel returns its output tensors unchanged,
-        and a finished ``Work``. Python cannot create a ``Work`` in torch 2.6. It comes from a barrier of the default group, a
-        ``fake`` one.
+        Torch 2.6 has no such kernels, torch 2.13 has all. A kernel returns its output tensors unchanged, and a finished ``Work``.
+        The ``Work`` comes from a barrier of the fake default group, because in torch 2.6 Python cannot create one.
 
         Source: torch 2.6 csrc/distributed/c10d/Ops.cpp registers CPU, CUDA and other devices; schemas return outputs and work.
         """
@@ -243,7 +244,7 @@ class FakeWorld(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Make ``torch.compile`` a no-op: a compiled model has other memory needs."""
+    """Make ``torch.compile`` a no-op, because compiling would change memory use."""
 
     def leave(model: Any = None, **_kwargs: object) -> Any:
         return model if model is not None else lambda later: later
@@ -253,7 +254,7 @@ def without_compiler() -> Iterator[None]:
 
 
 class _NoKernels:
-    """Replaces a compiled extension: each function is a no-op that returns 0."""
+    """Stand-in for a compiled extension: each function is a no-op that returns 0."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_args, **_kwargs: 0
@@ -273,9 +274,9 @@ def _kernel(work: Any, *, num_returns: int) -> Callable[..., Any]:
 
 
 def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-    """Replace ``nn.Module._apply``: convert parameters by assigning their ``data``.
+    """Convert a module's tensors by assigning ``data``; replaces ``nn.Module._apply``.
 
-    Torch's own version swaps the tensor objects, and raises if anything else refers to them.
+    Torch's own version swaps tensor objects, and raises an error if other objects refer to these tensors.
     """
     for one in module.modules() if recurse else [module]:
         for parameter in one._parameters.values():
@@ -294,8 +295,8 @@ def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = 
 class ScalarReads:
     """Chooses the value that ``.item()`` and similar reads of fake tensors return.
 
-    User code gets a constant, and ``bypasses`` records the place. DeepSpeed gets 0: it sees no overflow and a gradient norm of
-    0, so it takes the step. Torch's optimizers get 1, the number of their first step.
+    User code gets a constant, and ``bypasses`` records the place. DeepSpeed gets 0: no overflow, and a gradient norm of 0, so
+    that DeepSpeed takes the step. Torch's optimizers get 1, the number of their first step.
     """
 
     def __init__(self, constant: float = USER_CONSTANT) -> None:
@@ -322,7 +323,7 @@ class ScalarReads:
 def _reader() -> tuple[str, int]:
     """Return file and line of the innermost frame outside torch and this package.
 
-    Torch's optimizers count as outside of torch.
+    ``torch.optim`` counts as outside.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -335,10 +336,10 @@ def _reader() -> tuple[str, int]:
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Build modules in this block without parameter memory: shapes and types only.
+    """Build modules in this block with meta parameters: shapes and types only.
 
-    A parameter's memory is freed when its module registers the parameter, before any value is written. ``deepspeed.zero.Init``
-    is a no-op in the block. Transformers builds models for ZeRO 3 with it, but the engine partitions the parameters later.
+    A parameter's memory is freed when its module registers the parameter, before any value is written. ``deepspeed.zero.Init``,
+    with which Transformers builds models for ZeRO 3, is a no-op in the block.
     """
     register = nn.Module.register_parameter
 
@@ -378,7 +379,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def _make_fake(arguments: dict[str, Any]) -> None:
-    """Make parameters fake in the model, in ``model_parameters`` and in the optimizer."""
+    """Replace the parameters in ``deepspeed.initialize``'s arguments by fake ones."""
     renewed = renew_parameters(arguments["model"])
 
     def replaced(parameters: Any) -> Any:
@@ -395,8 +396,7 @@ def _make_fake(arguments: dict[str, Any]) -> None:
 def renew_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
     """Replace a model's parameters and buffers by new, uninitialized tensors.
 
-    Inside ``FakeTensorMode`` the new tensors are fake. Tied parameters stay tied. Returns ``id`` of each old parameter -> new
-    parameter.
+    Inside ``FakeTensorMode`` the new tensors are fake. Tied parameters stay tied. Returns ``id(old)`` -> new parameter.
     """
     renewed: dict[int, nn.Parameter] = {}
     for module in model.modules():

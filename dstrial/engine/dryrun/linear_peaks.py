@@ -1,4 +1,4 @@
-"""Compute memory peaks by micro batch size from a trace of steps at two sizes."""
+"""Compute memory peaks for any micro batch size from a trace of two sizes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Trace:
     Attributes:
         events: +n if allocation n (counted from 1) is made, -n if it is freed.
         phases: phase of each event, as an index into ``PHASES``.
-        sizes: at index n - 1, the bytes of allocation n.
-        is_gradient: at index n - 1, 1 if allocation n is the gradient of a parameter, else 0.
+        sizes: bytes of allocation n at index n - 1.
+        is_gradient: 1 at index n - 1 if allocation n is the gradient of a parameter, else 0.
         marks: number of events before the first step, then at the end of each step.
     """
 
@@ -58,14 +58,14 @@ def same_before_update(trace: Trace) -> bool:
 
 
 def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line, bool]:
-    """Return (peak bytes by phase, activation bytes, whether the lines are exact).
+    """Return (peak bytes by phase, activation bytes, whether both are exact).
 
-    Gradients are not counted. Activations are what is alive between forward and backward and not between steps.
+    Parameter gradients are not counted. Activations are live at the end of forward, but not between steps.
 
-    The trace starts with the building of the engines. Steps at the micro batch sizes ``low`` and ``high`` follow. If these two
-    steps differ in more than sizes, the trace has a third step at ``low``. The last two steps are compared allocation by
-    allocation until the optimizer step, which does not depend on the micro batch. The size of each allocation is linear in the
-    micro batch size; so is the sum of all live allocations at any time. A phase's peak is the maximum of these sums over time.
+    The trace has the building of the engines, then steps at the micro batch sizes ``low`` and ``high``. If these two steps
+    allocate differently, a third step at ``low`` follows. Up to the optimizer step, allocations of the last two steps are
+    matched one by one: each is linear in the micro batch size, and so is their sum at any time. A phase's peak is the maximum
+    of these sums. If the steps do not match, the result interpolates between the two measured peaks.
     """
     steps = _Steps(trace)
     is_linear = _same(steps)
@@ -101,8 +101,8 @@ class _Steps:
         former: number of events before the last but one step.
         last: number of events before the last step.
         end: number of all events.
-        update_of_former: number of events before the optimizer step of the last but one step.
-        update_of_last: number of events before the optimizer step of the last step.
+        update_of_former: number of events before the optimizer update in the last but one step.
+        update_of_last: number of events before the optimizer update in the last step.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -129,7 +129,7 @@ class _Steps:
 class _Alive:
     """Live bytes after each event: ``base + slope * micro_batch_size``.
 
-    ``is_peak`` marks events that allocate memory that is counted.
+    ``is_peak`` marks allocations other than of gradients, after which memory may be at a peak.
     """
 
     base: _Floats
@@ -142,7 +142,7 @@ def _same(steps: _Steps) -> bool:
     for start, end in ((steps.former, steps.update_of_former), (steps.last, steps.update_of_last)):
         own = steps.numbers[start:end] - steps.num_made(start)
         is_own = own >= 0
-        # Frees of allocations from before the step are ignored: the two steps start with different allocations.
+        # Ignore frees of allocations made before the step, because the two steps start with different allocations.
         kept = is_own | steps.is_made[start:end]
         signs = np.where(steps.is_made[start:end], 1, -1)
         relative.append(((own + 1) * signs)[kept])

@@ -23,25 +23,25 @@ from dstrial.engine.memory import memory_parts
 
 
 class Workload(Protocol):
-    """Engines in a ``FakeWorld``, and how to train with them.
+    """Engines in a ``FakeWorld``, and a method that trains them.
 
-    It is made by ``workload(world, **options)`` of a request, which builds the engines in ``world.building``.
+    A request's callable ``workload(world, **options)`` returns a workload; it builds the engines inside ``world.building``.
     """
 
     engines: Sequence[Any]
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Train on a micro batch of this many records, and return the micro batch.
+        """Run forward, backward and step on one micro batch, and return this batch.
 
-        Training is forward, backward and step. A pipeline trains all micro batches of a step in one call.
+        A pipeline trains all micro batches of a step in one call.
         """
         ...
 
 
 def measure(request: DryRunRequest) -> ModelTrace:
-    """Build the engines and train one step at each of the two micro batch sizes.
+    """Build the engines, and measure one step at each of the two micro batch sizes.
 
-    Raises what the workload, torch or DeepSpeed raises; fake tensors do not support all code.
+    Errors of the workload, of torch and of DeepSpeed propagate; fake tensors do not support all code.
     """
     low, high = request.micro_batch_sizes
     reads = ScalarReads()
@@ -100,8 +100,8 @@ def measure(request: DryRunRequest) -> ModelTrace:
 def _train(workload: Workload, tracker: Tracker, sizes: list[int]) -> list[int]:
     """Train one step per size; return the tokens of each step's micro batch.
 
-    If the first two steps allocate differently, a third step at the first size follows: a model may keep tables that its first
-    forward pass has made.
+    If the first two steps allocate differently, a third step at the first size follows, because a model may cache tables in its
+    first forward pass.
     """
     tokens: list[int] = []
     for step_idx, size in enumerate(sizes):
@@ -125,7 +125,7 @@ def _expert_parameters(engines: Sequence[Any]) -> dict[int, int]:
 
 
 def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> None:
-    """Run a pipeline instruction in its phase; communication keeps the current phase."""
+    """Run a pipeline instruction in phase ``part``; ``stages`` keeps the last phase."""
     if part in PHASES:
         tracker.enter_phase(part)
     instruction()
@@ -133,7 +133,7 @@ def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> N
 
 @contextlib.contextmanager
 def _collector_disabled() -> Iterator[None]:
-    """Disable garbage collection, so that both sizes free tensors at the same places."""
+    """Disable garbage collection, so that steps of both sizes free tensors alike."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

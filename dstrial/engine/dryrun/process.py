@@ -35,11 +35,8 @@ class DryRunError(DstrialError):
     """Reports that a dry run failed, exceeded its deadline, or is not supported.
 
     Args:
-        kind: the reason:
-            ``unsupported``: fake tensors do not support the code.
-            ``error``: the code raises an exception.
-            ``deadline``: the dry run took too long.
-            ``died``: the process ended without an answer.
+        kind: ``unsupported`` (fake tensors do not support the code), ``error`` (the code raises an exception), ``deadline``
+            (the dry run took too long) or ``died`` (the process ended without a result).
         message: text for the user.
         place: ``file:line`` of user code that could not be run; None if unknown.
     """
@@ -51,7 +48,7 @@ class DryRunError(DstrialError):
 
 
 def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> ModelTrace:
-    """Run a request in a process that is killed after ``deadline_s`` seconds.
+    """Run a request in a child process, which is killed after ``deadline_s`` seconds.
 
     Raises:
         DryRunError: the run failed, or took too long.
@@ -137,9 +134,9 @@ def _answer(
 
 
 def _environment() -> dict[str, str]:
-    """Return a dry run's environment, without rank variables and accelerators."""
+    """Return a dry run's environment: no rank variables, no accelerator, one thread."""
     kept = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-    # The directory of this package comes first: the child imports the same dstrial as this process.
+    # This package's directory comes first, so that the child imports the same dstrial as this process.
     own = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [own, kept.get("PYTHONPATH")]))
     return {

@@ -1,6 +1,6 @@
 """Record tensor operations: bytes allocated and freed, and FLOPs.
 
-The tracker sees the outputs of operations that reach torch's dispatcher. It does not see scratch memory inside a kernel.
+Memory is counted from the outputs of operations that reach torch's dispatcher; scratch memory inside kernels is missed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SDPA_CPU_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Records operations; enter it after ``FakeTensorMode``, to see fake tensors.
+    """Records torch operations; enter after ``FakeTensorMode`` to see fake tensors.
 
     Args:
         read_scalar: returns the value of a fake scalar; None lets torch raise an error.
@@ -49,7 +49,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch's wrapper that disables dynamo would slow each operation."""
+        """Return False, because torch's wrapper against dynamo would slow operations."""
         return False
 
     @property
@@ -57,7 +57,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return PHASES[self._phase]
 
     def enter_phase(self, phase: str) -> None:
-        """Begin ``phase``; it lasts until the next phase begins."""
+        """Begin ``phase``, which lasts until the next phase begins."""
         self._phase = PHASES.index(phase)
 
     def begin_step(self) -> None:
@@ -120,7 +120,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         flops = formula(*args)
         counted = self.flops[-1]
         counted[1] += flops
-        # Recomputation is a forward pass inside the backward pass. Only there the backward pass has gradients enabled.
+        # Within the backward pass, gradients are enabled only while a forward pass is recomputed.
         if not (self.phase == "backward" and torch.is_grad_enabled()):
             counted[0] += flops
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 PHASES = ("init", "forward", "backward", "reduce", "step")
-"""Building the engine, forward, backward, reducing gradients, the optimizer step."""
+"""Phases of a dry run: engine construction, forward, backward, gradient reduction, optimizer step."""
 
 PARENT_VARIABLE = "DSTRIAL_DRYRUN_PARENT_PID"
 """Environment variable with the process id of a dry run's parent; the dry run ends when this parent ends."""
@@ -28,8 +28,8 @@ class Line:
 class PhaseMemory:
     """Peak bytes of one phase of ``PHASES``, as a function of the micro batch size.
 
-    The peak is the maximum of ``lines`` at that size. Small and large micro batches may have their peak at different times, so
-    there may be several lines.
+    The peak is the maximum of ``lines`` at that size. There may be several lines, because small and large micro batches may have
+    their peaks at different times.
     """
 
     phase: str
@@ -53,7 +53,7 @@ class MemoryForm:
         return max((phase.at(micro_batch_size) for phase in self.phases), default=0.0)
 
     def peak_phase(self, micro_batch_size: float) -> str:
-        """Return the name of the phase with the highest peak; if equal, of the first."""
+        """Return the phase with the highest peak; of equal peaks, the first phase."""
         return max(self.phases, key=lambda phase: phase.at(micro_batch_size)).phase
 
     def in_phase(self, phase: str, micro_batch_size: float) -> float:
@@ -78,9 +78,9 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flops:
-    """FLOPs of a micro batch on one rank; only ``hardware`` includes recomputation.
+    """FLOPs of a micro batch on one rank.
 
-    Recomputation is the repeated forward pass of activation checkpointing.
+    Only ``hardware`` includes the recomputed forward passes of activation checkpointing.
     """
 
     model: Line
@@ -89,9 +89,9 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bypass:
-    """A place where user code read a fake tensor's value and got a constant instead.
+    """A line of user code that read a fake tensor's value and got a constant instead.
 
-    ``place`` is its ``file:line``; ``value`` is the constant.
+    ``place`` is ``file:line``; ``value`` is the constant.
     """
 
     place: str
@@ -102,15 +102,14 @@ class Bypass:
 class DryRunRequest:
     """A model to dry-run, on one rank of a training.
 
-    Its engines have ZeRO stage 0; ``dsat.predictor.closed_form`` computes what the other stages change.
+    The engines are built with ZeRO stage 0; ``dsat.predictor.closed_form`` computes the effects of the other stages.
 
     Attributes:
         workload: ``module:callable``; called with a ``FakeWorld`` and ``options``, returns a ``Workload``.
         options: keyword arguments of the workload; JSON values.
         world_size: number of virtual ranks.
         micro_batch_sizes: two different sizes to run. Avoid 1, which many kernels treat specially.
-        is_real: run with real tensors, for user code that fake tensors do not support; needs the memory and time of a real
-            batch.
+        is_real: whether to use real tensors, for code that fake tensors do not support; needs a real batch's memory and time.
         module_paths: directories put first in ``sys.path``; the first is the working directory.
         rank: the rank to run. To measure a later stage of a pipeline, choose one of its ranks.
     """
@@ -136,29 +135,29 @@ class DryRunRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelTrace:
-    """Memory, FLOPs and operations of a model on one rank, undivided by ZeRO.
+    """Memory, FLOPs and operations of a model on one rank, as with ZeRO stage 0.
 
     Attributes:
         memory: peak bytes in each phase, without the gradients of parameters.
-        activations: bytes that are alive between forward and backward, and not between steps; such as the micro batch.
+        activations: bytes that are live between forward and backward, but not between steps, including the micro batch.
         state_bytes: name -> bytes of ``parameters``, ``optimizer`` (with master weights) and ``buffers`` between steps.
         parameters: number of parameters of all engines' models.
-        trainable_parameters: number of those parameters that are trained.
+        trainable_parameters: number of trained parameters.
         expert_parameters: ``ep_size`` of mixture-of-experts layers -> number of trained parameters in this rank's experts.
-        num_tensors: number of tensors that are trained.
-        largest_tensor: number of elements of the largest of them.
+        num_tensors: number of trained parameter tensors.
+        largest_tensor: number of elements of the largest trained parameter tensor.
         flops: FLOPs of one micro batch.
-        tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
-        pass_operations: torch operations of forward and backward.
-        step_operations: torch operations of the optimizer step.
+        tokens: elements of a micro batch's largest integer tensor; None without an integer tensor.
+        pass_operations: number of torch operations in forward and backward.
+        step_operations: number of torch operations in the optimizer step.
         is_fake: whether fake tensors were used.
-        is_linear: whether the steps at both micro batch sizes made the same allocations. If so, the memory lines are exact.
-            If not, each line connects the peaks that were measured at the two sizes.
+        is_linear: whether steps at both micro batch sizes made the same allocations. If so, ``memory`` is exact at any size;
+            otherwise it interpolates between the peaks measured at the two sizes.
         bypasses: places where user code read a fake tensor's value and got a constant.
         notes: sentences for the user.
-        num_records: records in the micro batch that a script itself makes; 0 for other workloads.
+        num_records: records in a batch of a script that makes its own batches; 0 for other workloads.
         epoch_records: records of the training loader; 0 if unknown.
-        is_pipeline: whether an engine is a pipeline's.
+        is_pipeline: whether any engine is a ``PipelineEngine``.
     """
 
     memory: MemoryForm
@@ -213,23 +212,23 @@ class ModelTrace:
 class DryRunResult:
     """Memory, FLOPs and communication of one rank in one configuration.
 
-    ``dsat.predictor.closed_form`` computes it from a ``ModelTrace``. Memory, FLOPs and tokens are functions of the micro batch
-    size.
+    ``dsat.predictor.closed_form`` computes the result from a ``ModelTrace``. Memory, FLOPs and tokens are functions of the micro
+    batch size.
 
     Attributes:
         device: peak bytes on the device in each phase.
         host: peak bytes on the host in each phase.
         parameters: number of parameters of all engines' models; a partitioned parameter counts whole.
-        trainable_parameters: number of those parameters that are trained.
-        inner_collectives: collectives of a micro batch before the last one of a step; empty if a step has one micro batch.
+        trainable_parameters: number of trained parameters.
+        inner_collectives: collectives of each micro batch before a step's last one; empty if a step has one micro batch.
         last_collectives: collectives of the last micro batch of a step, with the optimizer step.
         flops: FLOPs of one micro batch.
-        tokens: tokens of one micro batch (elements of its largest integer tensor); None if it has no integer tensor.
-        inner_operations: torch operations of a micro batch before the last one of a step; 0 if a step has one micro batch.
-        last_operations: torch operations of the last micro batch of a step, with the optimizer step.
-        device_parts: name -> largest bytes on the device of ``parameters``, ``gradients``, ``optimizer`` and ``buffers``.
-        activations: device bytes that are live after a forward pass and belong to none of these parts, such as the micro batch;
-            None if unknown.
+        tokens: elements of a micro batch's largest integer tensor; None without an integer tensor.
+        inner_operations: number of torch operations per micro batch before a step's last one; 0 if a step has one micro batch.
+        last_operations: number of torch operations in a step's last micro batch, with the optimizer step.
+        device_parts: name -> peak bytes on the device of ``parameters``, ``gradients``, ``optimizer`` and ``buffers``.
+        activations: device bytes that are live after a forward pass and not in ``device_parts``, such as the micro batch; None
+            if unknown.
     """
 
     device: MemoryForm
@@ -262,7 +261,7 @@ class DryRunResult:
         """
         if self.tokens is None or not self.trainable_parameters:
             return None
-        # For a transformer, the model's FLOPs are about equal to this rule.
+        # Rule of thumb for a transformer's model FLOPs.
         rule = 6 * self.trainable_parameters * self.tokens.at(micro_batch_size)
         return self.flops.model.at(micro_batch_size) / rule if rule else None
 
@@ -272,7 +271,7 @@ class DryRunResult:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DryRunResult:
         flops, tokens, activations = value["flops"], value["tokens"], value.get("activations")
-        known = {field.name for field in dataclasses.fields(cls)}  # records of earlier versions have more
+        known = {field.name for field in dataclasses.fields(cls)}  # earlier versions wrote more fields
         return cls(
             **{
                 **{name: field for name, field in value.items() if name in known},
@@ -304,11 +303,9 @@ def _summed(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
 
 
 def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) -> tuple[Line, ...]:
-    """Return those lines that are the highest at some size from ``smallest`` on.
+    """Return the lines that are highest at some micro batch size >= ``smallest``.
 
-    ``lines`` are pairs (base, per_record). The result is in order of ascending slope.
-
-    Source: the convex hull of lines by their slopes, as in any text on computational geometry.
+    ``lines`` are pairs (base, per_record). The result, an upper convex hull, is in order of ascending slope.
     """
     best: dict[float, float] = {}
     for base, slope in lines:
@@ -319,7 +316,7 @@ def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) 
         base = best[slope]
         while hull:
             last_base, last_slope = hull[-1]
-            # This line is above the last one from here on.
+            # From the crossing on, this line is above the last line.
             crossing = (last_base - base) / (slope - last_slope)
             start = smallest
             if len(hull) > 1:

@@ -1,1 +1,1 @@
-"""Data loading of a trial: order of records, position, counting of records."""
+"""Data loading of a trial: record order, position in the data, record counts."""

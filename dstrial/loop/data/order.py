@@ -1,7 +1,7 @@
-"""Which records each global batch has, and their division into micro batches.
+"""Choose the records of each global batch, and divide them into micro batches.
 
-The records of a global batch depend only on seed, epoch, batch number and global batch size. Replicas and micro batches are
-slices of a global batch. A run may change their number and still trains every record of an epoch once, in the same batches.
+The records of a global batch depend only on seed, epoch, batch number and global batch size. Each micro batch of each replica
+is a slice of a global batch. If the number of replicas or micro batches changes, the global batches stay the same.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.utils import data
 from dstrial.engine.random_state import RngState
 from dstrial.errors import DataError
 
-# Number of record indices that are converted from a tensor to Python numbers at once.
+# Number of record indices that are converted from a tensor to Python numbers at a time.
 _BLOCK_RECORDS = 4096
 
 EpochOrder = Callable[[int], "Sequence[Any]"]
 
 
 def _mixed_seed(*parts: int) -> int:
-    """Combine numbers into one 63-bit seed; similar inputs give unrelated seeds."""
+    """Hash numbers to a 63-bit seed; similar inputs give unrelated seeds."""
     return int(
         np.random.SeedSequence([part & 0xFFFFFFFFFFFFFFFF for part in parts]).generate_state(1, np.uint64)[0]
         >> 1
@@ -35,7 +35,7 @@ def _mixed_seed(*parts: int) -> int:
 
 
 class ShuffledOrder:
-    """A shuffled order of all record indices per epoch, determined by (seed, epoch)."""
+    """Shuffles all record indices for each epoch, determined by (seed, epoch)."""
 
     def __init__(self, num_records: int, seed: int) -> None:
         self._num_records = num_records
@@ -47,7 +47,7 @@ class ShuffledOrder:
 
 
 class _TensorSequence(Sequence[int]):
-    """A sequence of indices stored as one tensor (8 bytes each); slices are lists."""
+    """A sequence of indices stored in a tensor (8 bytes each); slices are lists."""
 
     def __init__(self, indices: torch.Tensor) -> None:
         self._indices = indices
@@ -62,7 +62,8 @@ class _TensorSequence(Sequence[int]):
 class SamplerOrder:
     """The record order of a user's sampler, per epoch.
 
-    A sampler may have state, so it is run from epoch 0 on. Each epoch starts from random states seeded by (seed, epoch).
+    Because a sampler may have state, all epochs from 0 on are sampled. Each epoch starts from random states seeded by
+    (seed, epoch).
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -72,7 +73,7 @@ class SamplerOrder:
         self._newest: list[Any] = []
 
     def __call__(self, epoch_idx: int) -> Sequence[Any]:
-        """Return the sampler's indices of one epoch; calls must be in order of epochs."""
+        """Return the sampler's items of one epoch; calls must be in order of epochs."""
         if epoch_idx == self._next_epoch - 1:
             return self._newest
         if epoch_idx < self._next_epoch:
@@ -91,7 +92,7 @@ class SamplerOrder:
 
 @contextlib.contextmanager
 def forked_random_state(seed: int) -> Iterator[None]:
-    """Seed Python's, NumPy's and torch's CPU generators during the block only."""
+    """Seed Python's, NumPy's and torch's CPU generators; restore them after the block."""
     before = RngState.read()
     seed_all(seed)
     try:
@@ -115,9 +116,9 @@ def record_seed(seed: int, epoch_idx: int, record_idx: int) -> int:
 
 
 def epoch_order(sampler: Any, num_records: int, seed: int) -> EpochOrder:
-    """Return a function from the epoch's index to the order in which records are read.
+    """Return a function that maps an epoch's index to the sampler's items in order.
 
-    ``sampler`` is a ``DataLoader``'s sampler or batch sampler, whose items the function returns.
+    ``sampler`` is a ``DataLoader``'s sampler or batch sampler.
     """
     if type(sampler) is data.SequentialSampler:
         return lambda _epoch_idx: range(num_records)
@@ -136,7 +137,7 @@ class BatchGeometry:
 
     @property
     def num_slices(self) -> int:
-        """Number of micro batches of all replicas together in one batch."""
+        """Number of micro batches in one global batch, over all replicas."""
         return self.micro_batches_per_batch * self.num_replicas
 
     @property
@@ -147,8 +148,8 @@ class BatchGeometry:
 class GlobalBatches:
     """The records of each global batch (one optimizer step of all replicas).
 
-    With ``keep_tail`` the last batch of an epoch has the remaining records, divided as evenly as possible. A micro batch that
-    would be empty repeats a record of the same batch. Without ``keep_tail`` these records are not trained in that epoch.
+    If an epoch's last records do not fill a batch, ``keep_tail`` makes them a smaller batch, divided as evenly as possible; a
+    micro batch that would be empty repeats a record of this batch. Otherwise the records are dropped in this epoch.
     """
 
     def __init__(self, order: EpochOrder, num_records: int, geometry: BatchGeometry, keep_tail: bool) -> None:
@@ -171,7 +172,7 @@ class GlobalBatches:
         self._block: list[Any] = []
 
     def records(self, batch_idx: int) -> list[Any]:
-        """Return the records (the sampler's indices) of a global batch, in order."""
+        """Return a global batch's records (the sampler's items), in order."""
         epoch_idx, batch_in_epoch = divmod(batch_idx, self.epoch_length)
         if epoch_idx != self._epoch_idx:
             self._records = self._order(epoch_idx)
@@ -210,7 +211,7 @@ class ReplicaSampler(data.Sampler[list[Any]]):
     Args:
         replica: data-parallel rank.
         start_micro_batch: number of this replica's micro batches to skip.
-        with_epoch: yield ``(epoch_idx, record_idx)`` keys instead of record indices.
+        with_epoch: whether to yield ``(epoch_idx, record)`` instead of ``record``.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Passes over a training loader of the user's own, and the position in them.
+"""Iterate repeatedly over a user's own training loader, and restore the position.
 
-Such a loader decides by itself which records a replica reads. Its position is restored from its ``state_dict``, if it has one,
-or by reading the micro batches of the current pass again.
+A user's own loader, unlike ``dstrial.DataLoader``, itself decides which records a replica reads. The position is restored with
+the loader's ``load_state_dict``, or else by reading the micro batches of the current pass again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _END = object()
 
 
 def resume_mode(exp_conf: Mapping[str, Any] | None) -> ResumeMode:
-    """Return ``data.dstrial.resume_data``: how a user's own loader continues.
+    """Return ``data.dstrial.resume_data``: how a user's own loader resumes.
 
     Raises:
         ValueError: the value is invalid.
@@ -49,14 +49,14 @@ class LoaderPasses(Iterator[Any]):
 
     Args:
         loader: the user's loader: any iterable of micro batches.
-        per_pass: micro batches of one pass that are trained; None if the loader has no length.
-        rest: micro batches at the end of a pass that are not trained.
+        per_pass: number of micro batches to train per pass; None if the loader has no length.
+        rest: number of micro batches at the end of a pass that are not trained.
         rank: this rank, for messages.
 
     Attributes:
         pass_idx: index of the current pass over the loader.
         in_pass: number of micro batches drawn in the current pass.
-        first_digest: checksum of the first micro batch that was drawn; None if there is none.
+        first_digest: checksum of the first micro batch that was drawn; None if unknown.
     """
 
     def __init__(self, loader: Any, per_pass: int | None, rest: int, rank: int) -> None:
@@ -70,7 +70,7 @@ class LoaderPasses(Iterator[Any]):
         self._restored: Mapping[str, Any] | None = None
         self._digests: dict[
             int, int | None
-        ] = {}  # of some micro batches of the current pass, by their number
+        ] = {}  # micro batch's number in the pass, if a power of two -> checksum
         self._digests_of_workers: list[int | None] = []
         is_iterable = isinstance(getattr(loader, "dataset", None), data.IterableDataset)
         self._num_workers = int(getattr(loader, "num_workers", 0)) if is_iterable else 0
@@ -112,7 +112,7 @@ class LoaderPasses(Iterator[Any]):
         self._digests = {}
 
     def _take_digest(self, item: Any) -> None:
-        """Keep the checksum of some micro batches; here, because training may change them."""
+        """Store checksums of some micro batches, before training can change the items."""
         in_pass = self.in_pass
         is_compared = _is_power_of_two(in_pass)
         if not is_compared and self._has_drawn and in_pass > self._num_workers:
@@ -126,7 +126,7 @@ class LoaderPasses(Iterator[Any]):
             self._compare_workers(found)
 
     def _read_to_end(self) -> None:
-        """Let the loader reach its end and reset itself; warn if there is no end."""
+        """Exhaust the loader, so that its state resets; warn if it exceeds its length."""
         assert self._items is not None
         with random_state_kept():
             drawn = 0
@@ -156,13 +156,13 @@ class LoaderPasses(Iterator[Any]):
         self._digests_of_workers.append(newest)
 
     def close(self) -> None:
-        """Release the loader, whose workers then end."""
+        """Release the loader, so that its workers end."""
         self._loader = self._items = self._stateful = None
 
-    # ---- the position ---------------------------------------------------------------------------------
+    # ---- position -------------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the loader for ``restore``, as values for a checkpoint."""
+        """Return the position in the loader, which ``restore`` takes, for a checkpoint."""
         if self._items is None and self._restored is not None:
             return dict(self._restored)
         position = {
@@ -178,10 +178,10 @@ class LoaderPasses(Iterator[Any]):
         return position
 
     def restore(self, saved: Mapping[str, Any], mode: ResumeMode) -> None:
-        """Continue at a saved ``position()``; the global random states stay as they are.
+        """Continue at a saved ``position()``; global random states are not changed.
 
-        ``mode``: ``exact`` loads the loader's ``state_dict`` if it has one, otherwise reads again; ``reread`` reads the pass
-            again up to the position; ``restart`` begins the pass again.
+        ``mode``: ``reread`` reads the pass again up to the position; ``exact`` loads the saved ``state_dict`` if the loader
+            has one, otherwise does the same as ``reread``; ``restart`` begins the pass again.
         """
         self.pass_idx, self.in_pass = int(saved["pass"]), int(saved["in_pass"])
         if mode == "restart":
@@ -217,9 +217,9 @@ class LoaderPasses(Iterator[Any]):
                 self._reread()
 
     def _start_persistent_workers(self) -> None:
-        """Create the iterator that the loader keeps for all passes, as pass 0 did.
+        """Create the iterator that persistent workers reuse in all passes.
 
-        Its creation draws a random number that later passes do not draw.
+        Creating the iterator draws a random number, as in pass 0; later passes do not draw it.
         """
         set_epoch(self._loader, 0)
         with random_state_kept():
@@ -272,9 +272,9 @@ class LoaderPasses(Iterator[Any]):
 
 
 def _stateful_part(loader: Any) -> Any:
-    """Return the object whose ``state_dict`` has the loader's position, or None.
+    """Return the object whose ``state_dict`` contains the loader's position, or None.
 
-    A torch loader's data set has the position only without workers, which read from copies of the data set.
+    A torch loader's data set qualifies only without workers, because workers read from copies of the data set.
     """
     parts = [loader]
     if isinstance(loader, data.DataLoader) and isinstance(loader.dataset, data.IterableDataset):
@@ -286,7 +286,7 @@ def _stateful_part(loader: Any) -> Any:
 
 
 def set_epoch(loader: Any, epoch_idx: int) -> None:
-    """Call ``set_epoch`` of the loader, its samplers and data set, if they have it."""
+    """Call ``set_epoch`` of loader, samplers and data set, if they have the method."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     parts.append(getattr(loader, "dataset", None))
@@ -303,7 +303,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restore the global CPU generators after the block."""
+    """Restore Python's, NumPy's and torch's CPU generators after the block."""
     before = RngState.read()
     try:
         yield
@@ -311,7 +311,7 @@ def random_state_kept() -> Iterator[None]:
         before.restore()
 
 
-# ---- which records are read -----------------------------------------------------------------------------
+# ---- checksums of micro batches -------------------------------------------------------------------------
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -319,7 +319,10 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def digest(item: Any) -> int | None:
-    """Return a checksum of a micro batch's tensors, numbers and texts; None if none."""
+    """Return a checksum of a micro batch's tensors, numbers and texts.
+
+    None if the micro batch contains none of these.
+    """
     value = 0
     found = False
     for leaf in _leaves(item):
@@ -330,12 +333,12 @@ def digest(item: Any) -> int | None:
 
 def _leaves(item: Any) -> Iterator[bytes]:
     if isinstance(item, torch.Tensor):
-        with contextlib.suppress(RuntimeError):  # a layout without bytes: nested, sparse, meta
+        with contextlib.suppress(RuntimeError):  # nested, sparse and meta tensors have no plain bytes
             dense = item.detach().cpu().resolve_conj().resolve_neg().contiguous()
             found = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
             yield repr((item.dtype, tuple(item.shape))).encode() + found
     elif isinstance(item, np.ndarray):
-        if not item.dtype.hasobject:  # its bytes are addresses
+        if not item.dtype.hasobject:  # bytes of object arrays are addresses
             yield np.ascontiguousarray(item).tobytes()
     elif isinstance(item, str | int | float | bytes):
         yield repr(item).encode()
@@ -350,8 +353,8 @@ def _leaves(item: Any) -> Iterator[bytes]:
 def reading_problems(gathered: Sequence[tuple[int, int | None]]) -> list[str]:
     """Return warnings if training loaders are sharded wrongly.
 
-    Replicas must read different records, and the ranks of one replica the same records. ``gathered`` has for each rank its
-    replica's index, and the checksum of its first micro batch or None.
+    Replicas must read different records, and the ranks of one replica the same records. ``gathered`` has for each rank
+    (index of its replica, checksum of its first micro batch or None).
     """
     readers = [(rank, replica, found) for rank, (replica, found) in enumerate(gathered) if found is not None]
     problems = []
@@ -377,23 +380,22 @@ def reading_problems(gathered: Sequence[tuple[int, int | None]]) -> list[str]:
     return problems
 
 
-# ---- another number of replicas ---------------------------------------------------------------------------
+# ---- changed number of replicas ---------------------------------------------------------------------------
 
 
 def position_for(
     saved: Sequence[Mapping[str, Any]], division: tuple[int, int, int], replica: int, mode: ResumeMode
 ) -> tuple[Mapping[str, Any], ResumeMode]:
-    """Return the saved position of a replica, and the mode for ``restore``.
+    """Return (saved position of a replica, mode), the arguments of ``restore``.
 
     Args:
-        saved: positions from the checkpoint: this rank's; in another rank layout, those of all ranks that wrote it.
-        division: replicas, micro batches per batch and records per micro batch of this run.
+        saved: positions from the checkpoint: that of this rank or, if the rank layout has changed, those of all saved ranks.
+        division: (replicas, micro batches per batch, records per micro batch) of this run.
         replica: index of this rank's replica.
-        mode: how to continue; ``restart`` counts only if the records were divided in another way.
+        mode: ``data.dstrial.resume_data``; ``restart`` is replaced by ``exact`` if ``division`` has not changed.
 
     Raises:
-        DataError: the records were divided in another way, and ``mode`` does not say how to continue. Every rank raises the
-            same error.
+        DataError: ``division`` has changed, and ``mode`` cannot convert the positions. Every rank raises the same error.
     """
     first = saved[0]
     written = tuple(first["division"])

@@ -1,7 +1,7 @@
 """Build torch loaders that read a user's data set with reproducible random states.
 
 They use the data set, sampler and worker settings of a ``determined.pytorch.DataLoader``, but not its sharding, which depends
-on the number of ranks. Any other loader must be allowed by ``context.disable_dataset_reproducibility_checks()``.
+on the number of ranks. Other loaders are allowed only after ``context.disable_dataset_reproducibility_checks()``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dstrial.trial.determined_errors import ForeignLoaderError
 
 
 class SeededRecords(data.Dataset[Any]):
-    """A data set whose reads start from random states seeded by (seed, epoch, record).
+    """Wraps a data set; seeds random states by (seed, epoch, record) before each read.
 
     Used only in loader workers, whose random states are separate from training.
     """
@@ -54,7 +54,7 @@ def _record_number(record: Any) -> int:
 
 
 class _WorkerStart:
-    """Worker init function that shows user code the user's data set, not the wrapper."""
+    """Worker init function; ``get_worker_info().dataset`` becomes the user's data set."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self._worker_init_fn = worker_init_fn
@@ -72,8 +72,8 @@ def torch_loader(
 ) -> data.DataLoader[Any]:
     """Build a torch loader for ``batch_sampler`` with the settings of ``loader``.
 
-    The loader has a generator, because without one it would draw from training's random state at every start. If the user gave
-    no ``timeout``, the timeout for workers is the one for communication between ranks.
+    The loader gets a generator, because otherwise each start would draw from training's random state. Without a ``timeout`` of
+    the user, workers get the timeout for communication between ranks.
     """
     return data.DataLoader(
         dataset,
@@ -101,7 +101,7 @@ def require_determined_loader(loader: Any, method: str, checks_disabled: bool) -
 
 
 def loader_length(loader: Any) -> int | None:
-    """Return the number of micro batches in one pass; None without ``__len__``."""
+    """Return a loader's number of micro batches in one pass; None without ``__len__``."""
     inner = loader.loader if type(loader).__name__ == "RepeatingLoader" else loader
     try:
         return len(inner)

@@ -1,4 +1,4 @@
-"""The endless stream of a rank's training micro batches, from any position."""
+"""Read a rank's training micro batches endlessly, starting at any position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CountingIterator:
 
     Attributes:
         drawn: number of micro batches that this replica has drawn in the run.
-        watch: called with each micro batch and the seconds that the loader took for it; None for no call.
+        watch: callback that receives each micro batch and the seconds that the loader took; None for no callback.
     """
 
     def __init__(self, items: Iterator[Any], drawn: int, rank: int, per_batch: int) -> None:
@@ -66,7 +66,7 @@ class CountingIterator:
 class TrainingStream:
     """Reads this rank's training records; ``loader`` is None on ranks that read none.
 
-    ``notes`` has sentences for the log.
+    ``notes`` has sentences for the log, for example about dropped records.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class TrainingStream:
             self.passes = self._in_passes(loader_length(self._loader))
 
     def _in_passes(self, length: int | None) -> LoaderPasses:
-        """Return an iterator of repeated passes over the user's own loader.
+        """Return an iterator over repeated passes of the user's own loader.
 
-        Sets the stream's epoch length from ``length``, the loader's number of micro batches; None if it has no length.
+        Sets ``epoch_length`` from ``length``, the loader's number of micro batches or None.
         """
         if length is None:
             return LoaderPasses(self._loader, None, 0, self._rank)
@@ -161,7 +161,7 @@ class TrainingStream:
 
     @property
     def records_per_batch(self) -> int | None:
-        """Records of a full batch over all replicas; None if the loader does not tell."""
+        """Records of a full batch over all replicas; None if the batch size is unknown."""
         if self._batches is None or self._loader.batch_size is None:
             return None
         return self._batches.geometry.train_batch_size
@@ -169,7 +169,7 @@ class TrainingStream:
     def count_records(self, first_batch: int, end_batch: int) -> int:
         """Return the number of records in batches ``first_batch`` to ``end_batch - 1``.
 
-        With another loader than ``dstrial.DataLoader``, every batch counts as full.
+        Without a known batch size (``records_per_batch``), every batch counts as full.
         """
         if self._batches is not None and self._loader.batch_size is not None:
             return self._batches.num_records(first_batch, end_batch)
@@ -178,11 +178,11 @@ class TrainingStream:
     def open(self, drawn: int, saved: Sequence[Mapping[str, Any]] = ()) -> CountingIterator | None:
         """Return an iterator over the micro batches after the first ``drawn``.
 
-        None on a rank without loader. ``saved`` has what ``positions`` returned when the checkpoint was written: on this rank
-        or, in another rank layout, on all ranks.
+        None on a rank without loader. ``saved`` has the ``positions()`` in the checkpoint: that of this rank or, if the rank
+        layout has changed, those of all saved ranks.
 
         Raises:
-            DataError: the position of a loader of the user's own cannot be restored.
+            DataError: the position of a user's own loader cannot be restored.
         """
         if self._loader is None:
             return None
@@ -211,16 +211,16 @@ class TrainingStream:
         )
 
     def positions(self) -> list[dict[str, Any]]:
-        """Return [position in the loader] to save; [] for a ``dstrial.DataLoader``.
+        """Return [position in a user's own loader] for a checkpoint.
 
-        The position in a ``dstrial.DataLoader`` follows from the number of micro batches drawn.
+        Empty for a ``dstrial.DataLoader``, whose position follows from the number of micro batches drawn.
         """
         if self.passes is None:
             return []
         return [{**self.passes.position(), "replica": self._replica, "division": self._division}]
 
     def close(self) -> None:
-        """Release a loader of the user's own; nothing is read afterwards."""
+        """Release a user's own loader; nothing can be read afterwards."""
         if self.passes is not None:
             self.passes.close()
             self._loader = None
@@ -246,8 +246,8 @@ def agreed_epoch_length(gathered: Sequence[tuple[bool, bool, int | None, str | N
     """Return the ranks' common number of batches per epoch; None if unknown.
 
     Args:
-        gathered: for each rank: whether the rank must read records, whether it has a loader, the loader's batches per epoch or
-            None, and an error text or None.
+        gathered: for each rank (whether the rank must read records, whether it has a loader, the loader's batches per epoch or
+            None, error text or None).
 
     Raises:
         DataError: a loader is missing or too short, or lengths differ. Every rank raises the same error.

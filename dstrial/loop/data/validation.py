@@ -1,4 +1,4 @@
-"""A rank's validation records in rounds; a round is one ``evaluate_batch`` call."""
+"""Read a rank's validation records in rounds, one per ``evaluate_batch`` call."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger("dstrial.loop")
 
 
 def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
-    """Return a validation round whose micro batches have these numbers of records.
+    """Return a validation round whose micro batches have ``sizes`` records.
 
-    ``is_ragged``: whether a micro batch may have fewer records than the others.
+    ``is_ragged``: whether a micro batch may be smaller than the loader's batch size.
     """
     stops = list(itertools.accumulate(sizes))
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
@@ -35,8 +35,8 @@ def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
 def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, bool]]:
     """Divide micro batches of unknown size into validation rounds.
 
-    Returns (number of micro batches, whether they may have fewer records) per round. The last micro batch is a separate round,
-    because only it may have fewer records than the others.
+    Returns (number of micro batches, whether they may be smaller than the loader's batch size) per round. Only the last micro
+    batch may be smaller, and is a separate round.
     """
     full_rounds, rest = divmod(num_micro_batches - 1, per_round)
     sizes = [per_round] * full_rounds + ([rest] if rest else [])
@@ -45,7 +45,7 @@ def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, b
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a validation set: in records, or in micro batches of this replica."""
+    """A validation set's size: in records, or in micro batches of this replica."""
 
     num_records: int | None = None
     records_per_micro_batch: int | None = None
@@ -61,8 +61,8 @@ class ValidationStream:
 
     Args:
         loader: the validation loader; None on ranks that read no records.
-        all_replicas: whether a forward pass of any engine needs every replica.
-        count_records: returns the number of records in one item of the loader.
+        all_replicas: whether all replicas must evaluate equally often, because a forward pass of any engine is collective.
+        count_records: function that returns the number of records in one item of the loader.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ValidationStream:
             self.extent = Extent(num_micro_batches=length)
 
     def _counted(self) -> int:
-        """Read a loader without a length once, and return its number of micro batches."""
+        """Count the micro batches of a loader without ``__len__`` by reading it once."""
         if iter(self._loader) is self._loader:
             raise DataError(
                 "the validation loader is an iterator without __len__; expected to know where validation ends, and to read it in "
@@ -114,7 +114,7 @@ class ValidationStream:
         return length
 
     def full_loader(self) -> Any:
-        """Return a loader over every record, for ``evaluate_full_dataset`` on rank 0."""
+        """Return a loader over all records, for ``evaluate_full_dataset`` on rank 0."""
         loader = self._loader
         if isinstance(loader, pytorch.DataLoader):
             return torch_loader(loader, loader.dataset, loader.batch_sampler, self._seed)
@@ -123,8 +123,8 @@ class ValidationStream:
     def rounds(self, agreed: Extent) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
         """Yield each round of this replica with an iterator over its micro batches.
 
-        The iterator is None on a rank without loader. ``agreed`` is the size that all ranks agreed on. If it is not in
-        records, the length of this rank's loader is used.
+        The iterator is None on a rank without loader. ``agreed`` is the validation set's size that all ranks share. A size in
+        micro batches is replaced by the length of this rank's own loader.
         """
         if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
             yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)
@@ -174,7 +174,7 @@ class ValidationStream:
         return list(batches)[self._adapter.data_parallel_rank :: self._adapter.data_parallel_world_size]
 
     def _read(self, micro_batches: list[Any]) -> Iterator[Any]:
-        """Iterate over lists of record indices as loaded micro batches.
+        """Yield loaded micro batches for lists of record indices.
 
         Persistent workers are reused in later validations.
         """
