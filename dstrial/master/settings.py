@@ -155,7 +155,7 @@ SETTINGS = Section(
         ),
         "feature_switches": _list(about="no effect: switches of Determined's web interface"),
         "hostfile": _string(
-            about="file with the hosts that run trials, in DeepSpeed's format; the path is relative to this file"
+            about="file with the hosts that run trials, in DeepSpeed's format; a relative path starts at the settings file"
         ),
         "hosts_python": _string(
             about="path of the Python interpreter on the hosts; that of the master unless given"
