@@ -31,29 +31,30 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _HEAD = """\
 # The experiment config
 
-This page lists every key of an experiment config that `dstrial check` accepts: the keys of Determined's config, version 0,
-and dstrial's own keys below `data.dstrial`. A key with the value null counts as not given. [Train](../how-to/training.md)
-says which keys `dstrial run` uses. [A shared master](../how-to/shared-master.md) has settings that replace some defaults.
-*Without effect* marks keys that dstrial accepts and ignores. *Unless given* names the value of a key that you leave out.
+This page lists every key of an experiment config that `dstrial check` accepts: the keys of Determined's config,
+version 0, and dstrial's own keys below `data.dstrial`. A key with the value null counts as not given.
+[Train](../how-to/training.md) says which keys `dstrial run` uses. [A shared master](../how-to/shared-master.md) has
+settings that replace some defaults. *Without effect* marks keys that dstrial accepts and ignores. *Unless given* names
+the value of a key that you leave out.
 
-An editor that supports JSON Schema, such as VS Code with the YAML extension, completes and checks the keys while you write.
-Save the schema with `dstrial check --schema > experiment-config.schema.json`, and start the config with:
+An editor that supports JSON Schema, such as VS Code with the YAML extension, completes and checks the keys while you
+write. Save the schema with `dstrial check --schema > experiment-config.schema.json`, and start the config with:
 
     # yaml-language-server: $schema=experiment-config.schema.json
 """
 _SETTINGS_HEAD = """\
 # Settings of the master
 
-This page lists every key of the file that `dstrial up --config-file FILE` reads. Without such a file, all defaults apply.
-`det -u admin master config` shows the settings of a running master.
+This page lists every key of the file that `dstrial up --config-file FILE` reads. Without such a file, all defaults
+apply. `det -u admin master config` shows the settings of a running master.
 
 """
 _COMMANDS_HEAD = """\
 # The command line
 
-This page shows the help of every command, as `dstrial COMMAND --help` prints it. The *master* is the server that `dstrial up`
-starts. A *slot* is one accelerator, or one rank on the CPU. Exit status: 0 on success, 1 after an error, 2 after wrong
-usage, and 130 after Ctrl-C, unless the command's help says otherwise.
+This page shows the help of every command, as `dstrial COMMAND --help` prints it. The *master* is the server that
+`dstrial up` starts. A *slot* is one accelerator, or one rank on the CPU. Exit status: 0 on success, 1 after an error, 2
+after wrong usage, and 130 after Ctrl-C, unless the command's help says otherwise.
 
 | command | use |
 |---|---|
