@@ -31,42 +31,47 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _HEAD = """\
 # The experiment config
 
-This page lists every key of an experiment config, as `dstrial check` knows it: version 0 of Determined's config, and
-`data.dstrial` for settings of dstrial. A key that is null counts as not given. [Train](../how-to/training.md) says which keys
-`dstrial run` uses; [a shared master](../how-to/shared-master.md) adds defaults of its own.
+This page lists every key of an experiment config that `dstrial check` accepts: the keys of Determined's config,
+version 0, and dstrial's own keys below `data.dstrial`. A key with the value null counts as not given.
+[Train](../how-to/training.md) says which keys `dstrial run` uses. [A shared master](../how-to/shared-master.md) has
+settings that replace some defaults. *Without effect* marks keys that dstrial accepts and ignores. *Unless given* names
+the value of a key that you leave out.
 
-An editor that supports JSON Schema, such as VS Code with the YAML extension, completes and checks the keys while you write.
-Save the schema with `dstrial check --schema > experiment-config.schema.json`, and start the config with:
+An editor that supports JSON Schema, such as VS Code with the YAML extension, completes and checks the keys while you
+write. Save the schema with `dstrial check --schema > experiment-config.schema.json`, and start the config with:
 
     # yaml-language-server: $schema=experiment-config.schema.json
 """
 _SETTINGS_HEAD = """\
 # Settings of the master
 
-Every key of the file that `dstrial up --config-file FILE` reads. Without a file all defaults apply. `det -u admin master config`
-shows the settings of a running master.
+This page lists every key of the file that `dstrial up --config-file FILE` reads. Without such a file, all defaults
+apply. `det -u admin master config` shows the settings of a running master.
 
 """
 _COMMANDS_HEAD = """\
 # The command line
 
-Every command of `dstrial` with its options, as `dstrial COMMAND --help` prints them. The commands exit with 0 on success, 1 on a
-user's error, 2 on wrong usage, and 130 after Ctrl-C.
+This page shows the help of every command, as `dstrial COMMAND --help` prints it. The *master* is the server that
+`dstrial up` starts. A *slot* is one accelerator, or one rank on the CPU. Exit status: 0 on success, 1 after an error, 2
+after wrong usage, and 130 after Ctrl-C, unless the command's help says otherwise.
 
-| command | |
+| command | use |
 |---|---|
 """
 _AXES_HEAD = """\
 # Parallel axes: what trains, what resumes
 
-What `dstrial check` decides for each axis, ZeRO stage and optimizer, on four slots.
-[Parallelism](../how-to/parallelism.md) says how an axis is set up.
+The table shows the result of `dstrial check` for each axis of parallelism, ZeRO stage and optimizer, on four slots.
+[Parallelism](../how-to/parallelism.md) says how to set up an axis.
 
-- *yes*: accepted. The ranks still compare what only code shows, such as the groups of an engine and fused layers.
-- *refused in the ranks*: before the first batch, since only the trial's code shows experts and `ep_size`.
-- A resume in the same layout is always possible, to the bit. The last columns say whether a checkpoint is loaded on eight
-  slots, in another ZeRO stage, and without the axis.
-- A number refers to the message below the table, with which the combination is refused before a process starts.
+- The last three columns say whether a checkpoint of the combination resumes on eight slots, in another ZeRO stage, and
+  without the axis. A resume in the same layout is always possible and bitwise exact.
+- *yes*: `dstrial check` accepts the combination. When training starts, the ranks also check facts that only the code
+  shows, such as process groups of an engine and fused layers.
+- *refused in the ranks*: `dstrial check` accepts the combination, and training ends with an error before the first batch.
+  Only the trial's code shows experts and `ep_size`.
+- A number: `dstrial check` refuses the combination with this message of the list below the table.
 - *optimizer of the trial*: an SGD of torch that the trial passes to `deepspeed.initialize`.
 
 | axis | ZeRO | optimizer | trains | resumes on eight slots | in another stage | without the axis |
@@ -87,7 +92,7 @@ _AXES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "sequence (Ulysses)": ({"sp": 2}, {"sequence_parallel_size": 2}),
     "expert (MoE)": ({"ep": 2}, {}),
 }
-_ROW = "| key | type | default | |\n|---|---|---|---|\n"
+_ROW = "| key | type | default | meaning |\n|---|---|---|---|\n"
 
 
 def rows(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -25,7 +25,7 @@ from dstrial.process_state import open_closed_streams
 
 COMMAND_GROUPS = {
     "train": {
-        "init": "write a new project that trains",
+        "init": "write a small, complete project",
         "check": "check an experiment config and its DeepSpeed config; starts nothing",
         "run": "train one experiment on this machine and follow it",
         "list": "list the experiments of this machine's master",
@@ -46,12 +46,12 @@ COMMAND_GROUPS = {
         "status": "show the master's address, slots, experiments and disk use",
         "logs": "print the master's own log",
         "login": "log det in to the master of this machine, without a password",
-        "backup": "copy the master's database, also while it runs",
+        "backup": "copy the master's database, also while the master runs",
         "restore": "restore the master's database from a backup",
         "webhook": "manage webhooks: HTTP requests on events of experiments",
     },
     "machine": {
-        "doctor": "check whether this machine can train, with --train by a test run",
+        "doctor": "check whether this machine can train; --train makes a test run",
         "hosts": "check whether the hosts of a hostfile can train together",
     },
 }

@@ -42,7 +42,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="print the effective DeepSpeed config without DeepSpeed's defaults, and the origin of each value",
     )
     parser.add_argument(
-        "--all", action="store_true", dest="with_defaults", help="with --explain: print the defaults, too"
+        "--all",
+        action="store_true",
+        dest="with_defaults",
+        help="with --explain: also print DeepSpeed's defaults",
     )
     parser.add_argument(
         "--resume",

@@ -44,8 +44,8 @@ ACTIONS = ("inspect", "verify", "diff", "export", "reshape", "download")
 """Actions; the module ``checkpoint_<action>`` of each has ``add_parser(actions)`` and ``main(args)``."""
 
 _EPILOG = """\
-CHECKPOINT is a checkpoint's directory, the directory of a run (its newest checkpoint), or the UUID of a checkpoint
-of the running master or of a run below --runs-dir.
+CHECKPOINT is one of: the directory of a checkpoint; the directory of a run, for the run's newest checkpoint; the UUID of a
+checkpoint of the running master or of a run below --runs-dir; best, for the best checkpoint of the newest run.
 
 examples:
   dstrial checkpoint inspect runs/gpt2/20260101T120000Z-1a2b3c
@@ -65,7 +65,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "checkpoint",
         help="inspect, verify, compare, export, reshape and download checkpoints",
-        description="Look into checkpoints, verify, compare, export, reshape and download them. Needs no accelerator.",
+        description="Inspect, verify, compare, export, reshape and download checkpoints. No action needs an accelerator.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -147,7 +147,7 @@ def add_action(
         parser.add_argument(
             dest,
             metavar=metavar,
-            help="directory of a checkpoint or of a run, a UUID, or best: of the newest run",
+            help="directory of a checkpoint or a run, a UUID, or best (see `dstrial checkpoint --help`)",
         )
     return parser
 
@@ -167,13 +167,13 @@ def add_shared_options(
         parser.add_argument(
             "--trust-code",
             action="store_true",
-            help="load files of the named checkpoint also where they hold classes that are not on dstrial's list, which can run "
-            "any code: for checkpoints of people whom you trust",
+            help="load the checkpoint even if its pickles have classes that dstrial does not know; such classes can run any "
+            "code, so trust the checkpoint's author",
         )
     parser.add_argument(
         "--runs-dir",
         metavar="DIR",
-        help="directory of all runs, where a UUID is looked for first (default: $DSTRIAL_RUNS_DIR or ./runs)",
+        help="directory of all runs, searched first for a UUID (default: $DSTRIAL_RUNS_DIR or ./runs)",
     )
     add_state_dir_argument(parser)
 

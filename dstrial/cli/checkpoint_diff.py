@@ -34,9 +34,9 @@ _EPILOG = """\
 config:   hyperparameters, experiment config, DeepSpeed config
 layout:   ranks, ZeRO stage, precision, batch sizes, versions
 progress: batches, steps, learning rates, scheduler, loss scale
-weights:  which parameters there are, and how far their weights (with --optimizer also the optimizer's moments) are apart
+weights:  names of parameters, and distances of their weights (with --optimizer also of the optimizer's moments)
 
-exit status: 0 if they are the same, 1 if they differ, 2 for trouble
+exit status: 0 if the checkpoints are equal, 1 if they differ, 2 after an error
 
 examples:
   dstrial checkpoint diff BEFORE AFTER
@@ -49,8 +49,8 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         actions,
         "diff",
         help="compare two checkpoints of any two layouts",
-        description="Compare two checkpoints, of any two layouts: what was configured, how far they are, and how far the "
-        "weights are apart. Norms are Euclidean; relative ones are over the larger norm of the two.",
+        description="Compare two checkpoints, whatever their layouts: configs, layouts, progress and weights. Distances of "
+        "weights are Euclidean norms of differences. Relative distances are divided by the larger norm of the two.",
         epilog=_EPILOG,
         checkpoints={"a": "A", "b": "B"},
     )
@@ -63,7 +63,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=count_argument,
         default=10,
         metavar="N",
-        help="list the N largest (default: %(default)s)",
+        help="list the N largest differences (default: %(default)s)",
     )
     add_shared_options(parser, json=True, progress=True)
 

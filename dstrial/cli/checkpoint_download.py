@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _EPILOG = """\
-The files of a checkpoint in object storage are fetched with the credentials of the environment, such as
-AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; without them by a running master that has the checkpoint.
+A checkpoint in object storage is downloaded with the credentials in environment variables such as AWS_ACCESS_KEY_ID and
+AWS_SECRET_ACCESS_KEY. Without credentials, the running master downloads the checkpoint if it knows it.
 
 examples:
   dstrial checkpoint download runs/gpt2/20260101T120000Z-1a2b3c
@@ -31,7 +31,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = add_action(
         actions,
         "download",
-        help="copy a checkpoint, also from object storage, into a directory and verify it",
+        help="copy a checkpoint from a directory or object storage into a new directory, and verify the copy",
         description="Copy the files of a checkpoint into a new directory, and compare them with their checksums.",
         epilog=_EPILOG,
     )

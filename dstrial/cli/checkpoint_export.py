@@ -39,12 +39,12 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 _DEFAULT_SHARD = "5GB"
 
 _EPILOG = """\
-safetensors writes one file, torch one file with a state_dict, hf a directory with sharded safetensors, an index, and
-config.json and tokenizer files where they are found: in --files-from, the run's model definition, or the checkpoint.
-adapter writes a directory with adapter_config.json and adapter_model.safetensors, which PeftModel.from_pretrained loads.
-Names are those of the module's state_dict, persistent buffers included. Weights that are tied are written once; their
-further names stand in the metadata of the safetensors file, and share the storage in torch's.
-Memory does not grow with the model; torch needs room for a second file while it writes.
+safetensors: one file. torch: one file with a state_dict. hf: a directory with sharded safetensors and an index. hf also
+copies config.json and tokenizer files from --files-from, else from the run's model definition or the checkpoint.
+adapter: a directory with adapter_config.json and adapter_model.safetensors, which PeftModel.from_pretrained loads.
+Names are those of the module's state_dict, persistent buffers included. Tied weights are written once. A safetensors file
+has their further names in its metadata; in a torch file, the names share one storage.
+The memory that the export needs does not grow with the model. While torch writes, the disk needs room for a second file.
 
 examples:
   dstrial checkpoint export CHECKPOINT model.safetensors --format safetensors
@@ -58,15 +58,16 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         actions,
         "export",
         help="write the consolidated weights as safetensors, for torch.load, or as a Hugging Face model",
-        description="Write the weights of a checkpoint as one model, whatever ZeRO stage or pipeline wrote it. What is read "
-        "is verified first. OUTPUT must not exist; it appears when it is complete.",
+        description="Write the weights of a checkpoint as one model, whatever its ZeRO stage and pipeline stages. Files are "
+        "verified before they are read. OUTPUT must not exist; OUTPUT appears when it is complete.",
         epilog=_EPILOG,
     )
     parser.add_argument("output", metavar="OUTPUT", help="file to write; for hf a directory")
     parser.add_argument(
         "--format",
         choices=("safetensors", "torch", "hf", "adapter"),
-        help="default: adapter if the run has trained an adapter of PEFT and --merged is not given, else safetensors",
+        help="format of OUTPUT (default: adapter if the run has trained a PEFT adapter and --merged is not given, else "
+        "safetensors)",
     )
     parser.add_argument(
         "--merged", action="store_true", help="add a LoRA adapter to the weights of its base model"
@@ -75,17 +76,22 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--dtype",
         choices=tuple(_DTYPES),
         default="float32",
-        help="type of floating-point weights, module for that in which the model was trained (default: %(default)s)",
+        help="data type of floating-point weights; module: the type in which the model was trained (default: %(default)s)",
     )
-    parser.add_argument("--engine", type=count_argument, metavar="N", help="which of several engines, from 0")
+    parser.add_argument(
+        "--engine",
+        type=count_argument,
+        metavar="N",
+        help="index of the engine, from 0, if the trial has several engines",
+    )
     parser.add_argument(
         "--max-shard-size",
         type=size_argument,
         metavar="SIZE",
-        help=f"most bytes of weights in a file of hf, such as 500MB (default: {_DEFAULT_SHARD})",
+        help=f"maximum size of a file of format hf, such as 500MB (default: {_DEFAULT_SHARD})",
     )
     parser.add_argument(
-        "--files-from", metavar="DIR", help="directory with config.json and tokenizer files for hf"
+        "--files-from", metavar="DIR", help="directory with config.json and tokenizer files, for format hf"
     )
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare the files with their checksums first"

@@ -41,8 +41,8 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         actions,
         "inspect",
         help="show layout, steps, sizes, versions and parameters",
-        description="Show what a checkpoint holds: when and by which trial it was saved, how the state lay over ranks, sizes, "
-        "versions, parameters, and the optimizer's settings and step.",
+        description="Show time and trial of a checkpoint, its layout over ranks, sizes, versions, parameters, and the "
+        "optimizer's settings and step.",
         epilog=_EPILOG,
     )
     parser.add_argument(

@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 _RESERVED_PREFIXES = ("DSTRIAL_", "DET_")  # of variables that the experiment config cannot set
 
 _EPILOG = """\
-Ranks are started on the CPUs of this machine with the trial's own model definition. They restore the checkpoint, which
-brings it into their layout and compares every value bit by bit, save it again as OUTPUT and end before the first batch.
-The model definition is taken from --context, else from the run, the checkpoint or the master that has it.
-OUTPUT is an ordinary checkpoint: `dstrial run EXP.yaml --resume OUTPUT --slots N` goes on without reshaping.
+The command starts ranks on the CPUs of this machine with the trial's own model definition. The ranks load the checkpoint
+in the new layout, compare every value bit by bit, save the result as OUTPUT and exit before the first batch.
+The model definition comes from --context, else from the run, the checkpoint or the running master.
+OUTPUT is an ordinary checkpoint: `dstrial run EXP.yaml --resume OUTPUT --slots N` resumes from it in the same layout.
 
 examples:
   dstrial checkpoint reshape CHECKPOINT for-6-slots --slots 6
@@ -67,19 +67,19 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = add_action(
         actions,
         "reshape",
-        help="write a checkpoint again for another number of slots or another ZeRO stage",
-        description="Write a checkpoint again, in the layout of another number of slots or another ZeRO stage. A run that "
-        "resumes does this by itself; here it is done ahead of time. OUTPUT must not exist.",
+        help="write a copy of a checkpoint for another number of slots or another ZeRO stage",
+        description="Write a copy of a checkpoint in the layout of another number of slots or another ZeRO stage. A run that "
+        "resumes does this automatically; use this command to do it in advance. OUTPUT must not exist.",
         epilog=_EPILOG,
     )
-    parser.add_argument("output", metavar="OUTPUT", help="directory to write")
+    parser.add_argument("output", metavar="OUTPUT", help="new directory for the copy")
     parser.add_argument("--slots", type=slots_argument, metavar="N", required=True, help="number of ranks")
     parser.add_argument(
         "--zero-stage",
         type=int,
         choices=(0, 1, 2, 3),
         metavar="S",
-        help="ZeRO stage, 0 to 3 (default: that of the checkpoint)",
+        help="ZeRO stage, 0 to 3 (default: the checkpoint's ZeRO stage)",
     )
     parser.add_argument("--context", metavar="DIR", help="directory of the model definition")
     add_shared_options(parser)

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _EPILOG = """\
-A manifest says which files a checkpoint consists of; everybody can make one that matches its files. So it is compared with the
-SHA-256 that the running master has from the trial that wrote the checkpoint: it is as registered, the manifest has changed
-since, or the checkpoint is not registered here.
+The manifest lists the files of a checkpoint with their checksums. Somebody who changes a file can also change the manifest.
+Therefore the SHA-256 of the manifest is compared with the SHA-256 that the trial registered with the master. The result is
+one of three: equal, changed, or not registered with the running master.
 
-exit status: 0 if the checkpoint is whole, 1 if a file differs or the manifest has changed since, 2 for wrong usage
+exit status: 0 if the checkpoint is intact, 1 if a file or the manifest has changed, 2 for wrong usage
 
 examples:
   dstrial checkpoint verify runs/gpt2/20260101T120000Z-1a2b3c
@@ -45,9 +45,9 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = add_action(
         actions,
         "verify",
-        help="read every file; report missing, truncated, changed and unexpected ones",
-        description="Read every file of a checkpoint and compare it with the size and checksum that were written down "
-        "when it was saved.",
+        help="read every file; report missing, truncated, changed and unexpected files",
+        description="Read every file of a checkpoint and compare it with the size and checksum that the manifest has "
+        "recorded when the checkpoint was saved.",
         epilog=_EPILOG,
     )
     add_shared_options(parser, json=True, progress=True, trust=False)

@@ -46,21 +46,22 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "convert",
         help="convert another tool's config to an experiment config",
-        description="Convert another tool's config to an experiment config and a DeepSpeed JSON; print where every key went.",
+        description="Convert another tool's config to an experiment config and a DeepSpeed JSON. Print where "
+        "each key is in the new files.",
     )
     tools = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
     accelerate = tools.add_parser(
         "accelerate",
         help="convert a file that `accelerate config` wrote",
-        description=f"Convert a file that `accelerate config` wrote to {JSON_NAME} and {YAML_NAME}. Settings that such a file "
-        "does not have (script, micro batch, optimizer, searcher) are marked in the new files. "
+        description=f"Convert a file that `accelerate config` wrote to {JSON_NAME} and {YAML_NAME}. The new files mark settings "
+        "that you must add (script, micro batch, optimizer, searcher). "
         "Accelerate need not be installed.",
     )
     accelerate.add_argument("config", metavar="default_config.yaml", type=Path, help="the Accelerate config")
     accelerate.add_argument(
         "--entrypoint",
         metavar="SCRIPT",
-        help="the training script as it lies in DIR, with its arguments in the same word",
+        help='training script in DIR with its arguments, as one quoted word: "train.py --epochs 3"',
     )
     accelerate.add_argument(
         "--micro-batch", type=slots_argument, metavar="N", help="records of one forward pass on one rank"
@@ -71,9 +72,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=Path,
         metavar="DIR",
         default=Path(),
-        help="directory to write to, which has the training script (default: .)",
+        help="directory of the training script, to which the new files are written (default: .)",
     )
-    accelerate.add_argument("--force", action="store_true", help="replace files that exist")
+    accelerate.add_argument("--force", action="store_true", help="overwrite existing files")
 
 
 def main(args: argparse.Namespace) -> int:

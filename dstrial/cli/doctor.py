@@ -36,13 +36,15 @@ _DEFAULT_MINUTES = 5.0
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="check whether this machine can train, with --train by a test run",
-        description="Check Python, torch, DeepSpeed, devices, compilers, network, limits, disks and the master; each line "
-        "is ok, a note or a problem, with what to do. Exits 0 if there is no problem, else 1. Trains nothing without --train.",
+        help="check whether this machine can train; --train makes a test run",
+        description="Check Python, torch, DeepSpeed, devices, compilers, network, limits, disks and the master. Each line is "
+        "ok, a note, or a problem with its fix. Exits 0 if there is no problem, else 1. Only --train trains.",
     )
     parser.set_defaults(usage_error=parser.error)
     parser.add_argument(
-        "--fast", action="store_true", help="import no library: leave torch, DeepSpeed and compilers out"
+        "--fast",
+        action="store_true",
+        help="import no library: skip the checks of torch, DeepSpeed and compilers",
     )
     parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print one JSON object instead of text"
@@ -54,7 +56,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         const=1,
         default=0,
         metavar="N",
-        help="it is a problem if fewer than N accelerators are visible (default with the option: 1)",
+        help="report a problem if fewer than N accelerators are visible (N is 1 unless given)",
     )
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
@@ -65,25 +67,25 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help=f"keep {DOCUMENT_NAME} there; with --train, result.json and the logs of its steps",
+        help=f"directory for {DOCUMENT_NAME}; with --train also for result.json and the logs of the test run",
     )
     parser.add_argument(
         "--deadline",
         type=seconds_argument,
         default=CheckupOptions().import_deadline_s,
         metavar="SECONDS",
-        help="when an import counts as hanging (default: %(default)g)",
+        help="time after which an import counts as hanging (default: %(default)g)",
     )
     parser.add_argument(
         "--train",
         action="store_true",
-        help="train a small model on what is there: save, resume, reshape, measure",
+        help="train a small model on this machine's devices: train, save, resume, reshape, measure",
     )
     parser.add_argument(
         "--minutes",
         type=seconds_argument,
         metavar="M",
-        help=f"what --train may take (default: {_DEFAULT_MINUTES:g})",
+        help=f"time limit of --train in minutes (default: {_DEFAULT_MINUTES:g})",
     )
 
 

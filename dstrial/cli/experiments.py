@@ -27,9 +27,10 @@ _ALL = -1  # limit of a page that contains all rows
 _ENDED = ("STATE_COMPLETED", "STATE_CANCELED", "STATE_ERROR")
 _NOT_FOUND = 404
 _DESCRIPTIONS = {
-    "list": "List the newest experiments of this machine's master: those of `dstrial run` and of `det experiment create`.",
-    "show": "Show an experiment and its trials, the best first.",
-    "kill": "End experiments at once, without a checkpoint. Ctrl-C in `dstrial run` and `det experiment pause` save one.",
+    "list": "List the newest experiments of this machine's master, from `dstrial run` and `det experiment create`.",
+    "show": "Show an experiment and its trials, the best trial first.",
+    "kill": "End experiments immediately, without a checkpoint. To end an experiment with a checkpoint, use Ctrl-C in "
+    "`dstrial run`, or `det experiment pause`.",
 }
 
 
@@ -42,9 +43,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser], command: 
             type=functools.partial(count_argument, may_be_zero=False),
             default=20,
             metavar="N",
-            help="the newest N (default: %(default)s)",
+            help="show only the newest N experiments (default: %(default)s)",
         )
-        parser.add_argument("--all", action="store_true", help="also archived experiments")
+        parser.add_argument("--all", action="store_true", help="show archived experiments, too")
     elif command == "show":
         parser.add_argument("id", type=int, metavar="ID", help="number of the experiment")
     else:

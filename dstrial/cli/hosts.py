@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _DESCRIPTION = """\
-Log in to all hosts in parallel and check everything that training together requires: names, keys, Python and its
-packages, slots, clocks, the network between them, and the shared directory. Starts nothing, and leaves no files.
-`dstrial run --hostfile` and `dstrial up --hostfile` do the same before they start anything.
+Log in to all hosts in parallel and check the requirements of training on them together: host names, ssh keys, Python and
+its packages, slots, clocks, the network between the hosts, and the shared directory. Starts no training, and leaves no
+files. `dstrial run --hostfile` and `dstrial up --hostfile` make the same check before they start anything.
 """
 
 
@@ -29,7 +29,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     check = actions.add_parser(
         "check",
-        help="check the hosts; starts nothing",
+        help="check the hosts; starts no training",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 if all hosts are ready, 1 if not, 2 for wrong usage.",
@@ -38,9 +38,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     check.add_argument(
         "--runs-dir",
         metavar="DIR",
-        help="directory of all runs, which all hosts have to see (default: $DSTRIAL_RUNS_DIR or runs)",
+        help="directory of all runs, which all hosts must share (default: $DSTRIAL_RUNS_DIR or runs)",
     )
-    check.add_argument("--json", action="store_true", help="print what was found as JSON")
+    check.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def main(args: argparse.Namespace) -> int:

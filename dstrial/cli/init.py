@@ -1,4 +1,4 @@
-"""``dstrial init``: write a new project that trains."""
+"""``dstrial init``: write a small, complete project."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ _IGNORED = "runs/\n"  # `det` packs the context directory without what .detignor
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "init",
-        help="write a new project that trains",
-        description="Write a small project that trains as it is: experiment config, DeepSpeed config and training code.",
+        help="write a small, complete project",
+        description="Write a small, complete project: experiment config, DeepSpeed config and training code.",
     )
     parser.add_argument(
-        "directory", metavar="DIR", nargs="?", default=".", help="where (default: this directory)"
+        "directory", metavar="DIR", nargs="?", default=".", help="directory of the project (default: .)"
     )
     parser.add_argument(
         "--template",
         choices=("trial", "pipeline", "trainer", "accelerate"),
         default="trial",
-        help="a DeepSpeedTrial, one with a pipeline, a script with Hugging Face's Trainer, or an Accelerate loop "
+        help="trial: a DeepSpeedTrial; pipeline: a DeepSpeedTrial with a PipelineModule; trainer: a script with Hugging Face's "
+        "Trainer; accelerate: a script with an Accelerate loop "
         "(default: %(default)s)",
     )
 

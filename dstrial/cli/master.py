@@ -27,15 +27,15 @@ _KILL_DEADLINE_S = 60.0
 _LOG_POLL_PERIOD_S = 0.2
 
 _DESCRIPTIONS = {
-    "backup": "Copy the master's database as it is at this moment, also while the master runs and writes, and check "
-    "the copy. Copying the file master.db by other means loses what is in its log. Checkpoints are not part of it.",
-    "down": "Stop all trials with a checkpoint and end the master. Their experiments stay active and go on at "
+    "backup": "Copy the master's database to a consistent snapshot, and check the copy. The master may run meanwhile. Do not "
+    "copy master.db by other means: recent transactions are in another file. Checkpoints are not copied.",
+    "down": "Save a checkpoint of each trial, stop all trials and end the master. Experiments stay active and continue at "
     "the next `dstrial up`.",
-    "login": "Log the det command in to the master of this machine, without a password, where tokens were lost or "
-    "have expired or a password is forgotten. It asks at a socket in the state directory, which only its owner reaches.",
-    "logs": "Print the master's own log. A trial's is printed by `det trial logs`.",
-    "restore": "Replace the master's database by a backup, while no master runs. The replaced files are kept beside it, "
-    "and ids of experiments and trials are not reused. Without PATH, list the backups.",
+    "login": "Log the det command in to the master of this machine, without a password, for example after a token has "
+    "expired. The command uses a socket in the state directory, which only the owner of the directory can open.",
+    "logs": "Print the master's own log. `det trial logs` prints the log of a trial.",
+    "restore": "Replace the master's database by a backup, while no master runs. The replaced files are moved to another "
+    "directory. IDs of experiments and trials are not reused. Without PATH, list the backups.",
 }
 
 
@@ -46,18 +46,18 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser], command: 
             "path",
             metavar="PATH",
             nargs="?",
-            help="a new file, or a directory to put it in (default: backups/ in the state directory)",
+            help="new file, or directory of the new file (default: backups/ in the state directory)",
         )
     elif command == "restore":
         parser.add_argument(
-            "path", metavar="PATH", nargs="?", help="a backup, made by `dstrial backup` or by the master"
+            "path", metavar="PATH", nargs="?", help="backup file, made by `dstrial backup` or by the master"
         )
     elif command == "login":
         parser.add_argument(
             "--user",
             metavar="NAME",
             default="determined",
-            help="the user to log in as (default: %(default)s)",
+            help="name of the user to log in as (default: %(default)s)",
         )
     add_state_dir_argument(parser)
     if command == "down":
@@ -78,7 +78,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser], command: 
             type=count_argument,
             metavar="N",
             default=200,
-            help="the last N lines (default: %(default)s)",
+            help="print the last N lines (default: %(default)s)",
         )
 
 

@@ -42,36 +42,40 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "memory",
         help="predict a model's memory, and whether it needs several devices",
-        description="Build the trial's engines as one rank of so many virtual devices, with tensors that have a shape and no "
-        "content, and train a step: parameters, gradients, optimizer, activations and buffers of one device, or of each stage "
-        "of a pipeline. Needs no device. Given the directory of a run, show what it has measured beside that.",
+        description="Predict the memory of one device, or of one device per pipeline stage: parameters, gradients, optimizer, "
+        "activations and buffers. The command trains one step as one rank of N simulated ranks, on tensors without memory, and "
+        "needs no accelerator. For the directory of a run, the command also shows the run's measured memory.",
     )
     parser.add_argument(
-        "experiment", metavar="EXPERIMENT", help="the experiment config, YAML, or the directory of a run"
+        "experiment", metavar="EXPERIMENT", help="experiment config (YAML), or directory of a run"
     )
     parser.add_argument(
         "context_dir",
         metavar="CONTEXT_DIR",
         nargs="?",
-        help="the directory of the model definition (default: ., or the run's)",
+        help="model definition directory (default: ., or that of the run)",
     )
     parser.add_argument(
         "--slots",
         metavar="N,…",
-        help=f"numbers of devices to predict for (default: {_DEFAULT_SLOTS}, or the run's)",
+        help=f"numbers of devices to predict for (default: {_DEFAULT_SLOTS}, or that of the run)",
     )
     parser.add_argument(
         "--device-gib",
         type=float,
         default=_DEFAULT_DEVICE_GIB,
         metavar="GIB",
-        help="memory of a device (default: 80)",
+        help="memory of one device in GiB (default: 80)",
     )
     parser.add_argument(
-        "--config", action="append", default=[], metavar="KEY=VALUE", help="change a value of the config"
+        "--config",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="replace one value of the config; repeatable",
     )
     parser.add_argument(
-        "--deadline", type=float, default=_DEADLINE_S, metavar="S", help="seconds that it may take"
+        "--deadline", type=float, default=_DEADLINE_S, metavar="S", help="time limit in seconds"
     )
     parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
 

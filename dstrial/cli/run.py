@@ -84,9 +84,9 @@ if TYPE_CHECKING:
     from dstrial.master.store.views.observe import ExperimentView
 
 _EPILOG = (
-    "Ctrl-C and SIGTERM pause the experiment with a checkpoint; a second Ctrl-C leaves that to the master. "
-    "Exit status: 0 if training completed; 130 or 143 if SIGINT or SIGTERM paused it; that of the first rank "
-    "that failed; 1 for a wrong configuration and for an experiment that was cancelled; 2 for wrong usage."
+    "Ctrl-C and SIGTERM pause the experiment with a checkpoint; after a second Ctrl-C this command does not wait for the "
+    "checkpoint. Exit status: 0 if training completed; 130 or 143 if SIGINT or SIGTERM paused the experiment; the exit "
+    "status of the first rank that failed; 1 if the config is wrong or the experiment was cancelled; 2 for wrong usage."
 )
 
 
@@ -94,8 +94,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run",
         help="train one experiment on this machine and follow it",
-        description="Check an experiment, submit it to this machine's master, which is started if none runs, follow "
-        "it to its end, and print where its files are.",
+        description="Check an experiment, submit it to this machine's master, follow it to its end, and print the paths of "
+        "its files. If no master runs, the command starts one.",
         epilog=_EPILOG,
     )
     add_experiment_arguments(parser, slots_help="number of slots instead of slots_per_trial")
@@ -109,19 +109,20 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     kind.add_argument(
         "--resume",
         metavar="latest|RUN_DIR|CHECKPOINT",
-        help="go on with the newest run of this name and context that has a checkpoint, with a run, or from a checkpoint",
+        help="resume: the newest run with this name and CONTEXT_DIR that has a checkpoint (latest), the run of RUN_DIR, or "
+        "from CHECKPOINT",
     )
     parser.add_argument(
         "--trust-code",
         action="store_true",
-        help="with --resume: load the checkpoint also where it holds classes that are not on dstrial's list, which can run any "
-        "code: for checkpoints of people whom you trust",
+        help="with --resume: load the checkpoint even if its pickles have classes that dstrial does not know; such classes can "
+        "run any code, so trust the checkpoint's author",
     )
     parser.add_argument(
         "--override-optimizer",
         action="store_true",
-        help="where a checkpoint is loaded, use the optimizer's settings (lr, weight_decay, betas, ...) of this run instead of "
-        "the checkpoint's",
+        help="when a checkpoint is loaded, keep the optimizer settings (lr, weight_decay, betas, ...) of this run's config "
+        "instead of those in the checkpoint",
     )
     kind.add_argument(
         "--test",
@@ -131,24 +132,24 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--run-dir",
         metavar="DIR",
-        help="directory of this run: it begins there, and where it has a checkpoint it goes on from the newest one",
+        help="directory of this run; if DIR has a checkpoint, the run resumes from the newest checkpoint",
     )
     parser.add_argument(
         "--logger",
         choices=tuple(LOGGERS),
         action="append",
         default=[],
-        help="report metrics there as well, beside TensorBoard and the loggers of EXP.yaml; repeatable",
+        help="report metrics also to this logger, in addition to TensorBoard and the loggers of EXP.yaml; repeatable",
     )
     parser.add_argument(
         "--predict-memory",
         action="store_true",
-        help="predict the use of memory before training, as `dstrial memory` does, and show it beside the measured use",
+        help="predict memory before training, as `dstrial memory` does; the summary shows predicted and measured memory",
     )
     parser.add_argument(
         "--debug",
         action="store_true",
-        help="train on one rank in this process, without a master: breakpoint() has the terminal",
+        help="train on one rank in this process, without a master, so that breakpoint() can use the terminal",
     )
     add_host_arguments(parser)
     slurm_job.add_slurm_arguments(parser)

@@ -56,15 +56,15 @@ _PREEMPTED = "Slurm gives its nodes to another job"
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "Slurm",
-        "Submit the run as a batch job and follow it; in an allocation (salloc, sbatch) train on its nodes.",
+        "Submit the run as a batch job and follow it. Inside an allocation (salloc, sbatch), train on the allocation's nodes.",
     )
-    group.add_argument("--slurm", action="store_true", help="train under Slurm, a task for each slot")
+    group.add_argument("--slurm", action="store_true", help="train under Slurm, with one Slurm task per slot")
     group.add_argument(
         "--sbatch-arg",
         action="append",
         default=[],
         metavar="ARG",
-        help="one more option of sbatch, --sbatch-arg=--partition=gpu for example; repeatable, behind slurm.sbatch_args",
+        help="further option of sbatch, such as --sbatch-arg=--partition=gpu; repeatable; follows slurm.sbatch_args of EXP.yaml",
     )
     group.add_argument("--print-sbatch", action="store_true", help="show the batch script and submit nothing")
     group.add_argument("--detach", action="store_true", help="submit the job and do not follow it")

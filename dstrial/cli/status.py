@@ -33,7 +33,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "status",
         help="show the master's address, slots, experiments and disk use",
-        description="Show what the master of this machine is doing. Exits 0 if it runs, else 1, also if it is stopped (SIGSTOP).",
+        description="Show address, slots, hosts, experiments and disk use of this machine's master. Exit status: 0 if the master "
+        "runs; 1 if no master runs, or if the master is stopped by SIGSTOP.",
     )
     add_state_dir_argument(parser)
     parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")

@@ -30,8 +30,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "up",
         help="start the master of this machine in the background",
-        description="Start a master that speaks Determined's protocol on 127.0.0.1, and log the det command in to it. "
-        "Experiments that were active when the last master ended go on.",
+        description="Start a master on 127.0.0.1, a server with Determined's REST API, and log the det command in to it. "
+        "Experiments that were active when the last master ended continue.",
     )
     parser.add_argument(
         "--port",
@@ -47,25 +47,32 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     hosts = add_host_arguments(parser)
     hosts.add_argument(
-        "--slurm", action="store_true", help="in an allocation (salloc, sbatch): its nodes are the hosts"
+        "--slurm",
+        action="store_true",
+        help="use the nodes of the surrounding Slurm allocation (salloc, sbatch) as hosts",
     )
     hosts.add_argument(
         "--backend",
         choices=daemon.BACKENDS,
-        help="slurm: a job for each trial; ray: a placement group (default: agent, this machine or its hosts)",
+        help="agent: run trials on this machine or the hosts of --hostfile; slurm: each trial in a Slurm job; ray: each trial "
+        "in a Ray placement group (default: agent)",
     )
     add_state_dir_argument(parser)
     parser.add_argument(
-        "--config-file", metavar="master.yaml", help="settings with the keys of Determined's master"
+        "--config-file",
+        metavar="master.yaml",
+        help="settings file, with the keys of Determined's master.yaml",
     )
     parser.add_argument(
         "--no-password",
         action="store_true",
-        help="at the first start, give the users determined and admin blank passwords, as Determined does: "
+        help="at the first start, create the users determined and admin with empty passwords, as Determined does; "
         "every account of this machine can then log in",
     )
     parser.add_argument(
-        "--foreground", action="store_true", help="serve in this process and show the log, until Ctrl-C"
+        "--foreground",
+        action="store_true",
+        help="run the master in this process until Ctrl-C, and print its log",
     )
 
 
@@ -73,7 +80,7 @@ def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dir",
         metavar="DIR",
-        help="where the master keeps everything (default: $DSTRIAL_STATE_DIR or the user's data directory)",
+        help="the master's state directory (default: $DSTRIAL_STATE_DIR, or dstrial/ in the user's data directory)",
     )
 
 

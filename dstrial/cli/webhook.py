@@ -34,8 +34,8 @@ _HEADER = (
 )
 _NUMBERS = (6, 7, 8, 9)
 _EPILOG = """\
-Bodies are signed: the header X-Determined-AI-Signature is the HMAC-SHA256, in hexadecimal digits, of the header
-X-Determined-AI-Signature-Timestamp, a comma and the body, with the key that `dstrial webhook key` prints.
+Requests are signed. The header X-Determined-AI-Signature is an HMAC-SHA256 in hexadecimal digits, with the key that
+`dstrial webhook key` prints. The signed text is the header X-Determined-AI-Signature-Timestamp, a comma and the body.
 """
 
 
@@ -66,29 +66,36 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="REGEX",
-        help="send the first matching log line of each task; repeatable",
+        help="send the first log line of each task that matches REGEX; repeatable",
     )
     create.add_argument(
-        "--alert", action="store_true", help="send core_context.alert() of experiments that name the webhook"
+        "--alert",
+        action="store_true",
+        help="send alerts (core_context.alert()) of experiments whose config names the webhook",
     )
     create.add_argument(
         "--specific",
         action="store_true",
-        help="only for experiments that name it under integrations.webhooks; implied by --alert",
+        help="send events only of experiments whose config names the webhook (integrations.webhooks); implied by --alert",
     )
-    create.add_argument("--workspace", metavar="NAME", help="only for this workspace (default: all)")
+    create.add_argument(
+        "--workspace", metavar="NAME", help="send events only of this workspace (default: all)"
+    )
     create.add_argument("--slack", action="store_true", help="send messages in Slack's format")
     listing = actions.add_parser("list", help="list webhooks with their delivery status")
     listing.add_argument("--json", action="store_true", dest="as_json", help="print a JSON list")
     delete = actions.add_parser("delete", help="delete a webhook and its pending events")
     trial = actions.add_parser("test", help="send a test event now and report the result")
     for action in (delete, trial):
-        action.add_argument("id", type=int, help="its number in `dstrial webhook list`")
+        action.add_argument("id", type=int, help="ID of the webhook, from `dstrial webhook list`")
     key = actions.add_parser("key", help="print the key that signs webhooks")
     for action in (create, listing, delete, trial, key):
         add_state_dir_argument(action)
         action.add_argument(
-            "--user", metavar="NAME", default="admin", help="the user to act as (default: %(default)s)"
+            "--user",
+            metavar="NAME",
+            default="admin",
+            help="name of the user to act as (default: %(default)s)",
         )
 
 

@@ -182,7 +182,7 @@ def _item(required: tuple[str, ...], **keys: Rule) -> Rule:
 _ANY = "any"
 _LENGTH = Section({unit: Rule(types=("integer",), minimum=0) for unit in UNITS}, fills_in=False)
 _UNUSED = "without effect: dstrial starts no containers"
-_KEPT = "without effect; kept for a Determined cluster"
+_KEPT = "without effect in dstrial; accepted because Determined clusters use the key"
 _WORD = Rule(types=("string",), fix="Put it into quotes.")
 
 
@@ -220,11 +220,11 @@ STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
 _POLICY_ACTIONS = ("cancel_retries", "exclude_node")
 
 SEARCHER_COMMON: dict[str, Rule] = {
-    "name": _text(f"`{'`, `'.join(SEARCHERS)}`"),
+    "name": _text(f"search method: `{'`, `'.join(SEARCHERS)}`"),
     "metric": _text("validation metric that decides which checkpoint and which trial is best"),
     "smaller_is_better": _flag("whether the lowest value of the metric is the best", default=True),
-    "source_trial_id": _rule("trial whose latest checkpoint the trials start from", "integer"),
-    "source_checkpoint_uuid": _text("checkpoint that the trials start from"),
+    "source_trial_id": _rule("ID of the trial from whose latest checkpoint all trials start", "integer"),
+    "source_checkpoint_uuid": _text("UUID of the checkpoint from which all trials start"),
     "max_length": _rule(
         "how long a trial trains: a number of batches, or `{batches: n}`, `{epochs: n}`, `{records: n}`",
         "integer",
@@ -233,7 +233,9 @@ SEARCHER_COMMON: dict[str, Rule] = {
         check=_check_length,
         fix="Write {batches: 1000}, for example.",
     ),
-    "max_time": _count("maximum training time of a trial, in `time_metric`", minimum=1, maximum=10**15),
+    "max_time": _count(
+        "maximum training length of a trial, in the unit `time_metric`", minimum=1, maximum=10**15
+    ),
     "time_metric": _text("unit of `max_time`: `batches`, `epochs`, or a metric that the trial reports"),
 }
 """Keys common to all searchers."""
@@ -245,10 +247,15 @@ _SEARCHER = _section(
     max_concurrent_trials=_count(
         "maximum number of trials at a time; 0 for no limit", default=16, maximum=10**6
     ),
-    max_rungs=_count("maximum number of rungs of a bracket", default=5, minimum=1, maximum=1000),
-    num_rungs=_count("number of rungs", minimum=1, maximum=1000),
+    max_rungs=_count(
+        "maximum number of rungs (lengths at which trials may stop) of an ASHA bracket",
+        default=5,
+        minimum=1,
+        maximum=1000,
+    ),
+    num_rungs=_count("number of rungs of `async_halving`", minimum=1, maximum=1000),
     bracket_rungs=_list_of(
-        "rungs of each bracket",
+        "number of rungs of each bracket; overrides `mode`",
         _count(
             "",
             minimum=1,
@@ -257,7 +264,7 @@ _SEARCHER = _section(
         ),
     ),
     divisor=_rule(
-        "reduction factor: one in so many trials passes a rung",
+        "reduction factor: 1 / `divisor` of the trials continue after a rung",
         "number",
         default=4,
         exclusive_minimum=1,
@@ -279,15 +286,15 @@ _RESOURCES = _section(
     max_slots=_count("maximum number of slots of all trials together"),
     priority=_count("priority; a lower number is scheduled first", minimum=1, maximum=99),
     weight=_rule("without effect", "number", default=1, minimum=0),
-    resource_pool=_text("pool, partition or queue", default=""),
+    resource_pool=_text("name of the resource pool", default=""),
     devices=_list_of(
         _UNUSED,
         dataclasses.replace(
             _item(
                 ("host_path", "container_path"),
-                host_path=_text("on the host"),
-                container_path=_text("in the container"),
-                mode=_text("permissions", default="mrw"),
+                host_path=_text("path on the host"),
+                container_path=_text("path in the container"),
+                mode=_text("permissions of the device", default="mrw"),
             ),
             parse=_parse_device,
         ),
@@ -301,14 +308,16 @@ _RESOURCES = _section(
 _ENVIRONMENT = _section(
     "environment of the trial's processes",
     environment_variables=_rule(
-        "`NAME=value` each, in one list, or one list per device (`cpu`, `cuda`, `rocm`)",
+        "list of `NAME=value`, or a mapping with such a list per device type (`cpu`, `cuda`, `rocm`)",
         "list",
         "mapping",
         default=[],
     ),
     image=_rule(_UNUSED, "string", "mapping"),
     # Determined's master rejects this key but accepts data.dstrial.requirements.
-    requirements=_text("file of the model definition that pip installs first; Determined does not know it"),
+    requirements=_text(
+        "pip requirements file in the model definition, installed before the trial starts; Determined refuses this key"
+    ),
     pod_spec=_rule(_UNUSED, _ANY),
     ports=_rule(_UNUSED, "mapping", default={}),
     registry_auth=_rule(_UNUSED, _ANY),
@@ -320,14 +329,16 @@ _ENVIRONMENT = _section(
         _item(
             ("proxy_port",),
             proxy_port=_count("port that the trial listens on", minimum=1, maximum=65535),
-            proxy_tcp=_flag("whether the port speaks anything but HTTP"),
-            unauthenticated=_flag("whether anybody may connect"),
-            default_service_id=_flag("whether the port is the task's own service"),
+            proxy_tcp=_flag("whether to forward raw TCP instead of HTTP"),
+            unauthenticated=_flag("without effect: the proxy always requires a token"),
+            default_service_id=_flag(
+                "whether the address `/proxy/TASK/`, which has no port, leads to this port"
+            ),
         ),
     ),
 )
 
-_SAVED = "checkpoints of {} to keep; without a master (`python -m dstrial.launch`) all are kept unless given"
+_SAVED = "number of {} checkpoints to keep; in runs without a master, all checkpoints unless given"
 _STORAGE = _section(
     "storage of checkpoints",
     type=_text("kind of storage; the master's own unless given", enum=tuple(STORAGE_REQUIRES)),
@@ -335,76 +346,83 @@ _STORAGE = _section(
     save_experiment_best=_count(_SAVED.format("the experiment's best")),
     save_trial_best=_count(_SAVED.format("each trial's best")),
     save_trial_latest=_count(_SAVED.format("each trial's latest")),
-    host_path=_text("directory, for `shared_fs`", check=_check_absolute, fix="Write the full path."),
+    host_path=_text("storage directory, for `shared_fs`", check=_check_absolute, fix="Write the full path."),
     storage_path=_text("directory below `host_path`"),
     propagation=_text(_UNUSED),
-    container_path=_text("directory, for `directory`", check=_check_absolute, fix="Write the full path."),
+    container_path=_text(
+        "storage directory, for `directory`", check=_check_absolute, fix="Write the full path."
+    ),
     checkpoint_path=_text("directory of checkpoints below `host_path`"),
     tensorboard_path=_text("directory of TensorBoard's files below `host_path`"),
-    bucket=_text("for `s3` and `gcs`"),
+    bucket=_text("name of the bucket, for `s3` and `gcs`"),
     prefix=_text("prefix of object names"),
-    access_key=_text("for `s3`"),
-    secret_key=_text("for `s3`"),
-    endpoint_url=_text("for `s3` elsewhere than at AWS"),
-    container=_text("for `azure`"),
-    connection_string=_text("for `azure`"),
-    account_url=_text("for `azure`, in place of `connection_string`"),
-    credential=_text("for `azure`, with `account_url`"),
+    access_key=_text("access key ID, for `s3`"),
+    secret_key=_text("secret access key, for `s3`"),
+    endpoint_url=_text("address of an S3-compatible server other than AWS, for `s3`"),
+    container=_text("name of the container, for `azure`"),
+    connection_string=_text("connection string, for `azure`"),
+    account_url=_text("address of the account, for `azure`; replaces `connection_string`"),
+    credential=_text("credential for `account_url`, for `azure`"),
 )
 
 _EXTENT: dict[str, Any] = {"minimum": 1, "fix": "Set it to 1 or more."}
 DSTRIAL = Section(
     {
         "pipeline_stages": _count(
-            "stages of the `PipelineModule`, for `dstrial check` and for batch sizes that dstrial solves",
+            "number of stages of the `PipelineModule`; used by `dstrial check` and to compute batch sizes",
             **_EXTENT,
         ),
         "model_parallel_size": _count(
-            "ranks that share each layer, for `dstrial check` and for batch sizes that dstrial solves",
+            "number of ranks that share each layer; used by `dstrial check` and to compute batch sizes",
             **_EXTENT,
         ),
-        "min_slots": _count("minimum number of slots when a trial resumes or shrinks", **_EXTENT),
-        "max_slots": _count("maximum number of slots to which a trial grows", **_EXTENT),
+        "min_slots": _count("minimum number of slots on which a trial may run", **_EXTENT),
+        "max_slots": _count("maximum number of slots on which a trial may run", **_EXTENT),
         "resize_period": _rule(
-            "seconds that a trial keeps its slots before it grows",
+            "seconds that a trial runs before it is restarted on more slots",
             "number",
             default=600.0,
             exclusive_minimum=0,
             expected="a number of seconds above 0",
             fix="Write 600 for ten minutes.",
         ),
-        "background_saving": _switch("whether checkpoints are written while training goes on", default=True),
-        "save_frozen_parameters": _switch(
-            "whether checkpoints hold the parameters that are not trained", default=True
+        "background_saving": _switch(
+            "whether training continues while checkpoints are written", default=True
         ),
+        "save_frozen_parameters": _switch("whether checkpoints contain frozen parameters", default=True),
         "override_optimizer": _switch(
-            "whether the optimizer settings of this run count where a checkpoint is loaded", default=False
+            "whether the optimizer settings of this config replace those of a loaded checkpoint",
+            default=False,
         ),
         "resume_data": _text(
-            "how a loader other than `dstrial.DataLoader` resumes: at its saved position, by reading again, or (on "
-            "another number of replicas) from the start of the pass",
+            "how a loader other than `dstrial.DataLoader` resumes: at its saved position (`exact`), by reading the pass "
+            "again up to the position (`reread`), or, on another number of replicas, from the start of the pass (`restart`)",
             default="exact",
             enum=("exact", "reread", "restart"),
         ),
         "trust_checkpoint_code": _text(
-            "SHA-256 of the manifest of a checkpoint that may load its own classes",
+            "SHA-256 of the manifest of a checkpoint whose pickles may run code; as `--trust-code`",
             check=_check_digest,
             fix="Copy it from there: only these very files are trusted then.",
         ),
         "non_finite": _text(
-            "action after reports in a row without a finite loss",
+            "action after `non_finite_patience` consecutive reports without a finite loss",
             default="fail",
             enum=("fail", "warn", "ignore"),
         ),
-        "non_finite_patience": _count("number of such reports before the action", default=3, minimum=1),
+        "non_finite_patience": _count(
+            "number of consecutive reports without a finite loss that trigger `non_finite`",
+            default=3,
+            minimum=1,
+        ),
         "stall_timeout": _rule(
-            "seconds beyond the longest batch, validation or checkpoint so far after which a trial is stalled",
+            "a trial is stalled if a batch, validation or checkpoint takes this many seconds more than the longest so far",
             "number",
             default=120.0,
             exclusive_minimum=0,
             expected="a number of seconds above 0",
         ),
-        "stall_action": _text("action when a trial is stalled", default="report", enum=("report", "restart")),
+        "stall_action": _text("action if the trial is stalled", default="report", enum=("report", "restart")),
         "determined_imports": _switch(
             "whether imports of `determined.pytorch` resolve to dstrial's classes", default=True
         ),
@@ -413,11 +431,14 @@ DSTRIAL = Section(
         ),
         "telemetry": _switch("whether throughput and memory are reported", default=True),
         "requirements": _text(
-            "file of the model definition that pip installs first",
+            "pip requirements file in the model definition, installed before the trial starts",
             fix="Write requirements.txt, for example.",
             expected="a path in the model definition",
         ),
-        "loggers": _rule("`wandb`, `mlflow`, `trackio`, or one of them with its options", _ANY),
+        "loggers": _rule(
+            "experiment trackers that get the metrics: `wandb`, `mlflow`, `trackio`, or a mapping with options",
+            _ANY,
+        ),
     },
     fills_in=False,
 )
@@ -431,7 +452,7 @@ _WEBHOOKS = Section(
         "webhook_name": _list_of(
             "names of webhooks to trigger", Rule(types=("string",), fix="Write [NAME].")
         ),
-        "exclude": _flag("whether all webhooks except these are triggered"),
+        "exclude": _flag("whether no webhook is triggered by this experiment"),
     },
     fills_in=False,
 )
@@ -442,9 +463,9 @@ _POLICY = Rule(
     fix="Write {pattern: '.*error.*'}.",
     section=Section(
         {
-            "name": _text("one of the master's policies to change, or a name of your own"),
+            "name": _text("name of a default policy to replace (`CUDA OOM`, `ECC Error`), or a new name"),
             "pattern": _text(
-                "RE2",
+                "regular expression in RE2 syntax",
                 check=_check_pattern,
                 fix="Correct the pattern; RE2 has no look-around and no back-references.",
             ),
@@ -465,10 +486,10 @@ _PERIOD: dict[str, Any] = {
 
 EXPERIMENT = Section(
     {
-        "name": _text("the file's name unless given"),
-        "description": _text("for people"),
+        "name": _text("name of the experiment; the file's name unless given"),
+        "description": _text("free text"),
         "entrypoint": _rule(
-            "`module:Class` of a trial, or a command",
+            "`module:Class` of a trial, or the command that each trial runs",
             "string",
             "list",
             items=Rule(types=("string",), expected="a string", fix="Quote every word."),
@@ -478,16 +499,22 @@ EXPERIMENT = Section(
         ),
         "searcher": _SEARCHER,
         "resources": _RESOURCES,
-        "max_restarts": _count("restarts of a trial after failures", default=5),
-        "min_validation_period": _rule("how often to validate; 0 for at the end only", "mapping", **_PERIOD),
+        "max_restarts": _count("maximum number of restarts of a trial after failures", default=5),
+        "min_validation_period": _rule(
+            "training length between two validations; 0: validate only at the end", "mapping", **_PERIOD
+        ),
         "min_checkpoint_period": _rule(
-            "how often to save a checkpoint; 0 for at the end only", "mapping", **_PERIOD
+            "training length between two checkpoints; 0: save only at the end", "mapping", **_PERIOD
         ),
         "scheduling_unit": _count("batches between two training reports", default=100, minimum=1),
-        "records_per_epoch": _count("records in an epoch, for the axes of the page", default=0),
+        "records_per_epoch": _count(
+            "number of records in an epoch, for the epoch axis of charts on the web page", default=0
+        ),
         "perform_initial_validation": _flag("whether to validate before the first batch"),
         "checkpoint_policy": _text(
-            "which validations save a checkpoint", default="best", enum=("best", "all", "none")
+            "after which validations a checkpoint is saved: those with the best metric so far, all, or none",
+            default="best",
+            enum=("best", "all", "none"),
         ),
         "checkpoint_storage": _STORAGE,
         "environment": _ENVIRONMENT,
@@ -495,16 +522,16 @@ EXPERIMENT = Section(
             _UNUSED,
             _item(
                 ("host_path", "container_path"),
-                host_path=_text("on the host", check=_check_absolute, fix="Write the full path."),
+                host_path=_text("path on the host", check=_check_absolute, fix="Write the full path."),
                 container_path=_text(
-                    "in the container", check=_check_mount_point, fix="Name a directory in it."
+                    "path in the container", check=_check_mount_point, fix="Name a directory in it."
                 ),
-                read_only=_flag("whether writing fails"),
+                read_only=_flag("whether the mount is read-only"),
                 propagation=_text("mount propagation", default="rprivate"),
             ),
         ),
         "data": _rule(
-            "data settings that the trial reads; `dstrial` holds the settings of dstrial",
+            "free settings that the trial reads; `data.dstrial` has the settings of dstrial",
             "mapping",
             default={},
             section=Section(
@@ -521,35 +548,36 @@ EXPERIMENT = Section(
             ),
         ),
         "profiling": _section(
-            "system metrics",
-            enabled=_flag("whether they are collected"),
+            "system metrics: use of CPU, memory, disk, network and GPUs",
+            enabled=_flag("whether system metrics are collected"),
             begin_on_batch=_count("without effect", default=0),
             end_after_batch=_count("without effect"),
             sync_timings=_flag("without effect", default=True),
         ),
         "reproducibility": _section(
-            "random numbers",
+            "seed of random numbers",
             experiment_seed=_count("seed of the search and of the trials", default=0, maximum=2**32 - 1),
         ),
         "labels": _list_of("labels of the experiment", _WORD),
         "log_policies": _list_of(
-            "actions on lines of a trial's log that match a pattern", _POLICY, max_items=100
+            "actions that a matching line of a trial's log triggers", _POLICY, max_items=100
         ),
         "retention_policy": _section(
             "how long logs are kept",
             log_retention_days=_rule(
-                "days; -1 for ever; the master's setting unless given",
+                "number of days for which logs are kept; -1: forever; the master's setting unless given",
                 "integer",
                 minimum=-1,
                 maximum=32767,
             ),
         ),
         "preemption_timeout": _count(
-            f"seconds in which ranks may save and end after a request to stop; {DEFAULT_PREEMPTION_TIMEOUT_S} unless given",
+            "seconds after a request to stop within which a trial must save and exit, or is killed; "
+            f"{DEFAULT_PREEMPTION_TIMEOUT_S} unless given",
             minimum=1,
         ),
-        "workspace": _text("given with `project`", default=""),
-        "project": _text("given with `workspace`", default=""),
+        "workspace": _text("workspace of the experiment; requires `project`", default=""),
+        "project": _text("project of the experiment; requires `workspace`", default=""),
         "optimizations": _section(
             "without effect: Horovod's settings",
             aggregation_frequency=_count("", default=1, minimum=1),
@@ -563,12 +591,12 @@ EXPERIMENT = Section(
             grad_updates_size_file=_text(""),
         ),
         "integrations": _rule(
-            "`webhooks` of the experiment; settings of other systems are kept",
+            "webhooks of the experiment; settings of other systems are accepted without effect",
             "mapping",
             section=Section(
                 {
                     "webhooks": _rule(
-                        "webhooks of the master that the experiment triggers",
+                        "webhooks of mode `specific` that the experiment triggers",
                         "mapping",
                         section=_WEBHOOKS,
                         fix="Write {webhook_name: [NAME]}.",
@@ -580,11 +608,13 @@ EXPERIMENT = Section(
             fix="Write {webhooks: {webhook_name: [NAME]}}.",
         ),
         "security": _rule("without effect", _ANY),
-        "slurm": _rule("`sbatch_args`, with a master on Slurm", "mapping", default={}),
+        "slurm": _rule(
+            "`sbatch_args`: list of options for `sbatch`, if trials run on Slurm", "mapping", default={}
+        ),
         "pbs": _rule("without effect", "mapping", default={}),
         "tensorboard_storage": _rule("without effect", _ANY),
         "data_layer": _rule("without effect", _ANY),
-        "debug": _flag("passed on to the trials"),
+        "debug": _flag("debug flag that is passed to the trials"),
         "internal": _rule("without effect", _ANY),
     }
 )

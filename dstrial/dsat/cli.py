@@ -85,104 +85,118 @@ class SearchFlags:
     config_path: str
     model_dir: str
     include: Sequence[str] = _flag(
-        (), "further files or directories for the trials", "-i", nargs="+", metavar="PATH"
+        (), "further files or directories that the trials need", "-i", nargs="+", metavar="PATH"
     )
-    max_trials: int = _flag(64, "most trials, the first one included (64)", "-mt", least=1)
-    max_slots: int | None = _flag(None, "most slots in use at the same time", "-ms", least=1, type=int)
+    max_trials: int = _flag(64, "maximum number of trials, the first trial included (64)", "-mt", least=1)
+    max_slots: int | None = _flag(
+        None, "maximum number of slots in use at the same time", "-ms", least=1, type=int
+    )
     max_concurrent_trials: int = _flag(
         16,
-        "most trials at the same time (16); unless it is given, one for each machine, for trials that share a machine "
-        "disturb each other's times",
+        "maximum number of trials at the same time; default: one per machine and at most 16, because trials on the same "
+        "machine slow each other down",
         "-mct",
         least=1,
     )
-    metric: str = _flag("FLOPS_per_gpu", "what is searched for (FLOPS_per_gpu)", "-m", choices=METRIC_NAMES)
+    metric: str = _flag("FLOPS_per_gpu", "metric to optimize (FLOPS_per_gpu)", "-m", choices=METRIC_NAMES)
     run_full_experiment: bool = _flag(
-        False, "then train the experiment with the best configuration", resumes=True
+        False, "train the experiment with the best configuration after the search", resumes=True
     )
     zero_stages: Sequence[int] = _flag(
         (0, 1, 2, 3), "ZeRO stages to try", "-z", nargs="+", choices=range(4), type=int
     )
-    start_profile_step: int = _flag(3, "first step that may be measured (3)", least=0)
-    end_profile_step: int = _flag(5, "a trial trains at least one step more than this (5)", least=0)
+    start_profile_step: int = _flag(3, "first step of a trial that may be measured (3)", least=0)
+    end_profile_step: int = _flag(5, "a trial trains at least END_PROFILE_STEP + 1 steps (5)", least=0)
     random_seed: int = _flag(42, "seed of the search (42)", "-r", least=0)
     search_runner_config: str | None = _flag(
-        None, "accepted; pool, labels, workspace and project are those of CONFIG.yaml", metavar="PATH"
+        None,
+        "no effect; pool, labels, workspace and project are those of CONFIG.yaml",
+        metavar="PATH",
     )
-    max_search_runner_restarts: int = _flag(5, "accepted; the same command resumes the search", least=0)
+    max_search_runner_restarts: int = _flag(
+        5, "no effect; to resume a search, repeat the same command", least=0
+    )
     budget: float | None = _flag(
         None,
-        "begin no trial after this time, and end what is running then",
+        "time limit of the search: then no trial starts, and running trials are ended",
         resumes=True,
         metavar="30m",
         type=parse_duration,
     )
     train_batch_size: int | None = _flag(
-        None, "global batch to keep, instead of the config's own", least=1, type=int
+        None, "global batch size of all trials (that of the config)", least=1, type=int
     )
     free_batch: bool = _flag(
-        False, "let the global batch follow the micro batch, which changes what is learned"
+        False, "let the global batch size change with the micro batch; this changes the training results"
     )
     space: str | None = _flag(
-        None, "further paths and values to try: YAML, path -> list of values", metavar="FILE"
+        None, "YAML file with further settings to try: dotted path -> list of values", metavar="FILE"
     )
     output: str | None = _flag(
         None,
-        "directory of the search (dsat/<experiment's name>-<method>)",
+        "directory of the search (dsat/EXPERIMENT-METHOD)",
         resumes=True,
         metavar="DIR",
     )
     local: bool = _flag(False, "measure on this machine, without a master", resumes=True)
     fresh: bool = _flag(
-        False, "begin a new search in a new directory, instead of going on with the last", resumes=True
+        False,
+        "start a new search in a new directory instead of resuming the last search",
+        resumes=True,
     )
     no_worker: bool = _flag(
         False,
-        "launch ranks anew for every configuration, as only `predict` of a trial class does not",
+        "start new ranks for every configuration; without this flag, `predict` of a trial class reuses its ranks",
         resumes=True,
     )
-    no_gates: bool = _flag(False, "measure duplicates, illegal and hopeless configurations too")
+    no_gates: bool = _flag(
+        False, "also measure configurations that are duplicates, illegal or expected to fail"
+    )
     trial_timeout: float = _flag(
         1800.0,
-        "longest time of a trial of which nothing is known (30m)",
+        "time limit of a trial whose duration cannot be predicted (30m)",
         resumes=True,
         metavar="30m",
         type=parse_duration,
     )
-    measure_seconds: float = _flag(60.0, "most seconds of timed steps in a trial (60)")
+    measure_seconds: float = _flag(60.0, "maximum seconds of measured steps in a trial (60)")
     sample_batch: int | str | None = _flag(
         None,
-        "what batches look like: the largest of so many first ones of the training loader (4), or one that `torch.save` "
-        "has written, as the loader gives it; for a script, what its engine is called with",
+        "batch for dry runs: the largest of the first N batches of the training loader (4), or a FILE written by `torch.save` "
+        "with a batch of the loader, or, for a script, with the arguments of its engine",
         least=1,
         metavar="N|FILE",
         type=_count_or_path,
     )
     trust_code: bool = _flag(
         False,
-        "load the file of --sample-batch also where it holds other classes than tensors and plain values, which can run any "
-        "code: for files of people whom you trust",
+        "load the file of --sample-batch even if it has classes other than tensors and plain values; such classes can run "
+        "any code, so trust the file's author",
     )
     slots: Sequence[int] | None = _flag(
-        None, "numbers of ranks (the config's slots_per_trial)", resumes=True, metavar="N,…", type=_slots
+        None,
+        "numbers of ranks to predict for (the config's slots_per_trial)",
+        resumes=True,
+        metavar="N,…",
+        type=_slots,
     )
     device: str | None = _flag(
         None,
-        "which device, for its speed and, if that is not given, memory",
+        "type of device; sets speed and memory (memory: unless --device-memory is given)",
         resumes=True,
         choices=tuple(DEVICES),
     )
     device_memory: int | None = _flag(
         None,
-        "memory of one device (that of --device, or an a100)",
+        "memory of one device (that of --device, else of an a100)",
         resumes=True,
         metavar="80GiB",
         type=parse_bytes,
     )
-    per_machine: int = _flag(8, "devices of one machine (8)", least=1, resumes=True)
+    per_machine: int = _flag(8, "number of devices in one machine (8)", least=1, resumes=True)
     price: float | None = _flag(
         None,
-        "price of a device for one hour, for the cost of an epoch",
+        "price of one device per hour; then the cost of an epoch is shown",
         resumes=True,
         metavar="2.5",
         type=float,
@@ -207,9 +221,9 @@ _DESCRIBING = ("sample_batch", "trust_code")
 _OF_PLAN = ("slots", "device", "device_memory", "per_machine", "price")
 _PLAN_ORDER = (*_OF_PLAN, "zero_stages", "train_batch_size", "free_batch", "space", "output", *_DESCRIBING)
 _PLAN_HELP = {
-    "train_batch_size": "global batch, instead of the config's own",
-    "free_batch": "let the global batch follow the micro batch",
-    "output": "where report.json is written (plan)",
+    "train_batch_size": "global batch size (that of the config)",
+    "free_batch": "let the global batch size change with the micro batch",
+    "output": "directory of report.json (plan)",
 }
 
 
@@ -251,7 +265,7 @@ def add_methods(subparsers: Any) -> None:
         parser.set_defaults(zero_stages=method.zero_stages)
         for flag in method.flags:
             _add(parser, (flag.name,), flag.default, flag.help, {"type": flag.kind})
-    text = "predict what fits and what is fastest on hardware that is not at hand; measures nothing"
+    text = "predict which configurations fit and are fastest on other hardware; measures nothing"
     parser = _parser_of(subparsers, PLAN, text)
     for name in _PLAN_ORDER:
         _add_field(parser, name, _PLAN_HELP.get(name))

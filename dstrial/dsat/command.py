@@ -44,8 +44,9 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DESCRIBING_S = 900.0  # time limit of all dry runs together
 
 EPILOG = (
-    "Exit status: 0 if the search finished and measured something; 1 if it could not, or the configuration is wrong; "
-    "2 for wrong usage; 130 or 143 if SIGINT or SIGTERM interrupted it. The same command, without --fresh, goes on with it."
+    "Exit status: 0 if the search finished with a measurement; 1 if no measurement succeeded, or the config is wrong; "
+    "2 for wrong usage; 130 or 143 if SIGINT or SIGTERM interrupted the search. The same command without --fresh resumes an "
+    "interrupted search."
 )
 
 

@@ -156,18 +156,22 @@ def _filtered(
 
 def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = False) -> _ArgumentGroup:
     group = parser.add_argument_group(
-        "hosts", "Train on several machines, which ssh reaches without a password."
+        "hosts", "Train on several machines. ssh must reach these machines without a password."
     )
     group.add_argument(
         "--hostfile",
         type=Path,
         required=is_required,
         metavar="FILE",
-        help="lines `NAME slots=N`, DeepSpeed's format",
+        help="file with one line `NAME slots=N` per host, DeepSpeed's format",
     )
     group.add_argument("--include", default="", metavar=_FILTER, help="use only these hosts and slots")
-    group.add_argument("--exclude", default="", metavar=_FILTER, help="use all hosts and slots but these")
-    group.add_argument("--python", metavar="PATH", help="interpreter on each host (default: this one's path)")
+    group.add_argument("--exclude", default="", metavar=_FILTER, help="do not use these hosts and slots")
+    group.add_argument(
+        "--python",
+        metavar="PATH",
+        help="Python interpreter on each host (default: the path of the interpreter that runs this command)",
+    )
     return group
 
 

@@ -93,14 +93,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Run one training process per slot on this machine, or per slot of a Determined trial.",
     )
     parser.add_argument("--slots", type=slots_argument, metavar="N", help="number of ranks to start")
-    parser.add_argument("--config", type=Path, metavar="EXP.yaml", help="experiment config, off a cluster")
+    parser.add_argument(
+        "--config", type=Path, metavar="EXP.yaml", help="experiment config, if not on a cluster"
+    )
     parser.add_argument(
         "--context-dir", type=Path, metavar="DIR", default=Path(), help="directory of the model definition"
     )
     parser.add_argument("--trial", metavar="model_def:MyTrial", help="trial class to train")
     parser.add_argument("--hostfile", help=argparse.SUPPRESS)
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="or a module")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="or a script")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module instead of --trial"
+    )
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="run a script instead of --trial"
+    )
     options = parser.parse_args(arguments)
     if options.script[:1] == ["--"]:
         options.script = options.script[1:]

@@ -46,11 +46,11 @@ SETTINGS = Section(
         "port": _integer(
             minimum=1,
             maximum=65535,
-            about="port on the loopback interface; without it 8080",
+            about="TCP port on the loopback interface; 8080 unless given",
         ),
         "launch_error": _boolean(
             default=True,
-            about="refuse an experiment that needs more slots than exist; if false, the experiment waits",
+            about="whether to refuse an experiment that needs more slots than exist; if false, the experiment waits",
         ),
         "log": _section(
             level=Rule(
@@ -58,87 +58,117 @@ SETTINGS = Section(
                 default="info",
                 enum=("trace", "debug", "info", "warn", "warning", "error", "critical"),
                 ignores_case=True,
+                about="lowest level of messages in the master's log",
             ),
             color=_boolean(default=True, about="no effect: the log is a file"),
         ),
         "checkpoint_storage": _section(
-            type=Rule(types=("string",), default="shared_fs", enum=("shared_fs", "directory")),
+            type=Rule(
+                types=("string",),
+                default="shared_fs",
+                enum=("shared_fs", "directory"),
+                about="kind of storage",
+            ),
             host_path=_string(
-                about="directory of checkpoints; without it `checkpoints/` in the state directory"
+                about="directory of checkpoints; `checkpoints/` in the state directory unless given"
             ),
             storage_path=_string(about="subdirectory of `host_path`"),
             container_path=_string(about="directory of checkpoints, for type `directory`"),
             propagation=_string(about="no effect: there are no containers"),
             save_experiment_best=_integer(
-                default=0, minimum=0, about="best checkpoints to keep per experiment"
+                default=0, minimum=0, about="number of best checkpoints to keep per experiment"
             ),
-            save_trial_best=_integer(default=1, minimum=0, about="best checkpoints to keep per trial"),
-            save_trial_latest=_integer(default=1, minimum=0, about="newest checkpoints to keep per trial"),
+            save_trial_best=_integer(
+                default=1, minimum=0, about="number of best checkpoints to keep per trial"
+            ),
+            save_trial_latest=_integer(
+                default=1, minimum=0, about="number of newest checkpoints to keep per trial"
+            ),
         ),
         "resource_manager": _section(
-            type=Rule(types=("string",), default="agent", enum=BACKENDS, about="as `backend`"),
-            default_compute_resource_pool=_string(about="name of the one pool"),
-            default_aux_resource_pool=_string(about="name of the one pool"),
+            type=Rule(
+                types=("string",), default="agent", enum=BACKENDS, about="Determined's name for `backend`"
+            ),
+            default_compute_resource_pool=_string(about="name of the master's only resource pool"),
+            default_aux_resource_pool=_string(about="name of the master's only resource pool"),
         ),
         "resource_pools": _list(
-            about="at most one pool, with `pool_name`, `description` and its `task_container_defaults`"
+            about="at most one resource pool, with `pool_name`, `description` and its `task_container_defaults`"
         ),
         "task_container_defaults": _TASK_DEFAULTS,
         "tensorboard_timeout": _integer(
             default=DEFAULT_TENSORBOARD_TIMEOUT_S,
             minimum=0,
-            about="idle timeout of TensorBoards, seconds; 0: none",
+            about="idle timeout of TensorBoard tasks, in seconds; 0: no timeout",
         ),
         "retention_policy": _section(
             log_retention_days=_integer(
-                minimum=-1, maximum=32767, about="days that logs are kept; null and -1: forever"
+                minimum=-1,
+                maximum=32767,
+                about="number of days for which logs are kept; null and -1: forever",
             )
         ),
         "detached_timeout_s": _integer(
-            default=300, minimum=1, about="heartbeat timeout of detached runs, seconds"
+            default=300,
+            minimum=1,
+            about="heartbeat timeout of runs whose processes the master did not start, in seconds",
         ),
         "warm": _boolean(
-            default=True, about="start trials as forks of a process that has imported torch and DeepSpeed"
+            default=True,
+            about="whether to fork trials from a server process that has already imported torch and DeepSpeed",
         ),
-        "warm_accelerators": _boolean(default=False, about="the same for trials with GPUs"),
+        "warm_accelerators": _boolean(default=False, about="whether `warm` also applies to trials with GPUs"),
         "warm_idle_timeout": _integer(
             default=DEFAULT_WARM_IDLE_TIMEOUT_S,
             minimum=1,
-            about="seconds without trials until that process exits",
+            about="seconds without trials after which the server process of `warm` exits",
         ),
         "security": _section(
             token=_section(
                 default_lifespan_days=_integer(
-                    default=DEFAULT_TOKEN_DAYS, minimum=-1, maximum=36500, about="lifespan of access tokens"
+                    default=DEFAULT_TOKEN_DAYS,
+                    minimum=-1,
+                    maximum=36500,
+                    about="default lifespan of access tokens; -1: unlimited",
                 ),
                 max_lifespan_days=_integer(
-                    default=-1, minimum=-1, maximum=36500, about="longest lifespan; -1: unlimited"
+                    default=-1,
+                    minimum=-1,
+                    maximum=36500,
+                    about="maximum lifespan of access tokens; -1: unlimited",
                 ),
             )
         ),
         "webhooks": _section(
-            signing_key=_string(about="key that signs webhooks; without it a key is generated"),
-            base_url=_string(about="address of the page, for links in webhooks"),
+            signing_key=_string(about="key that signs webhook requests; generated unless given"),
+            base_url=_string(about="address of the web page, for links in webhook requests"),
         ),
         "limits": _section(
             trial_log_bytes=_integer(
                 default=DEFAULT_TRIAL_LOG_BYTES,
                 minimum=2**16,
-                about="largest log of a trial or task; of a larger log the newest lines are kept",
+                about="maximum size of a trial's or task's log; above it, the oldest lines are deleted",
             ),
         ),
         "masked_names": _list(
-            about="further names, with `*` and `?`, whose values are masked in shown configs"
+            about="further key names, with wildcards `*` and `?`, whose values are masked in shown configs"
         ),
         "feature_switches": _list(about="no effect: switches of Determined's web interface"),
-        "hostfile": _string(about="hostfile of the machines that run trials, relative to this file"),
-        "hosts_python": _string(about="path of the interpreter on those machines; without it the master's"),
+        "hostfile": _string(
+            about="file with the hosts that run trials, in DeepSpeed's format; a relative path starts at the settings file"
+        ),
+        "hosts_python": _string(
+            about="path of the Python interpreter on the hosts; that of the master unless given"
+        ),
         "backend": _string(
-            enum=BACKENDS, about="where trials run: `agent` (this machine or a hostfile's), `slurm` or `ray`"
+            enum=BACKENDS,
+            about="where trials run: `agent` (this machine, or the hosts of `hostfile`), `slurm` or `ray`",
         ),
         "slurm": _section(
-            sbatch_args=_list(about="options of all jobs"),
-            slots_per_node=_integer(minimum=1, about="slots of a node; without it Slurm chooses"),
+            sbatch_args=_list(about="options of `sbatch` for all jobs"),
+            slots_per_node=_integer(
+                minimum=1, about="number of slots that a job takes on each node; Slurm chooses unless given"
+            ),
             gpu_type=_string(about="GPU type to request, such as `h100`"),
         ),
         "ray": _section(

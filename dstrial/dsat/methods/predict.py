@@ -367,9 +367,9 @@ def _mean_cost(costs: _Costs) -> float:
 
 PREDICT = MethodEntry(
     "predict",
-    "dry-run and predict, then measure only what may be best (the default method)",
+    "predict all configurations from dry runs, measure only those that may be best (the default method)",
     PredictSearch,
-    (Flag("--thorough", bool, False, "spend up to twice the trials on the last percent", None),),
+    (Flag("--thorough", bool, False, "use up to twice as many trials, to find smaller gains, too", None),),
     zero_stages=(0, 1, 2, 3),
     predicts=True,
 )

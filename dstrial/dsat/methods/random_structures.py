@@ -380,35 +380,53 @@ class RandomConfigSearch(BinarySearch):
 
 
 _RANGE = Flag(
-    "--search-range-factor", float, 1.0, "multiplies the first guess at the largest micro batch (1.0)", None
+    "--search-range-factor", float, 1.0, "factor on the first estimate of the largest micro batch (1.0)", None
 )
 
 BINARY = MethodEntry(
     "binary",
-    "random structures, each with a binary search for the largest micro batch",
+    "random settings, each with a binary search for the largest micro batch",
     lambda space, options, filters, _inputs: BinarySearch(space, options, filters),
     (_RANGE,),
 )
 
 ASHA = MethodEntry(
     "asha",
-    "random structures, each with a binary search that has to earn its trials",
+    "random settings, each with a binary search; ASHA gives the best searches more trials",
     lambda space, options, filters, _inputs: AshaSearch(space, options, filters),
     (
         _RANGE,
-        Flag("--max-rungs", int, 5, "number of rungs (5)", 1),
-        Flag("--min-binary-search-trials", int, 3, "trials of a lineage in the lowest rung (3)", 1),
-        Flag("--divisor", int, 2, "one of so many lineages is promoted (2)", 2),
-        Flag("--asha-early-stopping", int, 0, "rungs that are left out below (0)", 0),
+        Flag("--max-rungs", int, 5, "number of ASHA rungs (5)", 1),
+        Flag(
+            "--min-binary-search-trials",
+            int,
+            3,
+            "number of trials of one binary search in the lowest rung (3)",
+            1,
+        ),
+        Flag("--divisor", int, 2, "1 / DIVISOR of the binary searches are promoted to the next rung (2)", 2),
+        Flag("--asha-early-stopping", int, 0, "number of lowest rungs to skip (0)", 0),
     ),
 )
 
 RANDOM = MethodEntry(
     "random",
-    "random structures with random micro batches",
+    "random settings with random micro batches",
     lambda space, options, filters, _inputs: RandomConfigSearch(space, options, filters),
     (
-        Flag("--trials-per-random-config", int, 5, "most trials of one structure (5)", 1),
-        Flag("--early-stopping", int, None, "end after so many trials without a new best", 1),
+        Flag(
+            "--trials-per-random-config",
+            int,
+            5,
+            "maximum number of trials with the same random settings (5)",
+            1,
+        ),
+        Flag(
+            "--early-stopping",
+            int,
+            None,
+            "end the search after this number of trials without a new best trial",
+            1,
+        ),
     ),
 )
