@@ -195,12 +195,20 @@ def checkpoint_part(engine: DeepSpeedEngine) -> int:
 
 
 def expert_parallel_size(engine: DeepSpeedEngine) -> int:
-    """Return the number of ranks that share a layer's experts; 0 without experts.
+    """Return the number of ranks that share a layer's experts; 0 without experts."""
+    return max(expert_parameters(engine), default=0)
+
+
+def expert_parameters(engine: DeepSpeedEngine) -> dict[int, int]:
+    """Return expert-parallel size -> trained parameters of this rank's experts.
 
     Source: ``group_name`` of experts' parameters, ``moe/experts.py:26`` and ``module_inject/auto_ep_layer.py:674``.
     """
-    names = {parameter.group_name for parameter in engine.module.parameters() if is_moe_param(parameter)}
-    return max(map(groups._get_expert_parallel_world_size, names), default=0)
+    counts: dict[int, int] = {}
+    for parameter in filter(is_moe_param, engine.module.parameters()):
+        size = groups._get_expert_parallel_world_size(parameter.group_name)
+        counts[size] = counts.get(size, 0) + parameter.numel() * parameter.requires_grad
+    return counts
 
 
 def tensor_dim(parameter: torch.nn.Parameter) -> int | None:

@@ -6,15 +6,15 @@ import contextlib
 import functools
 import gc
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from deepspeed import PipelineEngine
-from deepspeed.moe.layer import MoE
 from torch.utils._pytree import tree_leaves
 
-from dstrial.engine.deepspeed_internals.engines import observe_instructions
+from dstrial.engine.deepspeed_internals.engines import expert_parameters, observe_instructions
 from dstrial.engine.dryrun.fake_world import FakeWorld, ScalarReads
 from dstrial.engine.dryrun.linear_peaks import line_through, memory_form, same_before_update
 from dstrial.engine.dryrun.tracker import Tracker
@@ -66,6 +66,9 @@ def measure(request: DryRunRequest) -> ModelTrace:
             parameter.register_post_accumulate_grad_hook(tracker.mark_gradient)
         with world.running():
             tokens = _train(workload, tracker, [low, high])
+            experts: Counter[int] = sum(
+                (Counter(expert_parameters(each)) for each in workload.engines), Counter()
+            )
         state, _ = memory_parts(workload.engines, lambda _device: False)
     memory, activations, is_linear = memory_form(tracker.trace, low, high)
     operations = tracker.operations[-1]
@@ -80,7 +83,7 @@ def measure(request: DryRunRequest) -> ModelTrace:
         state_bytes=state,
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable_parameters=sum(parameter.numel() for parameter in trained),
-        expert_parameters=_expert_parameters(workload.engines),
+        expert_parameters=dict(experts),
         num_tensors=len(trained),
         largest_tensor=max((parameter.numel() for parameter in trained), default=0),
         flops=Flops(model=lines[0], hardware=lines[1]),
@@ -112,16 +115,6 @@ def _train(workload: Workload, tracker: Tracker, sizes: list[int]) -> list[int]:
         if step_idx == 1 and not same_before_update(tracker.trace):
             sizes.append(sizes[0])
     return tokens
-
-
-def _expert_parameters(engines: Sequence[Any]) -> dict[int, int]:
-    """Return ``ep_size`` -> number of trained parameters in this rank's experts of such layers."""
-    sizes: dict[int, int] = {}
-    layers = [layer for engine in engines for layer in engine.module.modules() if isinstance(layer, MoE)]
-    for layer in layers:
-        trained = (each.numel() for each in layer.deepspeed_moe.experts.parameters() if each.requires_grad)
-        sizes[layer.ep_size] = sizes.get(layer.ep_size, 0) + sum(trained)
-    return sizes
 
 
 def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> None:
