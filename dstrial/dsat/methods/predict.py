@@ -29,7 +29,7 @@ from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.space.filters import Filters, Observation
 from dstrial.dsat.space.space import Space, Structure
 
-_USUAL, _THOROUGH = (0.0012, 2.0), (0.0008, 3.0)
+_USUAL, _THOROUGH = (0.0010, 2.0), (0.0008, 3.0)
 """Least expected gain of a measurement, as a share of the best cost, and the number of measurements without progress that
 doubles it."""
 _CONTENDERS, _REPEATS = 3, 2  # ``--thorough``: configurations to repeat, most measurements of each
