@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +18,8 @@ from dstrial import dsat
 from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_door
 from dstrial.dsat import compat
-from dstrial.dsat.backends.trial_spec import (
-    measuring_command,
-)
+from dstrial.dsat.backends import trial_spec
+from dstrial.dsat.backends.trial_spec import measuring_command
 from dstrial.dsat.cli import build_parser, with_method
 from dstrial.dsat.space.space import Space
 from dstrial.errors import ConfigError
@@ -265,3 +268,15 @@ def test_missing_deepspeed_config_or_sample_batch_is_refused(
 
     with pytest.raises(ConfigError, match=f"--sample-batch is .*{problem}" if sample else problem):
         settings_of(path, *sample, method="predict")
+
+
+def test_modules_in_written_configs_exist() -> None:
+    tree = ast.parse(inspect.getsource(trial_spec))
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    modules = {
+        text.partition(":")[0]
+        for text in texts
+        if isinstance(text, str) and re.fullmatch(r"dstrial(\.\w+)+(:\w+)?", text)
+    }
+    assert {"dstrial.dsat.search_trial", "dstrial.dsat.rank"} <= modules
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
