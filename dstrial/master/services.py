@@ -214,7 +214,10 @@ class Services:
     async def read(
         self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return ``function(connection, *args)``, run in a reader thread on a DB snapshot."""
+        """Run ``function(connection, *args)`` in a reader thread and return its result.
+
+        The function sees one snapshot of the database.
+        """
 
         def run() -> T:
             with self.database.read() as connection:
@@ -242,7 +245,10 @@ class Services:
         )
 
     async def write(self, function: Callable[[Transaction], T]) -> T:
-        """Return ``function(transaction)``, run in the writer thread, after the commit."""
+        """Run ``function(transaction)`` in the writer thread and return its result.
+
+        The method returns once the transaction is committed.
+        """
         return await asyncio.wrap_future(self.database.submit(function))
 
     async def run(self, function: Callable[[], T]) -> T:

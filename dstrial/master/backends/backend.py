@@ -110,7 +110,7 @@ class Note:
 
 
 class SlotsGoneError(MasterError):
-    """Raised if an allocation lost its slots before its start: not a trial failure."""
+    """Raised if an allocation lost its slots before its start; no failure of the trial."""
 
 
 Key: TypeAlias = int | str
@@ -158,7 +158,7 @@ class Backend(Protocol):
     """Runs allocations on nodes; the interface that the scheduler calls.
 
     Only the scheduler's thread calls the methods, except ``nodes``, ``job_text`` and ``unsatisfiable_reasons``, which are
-    thread-safe. Only ``unsatisfiable_reasons`` may block while Slurm or Ray responds.
+    thread-safe. Only ``unsatisfiable_reasons`` waits for responses of Slurm or Ray.
     """
 
     def nodes(self) -> tuple[Node, ...]:
@@ -172,9 +172,9 @@ class Backend(Protocol):
         """
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        """Return why Slurm or Ray would reject a request; empty if accepted or unknown.
+        """Return why Slurm or Ray would reject a request.
 
-        May block for some seconds.
+        Empty if it would be accepted, or if Slurm or Ray does not answer. May block for some seconds.
         """
 
     def job_text(self, key: Key) -> str:

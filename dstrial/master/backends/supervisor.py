@@ -42,7 +42,7 @@ _lease_ends_s: "dict[str, float]" = {}
 
 
 def main(directory: str, line: str = "") -> None:
-    """Run the allocation in ``directory`` to its end; log ``line`` first, if any."""
+    """Run the allocation in ``directory`` to its end; first log ``line`` unless empty."""
     os.chdir(directory)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -291,7 +291,7 @@ class Reconciler:
         self._database.write(write)
 
     def _end(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> None:
-        """Store an allocation's end, with an explanation of a failure from the output."""
+        """Store an allocation's exit; explain a failure from the allocation's output."""
         traceback = None
         if exit_.exit_code != 0:
             for output in self._backend.outputs(run):

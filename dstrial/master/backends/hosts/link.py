@@ -159,7 +159,7 @@ class HostLink:
     def close(self, *, for_good: bool = False) -> None:
         """Disconnect from the host; allocations there continue.
 
-        With ``for_good``, the host has no allocation and is not used again: its agent deletes its files.
+        With ``for_good``, the host has no allocation and is not used again: the agent deletes its own files there.
         """
         with self._lock:
             connection = self._connection

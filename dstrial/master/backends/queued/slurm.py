@@ -99,7 +99,7 @@ class SlurmEngine:
         return output
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why ``sbatch --test-only`` rejects a job; empty if not. Thread-safe."""
+        """Return why ``sbatch --test-only`` rejects a job; empty if accepted. Thread-safe."""
         try:
             text = self._script(request)
         except ConfigError as error:
