@@ -110,7 +110,7 @@ class Note:
 
 
 class SlotsGoneError(MasterError):
-    """Raised if an allocation lost its slots before its start; no failure of the trial."""
+    """Raised if an allocation lost its slots before its start; no trial failure."""
 
 
 Key: TypeAlias = int | str
