@@ -189,9 +189,13 @@ def _startup_failure(state: StateDirectory, exit_code: int) -> str:
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
-    """Return the port for a new master: the last master's if its trials still run.
+    """Return the port for a new master.
 
-    Otherwise the port in ``options``, in the settings file, or the default.
+    This is the port in ``options``, else in the settings file, else the default. If trials of the last
+    master still run, the default is that master's port, to which they report.
+
+    Raises:
+        MasterError: another port is set while trials of the last master run.
     """
     asked = options.port
     if asked is None and options.config_file is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Hint(enum.Enum):
-    """A suggestion of what to do, which an error of the database layer ends with."""
+    """A suggestion of what to do, appended to an error message of the database layer."""
 
     LIST_ALLOCATIONS = "; expected one of `det task list`."
     LIST_CHECKPOINTS = "; expected one of `det experiment list-checkpoints`."

@@ -121,7 +121,10 @@ def browser_link(record: MasterRecord, username: str = USERNAME) -> str:
 
 
 def read_credentials(state: StateDirectory) -> dict[str, Any]:
-    """Return username -> password of the master's first users; {} if they are blank."""
+    """Return username -> generated password of the master's first users.
+
+    {} if the first users have blank passwords.
+    """
     try:
         value = json.loads(state.credentials_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -132,7 +135,10 @@ def read_credentials(state: StateDirectory) -> dict[str, Any]:
 
 
 def session(record: MasterRecord) -> Client:
-    """Return a client with the token of ``det``'s active user, else of ``determined``."""
+    """Return a client with the token of ``det``'s active user.
+
+    If the master does not accept this token, the client has a new token of user ``determined``.
+    """
     store = _token_store(record.address)
     user = store.get_active_user()
     token = store.get_token(user) if user is not None else None

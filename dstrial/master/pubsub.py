@@ -18,7 +18,10 @@ class Follower:
         self._future: asyncio.Future[None] | None = None
 
     def add(self, topics: Iterable[str]) -> None:
-        """Add matching ``topics`` and wake ``next``; the caller must hold the lock."""
+        """Add the ``topics`` that match the subscription, and wake ``next``.
+
+        The caller must hold the lock.
+        """
         self._topics.update(filter(self._is_wanted, topics))
         if self._topics and self._future is not None:
             self._future.get_loop().call_soon_threadsafe(_finish, self._future)

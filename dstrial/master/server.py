@@ -185,7 +185,7 @@ def serve(
 
 
 def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
-    """Return the settings with the command line's Python and back end, if given."""
+    """Return the settings; the command line's Python and back end take precedence."""
     return dataclasses.replace(
         settings,
         hosts_python=options.python or settings.hosts_python,

@@ -64,7 +64,10 @@ class Activity:
         self._last_s[task_id] = time.monotonic()
 
     def idle_s(self, task_id: str) -> float:
-        """Return the seconds since the last use, or since the first call for the task."""
+        """Return the seconds since a task's services were last used.
+
+        If they were never used, return the seconds since the first call of this method for the task.
+        """
         return time.monotonic() - self._last_s.setdefault(task_id, time.monotonic())
 
     def forget(self, task_id: str) -> None:
@@ -197,7 +200,10 @@ class Services:
         return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
 
     def agent_of(self, allocation: Allocation) -> str:
-        """Return the names of an allocation's nodes; without slots, the master's name."""
+        """Return the names of an allocation's nodes.
+
+        An allocation without slots is on the master's machine.
+        """
         wanted = {nodes.node_of(slot_id) for slot_id in allocation.slots}
         return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
 
@@ -208,7 +214,10 @@ class Services:
     async def read(
         self, function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return ``function(connection, *args)``, run in a reader thread on a DB snapshot."""
+        """Run ``function(connection, *args)`` in a reader thread and return its result.
+
+        The function sees one snapshot of the database.
+        """
 
         def run() -> T:
             with self.database.read() as connection:
@@ -236,7 +245,10 @@ class Services:
         )
 
     async def write(self, function: Callable[[Transaction], T]) -> T:
-        """Return ``function(transaction)``, run in the writer thread, after the commit."""
+        """Run ``function(transaction)`` in the writer thread and return its result.
+
+        The method returns once the transaction is committed.
+        """
         return await asyncio.wrap_future(self.database.submit(function))
 
     async def run(self, function: Callable[[], T]) -> T:

@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Parse a JSON file into dataclass ``kind``; raise errors as :func:`read_json`."""
+    """Parse a JSON file into dataclass ``kind``; raises the errors of ``read_json``."""
     found = read_json(path)
     fields = {}
     for name, wanted in get_type_hints(kind).items():

@@ -95,7 +95,7 @@ class AllocationExit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """The directory, on the master's machine, of an allocation's output on one node."""
+    """A directory on the master's machine with an allocation's output on one node."""
 
     node_id: int
     directory: Path
@@ -110,7 +110,7 @@ class Note:
 
 
 class SlotsGoneError(MasterError):
-    """Raised if an allocation lost its slots before its start: not a trial failure."""
+    """Raised if an allocation lost its slots before its start; no trial failure."""
 
 
 Key: TypeAlias = int | str
@@ -144,7 +144,7 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of ``Backend.request``: requests with slots, failures and messages."""
+    """Result of ``Backend.request``: slots, failures and messages by trial or command."""
 
     # requests that have got slots: their slot ids in rank order
     slots: Mapping[Key, Sequence[int]] = dataclasses.field(default_factory=dict)
@@ -158,7 +158,7 @@ class Backend(Protocol):
     """Runs allocations on nodes; the interface that the scheduler calls.
 
     Only the scheduler's thread calls the methods, except ``nodes``, ``job_text`` and ``unsatisfiable_reasons``, which are
-    thread-safe. Only ``unsatisfiable_reasons`` may block while Slurm or Ray responds.
+    thread-safe. Only ``unsatisfiable_reasons`` waits for responses of Slurm or Ray.
     """
 
     def nodes(self) -> tuple[Node, ...]:
@@ -172,9 +172,9 @@ class Backend(Protocol):
         """
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        """Return why Slurm or Ray would reject a request; empty if accepted or unknown.
+        """Return why Slurm or Ray would reject a request.
 
-        May block for some seconds.
+        Empty if it would be accepted, or if Slurm or Ray does not answer. May block for some seconds.
         """
 
     def job_text(self, key: Key) -> str:
@@ -184,11 +184,14 @@ class Backend(Protocol):
         """Return why an allocation will soon lose its slots; None if it will not."""
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
-        """Start an allocation; return its supervisor, None until remote nodes report one.
+        """Start an allocation; return its supervisor if that is on the master's machine.
+
+        On other machines, supervisors start after the call: the result is None, and ``supervisors`` returns them later.
 
         Raises:
             SlotsGoneError: the allocation's slots are gone.
-            DstrialError: the allocation cannot be started. If a node rejects it later, ``observe`` returns that as an exit.
+            DstrialError: the allocation cannot be started. If another machine rejects the allocation after the call, ``observe``
+                returns its exit.
         """
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
@@ -204,7 +207,10 @@ class Backend(Protocol):
         """
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
-        """Return the directories of an allocation's output, the first failed node's first."""
+        """Return the directories of an allocation's output, one per node.
+
+        The directory of the node that failed first comes first.
+        """
 
     def notes(self, run: RunRef) -> Sequence[Note]:
         """Return lines to add to an allocation's log; later calls return only new lines."""
@@ -213,22 +219,26 @@ class Backend(Protocol):
         """Return uuids of checkpoints that an allocation began to save and did not report."""
 
     def ask_to_stop(self, run: RunRef) -> None:
-        """Send SIGTERM to an allocation's entrypoints; once they exit, kill the rest."""
+        """Send SIGTERM to an allocation's entrypoint on each node.
+
+        Once an entrypoint exits, the allocation's other processes on its node are killed.
+        """
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
         """Kill an allocation's processes; its supervisors record the exit, then end.
 
-        With ``leaves_record=False`` supervisors are killed, too, and the allocation counts as lost: for a full disk, on which
-        no supervisor can write its record.
+        With ``leaves_record=False``, the supervisors are killed, too, and the allocation counts as lost. This is for a full
+        disk, on which no supervisor can write its record.
         """
 
     def forget(self, run: RunRef) -> None:
         """Delete the files of an ended allocation, on all nodes."""
 
     def begin(self) -> None:
-        """Connect to the nodes, for some seconds; called after all calls of ``find``.
+        """Connect to the nodes; may block for some seconds.
 
-        If the method raises, the scheduler calls it again after a backoff.
+        The scheduler calls the method once ``find`` has been called for all running allocations. If the method raises, the
+        scheduler calls it again after a backoff.
         """
 
     def poll(self, *, is_busy: bool) -> None:
@@ -262,7 +272,10 @@ class OwnNodes:
 
 
 def run_of(allocation: Allocation) -> RunRef:
-    """Return an allocation's ``RunRef``; without slots, it is on the master's machine."""
+    """Return the ``RunRef`` of an allocation's row.
+
+    An allocation without slots is on the master's machine.
+    """
     allocated: dict[int, list[int]] = {}
     for slot_id in allocation.slots:
         allocated.setdefault(node_of(slot_id), []).append(slot_id)

@@ -36,11 +36,11 @@ class Slot:
 def find_slots(num: int | None = None) -> tuple[Slot, ...]:
     """Return a slot per accelerator of this machine, or per CPU core if it has none.
 
-    With ``DS_ACCELERATOR=cpu``, all slots are CPU slots. ``num`` limits the accelerators, or sets the number of CPU slots,
-    which may exceed the number of cores.
+    With ``DS_ACCELERATOR=cpu``, all slots are CPU slots. ``num`` sets the number of slots. CPU slots may exceed the number
+    of cores. With ``DSTRIAL_SHARE_DEVICE=1``, several slots may share an accelerator.
 
     Raises:
-        MasterError: ``num`` is negative, or exceeds the accelerators without ``DSTRIAL_SHARE_DEVICE=1``.
+        MasterError: ``num`` is negative, or exceeds the number of accelerators while slots may not share them.
     """
     if num is not None and num < 0:
         raise MasterError(

@@ -57,7 +57,10 @@ _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
-    """Return a trial's config, with ``shared_fs`` storage as equivalent ``directory``."""
+    """Return a trial's config as the trial's processes read it.
+
+    Checkpoint storage of type ``shared_fs`` is replaced by the equivalent storage of type ``directory``.
+    """
     config = copy.deepcopy(request.config)
     storage = config.get("checkpoint_storage") or {}
     if storage.get("type") == "shared_fs":
@@ -242,12 +245,12 @@ def user_variables(config: Mapping[str, Any], kind: str = "cpu") -> dict[str, st
 def choose_ports(used: Collection[int], first_ports: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return a free port for each environment variable that names a port.
 
-    Each search starts at a random port: trials bind ports later, so two masters on one machine could otherwise choose the same
-    port.
+    The search in a variable's range starts at a random port. Trials bind their ports later, so two masters on one machine
+    could otherwise choose the same port.
 
     Args:
-        used: ports of other allocations.
-        first_ports: environment variable -> first port of its range; by default the variables of a trial.
+        used: ports of other allocations, which are skipped.
+        first_ports: environment variable -> first port of the variable's range; by default, the variables of a trial.
     """
     taken = set(used)
     ports: dict[str, int] = {}

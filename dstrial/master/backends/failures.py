@@ -90,10 +90,11 @@ class _Block:
 
 
 def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return the first traceback that shows why a trial failed, or None.
+    """Return the traceback that best shows why a trial failed, or None.
 
-    Chained tracebacks are included. Fallbacks are tracebacks of launchers and of ranks that only lost the connection to another
-    rank, and lastly a launcher's error message. ``lines`` are (rank or None, text) in print order.
+    Tracebacks of ranks come before those of ranks that only lost the connection to another rank, then launchers' tracebacks,
+    lastly a launcher's error message. Of equal candidates, the first is returned, with chained tracebacks. ``lines`` are (rank
+    or None, text) in print order.
     """
     found: list[str] = []
     messages: list[str] = []
@@ -155,7 +156,10 @@ def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | No
 
 
 def _in_one_line(lines: Sequence[str]) -> str:
-    """Return a traceback's message and innermost user frame, or a text's first line."""
+    """Return the last traceback's message and innermost user frame, in one line.
+
+    If ``lines`` have no traceback, return the first line that is not empty.
+    """
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), None)
     if start is None:
         return next(line for line in lines if line)
@@ -170,7 +174,10 @@ def _in_one_line(lines: Sequence[str]) -> str:
 
 
 def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return the local rank that torchrun reports as failed first, and why; or None."""
+    """Return as text which local rank torchrun reports as failed first, and why.
+
+    None if torchrun printed no such report, or the exit code in the report has no known meaning.
+    """
     for _, text in lines:
         found = _TORCHRUN_FAILURE.search(text)
         if found is not None:
@@ -181,7 +188,10 @@ def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
 
 
 def is_of_launcher(traceback: str) -> bool:
-    """Return whether a launcher raised a traceback, which does not show the cause."""
+    """Return whether a launcher, not the trial's code, raised a traceback.
+
+    A launcher's traceback does not show why the trial failed.
+    """
     return not _is_of_user(traceback)
 
 

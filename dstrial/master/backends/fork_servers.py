@@ -1,7 +1,7 @@
 """Fork servers: processes with torch and DeepSpeed imported, which fork trials.
 
-A fork takes milliseconds, the imports take seconds. A fork server (``dstrial.fork_server``) starts trial classes with the same
-interpreter and environment, except for variables that identify a trial or rank. Without a matching server, a trial starts as a
+A fork takes milliseconds, the imports take seconds. A fork server (``dstrial.fork_server``) starts trial classes that run in its
+own interpreter and environment, except for variables that identify a trial or rank. If no server matches, a trial starts as a
 new process, and a server is started for later trials. A script always starts as a new process.
 """
 
@@ -144,7 +144,10 @@ class ForkServers:
         )
 
     def _start_server(self, python: str, environment: Mapping[str, str]) -> _ServerEntry | None:
-        """Start a fork server, or return None; at the limit, end the least recently used."""
+        """Start a fork server; return None if the start fails.
+
+        If ``MAX_SERVERS`` run already, first end the least recently used one.
+        """
         for other in self._running:
             if other.python == python:
                 logger.info("another fork server is needed: %s", other.server.mismatch(environment))

@@ -80,8 +80,9 @@ def prepare(
 ) -> None:
     """Create an allocation's directory; ``start`` then starts its supervisor.
 
-    ``is_warm`` allows starts by a fork server, ``forks_with_accelerators`` also on accelerators. ``watch`` has the ``lease``
-    and ``agent`` paths of ``supervisor.end_reason``, for allocations started by an agent.
+    ``is_warm`` lets a fork server start the allocation, on accelerators only with ``forks_with_accelerators``. An agent passes
+    ``watch``: the paths of its lease file (``lease``) and pid file (``agent``). The supervisor kills the allocation when the
+    lease or the agent ends.
 
     Raises:
         MasterError: the directory cannot be created.
@@ -303,17 +304,19 @@ class _ExitRecord:
 
 
 def terminate(handle: SupervisorHandle) -> None:
-    """Have a supervisor send SIGTERM to the entrypoint, and kill the rest at its exit."""
+    """Have a supervisor send SIGTERM to its entrypoint.
+
+    Once the entrypoint exits, the supervisor kills the allocation's other processes.
+    """
     _signal(handle, signal.SIGTERM)
 
 
 def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: bool = True) -> None:
     """Kill every process of an allocation.
 
-    A running supervisor kills the other processes and writes ``exit.json``. If the supervisor has died, kill the processes in
-    its session, and those with the allocation's marker in their environment.
-
-    ``leaves_record`` is as for ``Backend.kill``.
+    A running supervisor kills the other processes and writes ``exit.json``; with ``leaves_record=False``, it is killed instead
+    and writes nothing. If the supervisor is dead, kill the processes in its session, and those with the allocation's marker in
+    their environment.
     """
     if handle is not None and is_alive(handle):
         _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)
@@ -406,7 +409,7 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
 class LocalBackend(OwnNodes):
     """Runs allocations on the master's own machine.
 
-    ``is_warm`` allows starts by a fork server, ``forks_with_accelerators`` also on accelerators. A separate thread calls
+    ``is_warm`` lets a fork server start trials, on accelerators only with ``forks_with_accelerators``. A separate thread calls
     ``on_exit`` when a supervisor ends.
     """
 

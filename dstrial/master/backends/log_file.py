@@ -48,8 +48,8 @@ class _Part:
 def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int = 0) -> LogRead:
     """Return the complete lines of an allocation's log from a byte offset on.
 
-    At most about ``max_bytes`` are read. The log has parts: ``output.log``, and later ones, of which the supervisor deletes the
-    oldest. ``offset`` is the start of a line, in bytes of the whole log, after ``num_lines`` lines.
+    At most about ``max_bytes`` are read. The log consists of ``output.log`` and later files, the oldest of which the
+    supervisor deletes. ``offset`` is the start of a line, in bytes of the whole log, after ``num_lines`` lines.
     """
     first = _Part(directory / _NAME, 0, 0)
     data = _read(first, offset, max_bytes)

@@ -63,12 +63,12 @@ class StatusFile:
 
 
 def shown_hosts(state_dir: Path) -> list[ShownHost]:
-    """Return the hosts of the master of a state directory; empty if it has none."""
+    """Return the hosts that a state directory's master uses; empty if it uses none."""
     return _read(state_dir / HOSTS_NAME, ShownHost)
 
 
 def shown_engine(state_dir: Path) -> ShownEngine | None:
-    """Return the last state of Slurm or Ray that the master saw; None without either."""
+    """Return the master's last state of Slurm or Ray; None if it uses neither."""
     return next(iter(_read(state_dir / ENGINE_NAME, ShownEngine)), None)
 
 

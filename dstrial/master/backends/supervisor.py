@@ -42,7 +42,7 @@ _lease_ends_s: "dict[str, float]" = {}
 
 
 def main(directory: str, line: str = "") -> None:
-    """Run the allocation in ``directory`` to its end; log ``line`` first, if any."""
+    """Run the allocation in ``directory`` to its end; first log ``line`` unless empty."""
     os.chdir(directory)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -100,9 +100,10 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def should_retry(self, error: OSError) -> bool:
-        """On a full disk, sleep and return True; return False if a retry is useless.
+        """Return whether to retry a failed write; if so, sleep first.
 
-        Errors other than a full disk are permanent: the trial may have replaced the file.
+        True if the disk is full, unless the allocation is to be killed or its directory was deleted. Other errors are
+        permanent: the trial may have replaced the file.
         """
         if error.errno not in _FULL:
             return False
@@ -155,7 +156,10 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
 
 
 def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint in this process's spare fork; or return None and why not."""
+    """Start the entrypoint in this process's spare; or return None and why not.
+
+    The spare is an idle fork, this process's only child. The reason is "" if this process has none.
+    """
     client = sys.modules.get("dstrial.fork_server.client")  # imported only if this process is a fork
     if client is None or client.fork.spare is None:
         return None, ""

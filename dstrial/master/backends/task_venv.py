@@ -115,7 +115,10 @@ def site_directories() -> list[str]:
 
 
 def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
-    """Return the environment's name: a hash of hooks, requirements and base packages."""
+    """Return a shared environment's name: a hash of what it is built from.
+
+    These are hooks, requirements and the base Python's packages.
+    """
     found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
     base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
     digest = hashlib.sha256(json.dumps([sys.executable, sys.version, base, requirements]).encode())
@@ -199,7 +202,8 @@ def collect(root: Path, unused_s: float) -> list[str]:
 def make(environment: Path, shared: Path | None = None, *, has_commands: bool = False) -> None:
     """Create a venv that sees the packages of the running Python and of a shared venv.
 
-    With ``has_commands``, the venv gets wrappers of their commands (for example ``torchrun``), which run its own Python.
+    With ``has_commands``, the new venv gets wrappers for the commands of both (for example ``torchrun``), which run them with
+    the new venv's Python.
     """
     has_pip = shared is not None or importlib.util.find_spec("pip") is not None
     venv.EnvBuilder(symlinks=True, with_pip=not has_pip).create(environment)

@@ -1,8 +1,8 @@
 """Detached (unmanaged) runs: trials that the master neither starts nor stops.
 
 A script with ``determined.experimental.core_v2`` creates an experiment and a trial, or finds them by external id, and sends a
-heartbeat every minute. The master does not schedule or search, nor collect checkpoints. The experiment is active while any of
-its trials is active, and ends in the worst state of its trials.
+heartbeat every minute. The master does not schedule these trials, runs no searcher and garbage-collects no checkpoints. The
+experiment is active while any of its trials is active, and ends in the worst state of its trials.
 
 Source: Determined 0.38.1, ``determined/experimental/core_v2/_unmanaged.py`` and ``determined/core/_heartbeat.py``.
 """
@@ -107,8 +107,8 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
     """Record a detached trial's heartbeat; set a trial that timed out back to ACTIVE.
 
-    With ``is_current_run``, COMPLETED and ERROR trials also become ACTIVE: an earlier run may have set that state. No-op for
-    trials that the master runs.
+    With ``is_current_run`` (the heartbeat is of the trial's newest run), COMPLETED and ERROR trials also become ACTIVE: an
+    earlier run may have set that state. No-op for trials that the master runs.
     """
     if trial.heartbeat_us is None:
         return
@@ -144,9 +144,10 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
 
 
 def give_up_silent(tx: Transaction, before_us: int) -> int:
-    """Set detached trials with no heartbeat since ``before_us`` to ERROR; count them.
+    """Set detached trials without a heartbeat since ``before_us`` to ERROR.
 
-    Also end detached experiments that started before ``before_us`` and have no trial.
+    Also end detached experiments that started before ``before_us`` and have no trial. Returns how many
+    trials were set to ERROR.
     """
     rows = trial_rows.silent_since(tx.connection, before_us)
     for row in rows:

@@ -40,7 +40,8 @@ _SEVERITY = {"STOPPING_COMPLETED": 1, "STOPPING_CANCELED": 2, "STOPPING_ERROR": 
 def may_follow(state: str, stopping: str) -> bool:
     """Return whether ``state`` is not terminal and less severe than ``stopping``.
 
-    ``stopping`` is the STOPPING_… state into which a trial or experiment is to change.
+    ``stopping`` is the STOPPING_… state into which a trial or experiment is to change. Severity increases from
+    STOPPING_COMPLETED over CANCELED and ERROR to KILLED; other states have none.
     """
     if state in TERMINAL or state in DELETING:
         return False
@@ -70,7 +71,7 @@ def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
 def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) -> None:
     """Request preemption or a kill of a trial's allocation; no-op if it has none.
 
-    The allocation is killed if ``is_kill`` is true or its code has not contacted the master yet. ``why`` is logged.
+    The allocation is killed if ``is_kill`` is true or the trial's code has not contacted the master yet. ``why`` is logged.
     """
     allocation = allocation_rows.live(tx.connection, trial_id)
     if allocation is None:
@@ -118,9 +119,10 @@ def close_trial(
 
 
 def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
-    """Stop an experiment and its trials; return False if its state does not allow it.
+    """Stop an experiment and its trials.
 
-    ``stopping`` and ``why`` are as for ``stop_trial``.
+    Returns False if the experiment has ended or is already stopping with equal or higher severity. ``stopping``
+    and ``why`` are as for ``stop_trial``.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if not may_follow(row.state, stopping):

@@ -191,8 +191,8 @@ def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
 def continue_(tx: Transaction, experiment_id: int, submission: Submission | None = None) -> int:
     """Resume an ended experiment from its checkpoints; return its id.
 
-    Trials that did not complete run again, with restart counters of 0; with the single searcher, a completed trial does, too.
-    ``submission`` is a changed config, allowed for the single searcher only.
+    Trials that did not complete run again, with restart counters of 0. With the single searcher, a completed trial also runs
+    again. ``submission`` is a changed config, allowed for the single searcher only.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
@@ -292,8 +292,8 @@ def project_of_config(
 ) -> projects.ProjectInfo:
     """Return a new experiment's project: the request's, the config's, or the default.
 
-    ``project_id`` is the request's; if it is None or 1 (the default project), the config decides, which need not be valid.
-    Source: Determined 0.38.1.
+    ``project_id`` is the request's; if it is None or 1 (the default project), the names in the config decide.
+    ``config`` need not be validated. Source: Determined 0.38.1.
     """
     names = [config.get("workspace") or None, config.get("project") or None]
     if project_id is not None and project_id > projects.DEFAULT_ID:

@@ -32,7 +32,8 @@ _LOCAL_TRIAL_ID = 0
 def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
     """Return the checkpoint (and its run's setup) from which a trial resumes, or None.
 
-    None if the trial has no checkpoint, or its checkpoint was not written by dstrial.
+    A trial that has saved none starts from the checkpoint of its warm start. None if the trial has neither, or dstrial did not
+    write the checkpoint.
     """
     latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:
@@ -41,7 +42,10 @@ def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
 
 
 def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
-    """Return the checkpoint whose weights initialise a new trial; None without one."""
+    """Return checkpoint ``uuid``, whose weights initialise a new trial.
+
+    None if ``uuid`` is None or not in the database, or if dstrial did not write the checkpoint.
+    """
     row = None if uuid is None else checkpoint_rows.get_checkpoint(connection, uuid)
     saved = None if row is None else _read(row)
     return None if saved is None else saved.of_trial(-1)

@@ -47,7 +47,8 @@ def root_of(storage: Mapping[str, Any]) -> Path | None:
 class Storages:
     """Checks, with a timeout, whether checkpoint storages are available. Thread-safe.
 
-    A storage is the ``checkpoint_storage`` of a config. A used storage without its marker file counts as not mounted.
+    A storage is the ``checkpoint_storage`` of a config. A storage that was used before counts as not mounted if its
+    marker file is missing.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class StorageWait:
         return [row for row in rows if row.id not in self._held]
 
     def holds_up(self, row: WaitingTrial, known: dict[int, str | None] | None = None) -> bool:
-        """Probe a trial's storage; return whether it is unavailable, and log changes.
+        """Return whether a trial's storage is unavailable; log if that has changed.
 
         ``known`` caches probe results of one poll: experiment id -> error or None.
         """

@@ -132,7 +132,11 @@ def _proxy_ports(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
 
 
 async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a service; raise 503 if nothing listens, 502 if another account does."""
+    """Connect to a service of a task.
+
+    Raises:
+        RequestError: 503 if no process listens, 502 if the process that listens is of another account or another task.
+    """
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
     except OSError as error:
@@ -163,8 +167,8 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
 def _socket_owner(port: int, own_port: int) -> tuple[int | None, str]:
     """Return user id and inode of the socket at the other end of a connection.
 
-    The connection is from ``own_port`` to ``port``. Before accept(), return those of the listening socket, or (None, "")
-    without one.
+    The connection is from ``own_port`` to ``port``. Until the server calls accept(), return user id and inode of the
+    listening socket; (None, "") if no socket listens.
     """
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener: tuple[int | None, str] = (None, "")

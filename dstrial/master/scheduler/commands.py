@@ -26,7 +26,10 @@ _CONNECT_TIMEOUT_S = 0.2  # timeout of a probe whether a TensorBoard listens
 def request(
     services: Services, connection: Connection, allocation: Allocation, common: Mapping[str, Any]
 ) -> AllocationRequest:
-    """Return the request to start a command; ``common`` are fields shared with trials."""
+    """Return the request to start a command.
+
+    ``common`` are the fields of the request that are the same for trials.
+    """
     row = commands.require(connection, allocation.task_id)
     config: dict[str, Any] = json.loads(row.config)
     links: dict[str, Path] = {}
@@ -78,7 +81,7 @@ def _tensorboard(task_id: str, directory: Path, ports: dict[str, int], more: lis
 
 
 class CommandWatch:
-    """Kills running TensorBoards that are idle."""
+    """Marks TensorBoards as ready once they listen; kills idle ones."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

@@ -226,7 +226,7 @@ class Dispatcher:
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
         """Return how many slots a waiting trial needs.
 
-        Less than configured if fewer slots are available and the trial's checkpoint can resume on them.
+        Fewer than ``slots_per_trial`` if only fewer are available and the trial's checkpoint can resume on these.
         """
         wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
@@ -246,8 +246,8 @@ class Dispatcher:
     ) -> Waiting:
         """Return ``one`` with ``choices``, the slot counts with which the trial can start.
 
-        A trial that waits alone may get all free slots up to ``max_slots``, except with Slurm or Ray, whose free slots are
-        unknown.
+        If no other trial or command waits, the trial may get all free slots up to ``max_slots``, except with Slurm or Ray,
+        whose free slots are unknown.
         """
         takes_all = len(queue.rows) == 1 and self._services.engine is None
         choices = self._resizing.choices(connection, row, queue.capacity, at_most=None if takes_all else 0)
@@ -260,9 +260,11 @@ class Dispatcher:
         return dataclasses.replace(one, num_slots=num_slots, choices=choices)
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
-        """Fail a trial whose log policies exclude every node, if ``launch_error`` is set.
+        """Fail a trial whose log policies exclude every node.
 
-        Otherwise the trial waits. Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py.
+        If the master's setting ``launch_error`` is off, the trial waits instead.
+
+        Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py.
         """
         if not self._services.settings.launch_error:
             return
@@ -412,8 +414,8 @@ class Dispatcher:
 def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:
     """Return the free, enabled and drained slots of ``places`` (nodes).
 
-    ``live`` are the allocations that use slots. ``off`` maps each disabled slot to whether it is drained, so that a running
-    trial may finish.
+    ``live`` are the allocations that use slots. ``off`` maps disabled slot -> whether it is drained: a running trial
+    may finish on a drained slot.
     """
     # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
     grace_start_us = now_us() - _NODE_GRACE_US
@@ -445,7 +447,7 @@ def _is_single_node(connection: Connection, experiment_id: int) -> bool:
 
 
 def _insert_node_allocations(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
-    """Store an allocation's nodes in rank order, without the master's machine."""
+    """Store an allocation's nodes in rank order; leave out the master's machine."""
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
 

@@ -291,7 +291,7 @@ class Reconciler:
         self._database.write(write)
 
     def _end(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> None:
-        """Store an allocation's end, with an explanation of a failure from the output."""
+        """Store an allocation's exit; explain a failure from the allocation's output."""
         traceback = None
         if exit_.exit_code != 0:
             for output in self._backend.outputs(run):
@@ -345,8 +345,8 @@ def _stop_requests(row: Allocation) -> tuple[int | None, ...]:
 def _untrained_phase(row: Allocation) -> str | None:
     """Return the startup phase because of which ranks ignore a stop request, or None.
 
-    None in the first ``_UNTRAINED_STOP_US`` after the request, and for runs with reports. Ranks that have not trained have
-    nothing to save, and can ignore the request for minutes while they compile an operator.
+    None in the first ``_UNTRAINED_STOP_US`` after the request, and for runs that have reported metrics. Ranks that have
+    not trained have nothing to save, and can ignore the request for minutes while they compile an operator.
     """
     if row.preempt_us is None or row.kill_us is not None or row.num_reports:
         return None
@@ -380,7 +380,11 @@ def _expired_grace_period(state: _State) -> str | None:
 
 
 def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return (failed exit with an explanation from the output, traceback or None)."""
+    """Return ``exit_`` of a failed allocation with an explanation, and a traceback.
+
+    Both are found in the output in ``directory``. The traceback is None if the output has none, or a launcher's report
+    explains the exit instead.
+    """
     traceback = first_traceback(printed(directory))
     if traceback is None or is_of_launcher(traceback):
         explanation = explain_rank(printed(directory))
@@ -396,7 +400,10 @@ def _log_of(row: Allocation) -> LogOwner:
 
 
 def failed_start(error: Exception) -> AllocationExit:
-    """Return the exit of an allocation that failed to start: lost if slots are gone."""
+    """Return the exit of an allocation that failed to start.
+
+    The allocation counts as lost if ``error`` is ``SlotsGoneError``.
+    """
     was_lost = isinstance(error, SlotsGoneError)
     return AllocationExit(1, None, now_us(), f"could not be started: {error!s}", was_lost)
 
@@ -421,7 +428,10 @@ def matches(policies: Iterable[LogPolicy], texts: Iterable[str]) -> list[tuple[L
 def note_matches(
     tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], node_id: int, name: str
 ) -> None:
-    """Store and apply the log policies that matched a node's output; log each once."""
+    """Store and apply the log policies that matched a node's output.
+
+    The trial's log gets at most one line per action.
+    """
     for policy, line in matched:
         if policy.name is not None:
             trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)

@@ -68,9 +68,9 @@ def select_preemption_victims(
 ) -> list[Running]:
     """Return the trials to stop so that the first job in the queue can start.
 
-    Victims have a lower priority and can continue on the remaining slots; the least urgent come first. Empty if the job still
-    could not start. ``urgency`` is (priority, queue position) of ``first``. ``free`` are ids of slots that are unused or being
-    released; ``used_by`` maps experiment id -> number of slots in use.
+    Victims have a lower priority and can continue on the remaining slots; the least urgent come first. Empty if the job could
+    still not start, or can start without victims. ``urgency`` is (priority, queue position) of ``first``. ``free`` are ids of
+    slots that are unused or being released; ``used_by`` maps experiment id -> number of slots in use.
     """
     if _all_fit([first], free, enabled, used_by):
         return []  # slots that are being released suffice
@@ -118,9 +118,10 @@ def can_leave_drained(one: Running, drained: Collection[int], free: Collection[i
 
 
 def grown(one: Running, *, free: Collection[int], enabled: Collection[int], used: int) -> int:
-    """Return the largest slot count to which a trial can grow, or its current count.
+    """Return the largest slot count to which a trial can grow.
 
-    ``free`` and ``enabled`` are slot ids; ``used`` is the number of slots that the trial's experiment uses.
+    This is the trial's current count if it cannot grow. ``free`` and ``enabled`` are slot ids; ``used`` is the
+    number of slots that the trial's experiment uses.
     """
     left = by_node({*free, *(slot for slot in one.slots if slot in set(enabled))})
     capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
@@ -167,7 +168,10 @@ class Resizing:
         self._polled_s = -_POLL_S
 
     def is_due(self, connection: Connection) -> bool:
-        """Return whether a poll is due, and a trial may be resized although no job waits."""
+        """Return whether the scheduler should check now for trials to resize.
+
+        True at most once per ``_POLL_S`` seconds, and only if a running trial's slot count may change.
+        """
         if time.monotonic() < self._polled_s + _POLL_S:
             return False
         self._polled_s = time.monotonic()
@@ -278,8 +282,8 @@ class Resizing:
     ) -> Running | None:
         """Return a running trial with the slot counts on which it can resume, or None.
 
-        ``at_most`` limits these counts, by default to the trial's current number of slots; then only trials whose config allows
-        fewer slots are returned.
+        ``at_most`` limits these counts. By default, the limit is the trial's current number of slots, and the result is None if
+        the config allows no fewer slots.
         """
         elasticity = _elasticity(row.section, row.slots_per_trial)
         slots = tuple(json.loads(row.slots))
@@ -320,7 +324,10 @@ class Resizing:
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
-    """Log and report if a trial's slot count changed or is lower than requested."""
+    """Log if a trial's slot count changed or is lower than requested.
+
+    A change is also stored as a metric report in group ``SLOTS_GROUP``.
+    """
     before = rows.slots_of_run_before(tx.connection, allocation.trial_id, allocation.run_id)
     is_changed = before not in (0, num_slots)
     if num_slots < num_wanted:
@@ -351,7 +358,10 @@ def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_want
 
 
 def _may_change(row: rows.ResizableTrial) -> bool:
-    """Return whether a trial's config allows resizing, or the trial lacks slots."""
+    """Return whether a running trial's slot count may change.
+
+    True if the config allows resizing, or the trial has fewer slots than ``slots_per_trial``.
+    """
     elasticity = _elasticity(row.section, row.slots_per_trial)
     return elasticity.is_asked_for or len(json.loads(row.slots)) < row.slots_per_trial
 

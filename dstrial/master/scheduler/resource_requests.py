@@ -89,7 +89,7 @@ def request_of_command(config: Mapping[str, Any]) -> ResourceRequest | None:
 def starts_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, list[int]]]:
     """Return (key, slot ids) of the waiting trials and commands that start now.
 
-    They have slots in ``answer``, or need no slots.
+    These are the trials and commands with slots in ``answer``, and those that need no slots.
     """
     found: list[tuple[Key, list[int]]] = []
     for one in waiting:

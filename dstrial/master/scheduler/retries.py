@@ -57,8 +57,8 @@ class Retries:
     def record_failure(self, key: Hashable, *, counts: bool = True, limit: int | None = None) -> bool:
         """Postpone a key's next attempt; return whether the limit is reached.
 
-        With ``counts=False``, for failures that the key did not cause, the limit is not affected. ``limit`` replaces the
-        object's limit.
+        With ``counts=False``, the failure does not count toward the limit: for failures that the key did not cause. ``limit``
+        replaces the object's limit.
         """
         failures = self._failures.setdefault(key, _Failures(0, 0.0))
         failures.count += counts

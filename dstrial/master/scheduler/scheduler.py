@@ -103,7 +103,7 @@ class Scheduler:
     def _stop_allocations(self) -> bool:
         """Stop or kill every allocation; return whether any still runs.
 
-        If the back end could not connect, none can be stopped; they continue, and the next master adopts them.
+        If the back end could not connect to the nodes, no allocation can be stopped, and the next master adopts all.
         """
         if not self._is_begun:
             return not self._services.scheduler_problem

@@ -127,7 +127,7 @@ class WaitReasons:
     def waits_for_slots(
         self, waiting: Sequence[tuple[WaitingTrial, Waiting]], live: Sequence[Allocation], num_enabled: int
     ) -> None:
-        """Log, once per run, why each trial waits, and which ``live`` jobs use the slots."""
+        """Log once per run why each trial waits, and which ``live`` allocations use slots."""
         begun = {row.trial_id for row in live}
         left = [pair for pair in waiting if pair[0].id not in begun]
         new = [

@@ -48,8 +48,8 @@ def count_slots(nodes: Sequence[Node], disabled: Mapping[int, bool], used: froze
 def pending_reason(wanted: int, num_waiting: int, num_ahead: int, counts: SlotCounts) -> str:
     """Return why a job is pending, as text for users; empty if it is not pending.
 
-    ``wanted`` is the slot count of each of the job's trials or commands, ``num_waiting`` the number of pending ones,
-    ``num_ahead`` the number of jobs before this job in the queue.
+    ``wanted`` is the slot count of each of the job's trials or commands, ``num_waiting`` the number of those that
+    are pending, ``num_ahead`` the number of jobs before this job in the queue.
     """
     if not num_waiting:
         return ""

@@ -171,7 +171,7 @@ def shown_file(tgz: bytes, path: str) -> Json:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return the lines of a unified diff of texts by name."""
+    """Return the lines of a unified diff between two mappings of name -> text."""
     found: list[str] = []
     for name in sorted(before.keys() | after.keys()):
         old, new = (texts.get(name, "").splitlines()[:_MAX_LINES] for texts in (before, after))
@@ -203,7 +203,10 @@ def code_differences(before: bytes, after: bytes) -> list[str]:
 
 
 def _texts(tgz: bytes, digests: Mapping[str, str], paths: Collection[str]) -> dict[str, str]:
-    """Return path -> text of files; a digest replaces binary files and cut-off ends."""
+    """Return path -> text of a model definition's files.
+
+    Size and digest stand for the text of a binary file, and for the end of a text that is too long.
+    """
     found: dict[str, str] = {}
     for path, (content, size) in read_starts(tgz, paths, MAX_TEXT_BYTES).items():
         digest = f"{size:,} bytes, digest {digests[path]}"

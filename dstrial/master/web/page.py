@@ -1,4 +1,7 @@
-"""Routes of the web page, its files, events and login form, and of tasks' pages."""
+"""Routes of the web page, its files, events and login form.
+
+The module also renders the pages that are shown for tasks that are starting or have ended.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +167,7 @@ async def get_events(request: ApiRequest) -> Stream:
 
 
 def _below(path: str, depths: range) -> list[str]:
-    """Return route patterns below ``path``, one for each number of path segments."""
+    """Return route patterns below ``path``, one per number of segments in ``depths``."""
     return [path + "".join(f"/{{part_{idx}}}" for idx in range(depth)) for depth in depths]
 
 

@@ -93,9 +93,10 @@ def _finite(value: object) -> float | None:
 
 
 def shown_rows(reported: Iterable[Json], experiments: Iterable[int], *, is_over: bool) -> list[Json]:
-    """Return a report's rows for the page; an ended search has no row "running".
+    """Return a report's rows for the page.
 
-    Users can edit the notes, so rows keep only links to ``experiments``, the ids of the search's experiments.
+    If the search has ended (``is_over``), the state "running" becomes "not measured". Users can edit the
+    experiments' notes, which contain the report, so rows keep only links to ``experiments``, the ids of the search's experiments.
     """
     own = set(experiments)
     return [

@@ -108,7 +108,7 @@ def _compared(
 
 
 async def get_compared(request: ApiRequest) -> Json:
-    """Return the trials to compare: given trials, and the best trials of experiments."""
+    """Return the given trials, and the best trial of each given experiment."""
     trials, found = request.query_ints("trials"), request.query_ints("experiments")
     if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
         raise RequestError(

@@ -77,7 +77,7 @@ def _sparklines(connection: Connection, ids: list[int]) -> Json:
 
 
 async def get_sparklines(request: ApiRequest) -> Json:
-    """Return each experiment's curve of the searcher metric (best trial), downsampled."""
+    """Return the searcher metric's curve of each experiment's best trial, downsampled."""
     ids = request.query_ints("ids")[:200]
     return {"sparklines": await request.services.read(_sparklines, ids) if ids else {}}
 

@@ -27,9 +27,10 @@ _ESCAPED = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def body_of(event: Mapping[str, Any], kind: str, *, node: str, pool: str, base_url: str) -> bytes:
-    """Return the request body for a stored event; no link if ``base_url`` is empty.
+    """Return the request body for a stored event.
 
     ``kind`` is the webhook's type, SLACK or DEFAULT; ``node`` and ``pool`` name the master's machine and resource pool.
+    Links in the body begin with ``base_url``; if it is empty, the body has no links.
     """
     content = _slack(event, node, base_url) if kind == "SLACK" else _default(event, node, pool)
     return json.dumps(content, separators=(",", ":")).encode("ascii")

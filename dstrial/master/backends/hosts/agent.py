@@ -3,8 +3,8 @@
 The agent exchanges lines of JSON with the master's :mod:`~dstrial.master.backends.hosts.link`. Each allocation has its own
 supervisor, which outlives the agent and kills the allocation when the *lease* ends. Each heartbeat that the master acknowledges
 extends the lease to ``LEASE_S`` after the heartbeat was sent; so the master knows when the lease ends. If the master announces
-its end, allocations continue for ``ORPHAN_S``, and the next master fetches their output and exit codes. If the connection ends
-without notice, the lease is not changed, as the network may have failed.
+its shutdown, allocations continue for ``ORPHAN_S``, and the next master fetches their output and exit codes. If the connection
+ends without this announcement, the lease is not changed, as the network may have failed.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Agent:
         os._exit(0)
 
     def _outlive(self) -> NoReturn:
-        """Exit when the master ends; allocations continue for at most ``ORPHAN_S``."""
+        """Exit because the master shuts down; allocations continue for up to ``ORPHAN_S``."""
         if supervisor.lease_left_s(str(self._lease)) > 0:
             self._set_lease(_boottime() + ORPHAN_S)
         self._record.unlink(missing_ok=True)

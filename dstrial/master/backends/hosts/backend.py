@@ -165,7 +165,10 @@ class LinkedBackend(abc.ABC):
         return [note for link in links if link is not None for note in link.take_notes(run.allocation_id)]
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
-        """Return uuids of checkpoints begun but not reported, except on lost hosts."""
+        """Return uuids of checkpoints that an allocation began to save and did not report.
+
+        A host's agent reports them at the allocation's exit, so those of a lost host are missing.
+        """
         found = {uuid for output in self.outputs(run) for uuid in begun_checkpoints(output.directory)}
         return sorted(found)
 
@@ -267,8 +270,8 @@ def _combined_exit(
 ) -> AllocationExit:
     """Return the exit of an allocation that has ended on all nodes.
 
-    ``ended`` is the allocation's state on each node, ``cause`` its state on the node that failed first. ``terminating``, the
-    exit of an unreachable node, replaces that of ``cause`` unless None.
+    ``ended`` is the allocation's state on each node; ``cause`` is that of the node that failed first, or else ended last.
+    ``terminating`` is the exit of an unreachable node, which replaces the exit in ``cause``; None if there is none.
     """
     exits = [part.exit for part in ended if part.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]

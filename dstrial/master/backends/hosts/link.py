@@ -159,7 +159,7 @@ class HostLink:
     def close(self, *, for_good: bool = False) -> None:
         """Disconnect from the host; allocations there continue.
 
-        With ``for_good``, the host has no allocation and is not used again: its agent deletes its files.
+        With ``for_good``, the host has no allocation and is not used again: the agent deletes its own files there.
         """
         with self._lock:
             connection = self._connection
@@ -216,7 +216,10 @@ class HostLink:
             return notes
 
     def take_ports(self) -> dict[str, int]:
-        """Return environment variable -> free port of the host; empty at the next call."""
+        """Return free ports that the host's agent has chosen, by environment variable.
+
+        Ports are returned once: the result is empty until the agent sends others.
+        """
         with self._lock:
             ports, self._ports = self._ports, {}
             return ports
@@ -229,7 +232,7 @@ class HostLink:
                 self._send({"do": "stop", "id": name})
 
     def kill(self, name: str, *, leaves_record: bool) -> None:
-        """Kill an allocation on the host, or prevent its start if it was not sent yet."""
+        """Kill an allocation on the host; if not sent to the agent yet, never start it."""
         with self._lock:
             run = self._runs.get(name)
             if run is None or run.exit is not None:
@@ -245,9 +248,10 @@ class HostLink:
                 self._send({"do": "forget", "id": name})
 
     def lost_reason(self) -> str | None:
-        """Return why the host is lost; None if it is up, or in its grace period.
+        """Return why the host is lost; None while it is up or may still reconnect.
 
-        The grace period is ``_RECONNECT_GRACE_S`` if the host still answers (only its agent may have ended), else 0.
+        A host that does not answer is lost at once. A host that answers, of which only the agent may have ended, may reconnect
+        for ``_RECONNECT_GRACE_S``.
         """
         with self._lock:
             if self._why_down is None or (
@@ -258,14 +262,14 @@ class HostLink:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the host does not answer; False if it answers but refuses to connect."""
+        """Whether the host does not answer; False if it refuses the connection."""
         return self._was_silent and self._why_down is not None
 
     def lose_all(self, why: str) -> None:
-        """Mark all allocations on the host as lost, because the job has lost the host.
+        """Mark all allocations on the host as lost, as their Slurm or Ray job lost it.
 
-        If the host does not answer, it may be up without a network: then its allocations are lost only at the lease's end, when
-        the host kills them.
+        A host that does not answer may be up without a network: its allocations count as lost only when the lease ends and the
+        host kills them.
         """
         with self._lock:
             self._is_released = True

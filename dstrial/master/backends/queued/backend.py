@@ -151,7 +151,7 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, messages)
 
     def _slots_for(self, name: str, request: ResourceRequest) -> list[int] | None:
-        """Return slots for a request in its running, unused job; None if there is none."""
+        """Return slots of a request's running, unused job; None if it has no such job."""
         for job in self._jobs.values():
             nodes = [link.node() for link in job.links.values()]
             if job.seen.key == name and job.is_free and nodes and all(one.why_down is None for one in nodes):
@@ -159,7 +159,10 @@ class QueuedBackend(LinkedBackend):
         return None
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        """Return why Slurm or Ray rejects a request; empty if accepted or unreachable."""
+        """Return why Slurm or Ray would reject a request.
+
+        Empty if the request would be accepted, or if Slurm or Ray is unreachable.
+        """
         if self._unreachable_reason is not None:
             return ()
         try:
@@ -397,7 +400,10 @@ class QueuedBackend(LinkedBackend):
         self._notify_scheduler()
 
     def _plan(self) -> Plan:
-        """Return which jobs to cancel and submit; none before the first ``request``."""
+        """Return which jobs to cancel and submit.
+
+        The plan is empty before the scheduler's first call of ``request``, which names the waiting trials and commands.
+        """
         if not self._has_requests:
             return Plan()
         requests = {name: one.request for name, one in self._waiting.items()}
@@ -430,7 +436,10 @@ class QueuedBackend(LinkedBackend):
         self._cancel(unused)
 
     def _submit(self, name: str, waiting: WaitingRequest) -> None:
-        """Submit a job with the most slots that the engine accepts; if none, retry later."""
+        """Submit a job with the most slots that the engine accepts.
+
+        If the engine rejects all slot counts of the request, retry later.
+        """
         request = waiting.request
         excluded = self._nodes.names_of(request.excluded_nodes)
         first: EngineRefusedError | None = None
@@ -471,7 +480,7 @@ class QueuedBackend(LinkedBackend):
 
 
 def _close_links(jobs: Iterable[TrackedJob], *, for_good: bool = False) -> None:
-    """Close jobs' connections to nodes; go on in the background after a timeout."""
+    """Close jobs' connections to nodes; return after a timeout even if some are open."""
     threads = [
         threading.Thread(target=link.close, kwargs={"for_good": for_good}, name="dstrial-close", daemon=True)
         for job in jobs

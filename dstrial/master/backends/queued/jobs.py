@@ -235,7 +235,7 @@ class NodeTable:
     Args:
         ids_of: maps node names to permanent ids.
         engine: ``Slurm`` or ``Ray``, for messages.
-        kind: kind of all slots.
+        kind: device kind of all slots (cpu, cuda, rocm).
     """
 
     def __init__(

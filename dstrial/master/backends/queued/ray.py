@@ -200,7 +200,7 @@ def num_free(nodes: Sequence[RayNode], kind: str) -> int:
 
 
 def check_ray(address: str) -> Mapping[str, int]:
-    """Return node name -> number of slots of a Ray cluster; no master need run.
+    """Return node name -> number of slots of a Ray cluster; needs no running master.
 
     Raises:
         MissingExtraError: Ray is not installed.

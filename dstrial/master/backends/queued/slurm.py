@@ -77,7 +77,7 @@ class SlurmEngine:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
-        """Return the slots of each node: GPUs, or tasks of ``--cpus-per-task`` cores."""
+        """Return the slots of each node; a slot is a GPU or ``--cpus-per-task`` cores."""
         output = self._query(SINFO)
         per_task = value_of(sbatch_args(self._settings, [], _MASTER), "--cpus-per-task", "-c") or "1"
         cpus_per_task = int(per_task) if per_task.isdecimal() else 1
@@ -99,7 +99,7 @@ class SlurmEngine:
         return output
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why ``sbatch --test-only`` rejects a job; empty if not. Thread-safe."""
+        """Return why ``sbatch --test-only`` rejects a job; empty if accepted. Thread-safe."""
         try:
             text = self._script(request)
         except ConfigError as error:
@@ -211,7 +211,7 @@ def state_of(job: Job) -> JobState:
 def text_of(job: Job, unwritten: Path | None = None) -> str:
     """Return a job's state for users, with the likely reason of a failure. Pure.
 
-    ``unwritten`` is the directory without the file in which the job lists its nodes; None if the file exists.
+    ``unwritten`` is the directory in which the job's script should have listed its nodes but has not; None otherwise.
     """
     state = state_of(job)
     if state == "leaving":
@@ -309,9 +309,10 @@ def check_slurm(settings: Mapping[str, object], directory: Path) -> None:
 
 
 def wants_devices(settings: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether slots are GPUs: sbatch options request or the partition has GPUs.
+    """Return whether slots are GPUs.
 
-    False with ``DS_ACCELERATOR=cpu``. ``settings`` is key ``slurm`` of the master's settings.
+    True if the sbatch options or ``gpu_type`` request GPUs, or the partition has GPUs; always False with
+    ``DS_ACCELERATOR=cpu``. ``settings`` is key ``slurm`` of the master's settings.
     """
     if environ.get("DS_ACCELERATOR") == "cpu":
         return False
