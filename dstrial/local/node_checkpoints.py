@@ -283,7 +283,9 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
     ) -> Iterator[Path]:
         """Yield the directory with a checkpoint's files; download them if necessary.
 
-        ``record`` is the local record, which contains the files or names their storage. Only files in object storage are downloaded."""
+        ``record`` is the local record, which contains the files or names their storage.
+        Only files in object storage are downloaded.
+        """
         settings = recorded_storage(record, own)
         if settings is None:
             yield record

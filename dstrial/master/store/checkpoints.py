@@ -77,8 +77,8 @@ def add_checkpoint(
 ) -> None:
     """Insert a checkpoint, or update it from a repeated report.
 
-    ``resources`` maps path -> bytes. ``others`` are further columns. Only the first SHA-256 of the manifest that is reported
-    is stored, so that the files can be verified.
+    ``resources`` maps path -> bytes. ``others`` are further columns. A repeated report cannot change the manifest's SHA-256, by
+    which the files are verified.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial.id:
@@ -212,8 +212,8 @@ def list_checkpoints(
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
     """Store a checkpoint's remaining files (path -> bytes), and update its state.
 
-    If no file remains, the state is DELETED; if fewer files than before remain, PARTIALLY_DELETED. A deleted checkpoint keeps its
-    file list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
+    If fewer files than before remain, the state is PARTIALLY_DELETED. If no file remains, the state is DELETED, and the stored
+    file list is unchanged, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
     """
     row = require_checkpoint(tx.connection, uuid)
     before: dict[str, int] = json.loads(row.resources)
