@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """A resolved CHECKPOINT argument: its files, and the run or master that has it."""
+    """A resolved CHECKPOINT argument: the files, and the checkpoint's run or master."""
 
     path: Path  # absolute
     run_directory: RunDirectory | None = None  # None if the checkpoint is not in a run directory

@@ -126,10 +126,10 @@ def _workspace(output: Path) -> Iterator[Path]:
 
 
 def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_trusted: bool) -> Path:
-    """Return a directory with the model definition, or raise.
+    """Return a directory with the model definition; raise ``CheckpointError`` if none.
 
-    The order is ``asked`` (``--context``); if the checkpoint is trusted, the run's context directory or the copy in the
-    checkpoint; a copy from the master in ``workspace``.
+    The first of these is used: ``asked`` (``--context``); the run's context directory; the copy in the checkpoint; a copy that is
+    downloaded from the master to ``workspace``. The second and the third are used only if the checkpoint is trusted.
     """
     if asked is not None:
         if not Path(asked).is_dir():

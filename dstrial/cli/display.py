@@ -251,7 +251,7 @@ def skipped_steps(run_directory: RunDirectory) -> str | None:
 def _lost_batches(
     verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
 ) -> str | None:
-    """Return the summary's remark on lost batches or on nothing to train, or None.
+    """Return a remark such as ``batches after 100 are lost`` for the summary, or None.
 
     ``steps_before`` is the number of batches trained before the attempt.
     """

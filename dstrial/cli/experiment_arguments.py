@@ -124,7 +124,7 @@ def _error(where: str, got: str, fix: str) -> ConfigError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The checkpoint from which a run resumes, and the run that it continues."""
+    """The checkpoint to resume from, and the run to continue, or None to start a run."""
 
     run_directory: RunDirectory | None  # None starts a new run from the checkpoint
     checkpoint: Path
@@ -132,7 +132,7 @@ class ResumePoint:
 
     @property
     def steps_completed(self) -> int | None:
-        """Batches trained at the checkpoint; None if it starts a new run."""
+        """Batches trained at the checkpoint; None if a new run starts from the checkpoint."""
         if self.run_directory is None:
             return None
         stored = list_checkpoints(self.run_directory.checkpoints_path)

@@ -253,7 +253,10 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
 
 
 def judge_search(followed: FollowResult) -> Verdict:
-    """Return the verdict on a search without trials' failures (``judge_experiment``)."""
+    """Return the verdict on a search from its state and stop signal.
+
+    Failures of trials are not considered; ``judge_experiment`` adds them.
+    """
     state = "deleted" if followed.view is None else followed.view.state.lower()
     if state == "completed":
         return Verdict(RunState.COMPLETED, 0)

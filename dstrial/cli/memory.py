@@ -267,7 +267,7 @@ def _planned_of(experiment: ExperimentConfig, num_slots: int) -> list[_Planned]:
 def _run_planned(
     planned: Sequence[_Planned], deadline_s: float = _DEADLINE_S, capacity_bytes: float = math.inf
 ) -> list[Placement]:
-    """Run each stage's dry run once; return placements with the result or problem."""
+    """Run each stage's dry run once; return placements with its result or problem."""
     from dstrial.engine.dryrun.process import dry_runs
 
     requests: dict[int | None, DryRunRequest] = {}

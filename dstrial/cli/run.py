@@ -194,8 +194,8 @@ def _hosts_and_slots(
 ) -> tuple[tuple[Host, ...], int | None]:
     """Return the hosts to train on, and the number of slots.
 
-    On this machine there are no hosts, and None means the config's number of slots. On hosts, the default number is the
-    config's ``slots_per_trial`` or, if it is not set, all slots.
+    Without a hostfile or Slurm allocation, there are no hosts, and the number is ``--slots`` (1 with ``--debug``) or None, which
+    means the config's number. With hosts, it is ``--slots``, else the config's ``slots_per_trial``, else the number of all slots.
     """
     if args.hostfile is None and allocation is None:
         return (), 1 if args.debug else args.slots
@@ -544,7 +544,7 @@ class _Attempt:
         self._display.view(self._view)
 
     def _show(self, log: LogTail, view: ExperimentView) -> None:
-        """Show new log lines and reports of a trial; before the first, its startup phase."""
+        """Show a trial's new log lines and reports, or its startup phase before training."""
         for trial in view.trials:
             log.poll(trial.id)
         self._poll_run()

@@ -137,8 +137,9 @@ class BatchJob:
     def decide_requeue(
         self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory
     ) -> Verdict:
-        """Decide whether to requeue the job; return ``verdict`` with the reason for that.
+        """Decide whether to requeue the job; if so, return ``verdict`` with the reason.
 
+        Otherwise, ``verdict`` is returned unchanged, or as FAILED if the job's time is over and the run has saved no checkpoint.
         ``stopped_by`` is the name of the signal that stopped the run.
         """
         if verdict.state is RunState.COMPLETED:

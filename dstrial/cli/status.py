@@ -41,7 +41,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the master's state; return 0 if it runs and is not stopped, else 1."""
+    """Print the master's state; return 0 if it runs and is not suspended, else 1."""
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
     usage, starting, stalled, unusable = _read_database(state, record)

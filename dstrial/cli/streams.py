@@ -154,7 +154,8 @@ def context_text(context: Context) -> str:
 def command_of(name: str) -> str:
     """Return how to invoke a command installed beside this Python, such as ``det``.
 
-    Returns the name if PATH finds that file, else its path, relative if it is below the working directory.
+    Returns ``name`` if PATH finds that file, or if it does not exist; else the file's path, relative if it is below the working
+    directory.
     """
     own = Path(sys.executable).with_name(name)
     found = shutil.which(name)

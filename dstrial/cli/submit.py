@@ -311,7 +311,7 @@ def _resumable_experiment(
     """Return the run's last experiment if it can continue; None for a new experiment.
 
     An experiment cannot continue if its fingerprint is not ``mark``, or if the user resumes from an older checkpoint
-    (``is_newest`` is false). Then a paused experiment is cancelled; an active experiment raises ``DstrialError``.
+    (``is_newest`` is false). In these cases, a paused experiment is cancelled, and an active one raises ``DstrialError``.
     """
     last = Submission.read(run_directory)
     if last is None or last.cluster_id != master.record.cluster_id:

@@ -99,7 +99,7 @@ def hosts_of_allocation(allocation: Allocation, wanted: int | None = None) -> tu
     ``wanted`` is the total number of slots; None for all.
 
     Raises:
-        LaunchError: the allocation has fewer slots, or its nodes cannot share them equally.
+        LaunchError: the allocation has fewer than ``wanted`` slots, or its nodes cannot share them equally.
     """
     pairs = zip(allocation.nodes, slots_of_nodes(allocation, wanted), strict=True)
     return tuple(Host(name, tuple(range(count))) for name, count in pairs if count)

@@ -191,7 +191,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
     def of_cluster(
         cls, cluster: core.CheckpointContext, manager: ObjectStorageManager | None
     ) -> NodeCheckpointContext:
-        """Convert Determined's context of a master; a given ``manager`` stores the files."""
+        """Convert Determined's checkpoint context; a given ``manager`` stores the files."""
         made = cls.__new__(cls)
         made.__dict__.update(cluster.__dict__)
         if manager is not None:
@@ -281,7 +281,11 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         download_mode: core.DownloadMode,
         selector: Callable[[str], bool] | None,
     ) -> Iterator[Path]:
-        """Yield the directory with a checkpoint's files; ``record`` may contain them."""
+        """Yield the directory with a checkpoint's files; download them if necessary.
+
+        ``record`` is the local record, which contains the files or names their storage.
+        Only files in object storage are downloaded.
+        """
         settings = recorded_storage(record, own)
         if settings is None:
             yield record
@@ -351,7 +355,10 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
 
 
 def _require_manifest(root: Path, expected: str | None) -> None:
-    """Raise CheckpointDamagedError if a manifest is not the one that was saved."""
+    """Raise CheckpointDamagedError if a manifest's SHA-256 is not ``expected``.
+
+    No-op if ``expected`` is None, or if ``root`` has no manifest.
+    """
     path = root / MANIFEST_NAME
     if expected is not None and path.is_file() and hash_file(path).sha256 != expected:
         raise CheckpointDamagedError(

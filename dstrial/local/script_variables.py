@@ -15,7 +15,7 @@ EXPERIMENT_VARIABLE = "DSTRIAL_EXPERIMENT"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownExperiment:
-    """The experiment that a launcher passed to its script; ``config`` has defaults."""
+    """The experiment that a launcher passed to its script; defaults are filled in."""
 
     config: dict[str, Any]
     hyperparameters: dict[str, Any]

@@ -299,7 +299,10 @@ def _is_beyond(row: Mapping[str, Any], steps_completed: int) -> bool:
 
 
 def repair_reports(run_directory: RunDirectory, *, is_chief: bool) -> None:
-    """Repair an incomplete last line of the reports; remove status and telemetry."""
+    """Repair the reports' incomplete last lines; remove status and telemetry files.
+
+    No-op unless ``is_chief``.
+    """
     if not is_chief:
         return
     if repair_json_lines(run_directory.metrics_path):

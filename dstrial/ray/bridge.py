@@ -132,7 +132,7 @@ class Bridge:
 
 
 def _serve(bridge: Bridge, connection: socket.socket) -> None:
-    """Respond to a client's request, or serve a relay until its program or it ends."""
+    """Respond to a client's request; serve a relay until it or its program ends."""
     with connection, contextlib.suppress(OSError), connection.makefile("rb", buffering=0) as lines:
         request = json.loads(lines.readline())
         if request["do"] == "start":

@@ -47,7 +47,8 @@ class BridgeClient:
     def ask(self, what: str, **values: Any) -> dict[str, Any]:
         """Send a request to the bridge and return the response.
 
-        ``what`` is a method of ``Bridge``, ``poll``, ``reserve`` or ``remove``; ``values`` are its request.
+        ``what`` is a method of ``Bridge``: ``poll``, ``reserve`` or ``remove``. ``values`` are the fields of the method's
+        argument ``request``.
 
         Raises:
             RayRefusedError: Ray rejects the values.

@@ -86,8 +86,8 @@ def slots_per_node(
 ) -> tuple[int, ...] | None:
     """Return a job's slots per node, largest first; None if the cluster has too few.
 
-    The job gets as few nodes as possible, with equally many slots on each if possible. ``capacities`` are the numbers of slots,
-    free or in use, of the usable nodes: Ray queues the job until slots are free.
+    The job gets as few nodes as possible, with equally many slots on each if possible. ``capacities`` are the numbers of slots of
+    the usable nodes. Slots in use count too, as Ray queues the job until they are free.
     """
     largest = sorted((count for count in capacities if count), reverse=True)
     if not largest or num_slots > (largest[0] if is_on_one_node else sum(largest)):

@@ -199,7 +199,7 @@ def _reset_priority(pid: int) -> None:
 def _end_with(daemon: int) -> None:
     """Exit this process when its parent, Ray's daemon with pid ``daemon``, has ended.
 
-    Ray does not end such workers, although it may reserve their resources for other jobs.
+    Ray does not end the processes of detached actors then, although it may reserve their resources for other jobs.
     """
     while os.getppid() == daemon:
         time.sleep(_PARENT_POLL_S)

@@ -137,7 +137,7 @@ def submit(script: Path) -> int:
 
 
 def lacks_nodes(said: str) -> bool:
-    """Return whether sbatch rejects a job because no partition has such nodes."""
+    """Return whether sbatch's message ``said`` means that no nodes fit the job."""
     return any(words in said.lower() for words in _NODES_MISSING)
 
 

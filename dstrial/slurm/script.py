@@ -141,7 +141,7 @@ def notice_s(limit: str | None) -> int:
 
 
 def refused_options(options: Sequence[str]) -> list[str]:
-    """Return the sbatch options that users may not set for a job that holds nodes."""
+    """Return the ``options`` that users may not set for a job of ``holding_script``."""
     own = (
         "--job-name", "-J", "--array", "-a", "--wrap", "--chdir", "-D", "--output", "-o", "--requeue",
         "--wait", "-W", "--parsable", "--test-only", *CLUSTER_OPTIONS,

@@ -157,7 +157,7 @@ def _node_in_path(request: ApiRequest) -> Node:
 
 
 def _slot_in_path(request: ApiRequest) -> tuple[Node, int]:
-    """Return the node and slot id of the path, which may have leading zeros (``003``)."""
+    """Return the node and slot id that the path names; leading zeros are ignored."""
     node = _node_in_path(request)
     text = request.path_params["slot_id"]
     offered = [slot.id for slot in node.slots]

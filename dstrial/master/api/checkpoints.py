@@ -97,7 +97,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
 async def _require_storage(request: ApiRequest, task_id: str) -> None:
     """Raise HTTP 409 if the trial's checkpoint storage is unavailable.
 
-    On 503, clients would retry indefinitely while the trial holds its slots.
+    The status is not 503, on which clients would retry indefinitely while the trial holds its slots.
     """
 
     def read(connection: Connection) -> dict[str, Any] | None:
@@ -326,7 +326,7 @@ _COLUMNS = {
 def list_checkpoints(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     """Return a page of checkpoints, sorted by an attribute or a validation metric.
 
-    By a metric, the default order is best first; checkpoints without a value come last.
+    Sorted by a metric, the best checkpoint comes first by default. Checkpoints without a value always come last.
     """
     sort_by = request.query_choice("sortByAttr", bindings.checkpointv1SortBy)
     metric = request.query("sortByMetric")

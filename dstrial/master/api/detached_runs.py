@@ -94,7 +94,7 @@ def patch_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 async def add_logs(request: ApiRequest) -> dict[str, Any]:
     """Store log lines of a detached run, with the time of arrival as timestamp.
 
-    The client sends the script's start time with every line.
+    The timestamp that the client sends is ignored: it is the script's start time for every line.
     """
     records = request.json() or []
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):

@@ -38,7 +38,7 @@ def entries(connection: Connection) -> list[Entry]:
 
 
 def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str:
-    """Return the states of an entry's Slurm or Ray jobs as " [...]"; "" without jobs."""
+    """Return the states of a queue entry's Slurm or Ray jobs as " [...]"; "" if none."""
     if services.engine is None:
         return ""
     keys: list[int] | list[str] = (
@@ -55,7 +55,8 @@ def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str
 def _job_json(services: Services, entry: Entry, num_ahead: int, jobs_text: str) -> dict[str, Any]:
     """Return an entry of the job queue as a ``v1Job``.
 
-    ``num_ahead`` entries are ahead of it. ``jobs_text`` is appended to the name, the only free-text column of ``det job list``.
+    ``num_ahead`` is the number of entries ahead of this entry. ``jobs_text`` is appended to the name, the only free-text column
+    of ``det job list``.
     """
     own: dict[str, Any]
     if isinstance(entry, commands.CommandInfo):

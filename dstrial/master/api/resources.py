@@ -56,10 +56,10 @@ def _window(request: ApiRequest) -> tuple[int, int]:
 
 
 def _raw(connection: Connection, request: ApiRequest) -> list[dict[str, Any]]:
-    """Return v1ResourceAllocationRawEntry items: one per activity of an allocation.
+    """Return v1ResourceAllocationRawEntry items: one per interval of an allocation.
 
-    Activities are, for example, training and validation; one more item is for the agent. ``seconds`` is the time within the
-    request's time range.
+    An interval is, for example, training or validation. One more item covers the time that the master (as agent) has run.
+    ``seconds`` is the part of the interval within the request's time range.
     """
     after_us, before_us = _window(request)
     services, now = request.services, now_us()

@@ -212,9 +212,9 @@ def report_source(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
-    """Wait (long poll) until the allocation must stop or has ended, or the timeout.
+    """Wait (long poll) until the allocation must stop or has ended.
 
-    ``preempt`` in the response is false at the timeout.
+    After the timeout, ``preempt`` in the response is false.
     """
     allocation_id = request.path_params["allocation_id"]
     timeout_s = request.query_int("timeoutSeconds") or 0

@@ -63,8 +63,8 @@ def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> d
 def is_wanted(request: ApiRequest, row: Held) -> bool:
     """Return whether a workspace or project matches the query's filters.
 
-    ``name`` must match the whole name, ignoring case, as clients use the first result. A project in an archived workspace counts
-    as archived.
+    The filter ``name`` is compared with the whole name, ignoring case, as clients use the first result. A project in an archived
+    workspace counts as archived.
     """
     exact, name = request.query("nameCaseSensitive"), request.query("name")
     user_ids, usernames = request.query_ints("userIds"), request.queries("users")

@@ -64,10 +64,10 @@ def token_of(headers: Headers) -> tuple[str | None, bool]:
 
 
 async def identify(services: Services, headers: Headers, method: str, task_id: str | None = None) -> Identity:
-    """Return the user or allocation of a request's token; raise 401 or 403 if none.
+    """Return the identity of a request's token; raise 401 or 403 if it is rejected.
 
-    CSRF protection: a request with a cookie may change state only if its Origin is the master's page. On the host name of task
-    ``task_id``, only a cookie of ``ServiceGrants`` for this task is accepted.
+    CSRF protection: a request with a cookie may change state only if its Origin is the master's page. If the request is for the
+    services of task ``task_id``, the cookie must have a code of ``ServiceGrants`` for this task.
     """
     token, is_cookie = token_of(headers)
     if is_cookie and task_id is not None:
@@ -187,7 +187,7 @@ class ServiceGrants:
         return token
 
     def renew(self, code: str, task_id: str) -> str | None:
-        """Replace a URL's one-time code by a new code for a cookie; None if it is invalid."""
+        """Exchange a URL's one-time code for a cookie's code; None if ``code`` is invalid."""
         token = self.token_of(code, task_id)
         if token is None:
             return None

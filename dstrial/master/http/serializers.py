@@ -180,7 +180,8 @@ def sizes_as_texts(resources: str) -> dict[str, str]:
 def _config_for_download(text: str, names: SecretNames) -> Any:
     """Mask the secrets of a checkpoint's config, but set those of the storage to None.
 
-    ``det checkpoint download`` would send a mask to the storage. Without credentials, it uses the user's or asks the master.
+    ``det checkpoint download`` would use a mask as credentials. If they are None, it uses the user's own credentials or downloads
+    through the master.
     """
     shown = masked_json(text, names)
     if MASK not in shown:

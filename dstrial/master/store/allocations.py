@@ -129,7 +129,7 @@ def insert(
 
 
 def last_runs(connection: sqlite3.Connection, trial_id: int, run_id: int, limit: int) -> list[Allocation]:
-    """Return a trial's last ``limit`` allocations up to run ``run_id``, newest first."""
+    """Return at most ``limit`` allocations of runs up to ``run_id``, newest first."""
     condition = "trial_id = ? AND run_id <= ? ORDER BY run_id DESC LIMIT ?"
     return _where(connection, condition, trial_id, run_id, limit)
 
@@ -144,7 +144,7 @@ def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) ->
 
 
 def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
-    """Mark a run's allocation as ready; if ``has_trained``, count one more report.
+    """Mark a run's allocation as ready; if ``has_trained``, increment ``num_reports``.
 
     ``has_trained`` is False for a profiling report, which has no batch number.
     """
@@ -156,9 +156,10 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
 
 
 def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
-    """Advance an allocation's log offset from byte ``before`` to byte ``after``.
+    """Advance the byte offset up to which an allocation's log file is stored.
 
-    ``num_lines`` is the number of lines in between. If the stored offset is not ``before``, return False, without a change.
+    Moves the offset from ``before`` to ``after``, with ``num_lines`` lines in between, and returns True. If the current offset is
+    not ``before``, changes nothing and returns False.
     """
     cursor = tx.execute(
         "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",

@@ -29,7 +29,7 @@ class Restored:
 
 
 def last_experiment(path: Path) -> int | None:
-    """Return a database's highest experiment id, else 0; None if it is unreadable."""
+    """Return a database's highest experiment id (0: none); None if it is unreadable."""
     with contextlib.suppress(sqlite3.DatabaseError), sqlite_file.reading(path) as connection:
         return int(connection.execute("SELECT COALESCE(MAX(id), 0) FROM experiments").fetchone()[0])
     return None

@@ -77,8 +77,8 @@ def add_checkpoint(
 ) -> None:
     """Insert a checkpoint, or update it from a repeated report.
 
-    ``resources`` maps path -> bytes. ``others`` are further columns. Only the first SHA-256 of the manifest that is reported
-    is stored, so that the files can be verified.
+    ``resources`` maps path -> bytes. ``others`` are further columns. A repeated report cannot change the manifest's SHA-256, by
+    which the files are verified.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial.id:
@@ -123,7 +123,7 @@ def _count(tx: Transaction, trial_id: int) -> None:
 
 
 def update_best(tx: Transaction, trial_id: int) -> None:
-    """Set a trial's best checkpoint: the COMPLETED one at its best validation's batch."""
+    """Set a trial's best checkpoint: COMPLETED, at the batch of the best validation."""
     tx.execute(
         "UPDATE trials SET best_checkpoint_uuid = (SELECT uuid FROM checkpoints JOIN metrics "
         "ON metrics.id = trials.best_validation_id WHERE checkpoints.trial_id = trials.id "
@@ -167,7 +167,7 @@ def in_use(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def claim(tx: Transaction, uuid: str) -> str | None:
-    """Mark a checkpoint as being deleted, unless it is in use; return the use or None."""
+    """Mark a checkpoint as being deleted; if it is in use, only return the use."""
     used_as = in_use(tx.connection).get(uuid)
     if used_as is None:
         tx.update("checkpoints", uuid, {"deleting_us": now_us()}, key="uuid")
@@ -212,8 +212,8 @@ def list_checkpoints(
 def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> None:
     """Store a checkpoint's remaining files (path -> bytes), and update its state.
 
-    If no file remains, the state is DELETED; if fewer files than before remain, PARTIALLY_DELETED. A deleted checkpoint keeps its
-    file list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
+    If fewer files than before remain, the state is PARTIALLY_DELETED. If no file remains, the state is DELETED, and the stored
+    file list is unchanged, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
     """
     row = require_checkpoint(tx.connection, uuid)
     before: dict[str, int] = json.loads(row.resources)
@@ -236,7 +236,7 @@ def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> Non
 
 
 def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
-    """Record that a trial uses a checkpoint for inference or fine-tuning (``kind``)."""
+    """Record that a trial uses a checkpoint; ``kind`` is inference or fine-tuning."""
     require_checkpoint(tx.connection, uuid)
     columns = {"checkpoint_uuid": uuid, "trial_id": trial_id, "type": kind}
     tx.insert("trial_sources", columns, "INSERT OR IGNORE")
@@ -295,10 +295,13 @@ def unknown_of(connection: sqlite3.Connection, uuids: list[str]) -> list[str]:
 
 
 def is_known_storage(connection: sqlite3.Connection, path: str) -> bool:
-    """Return whether the storage at a path is known to have a marker file."""
+    """Return whether ``remember_storage`` has recorded the storage at a path."""
     return exists(connection, "SELECT 1 FROM cluster WHERE key = ?", (f"storage:{path}",))
 
 
 def remember_storage(tx: Transaction, path: str) -> None:
-    """Record that the storage at a path has a marker file."""
+    """Record that the storage at a path has a marker file.
+
+    If the file is missing later, the storage is unavailable, for example unmounted.
+    """
     tx.insert("cluster", {"key": f"storage:{path}", "value": ""}, "INSERT OR IGNORE")

@@ -55,7 +55,10 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
 
 @functools.cache
 def _fields(kind: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, Callable[[Any], Any]], ...]]:
-    """Return field names, and (index, converter) of fields that SQLite cannot store."""
+    """Return a dataclass's field names, and (index, converter) of some fields.
+
+    Fields are converted if SQLite does not have their type, for example bool.
+    """
     fields = dataclasses.fields(kind)
     converters = [(i, _CONVERTERS[field.type]) for i, field in enumerate(fields) if field.type in _CONVERTERS]
     return tuple(field.name for field in fields), tuple(converters)
@@ -336,7 +339,7 @@ class Database:
             self._idle.clear()
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Convert an error that means damage to ``DatabaseDamagedError``; record damage."""
+        """Return ``error`` or, for damage, record it and return ``DatabaseDamagedError``."""
         if not is_damage(error):
             return error
         self._note_damage(str(error))
@@ -354,7 +357,7 @@ class Database:
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {hints.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Return a message about damage or a failed write in the last 30 s; "" if none."""
+        """Return a message about damage, or a write that failed in the last 30 s, or ""."""
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
         if self.damage or not why or ago_s > _RECENT_S:

@@ -124,7 +124,7 @@ def replace_config(
 
 
 def _fixed_columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that only a config sets."""
+    """Return column -> value of config settings that only a new config changes."""
     return {
         "config": config,
         "searcher_metric": config["searcher"]["metric"],
@@ -134,7 +134,7 @@ def _fixed_columns(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that a config sets and that users can also change separately."""
+    """Return column -> value of config settings that users can also change separately."""
     resources = config.get("resources") or {}
     return {
         "name": config.get("name"),
@@ -155,9 +155,9 @@ def model_definition(connection: sqlite3.Connection, experiment_id: int) -> byte
 
 
 def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
-    """Return active unmanaged experiments, started before a time, that have no trials.
+    """Return active unmanaged experiments (ids) without trials, started before a time.
 
-    The result is a list of ids. A script, not the master, creates the trials of an unmanaged experiment.
+    A script, not the master, creates the trials of an unmanaged experiment.
     """
     return fetch_column(
         int,

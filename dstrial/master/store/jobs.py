@@ -164,7 +164,8 @@ def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: i
 def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
     """Return slot counts on which a trial raised ``ConfigError`` and never trained.
 
-    The cause is batch sizes that trial code passes to DeepSpeed at run time. The result is empty if the trial has never trained.
+    For example, the batch size that trial code passes to DeepSpeed does not fit the slot count. If the trial has not trained on
+    any slot count, the result is empty.
     """
     sql = (
         "SELECT json_array_length(slots) AS count FROM allocations WHERE trial_id = :trial_id GROUP BY count "

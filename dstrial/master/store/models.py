@@ -149,7 +149,7 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
     """Raise if a model name is empty, has a slash, is a number, or is in use.
 
     ``own_id`` is the id of the model to rename; None for a new model.
-    Source: Determined 0.38.1; request paths contain either a name or an id.
+    A number is not allowed, because request paths contain either a name or an id. Source: Determined 0.38.1.
     """
     if not name.strip() or "/" in name or name.isdecimal():
         raise InvalidError(

@@ -84,9 +84,10 @@ def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: An
 def advance_log(
     tx: Transaction, allocation_id: str, node_id: int, before: int, after: int, num_lines: int
 ) -> bool:
-    """Advance a log offset on a node from byte ``before`` to byte ``after``.
+    """Advance the byte offset up to which an allocation's log on a node is stored.
 
-    ``num_lines`` is the number of lines in between. If the stored offset is not ``before``, return False, without a change.
+    Moves the offset from ``before`` to ``after``, with ``num_lines`` lines in between, and returns True. If the current offset is
+    not ``before``, changes nothing and returns False.
     """
     cursor = tx.execute(
         "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "

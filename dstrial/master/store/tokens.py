@@ -57,7 +57,7 @@ class AllocationIdentity:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """The user, and the allocation if any, that an API token authenticates."""
+    """Identity of an API token: a user and, for an allocation's token, the allocation."""
 
     token_hash: str  # of the token: SHA-256, hexadecimal
     user: User  # for an allocation, the owner of its experiment
@@ -118,7 +118,7 @@ def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = Non
 
 
 def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
-    """Return the identity of a token, or None; do not check whether it has expired.
+    """Return a token's identity, or None; an expired token is not rejected.
 
     None means that the token is unknown or revoked, or that its allocation has ended.
     """

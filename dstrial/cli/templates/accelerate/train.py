@@ -1,4 +1,4 @@
-"""Which points lie inside a circle, by an Accelerate loop? Replace model and data."""
+"""Train a classifier of points with Accelerate. Replace model and data."""
 
 import torch
 from accelerate import Accelerator

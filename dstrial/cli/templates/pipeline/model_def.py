@@ -1,4 +1,4 @@
-"""The layers of a classifier on two pipeline stages. Replace layers and data."""
+"""Train a classifier on two pipeline stages. Replace layers and data."""
 
 import deepspeed
 import torch

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 learns to count, by Hugging Face's Trainer. Replace model and data."""
+"""Train a tiny GPT-2 to count with Hugging Face's Trainer. Replace model and data."""
 
 import sys
 

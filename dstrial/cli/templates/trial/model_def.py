@@ -1,4 +1,4 @@
-"""Which points of a square lie inside a circle? Replace model and data."""
+"""Classify points as inside or outside a circle. Replace model and data."""
 
 import deepspeed
 import torch

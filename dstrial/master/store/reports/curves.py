@@ -84,12 +84,12 @@ def _by_row(
 
 
 def _path_of(name: str) -> str | None:
-    """Return the JSON path of a metric; None if its name needs escapes."""
+    """Return the JSON path of a metric; None if the metric's name needs escapes."""
     return f'$."{name}"' if _PLAIN_NAME.fullmatch(name) else None
 
 
 def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return an SQL expression for a metric in row ``m``, and the SQL parameters.
+    """Return an SQL expression for a metric's value in row ``m``, and SQL parameters.
 
     Names with a NUL byte are never found, as SQLite's JSON functions end strings there.
     """

@@ -55,7 +55,8 @@ class LogPage:
 def page(connection: sqlite3.Connection, log: LogKey, wanted: PageFilter) -> LogPage:
     """Return the page of log lines that ``wanted`` selects.
 
-    A filter scans at most ``MAX_SEARCHED`` lines; the next page starts at ``LogPage.searched_to``.
+    With a filter, at most ``MAX_SEARCHED`` lines are scanned; the page may then have fewer lines than requested. The next page
+    starts at ``LogPage.searched_to``.
     """
     is_back = wanted.after is None
     where = Conditions()

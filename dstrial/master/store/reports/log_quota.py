@@ -59,7 +59,7 @@ def add_lines(
 
 
 def tell_at_end(tx: Transaction, owner: LogOwner) -> None:
-    """Append the number of deleted and lost lines to a finished log; no-op for 0."""
+    """Append the number of deleted and lost lines, unless it is 0, to a finished log."""
     size = _find_size(tx, owner)
     if size is not None and size.num_left_out:
         _log_line(tx, owner, f"{_lines(size.num_left_out)} left out of this log")
@@ -81,7 +81,8 @@ def _size_of(tx: Transaction, owner: LogOwner) -> LogSize:
 def _delete_oldest(tx: Transaction, owner: LogOwner, excess_bytes: int) -> tuple[int, int]:
     """Delete the oldest lines that processes printed; return (number, freed bytes).
 
-    Deletes at most ``_MAX_DELETED`` lines, so that the writer thread is not blocked. ``add_lines`` adds fewer lines.
+    Deletes at most ``_MAX_DELETED`` lines, so that the writer thread is not blocked. A call of ``add_lines`` adds fewer
+    lines than that.
     """
     of_log = f"{owner.condition} AND source = 'task'"
     rows = tx.execute(

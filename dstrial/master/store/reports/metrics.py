@@ -119,9 +119,9 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
-    """Archive older reports of the batches that a run repeats, at its first report.
+    """At a run's first report, archive older reports of the batches the run repeats.
 
-    ``steps`` is the batch of the first report. Returns whether any report was archived.
+    ``steps`` is the batch of that first report. Returns whether any report was archived.
     """
     trial_id, run_id = trial.id, trial.run_id
     if trial.heartbeat_us is not None:
@@ -136,7 +136,7 @@ def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
 
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """Archive older runs' reports from batch ``steps`` on, at a run's first report.
+    """At a detached run's first report, archive older reports from batch ``steps`` on.
 
     Returns whether any report was archived.
     """
@@ -254,9 +254,9 @@ def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int
 
 
 def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None) -> array[int]:
-    """Return ids of a trial's reports by batch, except those that a later run repeats.
+    """Return ids of a trial's reports in batch order, without archived reports.
 
-    Ids of profiling reports, which have no batch, come first.
+    A report is archived if a later run repeats its batch. Profiling reports, which have no batch, come first.
     """
     condition = "" if group is None else " AND group_name = ?"
     values = (trial_id, *(() if group is None else (group,)))
@@ -291,7 +291,10 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
 def reports(
     connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
 ) -> list[Report]:
-    """Return up to ``limit`` reports in batch order, except those a later run repeats."""
+    """Return up to ``limit`` reports of trials, by trial id, then batch.
+
+    Reports of batches that a later run of the trial repeats are left out.
+    """
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
         for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:
@@ -302,7 +305,7 @@ def reports(
 
 
 def every_report(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> Iterator[Report]:
-    """Yield a trial's reports in batch order, except those that a later run repeats."""
+    """Yield a trial's reports in batch order, except batches that a later run repeats."""
     condition = "" if group is None else " AND group_name = ?"
     yield from fetch_each(
         Report,

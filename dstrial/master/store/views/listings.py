@@ -217,7 +217,7 @@ def list_trials(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedTrial]:
-    """Return a page of trials; ``now_us`` is the end time of active allocations."""
+    """Return a page of trials; durations of active allocations end at ``now_us``."""
     where = Conditions()
     where.need_equal("t.id", trial_id)
     where.need_equal("t.experiment_id", experiment_id)

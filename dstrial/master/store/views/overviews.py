@@ -91,7 +91,7 @@ def _fetch(connection: sqlite3.Connection, sql: str, parameters: Parameters = ()
 
 
 def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list[Json]:
-    """Return experiments ``ids`` (empty: all), newest first, with readable secrets."""
+    """Return experiments ``ids`` (empty: all), newest first; secrets are not masked."""
     where = "WHERE e.id IN (SELECT value FROM json_each(?))" if ids else ""
     values = (json.dumps(list(ids)),) if ids else ()
     return _fetch(connection, f"{_EXPERIMENTS} {where} ORDER BY e.id DESC", values)
@@ -100,7 +100,7 @@ def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list
 def trials(
     connection: sqlite3.Connection, ids: Sequence[int] = (), experiment_id: int | None = None
 ) -> list[Json]:
-    """Return trials (``ids`` or an experiment's), sorted by id, with readable secrets."""
+    """Return trials (``ids`` or an experiment's) by id; secrets are not masked."""
     where = Conditions()
     where.need_equal("t.experiment_id", experiment_id)
     if ids or experiment_id is None:
