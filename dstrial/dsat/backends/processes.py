@@ -44,7 +44,10 @@ class LauncherProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit status; None while it runs, -1 if it ended and is no child of this process."""
+        """Exit status; None while the launcher runs, -1 if the status is unknown.
+
+        The status of an ended launcher is unknown if another process started the launcher.
+        """
         if self.process is not None:
             return self.process.poll()
         state = read_state(self.pid)

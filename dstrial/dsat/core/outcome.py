@@ -56,7 +56,7 @@ _MASTERS_VERDICT = re.compile(r"ERROR: Trial \d+ \(Experiment \d+\) crashed: ")
 
 
 class FailureKind(str, enum.Enum):
-    """Causes for which a trial has measured nothing."""
+    """Reasons why a trial has no measurement, such as an out-of-memory error."""
 
     DEVICE_OOM = "device out of memory"
     """The accelerator's allocator failed; the configuration would fail again."""
@@ -312,5 +312,8 @@ def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) ->
 
 
 def relative_gain(value: float, own: float) -> float:
-    """Return the relative gain of one score over another; times have negative scores."""
+    """Return the relative gain of score ``value`` over score ``own``.
+
+    Scores of times are negative, because a shorter time is better.
+    """
     return value / own - 1 if own > 0 else own / value - 1

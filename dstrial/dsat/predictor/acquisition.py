@@ -30,10 +30,10 @@ _Place = tuple[Prediction, int]  # a prediction, and the index of its micro batc
 
 
 def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
-    """Return the expected relative gain over ``cost``, minus the expected loss by OOM.
+    """Return a candidate's expected relative gain, minus the expected loss by OOM.
 
-    ``cost`` is the best measured cost. The loss grows with ``num_failed``, the number of out-of-memory errors so far. Returns 0
-    if the candidate probably does not fit.
+    The gain is relative to ``cost``, the best measured cost. The loss grows with ``num_failed``, the number of out-of-memory
+    errors so far. Returns 0 if the candidate probably does not fit.
     """
     fits = prediction.probability_to_fit
     if fits < _MIN_TO_FIT:

@@ -134,7 +134,7 @@ class Timing:
 
 
 class StepModel:
-    """Predicts step times from measured step times, in any order.
+    """Predicts the step times of configurations from measured step times.
 
     ``is_scaled``: the machine's rates are known only up to a common factor.
     """
