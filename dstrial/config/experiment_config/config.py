@@ -334,7 +334,7 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Dia
 
 
 def _check_command_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Warn if ``resources.slots``, a key of commands, may be meant for the trials."""
+    """Warn of ``resources.slots``, a command's key, without ``slots_per_trial``."""
     resources = raw["resources"]
     if resources["slots"] is None:
         del resources["slots"]

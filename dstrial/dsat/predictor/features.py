@@ -326,7 +326,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Return by phase the seconds of launching operations that computing does not hide."""
+    """Return by phase the seconds of launching operations not hidden by computation."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
