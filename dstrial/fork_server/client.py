@@ -92,7 +92,7 @@ def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
     ``files`` are open descriptors; the program sees them as the descriptors ``program.numbers``.
 
     Raises:
-        ForkRefusedError: a new process is needed; the message is empty if this process has no spare.
+        ForkRefusedError: the program cannot run in a fork; the message says why, or is empty if this process has no spare.
     """
     if fork.spare is None:
         raise ForkRefusedError("")
@@ -147,7 +147,7 @@ def start_program(
         known: called with the pid before the program starts; if it raises, the program does not start.
 
     Raises:
-        ForkRefusedError: a new process is needed.
+        ForkRefusedError: the program cannot run in this fork, and the caller must start a new process.
     """
     with socket.socket(fileno=spare) as connection, os.fdopen(os.memfd_create("program"), "w+b") as text:
         connection.settimeout(ANSWER_TIMEOUT_S)
@@ -264,7 +264,7 @@ class ForkServer:
         """Start a program as a fork that is this process's child; see ``start_program``.
 
         Raises:
-            ForkRefusedError: a new process is needed.
+            ForkRefusedError: the program cannot run in a fork, and the caller must start a new process.
         """
         with _adopting_orphans():
             spare = self.spare(fork.CHILD)

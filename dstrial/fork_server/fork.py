@@ -150,7 +150,7 @@ def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
 def _run_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
     """Wait in an idle fork for a program from socket ``descriptor``, run it and exit.
 
-    The exit also unwinds the frames inherited from the parent; these must hold open files by descriptor only.
+    The exit also unwinds the frames inherited from the parent; these frames must not own file objects, only descriptors.
     """
     global spare
     with _ending_on_error():

@@ -278,7 +278,7 @@ class LaunchOutcome:
 
     @property
     def killed_text(self) -> str:
-        """A sentence on killed ranks; empty without any, or after a second Ctrl-C."""
+        """A sentence on killed ranks; empty if there are none, or after a second Ctrl-C."""
         if not self.killed_ranks or self.ended_at_once:
             return ""
         return f"rank(s) {', '.join(map(str, self.killed_ranks))} did not end in time and were killed"

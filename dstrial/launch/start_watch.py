@@ -53,8 +53,8 @@ class Activity:
 def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
     """Return whether to log the current startup phase now.
 
-    ``age_s`` is the phase's age; ``logged_age_s`` the age at its last log line, or None. ``silence_s`` is the time since any
-    log line.
+    ``age_s`` is the phase's age; ``logged_age_s`` is the phase's age when it was last logged, None if never. ``silence_s`` is
+    the time since any log line.
     """
     if logged_age_s is None:
         return silence_s >= _SILENCE_S

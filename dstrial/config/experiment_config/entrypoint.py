@@ -258,9 +258,10 @@ def _defined_names(tree: ast.Module) -> set[str]:
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
-    """Return the definition of ``name`` and those it uses, as syntax trees.
+    """Return the definition of ``name``, and the definitions that it uses.
 
-    If ``tree`` does not define ``name``, the first tree is the whole module.
+    The definitions are syntax trees of top-level statements. If ``tree`` does not define ``name``, the first syntax tree is the
+    whole module.
     """
     # A module may define an ordinary trial and a pipeline, so unrelated definitions are left out.
     definitions = {

@@ -113,7 +113,10 @@ def _forked(
 
 
 def found(directory: Path) -> LauncherProcess | None:
-    """Return the last launcher started with this directory, even if ended; else None."""
+    """Return the last launcher started with this directory, running or ended.
+
+    None if no launcher was started with this directory.
+    """
     path = directory / _STAT_NAME
     try:
         text, started_s = path.read_text(errors="replace"), path.stat().st_mtime

@@ -199,8 +199,9 @@ def failure_line(failure: Failure) -> str:
 def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> Failure:
     """Return the failure that the output of all ranks describes.
 
-    Failure lines of ranks have priority; among these, lost connections come last, because another rank's failure may have
-    caused them. Exit code 137 is taken as a kill by the kernel for lack of memory.
+    Failure lines of ranks have priority over other text. Of several failure lines, one about a lost connection is used only if
+    there is no other kind, because another rank's failure may have caused the loss. Exit code 137 is taken as a kill by the
+    kernel for lack of memory.
     """
     lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
     failures: list[Failure] = []

@@ -92,7 +92,10 @@ class BinarySearch:
         return f"lineage {lineage.idx + 1}"
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return the lowest and highest index, in the grid, of a lineage's micro batches."""
+        """Return the range of micro batches that a new lineage of a ZeRO stage searches.
+
+        The range is (lowest index, highest index) in the grid of micro batches.
+        """
         return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:

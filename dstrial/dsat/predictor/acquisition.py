@@ -106,9 +106,9 @@ class Acquisition:
         return min(fitting, key=lambda one: one[0].cost, default=None)
 
     def _move(self, at: Prediction, idx: int, stds: float) -> _Place | None:
-        """Return the best change of a setting, the micro batch or both; None without gain.
+        """Return the best change of a setting, of the micro batch, or of both.
 
-        Costs are compared at ``stds`` standard deviations below their medians.
+        None if no change lowers the cost. Costs are compared at ``stds`` standard deviations below their medians.
         """
         structure = structure_of(at.candidate)
         others = self._groups.moves(structure, self._predictor.num_params)

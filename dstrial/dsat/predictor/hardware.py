@@ -42,7 +42,10 @@ class Machine:
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> Machine | None:
-        """Return the machine from a trial's ``machine_*`` metrics; None without them."""
+        """Return the machine that a trial's ``machine_*`` metrics describe.
+
+        None if a required metric is missing; the rates of collectives are optional.
+        """
         found = {
             name.removeprefix(METRIC_PREFIX): value
             for name, value in metrics.items()

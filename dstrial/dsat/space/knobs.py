@@ -60,7 +60,10 @@ KNOWN_PATHS = frozenset(knob.path for knob in KNOBS)
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
-    """Return a knob's values to try; of those above ``num_params``, only the smallest."""
+    """Return the values of a knob to try; of those above ``num_params``, one.
+
+    The one value is the smallest of them, because all have the same effect.
+    """
     if not knob.counts_params or num_params is None:
         return knob.values
     below = tuple(value for value in knob.values if value <= num_params)

@@ -144,7 +144,7 @@ class Space:
     def knobs(self, stage: int) -> tuple[Knob, ...]:
         """Return the settings that vary in a ZeRO stage, each with its legal values.
 
-        They are those that dsat varies itself and those of ``--space``.
+        These are the settings that dsat varies by default, and those of ``--space``.
         """
         result = [
             dataclasses.replace(knob, values=self.extra[knob.path], is_drawn=True)
@@ -352,7 +352,10 @@ def efficiency(accumulation: int, num_stages: int) -> float:
 
 
 def enough_accumulation(num_stages: int) -> int:
-    """Return the micro batches per step that keep a pipeline 90 % busy; 1 without one."""
+    """Return how many micro batches per step keep a pipeline 90 % busy.
+
+    The number is 1 if there is a single stage.
+    """
     return 1 if num_stages == 1 else _PER_STAGE * num_stages
 
 

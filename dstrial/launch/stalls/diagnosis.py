@@ -69,7 +69,7 @@ class RankView:
     def kind(self) -> Phase:
         """The phase whose timeout applies.
 
-        Between batches this is ``BATCH``, because the rank waits for the slowest rank's batch.
+        For a rank that is between batches this is ``BATCH``, because the rank may wait there for a slower rank's batch.
         """
         return Phase.BATCH if self.beat.phase is Phase.BETWEEN else self.beat.phase
 
