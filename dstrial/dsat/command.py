@@ -178,10 +178,10 @@ def _inputs(
 def _train_best(
     settings: SearchConfig, record: SearchRecord, best: TrialResult, master: Callable[[], ClusterBackend]
 ) -> int:
-    """Train the best configuration: on the master, or in this process's place.
+    """Train the best configuration on the master, or on this machine; return 0.
 
-    On a master, and if the local training is already complete, returns 0. Otherwise the launcher of the training replaces this
-    process.
+    On this machine the training's launcher replaces this process, so the function returns only if the training is already
+    complete.
     """
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"

@@ -178,7 +178,7 @@ class ClusterBackend:
             self.kill_experiment(submitted.experiment)
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        """Write the report into an experiment's notes; overwrite no notes of a user.
+        """Write the report into an experiment's notes, unless a user has edited them.
 
         Returns False if the master is unreachable and the caller should retry later, else True.
         """

@@ -65,10 +65,10 @@ class _QueuedTrials(abc.ABC):
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Return False, so that a trial interrupted by a kill of the search is repeated.
+        """Return whether a trial that a killed search left needs no further measurement.
 
-        If the search was killed twice during this trial, the trial is recorded as out of host memory instead, and the result is
-        True.
+        The result is False after the first kill of the search during this trial. After the second kill the trial is recorded as
+        out of host memory, and the result is True.
         """
         self._attempts[spec.trial_id] = attempts = int(handle.get("attempt") or 0)
         if attempts >= _MAX_ATTEMPTS:
@@ -322,10 +322,10 @@ class PersistentRanks(_QueuedTrials):
 class Incumbent:
     """The best configuration so far, which is measured again to correct for drift.
 
-    The speed of a machine changes during a search. After another configuration's result that is better than the incumbent's, or
-    nearly as good, the incumbent is measured again. If the incumbent's two latencies differ by more than their confidence
-    intervals, the other configuration's result is corrected by the ratio of the two. ``end_to_end_throughput`` is not corrected,
-    because it is not used to compare configurations.
+    The speed of a machine changes during a search. If another configuration's result is better than the incumbent's, or nearly
+    as good, the incumbent is measured again. If the incumbent's two latencies differ by more than their confidence intervals,
+    the other configuration's result is corrected by the ratio of the two. ``end_to_end_throughput`` is not corrected, because it
+    is not used to compare configurations.
     """
 
     def __init__(self, metric: str) -> None:

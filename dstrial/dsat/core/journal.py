@@ -149,7 +149,10 @@ class SearchRecord:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether a file is not one that a search creates first in its directory."""
+    """Return whether a file is other than those that a search creates at its start.
+
+    A search that is killed at its start leaves no other files in its directory.
+    """
     return path.name != OUTPUT_MARK and not (
         path.name.startswith(".search.json.") and path.name.endswith(".tmp")
     )

@@ -122,8 +122,8 @@ class PredictSearch:
     def _margins(self, trial_id: int, observation: Observation) -> Iterator[dict[str, Any]]:
         """Yield the device bytes that a trial's configuration lacks for larger batches.
 
-        One item per micro batch size above the trial's. A negative number of missing bytes means that memory is left. If the
-        trial ran out of memory, the trial's own micro batch is the first one yielded.
+        One item for each of the next larger micro batch sizes. A negative number of missing bytes means that memory is left. If
+        the trial ran out of memory, the trial's own micro batch is the first one yielded.
         """
         outcome, sizes = observation.outcome, self.space.batch_size_grid
         if outcome is None:
@@ -166,7 +166,7 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def measured_costs(self) -> dict[tuple[Any, ...], _Costs]:
-        """Return identity -> (candidate, cost) of each measurement of equal candidates.
+        """Return identity of a candidate -> (candidate, cost) of each of its measurements.
 
         Candidates that DeepSpeed cannot tell apart have the same identity. Costs are those of ``Predictor.cost``.
         """

@@ -63,8 +63,8 @@ class BinarySearch:
     """Draws random structures, and finds the largest micro batch of each by bisection.
 
     A structure is a configuration without batch sizes, with a range of micro batches to try. A trial that runs raises the lower
-    end of its structure's range; an out-of-memory error lowers the upper end. No more trials are drawn from a structure whose
-    range is empty. Throughput has no effect on the order of trials.
+    end of its structure's range; an out-of-memory error lowers the upper end. A structure whose range is empty gets no more
+    trials. Throughput has no effect on the order of trials.
     """
 
     def __init__(self, space: Space, options: MethodOptions, filters: Filters) -> None:
@@ -153,10 +153,10 @@ class BinarySearch:
     # ---- lineages --------------------------------------------------------------------------------
 
     def ceiling(self, stage: int) -> int:
-        """Return the grid index of the largest micro batch that may fit in a ZeRO stage.
+        """Return the grid index of the largest micro batch that may fit with a ZeRO stage.
 
-        The size is estimated from the first measurement, or from the user's own micro batch, and multiplied by
-        ``search_range_factor``.
+        The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, the
+        largest size of the grid counts as fitting, or twice the user's own micro batch if the grid is unlimited.
         """
         sizes = self.space.batch_size_grid
         guess = None

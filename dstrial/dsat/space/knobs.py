@@ -60,9 +60,9 @@ KNOWN_PATHS = frozenset(knob.path for knob in KNOBS)
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
-    """Return the values of a knob to try; of those above ``num_params``, one.
+    """Return the values of a knob that a search tries.
 
-    The one value is the smallest of them, because all have the same effect.
+    Sizes above the model's ``num_params`` all have the same effect, so only the smallest of them is returned.
     """
     if not knob.counts_params or num_params is None:
         return knob.values
