@@ -126,10 +126,10 @@ class AutoValues:
     def solve(
         self, sizes: Mapping[str, object], num_replicas: int, where: Mapping[str, str]
     ) -> BatchSolution | None:
-        """Solve the batch equation; return None if only the script knows the micro batch.
+        """Return the batch sizes that solve DeepSpeed's batch equation.
 
-        ``sizes`` are the batch sizes in the DeepSpeed config; a number there takes precedence over a command-line argument.
-        ``where`` maps the name of each size to its ``file:line: key``.
+        None if only the script knows the micro batch. ``sizes`` are the batch sizes in the DeepSpeed config; a number there
+        takes precedence over the script's command-line argument. ``where`` maps the name of each size to its ``file:line: key``.
         """
         total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
         from_flags = [self._number(flag) if self.is_trainer else None for flag in (MICRO_FLAG, STEPS_FLAG)]

@@ -49,9 +49,9 @@ def solve_batch(
 ) -> BatchSolution:
     """Compute the batch sizes that are None or ``"auto"``.
 
-    If only one of the first two sizes is given, ``gradient_accumulation_steps`` is 1, as in DeepSpeed. If a size is not
-    divisible, DeepSpeed fails an assertion; here the ConfigError names the nearest settings that work.
-    ``where`` maps the name of each size to its ``file:line: key``, for messages.
+    If only one of ``train_batch_size`` and ``train_micro_batch_size_per_gpu`` is given, ``gradient_accumulation_steps`` is 1, as
+    in DeepSpeed. If a size is not divisible, DeepSpeed fails an assertion; here the ConfigError names the nearest settings that
+    work. ``where`` maps the name of each size to its ``file:line: key``, for messages.
 
     Source: DeepSpeed 0.19.8 runtime/config.py, ``_set_batch_related_parameters``.
     """
@@ -133,9 +133,10 @@ def _indivisible(
 
 
 def _divisor_hint(total: int, replicas: int, key: str, value: int) -> str:
-    """Return a hint to set ``key`` to the divisor nearest to ``value``.
+    """Return a hint to set batch size ``key`` to a legal number close to ``value``.
 
-    It is a divisor of ``total / replicas``; the hint is "" if this quotient is no integer.
+    The number is the divisor of ``total / replicas`` that is nearest to ``value``. The hint is "" if ``total / replicas`` is not
+    an integer.
     """
     if total % replicas:
         return ""

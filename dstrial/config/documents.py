@@ -321,7 +321,10 @@ class _YamlReader:
         return value
 
     def _begin(self, node: yaml.Node) -> None:
-        """Check a list or mapping node, and push it onto ``_open``; the caller pops it."""
+        """Check a list or mapping node, and push it onto ``_open``, the enclosing nodes.
+
+        The caller pops the node after its items.
+        """
         self._count(node)
         kind, tag = ("list", "seq") if isinstance(node, yaml.SequenceNode) else ("mapping", "map")
         if node.tag != f"{_TAG}{tag}":

@@ -68,7 +68,7 @@ def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
 def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics) -> None:
     """Record hyperparameters with dots in their names, which DeepSpeed never reads.
 
-    Also records overwrites that set a nested and a dotted key to different values.
+    Also records overwrites that set the same DeepSpeed key twice, nested and dotted, to different values.
     """
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")

@@ -266,7 +266,10 @@ def _has_type(value: object, types: tuple[str, ...]) -> bool:
 
 
 def _converted(value: object, types: tuple[str, ...]) -> Any:
-    """Convert a quoted number or boolean, or 0 and 1, to one of ``types``; else None."""
+    """Convert a quoted number or boolean, or 0 and 1, to one of ``types``.
+
+    None if ``value`` cannot be converted.
+    """
     if isinstance(value, str):
         if "boolean" in types and value.lower() in ("true", "false"):
             return value.lower() == "true"

@@ -24,8 +24,8 @@ from dstrial.errors import ConfigError, ConfigProblem
 def merge_deepspeed(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> dict[str, Any]:
     """Merge overwrites into a copy of a DeepSpeed config, key by key at every depth.
 
-    A mapping merges into a mapping. Any other value (also a list) replaces the old value. ``None`` deletes the key. A
-    dotted key in the overwrite, such as ``zero_optimization.stage``, means the nested key.
+    Two mappings are merged. Any other value of the overwrite (also a list) replaces the value of the base. ``None`` deletes the
+    key. A dotted key in the overwrite, such as ``zero_optimization.stage``, means the nested key.
     """
     return _merged(base, nested(overwrite))
 
@@ -194,7 +194,7 @@ def _image(base: Any, over: Any) -> Any:
 def merge_policies(base: Any, over: Any) -> Any:
     """Merge log policies by name; those of ``base`` come first.
 
-    A policy with only a name, or with a null pattern, disables the other policy of that name.
+    A policy of ``over`` with only a name, or with a null pattern, disables the policy of that name in ``base``.
     """
     if not isinstance(base, list) or not isinstance(over, list):
         return copy.deepcopy(over)

@@ -84,7 +84,7 @@ class ParallelDims:
         return dataclasses.replace(self, world_size=world_size)
 
     def replicas_on(self, world_size: int) -> int:
-        """Return the number of replicas on ``world_size`` ranks, at least 1."""
+        """Return how many whole replicas ``world_size`` ranks form, at least 1."""
         return max(world_size // self.ranks_per_replica, 1)
 
     def with_section(self, section: Any) -> ParallelDims:
@@ -164,8 +164,8 @@ def replicas_of(
     Args:
         data_config: the experiment config's ``data`` section.
         world_size: number of all ranks.
-        asked: ranks per replica from user code, if given.
-        otherwise: ranks per replica if neither the section nor user code gives a number, as in a resumed checkpoint.
+        asked: ranks per replica that user code gives; None if it gives none.
+        otherwise: ranks per replica if neither the section nor user code gives a number, such as a resumed checkpoint's.
         config: the DeepSpeed config, whose sizes must agree with the section and ``asked``.
 
     Raises:

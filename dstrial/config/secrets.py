@@ -110,8 +110,8 @@ def _leaves(
 ) -> Iterator[tuple[Secret, bool]]:
     """Yield each leaf of a config as a ``Secret``, and whether the leaf is secret.
 
-    Below a secret field all leaves are secret, except below keys in ``open_keys``. If ``open_keys`` is None, ``value`` is not
-    below a secret field. Null, booleans and empty texts are left out.
+    Below a secret field all leaves are secret, except those below keys in ``open_keys``. ``open_keys`` is None if ``value`` is
+    not below a secret field. Leaves that are null, booleans or empty texts are left out.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -261,7 +261,7 @@ def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secr
 def _without_device(identity: KeyPath) -> KeyPath:
     """Return a variable's ``Secret.identity`` without its device kind.
 
-    A plain list of variables applies to every kind.
+    So a variable of a plain list, which applies to every device kind, equals the same variable below one kind.
     """
     return (_VARIABLES, identity[-1]) if _VARIABLES in identity else identity
 

@@ -112,7 +112,11 @@ def _device(nvml: Any, idx: int, offered: Callable[..., Any]) -> Device:
 
 
 def _user(pid: int, num_bytes: int | None) -> str:
-    """Describe a process that uses a device; ``pid`` may be that outside a container."""
+    """Return text on a process that uses a device.
+
+    In a container the driver may report a ``pid`` of the host; the process then may not be found here, and is described without
+    its owner.
+    """
     owner = "not visible from here"
     # Do not show the process's arguments, which may contain secrets.
     with contextlib.suppress(psutil.Error):

@@ -1,7 +1,8 @@
 """dsat: tune the DeepSpeed configuration of an experiment.
 
-The command is ``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR``. Scripts may call the names of this package, as with
-``determined.pytorch.dsat``. They are imported at first use: the package itself imports no torch, deepspeed or transformers.
+The command is ``python3 -m dstrial.dsat METHOD CONFIG.yaml MODEL_DIR``. Scripts may import from this package the functions that
+they import from ``determined.pytorch.dsat``. Each function is loaded at first use, so importing the package does not import
+torch, deepspeed or transformers.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
 def _num_parallel(
     settings: SearchConfig, record: SearchRecord, backend: Callable[[], Backend | RemoteSearch]
 ) -> int:
-    """Return how many trials run at once; a resumed search keeps its first value."""
+    """Return how many trials run at once; a resumed search keeps its original number."""
     path = record.path / "parallel.json"
     if path.exists():
         return int(path.read_text())
@@ -178,7 +178,11 @@ def _inputs(
 def _train_best(
     settings: SearchConfig, record: SearchRecord, best: TrialResult, master: Callable[[], ClusterBackend]
 ) -> int:
-    """Train the best configuration on the master, or locally by becoming its launcher."""
+    """Train the best configuration on the master, or on this machine; return 0.
+
+    On this machine the training's launcher replaces this process, so the function returns only if the training is already
+    complete.
+    """
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
     write_config(path, config)
@@ -203,7 +207,8 @@ def _train_best(
 def _train_here(settings: SearchConfig, path: Path, runs: list[RunDirectory]) -> NoReturn:
     """Replace this process by the launcher of a training.
 
-    If earlier trainings have saved checkpoints, the newest of these trainings is resumed.
+    ``runs`` are the earlier trainings of this search, newest first. The first of them with a saved checkpoint is resumed;
+    without one, a new training starts.
     """
     directory = path.parent / "runs"
     variables = {RUNS_DIR_VARIABLE: str(directory)}

@@ -371,7 +371,11 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
 def _with_arguments(
     filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
 ) -> tuple[AutoValues, tuple[str, ...]]:
-    """Add the hyperparameters' batch sizes to ``filler``; return it and warnings."""
+    """Return a copy of ``filler`` with the hyperparameters' batch sizes, and warnings.
+
+    Only those sizes are added that neither the DeepSpeed config nor the entrypoint gives. Each warning names a size for which
+    the Trainer's default is used.
+    """
     where = f"{experiment.path}: entrypoint"
     words = filler.arguments.words
     if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):

@@ -66,7 +66,7 @@ FREE_NAMES = frozenset(
 
 
 def is_free(name: str) -> bool:
-    """Return whether forks of one server may differ in environment variable ``name``."""
+    """Return whether variable ``name`` may differ between the forks of one server."""
     return name in FREE_NAMES or name.startswith(FREE_PREFIXES)
 
 
@@ -81,7 +81,7 @@ def key_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def import_places(environment: Mapping[str, str]) -> list[str]:
-    """Return the directories in an environment's ``PYTHONPATH``, in order."""
+    """Return the directories listed in ``PYTHONPATH`` of an environment, in order."""
     return [place for place in environment.get(PATH_VARIABLE, "").split(os.pathsep) if place]
 
 

@@ -35,10 +35,10 @@ class ForkRefusedError(Exception):
 
 
 def trains_trial_class(words: Sequence[str]) -> bool:
-    """Return whether a Python command, without the interpreter, trains a trial class.
+    """Return whether a Python command trains a trial class, not a script.
 
-    Ranks of a trial class import ``dstrial.launch.imported_ahead`` before the user's module, as a fork server does; scripts
-    import in any order.
+    ``words`` are the command without the interpreter. Ranks of a trial class import ``dstrial.launch.imported_ahead`` before the
+    user's module, as a fork server does; scripts import in any order.
     """
     if tuple(words[:2]) != ("-m", "dstrial.launch"):
         return False
@@ -92,7 +92,7 @@ def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
     ``files`` are open descriptors; the program sees them as the descriptors ``program.numbers``.
 
     Raises:
-        ForkRefusedError: a new process is needed; the message is empty if this process has no spare.
+        ForkRefusedError: the program cannot run in a fork; the message says why, or is empty if this process has no spare.
     """
     if fork.spare is None:
         raise ForkRefusedError("")
@@ -110,7 +110,10 @@ def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
 
 
 def fork_or_none(program: Program, files: Sequence[int]) -> ForkedProcess | None:
-    """Start a program as ``start_from_spare`` does; if refused, log why, return None."""
+    """Start a program as ``start_from_spare`` does; return None if it is refused.
+
+    The reason of a refusal is logged, unless it is that this process has no spare.
+    """
     try:
         return start_from_spare(program, files)
     except ForkRefusedError as reason:
@@ -144,7 +147,7 @@ def start_program(
         known: called with the pid before the program starts; if it raises, the program does not start.
 
     Raises:
-        ForkRefusedError: a new process is needed.
+        ForkRefusedError: the program cannot run in this fork, and the caller must start a new process.
     """
     with socket.socket(fileno=spare) as connection, os.fdopen(os.memfd_create("program"), "w+b") as text:
         connection.settimeout(ANSWER_TIMEOUT_S)
@@ -168,7 +171,7 @@ def start_program(
 
 
 def _ask(connection: socket.socket, request: bytes, files: Sequence[int] = ()) -> tuple[bytes, list[int]]:
-    """Send a request, unless it is empty; return the answer and its file descriptors."""
+    """Send a request, unless it is empty; return the response and its descriptors."""
     try:
         if request:
             socket.send_fds(connection, [request], list(files))
@@ -261,7 +264,7 @@ class ForkServer:
         """Start a program as a fork that is this process's child; see ``start_program``.
 
         Raises:
-            ForkRefusedError: a new process is needed.
+            ForkRefusedError: the program cannot run in a fork, and the caller must start a new process.
         """
         with _adopting_orphans():
             spare = self.spare(fork.CHILD)

@@ -59,7 +59,7 @@ class Program:
     has_spare: bool = False  # whether the process gets a spare to fork its own children from
 
     def import_directories(self) -> list[str]:
-        """Return the directories that a program puts first in ``sys.path``, absolute."""
+        """Return the absolute paths that the program will have first in ``sys.path``."""
         found = ["" if self.words[0] == "-m" else os.path.dirname(self.words[0])]  # noqa: PTH120
         for word, following in itertools.pairwise((*self.words, "")):
             if word.startswith("--cont"):  # --context-dir, or short for it
@@ -150,7 +150,7 @@ def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
 def _run_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
     """Wait in an idle fork for a program from socket ``descriptor``, run it and exit.
 
-    The exit also unwinds the frames inherited from the parent; these must hold open files by descriptor only.
+    The exit also unwinds the frames inherited from the parent; these frames must not own file objects, only descriptors.
     """
     global spare
     with _ending_on_error():
@@ -199,7 +199,10 @@ def send_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
 
 @contextlib.contextmanager
 def _ending_on_error() -> Iterator[None]:
-    """Exit on any error in the block: a fork must not continue its parent's code."""
+    """Exit the process on any error in the block.
+
+    An error must not propagate: a fork would then run the code of its parent.
+    """
     try:
         yield
     except BaseException:  # noqa: BLE001
@@ -229,7 +232,7 @@ def _read_program(files: list[int]) -> tuple[Program, list[int]]:
 
 
 def _adopt_state(program: Program, files: Sequence[int], origin: Origin, descriptor: int) -> None:
-    """Give this fork the signals, files, environment and directory of a program."""
+    """Set signals, open files, environment and directory of this fork for ``program``."""
     for number in _IGNORED_WHILE_IDLE:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

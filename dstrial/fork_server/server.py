@@ -73,7 +73,7 @@ def _unforkable() -> str:
 
 
 class _AbsentModules:
-    """Import finder that records the top-level modules that no other finder has found."""
+    """Import finder that records the top-level modules which could not be found."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

@@ -214,7 +214,10 @@ def _script_variables(
 
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
-    """Start this container's ranks of a trial; log lines get Determined's prefix."""
+    """Start this container's ranks of a trial, and wait for them.
+
+    Their log lines begin with ``[rank=N]``, as in Determined.
+    """
     directory_of_run = os.environ.get(RUN_DIR_VARIABLE)
     run = RunDirectory.open(directory_of_run) if directory_of_run else None
     kept_tracebacks = os.environ.get(TRACEBACKS_DIR_VARIABLE)

@@ -145,9 +145,10 @@ def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
 
 
 def record_exception(error: BaseException, text: str | None = None, **fields: str) -> bool:
-    """Write this rank's error record unless one exists; False without a launcher.
+    """Write this rank's error record, unless the rank already has one.
 
-    ``text`` defaults to the full traceback; ``fields`` are ``line``, ``advice`` and ``whole`` of ``ErrorRecord``.
+    ``text`` defaults to the full traceback; ``fields`` are ``line``, ``advice`` and ``whole`` of ``ErrorRecord``. Returns False
+    if no launcher started this rank, so that there is no record; else True.
     """
     path_text = os.environ.get(ERROR_FILE_VARIABLE)
     if not path_text:
@@ -277,13 +278,13 @@ class LaunchOutcome:
 
     @property
     def killed_text(self) -> str:
-        """A sentence on killed ranks; empty without any, or after a second Ctrl-C."""
+        """A sentence on killed ranks; empty if there are none, or after a second Ctrl-C."""
         if not self.killed_ranks or self.ended_at_once:
             return ""
         return f"rank(s) {', '.join(map(str, self.killed_ranks))} did not end in time and were killed"
 
     def describe(self) -> str:
-        """Return a text on killed ranks and the first failure; empty if there were none."""
+        """Return a text on killed ranks and the first failure; empty without either."""
         lines = [f"{self.killed_text}\n"] if self.killed_text else []
         if self.first_failure is not None:
             lines.append(f"{self.first_failure.describe()}\n")

@@ -132,7 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _record_end() -> None:
-    """Record that this rank's program has ended; if the process hangs, it is killed."""
+    """Record that this rank's program has ended.
+
+    If the process does not exit after that, the launcher kills it.
+    """
     name_threads()
     leave()
 

@@ -144,7 +144,7 @@ def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
 
 
 def step_of(task: RankIdentity, wanted: int | None, num_accelerators: int) -> SlurmStep:
-    """Return the Slurm step with the ranks that this launcher starts. Pure.
+    """Return the Slurm step of ``task``, with the number of ranks to start. Pure.
 
     ``wanted`` is the number of ranks on all nodes; None for one per accelerator or task.
 

@@ -72,7 +72,7 @@ class Build:
     """An extension, such as a DeepSpeed operator, that a process builds or loads now.
 
     ``since_s`` is the start in epoch seconds. ``holder`` is a clause such as `` by process 12``, or empty. ``is_compiled``:
-    whether a compiled file exists; then the process probably only loads it.
+    whether the compiled file already exists; if so, the process probably only loads it.
     """
 
     operator: str

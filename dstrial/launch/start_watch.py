@@ -40,7 +40,7 @@ WITHOUT_OPERATOR = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activity:
-    """What the ranks wait for at startup: a phase, or the build of an operator.
+    """A startup phase of the ranks, or the build of an operator for which they wait.
 
     ``since_s`` is the start in epoch seconds; ``detail`` is for the log.
     """
@@ -53,8 +53,8 @@ class Activity:
 def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
     """Return whether to log the current startup phase now.
 
-    ``age_s`` is the phase's age; ``logged_age_s`` the age at its last log line, or None. ``silence_s`` is the time since any
-    log line.
+    ``age_s`` is the phase's age; ``logged_age_s`` is the phase's age when it was last logged, None if never. ``silence_s`` is
+    the time since any log line.
     """
     if logged_age_s is None:
         return silence_s >= _SILENCE_S
@@ -64,7 +64,8 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
 def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
     """Return the ranks' oldest startup phase; None if all ranks train.
 
-    ``phases`` has (phase, start in epoch seconds) of each rank, or None if the rank, started at ``began_s``, reported none.
+    ``phases`` has (phase, start in epoch seconds) of each rank, or None for a rank that has not reported a phase since its start
+    at ``began_s``.
     """
     current = [(_INITIAL_PHASE, began_s) if phase is None else phase for phase in phases]
     current = [phase for phase in current if phase[0] not in ("", TRAINING)]
@@ -149,7 +150,7 @@ class _Watch:
             self._print_line(f"starting: {still}{found.text}{detail}")
 
     def _builds(self) -> list[Build]:
-        """Return the builds whose locks are too old for the mere loading of an extension.
+        """Return builds of extensions that last too long to be only the loading of one.
 
         Builds are found by their locks, because ranks also wait for builds of other trials and of the user's extensions.
         """

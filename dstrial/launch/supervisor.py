@@ -95,7 +95,10 @@ class Supervisor:
             threading.Thread(target=self._await_end, args=(rank,), name=name, daemon=True).start()
 
     def end_finished(self, local_rank: int) -> None:
-        """Kill a rank whose program has ended but whose process hangs; its exit code is 0."""
+        """Kill a rank whose program has ended but whose process hangs.
+
+        The rank counts as exited with code 0.
+        """
         rank = self._ranks[local_rank]
         if rank.ended_s is None:
             rank.is_finished = True

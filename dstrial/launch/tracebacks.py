@@ -127,7 +127,7 @@ def _chain_length(described: traceback.TracebackException | None) -> int:
 
 
 def _block(described: traceback.TracebackException, error: BaseException, base: str) -> tuple[str, bool]:
-    """Return one exception of a chain as text, and whether the text omits nothing."""
+    """Return one exception of a chain as text, and whether the text is complete."""
     frames = _frames_of(described.stack)
     ending = "".join(described.format_exception_only()).rstrip("\n")
     if getattr(described, "exceptions", None):
@@ -160,8 +160,8 @@ def _of_user(frames: Sequence[_Frame]) -> list[_Frame]:
 def _folded(frames: Sequence[_Frame], base: str, *, keeps_innermost: bool) -> list[str]:
     """Return user frames as lines; consecutive other frames become one line.
 
-    User frames come first; frames before the first user frame are counted at the end. Without user frames the innermost frames
-    are kept.
+    The first line is a user frame: frames before the first user frame are counted in the last line. If there is no user frame,
+    ``keeps_innermost`` keeps the innermost frames.
     """
     kept = {position for position, frame in enumerate(frames) if _package(frame.file) is None}
     if not kept and keeps_innermost:

@@ -75,7 +75,10 @@ def _is_deepspeed_on_cpu() -> bool:
 
 
 def _bring_up_ranks() -> None:
-    """Create the gloo process group without compiling. Ranks: all, collectively."""
+    """Create the gloo process group, without compiling DeepSpeed's CPU collectives.
+
+    Ranks: all, collectively.
+    """
     import deepspeed
     import torch.distributed
 

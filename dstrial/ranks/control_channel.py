@@ -46,9 +46,9 @@ def timeout_from_environ() -> float:
 class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determined ships no types
     """A ``DistributedContext`` over gloo, to pass to ``determined.core.init``.
 
-    Every method is collective over all ranks (``_local`` methods: over a machine's ranks). Its timeout is ``timeout_s``, by
-    default ``DSTRIAL_TIMEOUT_S`` or 1800 seconds. All ranks must call the methods in the same order, from one thread per rank.
-    A single rank does not communicate.
+    Every method is collective over all ranks (``_local`` methods: over a machine's ranks). The timeout of each call is
+    ``timeout_s``, by default ``DSTRIAL_TIMEOUT_S`` or 1800 seconds. All ranks must call the methods in the same order, from one
+    thread per rank. A single rank does not communicate.
 
     Raises:
         RankTimeoutError: a rank did not create its channel in time; the message names the missing ranks.

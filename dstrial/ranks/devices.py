@@ -38,7 +38,7 @@ def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_sha
     """Return the index of this rank's accelerator among the visible accelerators.
 
     Raises:
-        RankError: the machine has more ranks than accelerators (of ``kind``), and these must not be shared.
+        RankError: the machine has more ranks than accelerators (of ``kind``), and ``may_share`` is false.
     """
     if num_devices and may_share:
         return identity.local_rank % num_devices

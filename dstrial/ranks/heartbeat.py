@@ -142,7 +142,10 @@ def heartbeat() -> Heartbeat:
 
 
 def leave() -> None:
-    """Record that this rank's program has ended; a no-op if the rank has not trained."""
+    """Record in the heartbeat that this rank's program has ended.
+
+    A no-op if the rank has not trained.
+    """
     if _opened.cache_info().currsize:
         heartbeat().end(Phase.LEAVING)
 

@@ -75,7 +75,7 @@ def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
 
     Raises:
         RankError: the file cannot be read here, or another account owns it.
-        RuntimeError: from torch, if the writer does not arrive or has exited.
+        RuntimeError: the writer did not write the key in time, or has exited (raised by torch's store).
 
     Ranks: all of a machine, collectively. The writer must stay in the block until all ranks have read the key.
     """

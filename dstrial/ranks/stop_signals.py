@@ -36,7 +36,7 @@ class StopSignals:
 
     @property
     def requested(self) -> str | None:
-        """The name of the first stop signal, such as ``SIGTERM``; None without one."""
+        """The name of the first stop signal, such as ``SIGTERM``; None if there was none."""
         return self._requested
 
     def __enter__(self) -> StopSignals:

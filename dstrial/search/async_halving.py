@@ -142,7 +142,7 @@ class AsyncHalving:
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Rank a failed trial last in its rung; replace an invalid trial."""
+        """Rank a failed trial last in its rung; replace one with invalid hyperparameters."""
         # A replaced trial, whose hyperparameters are invalid, is removed from all rungs.
         if request_id in self._stopped:
             return []
@@ -163,7 +163,8 @@ class AsyncHalving:
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
         """Return the search's progress, 0 to 1.
 
-        This is the share of trials that have reached the lowest rung; once all have, that of exited trials, if larger.
+        The result is the number of trials that have reached the lowest rung, divided by 1.2 times the maximum number of trials.
+        Once all trials have reached it, the share of completed trials is returned if it is larger.
         """
         del trial_progress, closed
         lowest = len(self._rungs[0])

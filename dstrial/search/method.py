@@ -59,9 +59,9 @@ class PreviewedTrials:
 class SearchMethod(Protocol):
     """Interface of one kind of search; methods that handle events return actions.
 
-    A search cannot pause or resume a trial or set its length. A trial trains its full length unless a ``Stop`` follows one of
-    its validations. ``trial_exited`` also follows a ``Stop``. A trial that exits with ``INVALID_HP`` is replaced, except in a
-    grid.
+    A search cannot pause or resume a trial, or set the length of its training. A trial trains its full length unless the method
+    returns a ``Stop`` after one of the trial's validations. ``trial_exited`` is called for stopped trials, too. A trial that
+    exits with ``INVALID_HP`` is replaced, except in a grid.
     """
 
     @classmethod

@@ -44,7 +44,8 @@ class _Independent(abc.ABC):
 class RandomSearch(_Independent):
     """Runs ``max_trials`` random trials, ``max_concurrent_trials`` at once (0: all).
 
-    A failed trial counts. A trial with invalid hyperparameters is replaced, up to ``max_replaced`` times per search.
+    A failed trial counts towards ``max_trials``. A trial with invalid hyperparameters is replaced, up to ``max_replaced`` times
+    per search.
     """
 
     def __init__(

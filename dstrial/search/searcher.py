@@ -54,7 +54,7 @@ def _named(config: Mapping[str, Any]) -> type[SearchMethod]:
 
 
 class Searcher:
-    """A running search; methods handle events of trials and return actions.
+    """A running search; its methods handle events of trials and return actions.
 
     The caller must report the exit of every created trial with :meth:`trial_exited`. The actions after the last exit end with
     ``Shutdown``. Events of an exited trial are ignored. Validations of a stopped trial are ignored too, because the trial may

@@ -162,7 +162,8 @@ def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, An
 def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | None) -> BatchSolution | None:
     """Return the batch sizes for the number of replicas that DeepSpeed will assume.
 
-    None if there is no solution (recorded as a problem), or if the script sets the sizes. ``given`` are the config's sizes.
+    The result is None if the batch equation has no solution (recorded as a problem), or if the script sets the batch sizes.
+    ``given`` has the batch sizes in the config.
     """
     findings, sizes = settings.findings, settings.sizes
     replicas = batch_replicas(settings.effective, sizes)

@@ -1,6 +1,7 @@
 """Reject DeepSpeed 0.19 settings that exclude each other, before ranks start.
 
-DeepSpeed rejects some of these settings late, on each rank. With others it silently trains differently from the config.
+DeepSpeed rejects some of these combinations late, on each rank. With the remaining combinations it trains differently from what
+the config says, without a message.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def check_command(
         num_slots: the most slots on one machine; a config that requests more is rejected.
         environment_variables: each ``NAME=value``; the config's variables follow.
         template: values for missing keys.
-        launch_error: whether a template that requests more slots is rejected, too.
+        launch_error: whether a config is also rejected if only its template requests more than ``num_slots``.
 
     Raises:
         ConfigError: the config is invalid; the message lists all problems.

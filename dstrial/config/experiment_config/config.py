@@ -334,7 +334,10 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Dia
 
 
 def _check_command_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Warn if ``resources.slots``, a key of commands, may be meant for the trials."""
+    """Warn if ``resources.slots`` is given without ``slots_per_trial``.
+
+    Only commands use ``resources.slots``; in an experiment it has no effect.
+    """
     resources = raw["resources"]
     if resources["slots"] is None:
         del resources["slots"]

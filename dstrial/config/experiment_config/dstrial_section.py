@@ -77,7 +77,7 @@ def count_in(section: Any, key: str) -> int | None:
 def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
     """Read the elastic settings of ``data.dstrial``; invalid values count as missing.
 
-    ``wish`` is ``resources.slots_per_trial``.
+    ``section`` is ``data.dstrial``. ``wish`` is ``resources.slots_per_trial``, the default of ``max_slots``.
     """
     at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
     given = section.get("resize_period")
@@ -112,9 +112,10 @@ def check_shared_batch(
     ranks_per_replica: int,
     findings: Diagnostics,
 ) -> None:
-    """Record a problem if no other slot count in the elastic range divides the batch.
+    """Record a problem if the elastic range has no usable slot count but ``wish``.
 
-    The range is ``min_slots`` to ``max_slots`` of ``section``, ``data.dstrial``. ``wish`` is ``resources.slots_per_trial``.
+    A slot count is usable if the slots form whole replicas, whose number divides ``train_batch_size``. The range is
+    ``min_slots`` to ``max_slots`` of ``section`` (``data.dstrial``). ``wish`` is ``resources.slots_per_trial``.
     """
     elasticity = elasticity_of(section, wish)
     most = elasticity.at_most

@@ -124,7 +124,11 @@ def check_entrypoint(
 
 
 def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> None:
-    """Record a problem if a module that ``context_dir`` lacks is not installed."""
+    """Record a problem if the module of ``trial`` (``module:Class``) is not installed.
+
+    Call this if ``context_dir`` has no file of the module. A directory of the module's top-level name in ``context_dir`` is a
+    problem even if the module is installed, because the directory hides it.
+    """
     module, _, class_name = trial.partition(":")
     top_level = module.split(".")[0]
     if not (context_dir / top_level).is_dir() and _is_importable(top_level):
@@ -254,9 +258,10 @@ def _defined_names(tree: ast.Module) -> set[str]:
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
-    """Return the definition of ``name`` and those it uses, as syntax trees.
+    """Return the definition of ``name``, and the definitions that it uses.
 
-    If ``tree`` does not define ``name``, the first tree is the whole module.
+    The definitions are syntax trees of top-level statements. If ``tree`` does not define ``name``, the first syntax tree is the
+    whole module.
     """
     # A module may define an ordinary trial and a pipeline, so unrelated definitions are left out.
     definitions = {

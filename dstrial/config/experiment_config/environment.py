@@ -33,7 +33,8 @@ def by_device(given: Any) -> dict[str, Any]:
 def joined_variables(first: Any, then: Any) -> Any:
     """Return the environment variables of ``first``, followed by those of ``then``.
 
-    The result is a list if both are lists, otherwise device kind -> list. If either is invalid, ``then`` is returned.
+    The result is a list if both are lists, otherwise device kind -> list. If ``first`` or ``then`` is invalid, ``then`` is
+    returned unchanged.
     """
     if isinstance(first, list) and isinstance(then, list):
         return [*first, *then]

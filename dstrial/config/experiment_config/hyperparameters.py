@@ -57,8 +57,9 @@ def concrete_values(
 ) -> dict[str, Any]:
     """Return one value for each valid hyperparameter, as for one trial.
 
-    With ``require_concrete`` every search space is an error. Otherwise its middle or first categorical value is used, with a
-    warning. ``needs_counts``: numeric ranges need a ``count``, as for the grid searcher.
+    With ``require_concrete`` every search space is an error. Otherwise the middle of a numeric range, or the first value of a
+    categorical list, is used, with a warning. With ``needs_counts`` a numeric range without a ``count`` is an error, as for the
+    grid searcher.
 
     Source: Determined 0.38.1 schemas/expconf/v0/hyperparameter*.json.
     """
@@ -99,7 +100,10 @@ _ABSENT = object()
 def _converted(
     group: Mapping[str, Any], path: KeyPath, convert: Callable[[Any, KeyPath], Any]
 ) -> dict[str, Any]:
-    """Return a group of hyperparameters with each specification or constant converted."""
+    """Return a group of hyperparameters with ``convert`` applied to each of them.
+
+    Nested groups are converted recursively. ``convert`` gets a specification or constant, and its path.
+    """
     values: dict[str, Any] = {}
     for name, spec in group.items():
         inner = (*path, str(name))
@@ -134,7 +138,7 @@ def is_searched(hyperparameters: Mapping[str, Any]) -> bool:
 
 
 def searched_values(hyperparameters: Mapping[str, Any], values: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield (path, value) of each search space's hyperparameter in a trial.
+    """Yield (path, value in a trial) of each hyperparameter that is a search space.
 
     ``values`` are the trial's hyperparameters; a missing value is None. Paths begin below ``hyperparameters``.
     """

@@ -150,9 +150,9 @@ def _check_slots(
     resumed: SavedRun | None,
     findings: Diagnostics,
 ) -> bool:
-    """Check a trial's slots; return whether the trial needs more than ``num_slots``.
+    """Check a trial's slots; return whether the trial needs more than exist.
 
-    ``num_slots`` is the number of slots that exist; None skips the comparison.
+    ``num_slots`` is the number of slots that exist; if it is None, the result is False.
     """
     slots = raw["resources"]["slots_per_trial"]
     max_slots = raw["resources"]["max_slots"]
@@ -201,7 +201,9 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
 
 
 def _strip_searcher(config: Any) -> dict[str, Any]:
-    """Reduce a detached run's searcher to its metric; return the original, or {}.
+    """Reduce a detached run's searcher, in place, to its metric.
+
+    Returns the original searcher; empty if the config has no valid searcher.
 
     Source: Determined 0.38.1, ``core_v2.Config``, whose searcher has a metric and tells whether there are several trials.
     """

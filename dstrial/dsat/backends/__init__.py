@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 def make_backend(
     settings: SearchConfig, record: SearchRecord, master: Callable[[], ClusterBackend]
 ) -> Backend | RemoteSearch:
-    """Return the backend for the search's settings; ``master`` connects to a master.
+    """Return the backend that will run the trials of a search with these settings.
 
-    If method ``predict`` tunes a trial class and one machine has the slots, the same ranks measure all trials, unless
-    ``--no-worker`` is set. Otherwise every trial starts its own ranks.
+    If method ``predict`` tunes a trial class and one machine has enough slots for a trial, the same ranks measure all trials,
+    unless ``--no-worker`` is set. Otherwise every trial starts its own ranks. ``master`` returns the backend of a Determined
+    master; it is not called for a search on this machine.
     """
     is_launched_anew = (
         settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts

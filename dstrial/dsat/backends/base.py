@@ -62,10 +62,10 @@ class RemoteSearch(Place, Protocol):
     """A search that runs in a trial on a master, while this process copies its events."""
 
     def events(self) -> list[dict[str, Any]]:
-        """Return new events of the search since the last call; start it at the first call.
+        """Return the events since the last call; the first call starts the search.
 
         Raises:
-            DstrialError: the search cannot run there, or ended without a ``finished`` event.
+            DstrialError: the search cannot run on the master, or ended without a ``finished`` event.
             KeyboardInterrupt: the process was asked to stop while it waited for an unreachable master.
         """
 
@@ -86,16 +86,17 @@ class Backend(Place, Protocol):
         """
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Take over a trial that an earlier process started; return False if it is lost.
+        """Take over a trial that an earlier process of the same search started.
 
-        ``handle`` was returned by that process's :meth:`start`.
+        ``handle`` was returned by that process's :meth:`start`. Returns False if the trial is lost, so that the caller must
+        start the trial again.
         """
 
     def poll(self) -> list[Ended]:
         """Return the trials that have ended since the last call."""
 
     def running_s(self, trial_id: int) -> float:
-        """Return for how many seconds a trial has had its slots; 0 while it waits."""
+        """Return the seconds since a trial got its slots; 0 while it waits for slots."""
 
     def kill(self, trial_id: int) -> None:
         """Kill a trial; :meth:`poll` returns it only if it already has a result."""

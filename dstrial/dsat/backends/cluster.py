@@ -178,9 +178,9 @@ class ClusterBackend:
             self.kill_experiment(submitted.experiment)
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        """Write the report into an experiment's notes; return False to retry later.
+        """Write the report into an experiment's notes, unless a user has edited them.
 
-        Notes that a user has edited are not overwritten.
+        Returns False if the master is unreachable and the caller should retry later, else True.
         """
         experiment = self._report_experiment
         if experiment is None:
@@ -220,7 +220,7 @@ class ClusterBackend:
             self.kill(trial_id)
 
     def create_full_experiment(self, config: Mapping[str, Any], search_id: str) -> int:
-        """Submit a training unless this search already did; return the experiment id."""
+        """Submit the full training once per search; return the id of its experiment."""
         label = f"dsat-{search_id}-full"
         labels = [*(str(one) for one in config.get("labels") or []), label]
         found = self.retry_until_available(lambda: self.find(label))
@@ -231,10 +231,10 @@ class ClusterBackend:
     def create(
         self, config: dict[str, Any], label: str, texts: Mapping[str, str] | None = None
     ) -> Experiment:
-        """Submit an experiment exactly once, even if the master dies before it answers.
+        """Submit an experiment exactly once, even if the master dies before it responds.
 
-        ``label`` must be in the config's ``labels``; a retry finds the experiment by it. ``texts`` adds files to the
-        experiment's context directory: name -> text.
+        ``label`` must be in the config's ``labels``; a retry finds an already created experiment by this label. ``texts`` adds
+        files to the experiment's context directory: name -> text.
         """
         before = {one.id for one in self.retry_until_available(lambda: self._labelled(label))}
         is_repeated = False
@@ -271,7 +271,7 @@ class ClusterBackend:
         return [*files, *included]
 
     def find(self, label: str) -> Experiment | None:
-        """Return the newest experiment with a label; None if it is missing or canceled."""
+        """Return the newest experiment with a label; None if canceled or missing."""
         newest = max(self._labelled(label), key=lambda one: int(one.id), default=None)
         return None if newest is None or newest.state in _CANCELED_STATES else newest
 
@@ -350,7 +350,7 @@ def _is_outage(error: Exception) -> bool:
 def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
     """Return the outcome of an experiment's trial; None if the trial has not ended.
 
-    Also records in ``submitted`` since when the trial has its slots, and logs changes.
+    Also stores in ``submitted`` the time at which the trial got its slots, and logs when the trial gets or loses them.
     """
     experiment = submitted.experiment
     experiment.reload()

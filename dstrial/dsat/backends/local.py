@@ -65,9 +65,10 @@ class _QueuedTrials(abc.ABC):
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Return False if a trial that a killed search was measuring must be repeated.
+        """Return whether a trial that a killed search left needs no further measurement.
 
-        After the second kill, the trial counts as out of host memory instead.
+        The result is False after the first kill of the search during this trial. After the second kill the trial is recorded as
+        out of host memory, and the result is True.
         """
         self._attempts[spec.trial_id] = attempts = int(handle.get("attempt") or 0)
         if attempts >= _MAX_ATTEMPTS:
@@ -112,7 +113,11 @@ class LocalBackend(_QueuedTrials):
         return f"this machine, {self._settings.num_slots} rank(s) per trial, without a master"
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """End the launcher of a killed search; return False to measure its trial again."""
+        """End a killed search's launcher; return whether its trial has an outcome.
+
+        The outcome is the result that the trial's ranks wrote, or an error after a second kill of the search. If there is none,
+        the caller must start the trial again.
+        """
         directory = self._record.trial_path(spec.trial_id)
         if (launcher := found(directory)) is not None:
             launcher.end()
@@ -189,7 +194,7 @@ class _Task:
 class PersistentRanks(_QueuedTrials):
     """Backend that runs all trials of one search in the same ranks.
 
-    ``words`` is the command line that launches the ranks.
+    The ranks are launched with the command line ``words``.
     """
 
     is_sequential = True
@@ -227,7 +232,8 @@ class PersistentRanks(_QueuedTrials):
     def kill(self, trial_id: int) -> None:
         """Kill a trial and its ranks; keep the trial's result if it was already measured.
 
-        After a good result, the ranks still measure the best configuration again, which may hang.
+        A trial with a good result may still run: it then measures the best configuration again, and this second measurement may
+        hang.
         """
         task = self._task
         if task is not None and task.spec.trial_id == trial_id:
@@ -295,7 +301,7 @@ class PersistentRanks(_QueuedTrials):
             self._launcher = None
 
     def _take(self, task: _Task, outcome: Outcome) -> None:
-        """Record the outcome of a task, or begin another measurement for the same trial."""
+        """Record a task's outcome, or begin another measurement that its trial needs."""
         self._task = None
         task.spent_s += time.time() - task.began_s
         if task.challenger is not None:
@@ -316,9 +322,10 @@ class PersistentRanks(_QueuedTrials):
 class Incumbent:
     """The best configuration so far, which is measured again to correct for drift.
 
-    The speed of a machine changes during a search. After a result that is better than the incumbent's, or nearly as good, the
-    incumbent is measured again. If its two latencies differ by more than their confidence intervals, the new result is
-    corrected by their ratio, except for ``end_to_end_throughput``, by which no configurations are compared.
+    The speed of a machine changes during a search. If another configuration's result is better than the incumbent's, or nearly
+    as good, the incumbent is measured again. If the incumbent's two latencies differ by more than their confidence intervals,
+    the other configuration's result is corrected by the ratio of the two. ``end_to_end_throughput`` is not corrected, because it
+    is not used to compare configurations.
     """
 
     def __init__(self, metric: str) -> None:
@@ -340,8 +347,8 @@ class Incumbent:
     def without_drift(self, challenger: Measured, again: Outcome) -> Measured:
         """Return ``challenger``, corrected by the incumbent's new measurement ``again``.
 
-        The drift is the incumbent's new latency over its old one; 1 if noise can explain it. Rates are multiplied by the drift,
-        and times divided by it.
+        The drift is the incumbent's new latency divided by its first latency, or 1 if noise can explain the difference. Rates of
+        ``challenger`` are multiplied by the drift, and times are divided by it.
         """
         if not isinstance(again, Measured):
             return challenger

@@ -44,7 +44,10 @@ class LauncherProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit status; None while it runs, -1 if it ended and is no child of this process."""
+        """Exit status; None while the launcher runs, -1 if the status is unknown.
+
+        The status of an ended launcher is unknown if another process started the launcher.
+        """
         if self.process is not None:
             return self.process.poll()
         state = read_state(self.pid)
@@ -110,7 +113,10 @@ def _forked(
 
 
 def found(directory: Path) -> LauncherProcess | None:
-    """Return the last launcher started with this directory, even if ended; else None."""
+    """Return the last launcher started with this directory, running or ended.
+
+    None if no launcher was started with this directory.
+    """
     path = directory / _STAT_NAME
     try:
         text, started_s = path.read_text(errors="replace"), path.stat().st_mtime

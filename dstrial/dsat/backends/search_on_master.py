@@ -64,10 +64,10 @@ class SearchOnMaster:
         return f"{self._master.describe()}, in persistent ranks"
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the search's new events since the last call; submit it if none runs.
+        """Return the search's events since the last call; submit the search if none runs.
 
-        Before the next call, the caller must append them to the ``SearchRecord`` passed to the constructor, from which a
-        resubmitted search resumes.
+        Before the next call, the caller must append these events to the ``SearchRecord`` that was passed to the constructor: a
+        resubmitted search resumes from this record.
         """
         if self._experiment is None and not self._find():
             if self._position:
@@ -86,7 +86,7 @@ class SearchOnMaster:
         return True
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Wait until the trial has stored its results; at a timeout publish ``results``."""
+        """Wait until the trial has stored its results; publish ``results`` on timeout."""
         if self._experiment is None:
             self._find()
         if self._wait(_FINISH_TIMEOUT_S, lambda: self._has_finished):
@@ -130,8 +130,9 @@ class SearchOnMaster:
     def _restart(self) -> None:
         """Submit the search again after its experiment ended; raise if the trial failed.
 
-        It is submitted if host memory ran out, if its time budget was smaller than this command's, or if it ended before this
-        command found it. The journal limits how often one configuration may kill the search.
+        The search is submitted again if the experiment ran out of host memory, finished with a smaller time budget than this
+        command's, or had already ended when this command found it. A configuration that kills the search twice is not measured
+        again: it counts as out of host memory.
 
         Raises:
             SearchError: the trial failed for another reason.

@@ -83,7 +83,8 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
 def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
     """Return the ``single`` experiment whose trial runs the whole search.
 
-    The experiment has the user's ``max_restarts``. Restarts of ranks within the trial do not count towards it.
+    The experiment has the user's ``max_restarts``, which limits restarts of this trial, not those of the ranks that the search
+    starts within the trial.
     """
     label = f"dsat-{search_id}-search"
     does = "measures one configuration after the other"
@@ -136,7 +137,7 @@ def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Cand
 def measuring_command(settings: SearchConfig, config_path: str | None, python: str) -> list[str]:
     """Return the command line that launches the ranks that measure trials.
 
-    ``config_path`` is None inside a trial on a master, which gives the ranks their config.
+    ``config_path`` is None inside a trial on a master, because the ranks get the config from the master.
     """
     if settings.trial is None:
         assert config_path is not None
@@ -183,7 +184,7 @@ def _hyperparameters(settings: SearchConfig, candidate: Candidate) -> dict[str, 
 
 
 def _concrete(settings: SearchConfig, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters as a trial reads them: constants as plain values."""
+    """Return a trial's hyperparameters, each ``{type: const}`` as a plain value."""
     given = {
         key: value
         for key, value in hparams.items()

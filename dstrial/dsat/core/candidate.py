@@ -34,7 +34,7 @@ class Candidate:
     def overwrite(self) -> dict[str, Any]:
         """Return this candidate's changes to the user's DeepSpeed config, as nested keys.
 
-        The user's own configuration (``is_own``) changes only batch sizes.
+        For the candidate that stands for the user's own configuration (``is_own``), these are only the batch sizes.
         """
         result: dict[str, Any] = {
             "train_batch_size": self.batch.train_batch_size,
@@ -135,8 +135,8 @@ def setting_text(value: Any) -> str:
 class BatchSizeGrid:
     """The micro batch sizes that may be tried, ascending, indexed by position from 0.
 
-    With a ``train_batch_size`` these divide each replica's share of it. Without one, every size is allowed, and the global
-    batch follows from micro batch and accumulation.
+    If ``train_batch_size`` is given, these sizes are the divisors of ``train_batch_size / replicas``. If it is None, every size
+    is allowed, and the global batch is the micro batch times ``accumulation`` times ``replicas``.
     """
 
     def __init__(self, train_batch_size: int | None, replicas: int, accumulation: int) -> None:
@@ -161,7 +161,10 @@ class BatchSizeGrid:
         return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
 
     def position(self, micro_batch_size: float) -> int:
-        """Return the index of the largest size of at most ``micro_batch_size``, else 0."""
+        """Return the index of the largest size that is not above ``micro_batch_size``.
+
+        The result is 0 if all sizes are above it.
+        """
         if self.is_free:
             return max(0, min(int(micro_batch_size), _LARGEST_FREE_MICRO_BATCH) - 1)
         return max(sum(split.micro_batch_size <= micro_batch_size for split in self._splits) - 1, 0)

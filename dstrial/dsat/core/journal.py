@@ -73,7 +73,8 @@ class SearchRecord:
     def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:
         """Return the newest search with this fingerprint, or create a search.
 
-        Looks in ``output`` and in ``<output>-2``, ``-3`` and so on, which ``is_fresh`` creates.
+        The directories ``output``, ``<output>-2``, ``<output>-3`` and so on are searched. With ``is_fresh`` a search is always
+        created, in the first of these directories that does not exist.
 
         Raises:
             ConfigError: ``output`` contains another search, or other files.
@@ -148,7 +149,10 @@ class SearchRecord:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether a file was not left by a search that was killed at its start."""
+    """Return whether a file is other than those that a search creates at its start.
+
+    A search that is killed at its start leaves no other files in its directory.
+    """
     return path.name != OUTPUT_MARK and not (
         path.name.startswith(".search.json.") and path.name.endswith(".tmp")
     )

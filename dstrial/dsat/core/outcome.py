@@ -56,7 +56,7 @@ _MASTERS_VERDICT = re.compile(r"ERROR: Trial \d+ \(Experiment \d+\) crashed: ")
 
 
 class FailureKind(str, enum.Enum):
-    """Causes for which a trial has measured nothing."""
+    """Reasons why a trial has no measurement, such as an out-of-memory error."""
 
     DEVICE_OOM = "device out of memory"
     """The accelerator's allocator failed; the configuration would fail again."""
@@ -199,8 +199,9 @@ def failure_line(failure: Failure) -> str:
 def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> Failure:
     """Return the failure that the output of all ranks describes.
 
-    Failure lines of ranks have priority; among these, lost connections come last, because another rank's failure may have
-    caused them. Exit code 137 is taken as a kill by the kernel for lack of memory.
+    Failure lines of ranks have priority over other text. Of several failure lines, one about a lost connection is used only if
+    there is no other kind, because another rank's failure may have caused the loss. Exit code 137 is taken as a kill by the
+    kernel for lack of memory.
     """
     lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
     failures: list[Failure] = []
@@ -312,5 +313,8 @@ def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) ->
 
 
 def relative_gain(value: float, own: float) -> float:
-    """Return the relative gain of one score over another; times have negative scores."""
+    """Return the relative gain of score ``value`` over score ``own``.
+
+    Scores of times are negative, because a shorter time is better.
+    """
     return value / own - 1 if own > 0 else own / value - 1

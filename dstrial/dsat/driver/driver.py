@@ -92,7 +92,7 @@ class Driver:
         self._described_s = 0.0
 
     def run(self, signals: list[signal.Signals]) -> SearchStatus:
-        """Resume the search where its record ends; return how it ended.
+        """Continue the search from the end of its journal; return how the search ended.
 
         The search stops when the caller's signal handlers append to ``signals``.
 
@@ -328,8 +328,8 @@ class Driver:
     def deadline_s(self, measure: Measure) -> float:
         """Return the time limit of a trial, in seconds.
 
-        The limit is 5 times the longest of the predicted time and the times of measured trials, but at least two minutes. If
-        none of these times is known, the limit is ``--trial-timeout``.
+        The limit is 5 times the longest known time, but at least two minutes. The known times are this trial's predicted time
+        and those of all measured trials. If there are none, the limit is ``--trial-timeout``.
         """
         expected_s = [
             trial.seconds

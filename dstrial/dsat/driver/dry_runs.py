@@ -1,7 +1,7 @@
 """Dry-run the model of a search (one step on fake tensors) in child processes.
 
-Configurations share a compute graph, and one dry run, if their ``--space`` settings of unknown effect are equal. This module
-does not import torch.
+Configurations whose ``--space`` settings of unknown effect are equal share a compute graph, so one dry run serves them all. This
+module does not import torch.
 """
 
 from __future__ import annotations

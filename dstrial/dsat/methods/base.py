@@ -53,7 +53,10 @@ Action: TypeAlias = Measure | Skip | Note | Finish
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportFacts:
-    """Predictions of a method, as JSON values for the report; empty without any."""
+    """Predictions of a method, as JSON values for the report.
+
+    All fields are empty if the method makes no predictions.
+    """
 
     # trial -> prediction before it was measured
     forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)

@@ -120,9 +120,10 @@ class PredictSearch:
         )
 
     def _margins(self, trial_id: int, observation: Observation) -> Iterator[dict[str, Any]]:
-        """Yield how many device bytes are missing for larger micro batches of a trial.
+        """Yield the device bytes that a trial's configuration lacks for larger batches.
 
-        If the trial ran out of memory, its own micro batch comes first.
+        One item for each of the next larger micro batch sizes. A negative number of missing bytes means that memory is left. If
+        the trial ran out of memory, the trial's own micro batch is the first one yielded.
         """
         outcome, sizes = observation.outcome, self.space.batch_size_grid
         if outcome is None:
@@ -165,9 +166,9 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def measured_costs(self) -> dict[tuple[Any, ...], _Costs]:
-        """Return (candidate, cost) of each measurement, by key of equal candidates.
+        """Return identity of a candidate -> (candidate, cost) of each of its measurements.
 
-        Candidates that DeepSpeed cannot tell apart have the same key. Costs are those of ``Predictor.cost``.
+        Candidates that DeepSpeed cannot tell apart have the same identity. Costs are those of ``Predictor.cost``.
         """
         found: dict[tuple[Any, ...], _Costs] = {}
         for one in self.observations.values():
@@ -300,9 +301,10 @@ class PredictSearch:
         return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _repeated(self, is_open: Sequence[Candidate]) -> Measure | None:
-        """Return another measurement of one of the best candidates, or None.
+        """Return a repeated measurement of one of the best candidates, or None.
 
-        None if the differences exceed the noise, or if the limit of repeats is reached.
+        The result is None if the best candidate's measured cost differs from the others' by more than noise, if the limit of
+        repeats is reached, if a measurement still runs, or if the search is not thorough.
         """
         measured = self.measured_costs()
         # Failures count, too, so that a contender that fails is not measured forever.

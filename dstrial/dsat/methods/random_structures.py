@@ -62,8 +62,9 @@ class Lineage:
 class BinarySearch:
     """Draws random structures, and finds the largest micro batch of each by bisection.
 
-    A structure is a configuration without batch sizes. A success raises the lower end of its range of micro batches; an
-    out-of-memory error lowers the upper end. An empty range ends the structure. Throughput does not steer the search.
+    A structure is a configuration without batch sizes, with a range of micro batches to try. A trial that runs raises the lower
+    end of its structure's range; an out-of-memory error lowers the upper end. A structure whose range is empty gets no more
+    trials. Throughput has no effect on the order of trials.
     """
 
     def __init__(self, space: Space, options: MethodOptions, filters: Filters) -> None:
@@ -91,7 +92,10 @@ class BinarySearch:
         return f"lineage {lineage.idx + 1}"
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return the lowest and highest index, in the grid, of a lineage's micro batches."""
+        """Return the range of micro batches that a new lineage of a ZeRO stage searches.
+
+        The range is (lowest index, highest index) in the grid of micro batches.
+        """
         return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:
@@ -149,7 +153,11 @@ class BinarySearch:
     # ---- lineages --------------------------------------------------------------------------------
 
     def ceiling(self, stage: int) -> int:
-        """Return the grid index of the estimated largest micro batch that fits a stage."""
+        """Return the grid index of the largest micro batch that may fit with a ZeRO stage.
+
+        The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, the
+        largest size of the grid counts as fitting, or twice the user's own micro batch if the grid is unlimited.
+        """
         sizes = self.space.batch_size_grid
         guess = None
         if self.info is not None:
@@ -306,9 +314,9 @@ class AshaSearch(BinarySearch):
 class RandomConfigSearch(BinarySearch):
     """Draws ZeRO stages and settings at random, and micro batches near mid-range.
 
-    After stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. A lineage (the trials of one
-    structure) ends after ``trials_per_random_config`` trials, if no micro batch fits, or if it has failed and another lineage
-    of its stage has run with as large a micro batch.
+    After a trial with stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. A lineage (the trials
+    of one structure) ends after ``trials_per_random_config`` trials or if no micro batch fits. It also ends if one of its trials
+    has failed, and another lineage of the same stage has run with a micro batch at or above this lineage's upper end.
 
     The range of a new lineage begins at the best micro batch of its stage, and ends below sizes known not to fit. With
     ``--no-gates``, it begins above the best micro batch, as in Determined's documentation.

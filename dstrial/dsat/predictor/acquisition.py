@@ -30,10 +30,10 @@ _Place = tuple[Prediction, int]  # a prediction, and the index of its micro batc
 
 
 def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
-    """Return the expected relative gain over ``cost``, minus the expected loss by OOM.
+    """Return a candidate's expected relative gain, minus the expected loss by OOM.
 
-    ``cost`` is the best measured cost. The loss grows with ``num_failed``, the number of out-of-memory errors so far. Returns 0
-    if the candidate probably does not fit.
+    The gain is relative to ``cost``, the best measured cost. The loss grows with ``num_failed``, the number of out-of-memory
+    errors so far. Returns 0 if the candidate probably does not fit.
     """
     fits = prediction.probability_to_fit
     if fits < _MIN_TO_FIT:
@@ -106,9 +106,9 @@ class Acquisition:
         return min(fitting, key=lambda one: one[0].cost, default=None)
 
     def _move(self, at: Prediction, idx: int, stds: float) -> _Place | None:
-        """Return the best change of a setting, the micro batch or both; None without gain.
+        """Return the best change of a setting, of the micro batch, or of both.
 
-        Costs are compared at ``stds`` standard deviations below their medians.
+        None if no change lowers the cost. Costs are compared at ``stds`` standard deviations below their medians.
         """
         structure = structure_of(at.candidate)
         others = self._groups.moves(structure, self._predictor.num_params)

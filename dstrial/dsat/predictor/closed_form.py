@@ -68,7 +68,7 @@ def zero_run(
 def _memory(
     trace: ModelTrace, zero: ZeroFeatures, gradients: float, *, is_accumulating: bool
 ) -> tuple[MemoryForm, float, dict[str, int]]:
-    """Return (peaks on the device, bytes on the host, part -> bytes on the device)."""
+    """Return (memory peaks on device, bytes on host, part of model -> device bytes)."""
     stage, width, trained = zero.stage, zero.bytes_per_value, trace.trainable_parameters
     is_half = width == 2
     owned = trace.owned_parameters(zero.replicas) if stage else float(trained)
@@ -140,7 +140,7 @@ def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
 
 
 def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
-    """Return a phase of the dry run, shifted so that it begins at ``start`` bytes."""
+    """Return a dry-run phase's memory as if ``start`` bytes were allocated before it."""
     lines = [line for each in form.phases if each.phase == name for line in each.lines]
     moved = upper_envelope((start + line.base - form.settled, line.per_record) for line in lines)
     return PhaseMemory(name, moved)

@@ -22,7 +22,8 @@ _ALL_UP_TO, _SHARES = 32, 16
 class ConfigGroups:
     """Groups configurations by ZeRO stage, offloading and settings of unknown effect.
 
-    A structure is a configuration without its batch sizes. On a CPU, offloading makes no groups.
+    A structure is a configuration without its batch sizes. On a CPU, configurations that differ only in offloading belong to the
+    same group.
     """
 
     def __init__(self, space: Space, *, is_cpu: bool = False) -> None:
@@ -51,9 +52,10 @@ class ConfigGroups:
         return self._bases
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
-        """Return the legal configurations of the same group that differ in one setting.
+        """Return the legal configurations that differ in one setting within the group.
 
-        Among sizes (such as buckets) above the model's ``num_params``, only the smallest is tried.
+        The effect of the setting is known to the predictor. Of a setting's sizes (such as bucket sizes) above ``num_params``,
+        the model's number of parameters, only the smallest is tried.
         """
         found, settings = [], dict(structure.settings)
         effective = self._effective_of(_without(structure, _SIZES))
@@ -68,7 +70,7 @@ class ConfigGroups:
         return found
 
     def setup(self, structure: Structure) -> ZeroFeatures:
-        """Return the ZeRO settings of a configuration that predictions use."""
+        """Return those ZeRO settings of a configuration on which predictions depend."""
         if structure not in self._setups:
             # Sizes change nothing else in a config, so the config is checked only once for all sizes.
             effective = dict(self._effective_of(_without(structure, _SIZES)))
@@ -85,7 +87,7 @@ class ConfigGroups:
         return self._setups[structure]
 
     def is_legal(self, structure: Structure) -> bool:
-        """Return whether DeepSpeed accepts a configuration and all its settings matter."""
+        """Return whether DeepSpeed accepts a configuration and uses all its settings."""
         checked = _without(structure, _SIZES)
         if checked not in self._legal:
             self._legal[checked] = self.space.illegal_reason(self.space.candidate(checked, 0)) is None
@@ -123,7 +125,8 @@ class ConfigGroups:
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
         """Return the configurations to dry-run: run key -> (structure, is accumulating).
 
-        They lack ``--space`` settings of parallel dimensions, whose effect is computed instead.
+        ``--space`` settings that set parallel dimensions are removed from these configurations, because their effect is computed
+        without a dry run.
         """
         sizes = self.space.batch_size_grid
         kinds = sorted({sizes.split(position).accumulation > 1 for position in (0, sizes.last)}, reverse=True)
@@ -179,9 +182,10 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
 
 
 def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
-    """Return indices in ``space.batch_size_grid`` up to 8 times the largest run size.
+    """Return grid indices of micro batches up to 8 times the largest one that has run.
 
-    ``ran`` lists the batches that have run; if it is empty, the user's own micro batch counts.
+    The grid is ``space.batch_size_grid``. ``ran`` lists the batches that have run; if it is empty, the limit is 8 times the
+    user's own micro batch.
     """
     axis = space.batch_size_grid
     largest = _BEYOND * max((one.micro_batch_size for one in ran), default=space.own().batch.micro_batch_size)

@@ -122,8 +122,8 @@ class ZeroFeatures:
     def kept_elements(self, parameters: float) -> float:
         """Return how many gathered parameters stage 3 keeps from forward to backward.
 
-        ``parameters`` is the model's number. A parameter that ``d`` others follow is used again after ``2 d`` parameters; it is
-        kept if ``2 d`` is within the reuse distance.
+        ``parameters`` is the model's number of parameters. A parameter that ``d`` others follow in forward is used again in
+        backward after ``2 d`` parameters; ZeRO keeps it if ``2 d`` is at most ``stage3_max_reuse_distance``.
         """
         if self.stage != 3:
             return 0.0
@@ -201,8 +201,8 @@ def step_parts(
 ) -> StepParts:
     """Predict the seconds of each part of a configuration's optimizer step.
 
-    ``setup`` are the settings of the predicted configuration; ``run`` is a dry run with the similar settings ``ran``.
-    ``accumulation`` is the number of micro batches per optimizer step.
+    ``setup`` are the ZeRO settings of the configuration; ``run`` is a dry run of a similar configuration, with the ZeRO settings
+    ``ran``. ``accumulation`` is the number of micro batches per optimizer step.
     """
     is_device = machine.host_copy_bytes_per_s is not None
     rate = machine.flops_per_s
@@ -277,10 +277,11 @@ def _gathers(
     fetched: float,
     computing: tuple[float, float],
 ) -> tuple[list[_Exposed], list[float]]:
-    """Return times of parameter gathers and of host fetches, each [forward, backward].
+    """Return the exposed time of parameter gathers and of fetches from the host.
 
-    ``gathered``: seconds (moving bytes, starting calls) of all gathers; ``fetched``: of all host fetches; ``computing``: of
-    forward and backward computation.
+    Exposed means not overlapped with computation. Each of the two lists is [forward, backward], in seconds. ``gathered``:
+    seconds (moving bytes, starting calls) of all gathers. ``fetched``: seconds of all fetches. ``computing``: seconds of forward
+    and of backward computation.
     """
     ahead = min(max(setup.prefetch_elements * ASSUMED_LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
     ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED
@@ -297,7 +298,10 @@ def _gathers(
 def _offload_s(
     machine: Machine, bytes_per_value: int, on_host: float, often: int, backward_s: float
 ) -> tuple[float, float]:
-    """Return unhidden seconds of copying (gradients to the host, weights back)."""
+    """Return the seconds of copying (gradients to the host, weights back) per step.
+
+    Time overlapped with the backward pass is not counted.
+    """
     if machine.host_copy_bytes_per_s is None:
         return 0.0, 0.0
     down = often * bytes_per_value * on_host / machine.host_copy_bytes_per_s
@@ -306,7 +310,10 @@ def _offload_s(
 
 
 def _filling(run: DryRunResult) -> float:
-    """Return the time lost by underusing the device, relative to one record's time."""
+    """Return the time lost per micro batch because small batches underuse the device.
+
+    The unit is the computation time of one record.
+    """
     tokens = 0.0 if run.tokens is None else run.tokens.per_record
     return min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
 
@@ -319,7 +326,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Return seconds of launching operations that a device does not hide, by phase."""
+    """Return by phase the seconds of launching operations not hidden by computation."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
@@ -354,8 +361,8 @@ class _Exposed:
     def of(cls, moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:
         """Split communication that runs beside ``beside_s`` seconds of computation.
 
-        ``moved_s`` and ``called_s``: seconds of moving bytes and of starting calls. ``able``: share that can be overlapped (of
-        gradients, all but the last bucket). ``hides``: share of this that is overlapped.
+        ``moved_s`` and ``called_s``: seconds of moving bytes and of starting calls. ``able``: share of the communication that
+        can be overlapped (for gradients, all but the last bucket). ``hides``: the part of this share that is overlapped.
         """
         whole = moved_s + called_s
         if not whole or not hides:
@@ -368,7 +375,10 @@ class _Exposed:
 def _calls(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Return seconds (moving bytes, starting calls) of reduce, gather, optimizer step."""
+    """Return the communication time of gradient reduction, gathers and optimizer step.
+
+    Each item is seconds of (moving bytes, starting calls).
+    """
     sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
     for each in run.collectives(accumulation):
         if each.group_size <= 1:
@@ -392,10 +402,11 @@ def _calls(
 def _exchange_s(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, records: int, accumulation: int
 ) -> tuple[float, float]:
-    """Return seconds (moving bytes, starting calls) of exchanging activations forward.
+    """Return the seconds that a step's forward passes spend on exchanging activations.
 
-    Backward passes take as long. Ranks that share a layer (AutoTP) need two all-reduces a layer; ranks that share a sequence
-    (Ulysses) need four all-to-alls of a rank's share of the sequence.
+    The result is (seconds of moving bytes, seconds of starting calls). Backward passes take as long. Ranks that share a layer
+    (AutoTP) need two all-reduces a layer; ranks that share a sequence (Ulysses) need four all-to-alls of a rank's share of the
+    sequence.
 
     Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Jacobs et al. 2023 (DeepSpeed-Ulysses), section 3.2.
     """
@@ -453,8 +464,8 @@ def peak_parts(
 ) -> list[PeakParts]:
     """Return the memory peaks of a configuration's phases, the highest first.
 
-    ``setup`` are the settings of the predicted configuration; ``run`` is a dry run with the similar settings ``ran``. Phases
-    below 60 % of the highest peak are left out.
+    ``setup`` are the ZeRO settings of the configuration; ``run`` is a dry run of a similar configuration, with the ZeRO settings
+    ``ran``. Phases below 60 % of the highest peak are left out.
     """
     found = []
     for each in run.device.phases:

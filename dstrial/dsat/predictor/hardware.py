@@ -36,13 +36,16 @@ class Machine:
     hides: float = 0.0  # share of the communication that overlapping hides behind computation
 
     def link(self, kind: str) -> Link:
-        """Return latency and bandwidth of a collective; of all_gather if it was not timed."""
+        """Return a collective's latency and bandwidth; all_gather's if it was not timed."""
         known = self.collectives.get(kind) or self.collectives.get("all_gather")
         return known if known is not None else Link(0.0, math.inf)
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> Machine | None:
-        """Return the machine from a trial's ``machine_*`` metrics; None without them."""
+        """Return the machine that a trial's ``machine_*`` metrics describe.
+
+        None if a required metric is missing; the rates of collectives are optional.
+        """
         found = {
             name.removeprefix(METRIC_PREFIX): value
             for name, value in metrics.items()
@@ -119,7 +122,8 @@ def nominal_machine(
     """Return a machine with 70 % of the rates in a device's data sheet.
 
     ``per_machine`` is the number of devices of a machine. ``network_bytes_per_s`` is the network rate between machines, per
-    device and direction. A ring collective crosses from one machine to the next once, with the network of all its devices.
+    device and direction. A ring collective over several machines leaves each machine once, at the network rate of all the
+    machine's devices together.
 
     Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce, half of that in other collectives (Patarasuk and Yuan
     2009).

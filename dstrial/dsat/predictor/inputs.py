@@ -141,7 +141,10 @@ def _state_bytes(info: ModelInfo, stage: int, space: Space) -> float:
 
 
 def largest_micro_batch(info: ModelInfo, stage: int, space: Space) -> int | None:
-    """Return the largest micro batch that may fit, at least 1; None if unknown."""
+    """Return the largest micro batch that may fit on the device; None if unknown.
+
+    The result is at least 1, even if 1 does not fit.
+    """
     if info.device_bytes is None or not info.activation_bytes:
         return None
     free = info.device_bytes - _state_bytes(info, stage, space)

@@ -39,15 +39,15 @@ class Placement:
         return 0.0 if self.run is None else self.run.device.peak(self.micro_batch_size)
 
     def fits(self, capacity_bytes: float) -> bool:
-        """Return whether ``capacity_bytes`` suffice with the probability of ``dsat plan``."""
+        """Return whether ``capacity_bytes`` suffice with the probability ``PROBABILITY``."""
         return self.need is not None and self.need.quantile(PROBABILITY) <= capacity_bytes
 
     def parts(self) -> dict[str, float]:
-        """Return part -> bytes at the peak of one device, with ``peak`` and ``host``.
+        """Return part of the model -> its bytes at the peak of one device's memory.
 
-        ``activations`` are the bytes that grow with the micro batch. ``gradients`` have their largest size, as far as the peak
-        has room for it beside parameters, optimizer and activations. ``buffers`` are the remainder: of modules, operations and
-        communication.
+        ``activations`` are the bytes that grow with the micro batch. ``gradients`` are counted with their largest size, but at
+        most with what parameters, optimizer and activations leave of the peak. ``buffers`` (of modules, operations and
+        communication) are the remainder. ``peak`` is the sum; ``host`` is the peak of host memory.
         """
         if self.run is None:
             return {}

@@ -80,7 +80,7 @@ class Point:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes of the highest peak in the dry run; 0 without one."""
+        """Bytes of the highest peak in the dry run; 0 without a dry run."""
         return self.peaks[0].total_bytes if self.peaks else 0.0
 
     def peak_in(self, phases: Sequence[str]) -> PeakParts | None:
@@ -134,7 +134,7 @@ class Timing:
 
 
 class StepModel:
-    """Predicts step times from measured step times, in any order.
+    """Predicts the step times of configurations from measured step times.
 
     ``is_scaled``: the machine's rates are known only up to a common factor.
     """

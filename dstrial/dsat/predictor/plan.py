@@ -89,7 +89,7 @@ class HardwarePlan:
     def shown(self, number: int) -> list[PlanRow]:
         """Return at most ``number`` rows.
 
-        Configurations that fit come first, the fastest first; then the others, those that lack least memory first.
+        First come the configurations that fit, sorted from fast to slow; then the others, sorted by ascending missing memory.
         """
         rows = {row.description: row for row in (*self.best, *self.rows)}.values()
         return sorted(rows, key=lambda row: (not row.fits, -row.throughput if row.fits else 0.0))[:number]
@@ -128,9 +128,9 @@ def make_plan(
 def _row(
     predictor: Predictor, structure: Structure, num_slots: int, peak_flops_per_s: float | None
 ) -> PlanRow | None:
-    """Return a configuration's prediction with its fastest micro batch that fits.
+    """Return the prediction of a configuration with the fastest micro batch that fits.
 
-    If none fits, with the smallest micro batch. None if the configuration was not dry-run.
+    If no micro batch fits, the smallest one is predicted. The result is None if the configuration was not dry-run.
     """
     space = predictor.space
     largest = _LARGEST_FREE if space.batch_size_grid.is_free else None

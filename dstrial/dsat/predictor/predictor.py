@@ -177,9 +177,10 @@ class Predictor:
         return {} if point is None else self.time.parts(self._pressed([point])[0][0], self._phase)
 
     def margin_bytes(self, candidate: Candidate, probability: float = 0.98) -> float | None:
-        """Return the device bytes left with ``probability``; negative if some are missing.
+        """Return how many device bytes a candidate leaves free with ``probability``.
 
-        None if the device's memory or the candidate's is unknown.
+        The result is negative if the device has too little memory, and None if the size of the device's memory or the
+        candidate's need is unknown.
         """
         memory = next((one.memory for one in self.predictions([candidate])), None)
         if memory is None or self.capacity_bytes is None:
@@ -194,7 +195,10 @@ class Predictor:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _view(self, candidate: Candidate) -> _View | None:
-        """Return the inputs that all micro batches of a configuration share, or None."""
+        """Return the inputs that all micro batches of a configuration share.
+
+        The result is None if the configuration was not dry-run.
+        """
         is_accumulating = candidate.batch.accumulation > 1
         key = candidate.stage, candidate.settings, is_accumulating
         if key not in self._views:
@@ -235,7 +239,7 @@ class Predictor:
         return self._points[candidate]
 
     def _pressed(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
-        """Return points that include the time lost to nearly full memory, and their peaks."""
+        """Return ``points`` with time lost to nearly full memory, and their memory peaks."""
         memories, limit = self._memory.predict(points), self.capacity_bytes
         pressed = [
             point

@@ -52,9 +52,9 @@ class Sample:
 class Regression:
     """The posterior of factors and effects after ``samples``.
 
-    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` has mean and relative
-    deviation of each factor. ``is_scaled`` multiplies the prior means by the median ratio of measured to expected values.
-    ``is_robust`` downweights outliers, and lets spreads shrink below the assumed ones.
+    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` has mean and relative deviation
+    of each factor. ``is_scaled`` multiplies the prior means by the median ratio of measured to expected values. ``is_robust``
+    gives outliers less weight, and allows a posterior deviation smaller than the assumed one.
     """
 
     def __init__(

@@ -87,7 +87,10 @@ class _LoopOfBlocks:
     is_finished: bool = False
 
     def begin(self) -> None:
-        """Make later blocks share the timer; report when the core context closes."""
+        """Make the loop's later blocks use the same timer as its first block.
+
+        If the loop has not reported its result when the core context closes, the context reports it.
+        """
         setattr(self.core_context, _BLOCKS_ATTRIBUTE, self)
         close = self.core_context.close
 

@@ -224,7 +224,7 @@ def _exit_with_failure(failure: Failure) -> None:
 
 
 def _merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rank 0's measurement, or the failure that probably caused the others."""
+    """Return rank 0's measurement; if a rank failed, the probable first failure."""
     failures = [one["outcome"] for one in results if "failure" in one["outcome"]]
     lost = FailureKind.COMMUNICATION.name
     outcome = min(failures, key=lambda one: one["failure"]["kind"] == lost, default=results[0]["outcome"])

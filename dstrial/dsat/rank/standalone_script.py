@@ -57,8 +57,8 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
     """Make Determined's Core API behave in the block as in a trial on a cluster.
 
     ``det.get_cluster_info()`` returns the experiment's hyperparameters and config. ``core.init()`` returns a core context that
-    writes to a run directory; it has a searcher if the experiment has a ``searcher.max_length``. dstrial itself sees no
-    cluster.
+    writes to a run directory; the context has a searcher if the experiment has a ``searcher.max_length``. The functions of
+    dstrial still treat the process as a rank outside a cluster.
 
     Ranks: all; ``core.init()`` is collective (one broadcast).
     """

@@ -48,7 +48,9 @@ def warm_from(values: Sequence[float]) -> int:
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
-    """Return the median and its bootstrap interval; infinite below three values.
+    """Return the median and its bootstrap confidence interval.
+
+    The interval is infinite if there are fewer than three values.
 
     Source: percentile bootstrap, Efron 1979.
     """
@@ -76,7 +78,7 @@ class SamplingLimits:
 
 
 class Sampling:
-    """Collects times of windows (several consecutive steps) until these are enough."""
+    """Collects times of windows of consecutive steps until enough steps are timed."""
 
     def __init__(self, limits: SamplingLimits) -> None:
         self._limits = limits

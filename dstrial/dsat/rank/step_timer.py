@@ -169,7 +169,10 @@ class StepTimer:
         return engines
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Return ``call()``; time it or count its operations, as the mode requires.
+        """Return ``call()``, which is one phase of a step of ``engine``.
+
+        In the first step the FLOPs of the call are counted, in the last steps its time is measured; in the steps between the
+        call just runs.
 
         Ranks: all, collectively.
         """
@@ -191,7 +194,7 @@ class StepTimer:
         return result
 
     def stepped(self, engine: Any) -> None:
-        """Count a step; at the end of a window, begin the next one that rank 0 chooses.
+        """Count a step; at the end of a window, begin the next window, chosen by rank 0.
 
         Ranks: all, collectively.
         """

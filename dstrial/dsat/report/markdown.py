@@ -134,7 +134,7 @@ def facts(document: Document) -> list[tuple[str, str]]:
 
 
 def needs(document: Document) -> list[str]:
-    """Return sentences on how much memory larger micro batches lack or leave free."""
+    """Return sentences on the memory that larger micro batches would lack or leave."""
     found = []
     for one in document["needs"]:
         whose = "the best configuration" if one["trial_id"] == document["best"] else "your own configuration"

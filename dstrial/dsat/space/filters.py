@@ -1,8 +1,8 @@
 """Reject duplicate, illegal and hopeless candidates; measure effects of settings.
 
-The effect of a hyperparameter of ``--space`` on a trial is unknown (an *unproven knob*). So measurements that differ only in
-one such knob are compared: the engines (``dstrial.dsat.rank.step_timer``), what a micro batch computes and keeps, and the time
-of a step. If nothing differs, the knob is *dead*.
+The effect of a hyperparameter of ``--space`` on a trial is unknown (an *unproven knob*). So measurements that differ only in one
+such knob are compared by these metrics: number of modules and other facts about the engines (``dstrial.dsat.rank.step_timer``),
+FLOPs and saved activations of a micro batch, and time of a step. If none of these differs, the knob is *dead*.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class Rejection:
 
 
 class Filters:
-    """Decides which candidates are measured; all if ``disabled`` (``--no-gates``)."""
+    """Decides which candidates are measured: all of them if ``disabled`` is true.
+
+    ``--no-gates`` sets ``disabled``.
+    """
 
     def __init__(self, space: Space, *, disabled: bool = False) -> None:
         self._space = space
@@ -77,7 +80,7 @@ class Filters:
         self._identities.clear()
 
     def check(self, candidate: Candidate, observations: Sequence[Observation]) -> Rejection | None:
-        """Return why a candidate is not to be measured; None if it is."""
+        """Return why a candidate is not to be measured; None if it is to be measured."""
         if self.disabled:
             return None
         reason = self._space.illegal_reason(candidate)
@@ -219,9 +222,10 @@ def trials_for_effects(space: Space) -> list[Candidate]:
 def best_knob_effects(
     space: Space, observations: Sequence[Pair], identity: Callable[[Candidate], str] | None = None
 ) -> list[KnobEffect]:
-    """Return, for each setting and pair of values, the effect with most changes.
+    """Return the clearest measured effect of each setting and pair of its values.
 
-    Compares measurements that differ only in one ``--space`` setting of unknown effect. ``identity`` is a faster substitute for
+    Compares measurements that differ only in one ``--space`` setting of unknown effect. Of several comparisons for the same
+    setting and values, the one in which most metrics differ is returned. ``identity`` is a faster substitute for
     ``space.identity``.
     """
     found: dict[tuple[str, str], KnobEffect] = {}

@@ -60,7 +60,10 @@ KNOWN_PATHS = frozenset(knob.path for knob in KNOBS)
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
-    """Return a knob's values to try; of those above ``num_params``, only the smallest."""
+    """Return the values of a knob that a search tries.
+
+    Sizes above the model's ``num_params`` all have the same effect, so only the smallest of them is returned.
+    """
     if not knob.counts_params or num_params is None:
         return knob.values
     below = tuple(value for value in knob.values if value <= num_params)
@@ -93,7 +96,7 @@ def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
 def with_neutral_values(
     settings: Sequence[tuple[str, Any]], stage: int, base: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return sorted settings, plus those that disable offloading the stage rejects.
+    """Return sorted settings, with offloading disabled if the ZeRO stage rejects it.
 
     ``base`` is the user's DeepSpeed config, which may enable offloading.
     """
@@ -112,9 +115,10 @@ def with_neutral_values(
 
 
 def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[str]) -> str | None:
-    """Return why a candidate is illegal: an error, or a dead setting; None if legal.
+    """Return why a candidate is illegal; None if it is legal.
 
-    ``found`` is the check of its config. ``own_warnings`` are warnings about the user's config, which are ignored.
+    A candidate is illegal if the check of its config (``found``) has an error, or if one of its settings has no effect.
+    ``own_warnings`` are warnings about the user's own config, which are ignored.
     """
     if found.problems:
         return str(found.problems[0])

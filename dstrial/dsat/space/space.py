@@ -144,7 +144,7 @@ class Space:
     def knobs(self, stage: int) -> tuple[Knob, ...]:
         """Return the settings that vary in a ZeRO stage, each with its legal values.
 
-        They are those that dsat varies itself and those of ``--space``.
+        These are the settings that dsat varies by default, and those of ``--space``.
         """
         result = [
             dataclasses.replace(knob, values=self.extra[knob.path], is_drawn=True)
@@ -176,7 +176,10 @@ class Space:
         return reason
 
     def _refusal(self, stage: int, path: str, value: Any) -> str | None:
-        """Return why a stage rejects a value with any other settings; None if accepted."""
+        """Return why a stage rejects a value whatever the other settings are, or None.
+
+        None means that the stage accepts the value with some combination of other settings.
+        """
         key = (stage, path, repr(value))
         if path.startswith(HYPERPARAMETERS):
             return None
@@ -231,9 +234,10 @@ class Space:
             yield self._structure(stage, list(zip((knob.path for knob in knobs), values, strict=True)))
 
     def first_position(self, last: int) -> int:
-        """Return the grid index of micro batches at which to begin, at most ``last``.
+        """Return the grid index of the micro batch to try first, at most ``last``.
 
-        Pipelines begin at the largest micro batch that leaves enough micro batches per step.
+        For a pipeline this is the largest micro batch that leaves enough micro batches per step to keep the stages busy;
+        otherwise it is ``last``.
         """
         num_stages = self.sizes.pp
         if num_stages == 1 or self.batch_size_grid.is_free:
@@ -253,7 +257,10 @@ class Space:
         return Candidate(structure.stage, structure.settings, batch)
 
     def sizes_of(self, candidate: Candidate) -> ParallelDims:
-        """Return a candidate's parallel dimensions; if impossible, the user's own."""
+        """Return a candidate's parallel dimensions.
+
+        If they cannot divide the ranks or layers, the dimensions of the user's own configuration are returned.
+        """
         if not self.axes or self.sizes_problem(candidate.settings) is not None:
             return self.sizes
         return self._sizes(candidate.settings)
@@ -268,7 +275,10 @@ class Space:
         return None if is_own else _layers_problem(num_stages, self._hyperparameters)
 
     def _sizes(self, settings: Sequence[tuple[str, Any]]) -> ParallelDims:
-        """Return the dimensions with ``settings`` applied; raise ValueError if impossible."""
+        """Return the user's parallel dimensions with ``settings`` applied.
+
+        Raises ValueError if a dimension is not a whole number, or the dimensions cannot divide the ranks.
+        """
         changed = {self.axes[path]: value for path, value in settings if path in self.axes}
         for value in changed.values():
             if type(value) is not int:
@@ -298,7 +308,10 @@ class Space:
         return self._effective if candidate.is_own else self.checked(candidate).effective
 
     def illegal_reason(self, candidate: Candidate) -> str | None:
-        """Return why a candidate is rejected or has a dead setting; None if legal."""
+        """Return why a candidate is illegal, or None if it is legal.
+
+        It is illegal if DeepSpeed's rules reject its config, or if one of its settings has no effect.
+        """
         if candidate.is_own:
             return None
         key = json.dumps(candidate.to_json(), sort_keys=True)
@@ -339,7 +352,10 @@ def efficiency(accumulation: int, num_stages: int) -> float:
 
 
 def enough_accumulation(num_stages: int) -> int:
-    """Return the micro batches per step that keep a pipeline 90 % busy; 1 without one."""
+    """Return how many micro batches per step keep a pipeline 90 % busy.
+
+    The number is 1 if there is a single stage.
+    """
     return 1 if num_stages == 1 else _PER_STAGE * num_stages
 
 
@@ -355,7 +371,7 @@ def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
 
 
 def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:
-    """Return the path of ``--space`` that sets the number of pipeline stages, or None."""
+    """Return the ``--space`` path that sets the number of pipeline stages, or None."""
     for name in _STAGE_NAMES:
         path = f"{HYPERPARAMETERS}{name}"
         if path in paths and sizes.has_pipeline_engine and hyperparameters.get(name) == sizes.pp:

@@ -69,7 +69,7 @@ class RankView:
     def kind(self) -> Phase:
         """The phase whose timeout applies.
 
-        Between batches this is ``BATCH``, because the rank waits for the slowest rank's batch.
+        For a rank that is between batches this is ``BATCH``, because the rank may wait there for a slower rank's batch.
         """
         return Phase.BATCH if self.beat.phase is Phase.BETWEEN else self.beat.phase
 
@@ -149,7 +149,8 @@ def find_stall(
 def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
     """Return the rank for which the others wait; None if unknown.
 
-    Of several such ranks, the rank farthest behind is returned. ``places`` maps ranks to their positions in the code.
+    If the others wait for several ranks, the rank with the fewest trained batches is returned. ``places`` maps ranks to their
+    positions in the code.
     """
     # On an accelerator, a wait for other ranks may not show in the stack. So a rank that seems to compute is the straggler
     # only if the stack of another rank shows a wait.

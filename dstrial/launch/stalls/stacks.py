@@ -201,9 +201,10 @@ def place_of(
 
 
 def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:
-    """Return the place of the rank's loader worker that reads data, else ``place``.
+    """Return where in the code a data loader's worker of the rank reads data.
 
-    Workers are forks of the rank. Each of them appends its stacks to ``path``, the rank's stacks file.
+    ``place`` is the place of the rank itself; it is returned if no worker reads data. Workers are forks of the rank. Each worker
+    appends its stacks to ``path``, the rank's stacks file.
     """
     for pid in children(rank_pid)[:_MAX_WORKERS]:
         # A child that is not a fork of the rank may use the signal for another purpose.
