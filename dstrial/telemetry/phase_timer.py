@@ -35,7 +35,7 @@ class Event(Protocol):
         """Return whether the device has reached the event, without blocking."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Return milliseconds between this event and ``end``, both reached."""
+        """Return milliseconds from this event to ``end``, both reached by the device."""
 
 
 class PhaseTimer:
@@ -77,7 +77,7 @@ class PhaseTimer:
         self._is_on = is_on
 
     def run(self, phase: str, engine: Any, call: Callable[[], ResultT]) -> ResultT:
-        """Run and return ``call()``, an engine's method, and time it as ``phase``."""
+        """Run ``call``, an engine's method; time it as ``phase``; return its result."""
         if not self._is_on or self._is_inside:
             return call()
         if phase == "train_batch":
@@ -85,7 +85,7 @@ class PhaseTimer:
         return self._timed(phase, call)
 
     def stepped(self, engine: Any) -> None:
-        """Count a batch, at the step of the first engine."""
+        """Count a batch if ``engine`` is the first engine that has stepped."""
         if not self._is_on:
             return
         if self._first is None:

@@ -202,7 +202,7 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
 
 
 def may_be_unpickled(name: str) -> bool:
-    """Return whether a resume may unpickle a file with this name."""
+    """Return whether a resume might unpickle a file with this name."""
     return pathlib.PurePosixPath(name).name not in _NEVER_READ and not name.startswith("code/")
 
 

@@ -81,7 +81,7 @@ class SavedEngine:
 
     @property
     def places(self) -> Mapping[str, ParameterPlace]:
-        """Parameter name -> layout entry; for tied stages, the first stage's entry."""
+        """Parameter name -> layout entry; for a tied layer, the entry of its first stage."""
         return self._places
 
     def place(self, name: str) -> ParameterPlace:

@@ -123,8 +123,8 @@ class ValidationStream:
     def rounds(self, agreed: Extent) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
         """Yield each round of this replica with an iterator over its micro batches.
 
-        The iterator is None on a rank without loader. ``agreed`` is the validation set's size that all ranks share. A size in
-        micro batches is replaced by the length of this rank's own loader.
+        The iterator is None on a rank without loader. ``agreed`` is the validation set's size, on which all ranks have
+        agreed. If it is in micro batches, the length of this rank's own loader is used instead.
         """
         if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
             yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)
