@@ -259,7 +259,7 @@ def _counts_on_device(optimizer: Any) -> bool:
 
 
 def _load_module(saved: SavedEngine, live: _Live) -> None:
-    """Copy saved master weights and frozen weights into the module, in its dtype."""
+    """Copy saved master and frozen weights into the module, in the module's dtype."""
     for name, tensor, piece in live.module_tensors():
         # Where the module's weight is also the master weight, copying again changes nothing.
         if saved.holds(name):

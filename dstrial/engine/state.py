@@ -341,7 +341,10 @@ def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor])
 
 
 def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
-    """Make ``get_last_lr()`` return the loaded rates, which schedulers do not save."""
+    """Make ``get_last_lr()`` return the optimizer's learning rates after a load.
+
+    DeepSpeed's schedulers do not save the value that ``get_last_lr()`` returns.
+    """
     scheduler = engine.lr_scheduler
     if scheduler is not None and hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

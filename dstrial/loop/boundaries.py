@@ -90,7 +90,7 @@ class Period:
 
     @classmethod
     def from_train_unit(cls, unit: pytorch.TrainUnit) -> Period:
-        """Convert Determined's ``Batch(...)`` or ``Epoch(...)``; less than 1 means 1."""
+        """Convert Determined's ``Batch(...)`` or ``Epoch(...)``; minimum 1."""
         if isinstance(unit, pytorch.Batch):
             name: Literal["batches", "epochs"] = "batches"
         elif isinstance(unit, pytorch.Epoch):
@@ -257,7 +257,7 @@ def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
 def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
     """Convert a length to ``Batch`` or ``Epoch``.
 
-    Records are converted to whole batches, rounded down to at least 1.
+    A number of records becomes a number of batches: rounded down, but at least 1.
     """
     if length.unit == "epochs":
         return pytorch.Epoch(length.value)

@@ -44,7 +44,8 @@ def summary_rows(
 ) -> list[tuple[str, str]]:
     """Return (name, text) of each summary line; [] for a run of only one batch.
 
-    ``document`` is the result of ``RunTotals.to_json``; ``predicted`` has a dry run's memory as for ``memory_rows``.
+    ``document`` is the result of ``RunTotals.to_json``; ``predicted`` has a dry run's predictions, as for
+    ``memory_rows``: one mapping (column of the memory table -> bytes) per pipeline stage.
     """
     if not document.get("num_batches"):
         return []

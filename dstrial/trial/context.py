@@ -488,7 +488,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
         Args:
             name: name of the hyperparameter whose value is the config or the path of a JSON file.
-            overwrite: name of the hyperparameter whose value overwrites parts of the config; may not exist.
+            overwrite: name of the hyperparameter whose value overwrites parts of the config; need not exist.
             model_parallel_size: ranks per replica: pipeline stages times tensor-parallel size. By default computed from
                 ``data.dstrial`` and from the config's tensor- and sequence-parallel sizes.
 

@@ -258,7 +258,7 @@ class _SavedState:
     """State of a pipeline engine before an evaluation, restored afterwards.
 
     With ``seed_layers``, each forward pass, also of an evaluation, increments ``micro_offset`` and seeds the global random
-    generators from it.
+    generators with this number.
     """
 
     micro_offset: int

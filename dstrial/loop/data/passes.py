@@ -225,8 +225,8 @@ class LoaderPasses(Iterator[Any]):
     def _start_persistent_workers(self) -> None:
         """Create the iterator that persistent workers reuse in all passes.
 
-        Creating the iterator draws a random number. An uninterrupted run creates it in pass 0; a run that resumes in a later
-        pass must create it first, so that this pass draws the same numbers.
+        Creating the iterator draws a random number. An uninterrupted run creates the iterator in pass 0. A run that
+        resumes in a later pass must first create the iterator too, so that this pass draws the same numbers.
         """
         set_epoch(self._loader, 0)
         with random_state_kept():

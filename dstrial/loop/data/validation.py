@@ -36,7 +36,7 @@ def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, b
     """Divide micro batches of unknown size into validation rounds.
 
     Returns (number of micro batches, whether they may be smaller than the loader's batch size) per round. Only the last micro
-    batch may be smaller, and is a separate round.
+    batch may be smaller; it forms a round of its own.
     """
     full_rounds, rest = divmod(num_micro_batches - 1, per_round)
     sizes = [per_round] * full_rounds + ([rest] if rest else [])
