@@ -110,7 +110,7 @@ class SyncPoints:
     def begin(self, batches_trained: int, payload: Any = None) -> None:
         """Start the exchange with all ranks; ``end`` returns the result.
 
-        Does not block: without a ``ControlChannel``, the ranks communicate in ``end``.
+        Does not block: a ``ControlChannel`` starts an all-gather; without a channel, all communication is in ``end``.
 
         Ranks: all, collectively.
         """

@@ -73,7 +73,7 @@ class PhaseTimer:
         return HOST_CLOCK if self._make_event is None else DEVICE_CLOCK
 
     def switch(self, is_on: bool) -> None:
-        """Enable timing while batches are trained; disable it in pauses."""
+        """Switch timing on or off; it should be on only while batches are trained."""
         self._is_on = is_on
 
     def run(self, phase: str, engine: Any, call: Callable[[], ResultT]) -> ResultT:

@@ -344,7 +344,7 @@ class TrialRun:
 class LoopWatch:
     """Switches a rank's telemetry on while the script trains and off during pauses.
 
-    Waiting for data and FLOPs are measured only in loops over ``Reporter.batches``. If ``instruments`` is None, nothing happens.
+    FLOPs and the wait for data are measured only in loops over ``Reporter.batches``. If ``instruments`` is None, nothing happens.
     """
 
     def __init__(self, instruments: Instruments | None) -> None:
