@@ -51,9 +51,9 @@ DEFAULT_PATTERNS = (
 
 
 def make_output_directory(path: Path) -> None:
-    """Create a directory and its parents; put a marker file into the topmost new one.
+    """Create a directory and its parents, and mark the topmost new directory.
 
-    ``list_context`` leaves out directories with a marker file.
+    The mark is a marker file: ``list_context`` leaves out directories with such a file.
     """
     highest = path
     while not highest.parent.exists():

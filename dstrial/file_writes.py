@@ -56,7 +56,8 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
     """Delete a directory tree of any depth, if it exists; do not follow links.
 
     ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). With ``is_forced``, the contents of
-    read-only directories are deleted too. If an entry cannot be deleted, OSError is raised after all others are deleted.
+    read-only directories are deleted too. If an entry cannot be deleted, OSError is raised after all other
+    entries are deleted.
     """
     problem: OSError | None = None
     try:

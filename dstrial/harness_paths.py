@@ -108,7 +108,7 @@ def _patch_ipc(module: Any, allocation: str) -> None:
 
 
 def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
-    """Make Determined create TensorBoard directories with the umask.
+    """Apply the umask to TensorBoard directories that Determined creates.
 
     In 0.38.1, ``tensorboard/shared.py:26`` creates them with mode 0777. ``guard`` checks the storage before.
     """
@@ -132,7 +132,7 @@ def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Make Determined create storages with the umask, and record begun checkpoints.
+    """Apply the umask to storages that Determined creates; record begun checkpoints.
 
     In 0.38.1, ``common/storage/base.py:70`` creates storages with mode 0777.
     """
@@ -155,7 +155,8 @@ def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageG
 def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
     """Make Determined's uploads and deletions fail if the storage is missing.
 
-    In 0.38.1, ``common/storage/shared.py`` creates a missing storage when it uploads, and a deletion there succeeds.
+    In 0.38.1, ``common/storage/shared.py`` creates a missing storage when it uploads, and ignores a missing storage when
+    it deletes.
     """
     cls = module.SharedFSStorageManager
     original, original_delete = cls.upload, cls.delete
@@ -175,7 +176,7 @@ def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
 
 
 def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Check the storage before, and call ``forget`` after, a checkpoint's report."""
+    """Check the storage before a checkpoint is reported; call ``forget`` afterwards."""
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 
@@ -308,7 +309,7 @@ class _Loader:
 
 
 def install(patches: dict[str, Patch]) -> None:
-    """Patch modules that are already imported now, other modules when imported.
+    """Patch imported modules now, and other modules when they are imported.
 
     ``patches`` maps a module's name to the function that patches the module.
     """

@@ -133,7 +133,7 @@ def delete(
     variables: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> dict[str, int]:
-    """Delete a checkpoint's files matching ``globs``; return the rest: path -> bytes.
+    """Delete a checkpoint's files matching ``globs``; return others as path -> bytes.
 
     By default all files are deleted, the completion marker first.
 

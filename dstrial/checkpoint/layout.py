@@ -18,7 +18,7 @@ class FlatBuffer:
     """A flat buffer of master weights and optimizer states, partitioned over ranks.
 
     Attributes:
-        model_part: see ``ParameterPlace.model_part``.
+        model_part: model-parallel rank that has the buffer, counted as in ``ParameterPlace.model_part``.
         index: position among the buffers of ``model_part``. There is one buffer per parameter group in ZeRO 1 and 2, and one
             per sub group in ZeRO 3.
         group_idx: parameter group of the optimizer, 0-based.
@@ -54,7 +54,7 @@ class ParameterPlace:
         buffer_idx: ``FlatBuffer.index`` of the parameter's buffer; None without a buffer (no ZeRO).
         offset: number of elements before the parameter. ZeRO 1 and 2: in the whole buffer, whose partition p has elements
             ``[p * partition_numel, (p + 1) * partition_numel)``. ZeRO 3: in each rank's partition of the buffer. Without a
-            buffer: in the parameter group, as an order of its parameters.
+            buffer: in the parameter group; used only to order the group's parameters.
         partition_numel: elements of the parameter in one rank's partition, with padding (ZeRO 3); the partition of rank p
             begins at element ``p * partition_numel`` of the flattened parameter. None if the parameter is not partitioned.
         tensor_dim: dimension along which AutoTP splits the parameter over ranks; ``shape`` is then the shape of this

@@ -195,7 +195,7 @@ def read_saved_run(root: str | os.PathLike[str]) -> SavedRun:
 def is_own_manifest(root: str | os.PathLike[str]) -> bool:
     """Return whether the manifest is readable and signed by this account.
 
-    This says something about the other files only if they were verified against the manifest.
+    The signature vouches for the checkpoint's other files only if they were verified against the manifest.
     """
     try:
         values = json.loads((pathlib.Path(root) / MANIFEST_NAME).read_text(encoding="utf-8"))

@@ -62,16 +62,16 @@ class ShardMap:
         return list(_flat_shards(numel, place.offset, buffer))
 
     def on(self, place: ParameterPlace, replica: int) -> list[Shard]:
-        """Return a parameter's shards in a replica's partition; all if not partitioned."""
+        """Return a parameter's shards in a replica's partition; all without partitions."""
         buffer = self.buffer(place)
         if buffer is None or buffer.num_partitions == 1:
             return self.of(place)
         return [piece for piece in self.of(place) if piece.replica == replica]
 
     def _find_matrices(self, model_part: int, buffer_idx: int, replica: int) -> dict[str, Shard]:
-        """Return name -> shard of a whole parameter in a buffer of whole parameters.
+        """Return name -> place of each whole parameter in a replica's momentum buffer.
 
-        The buffer has, one after the other, all parameters with an element in the replica's partition (Muon's momentum).
+        Muon's momentum buffer has, one after the other, all whole parameters with an element in the replica's partition.
         """
         found: dict[str, Shard] = {}
         begin = 0

@@ -33,7 +33,7 @@ class ParameterCounts:
 
 
 def own_places(layout: Layout) -> Iterator[ParameterPlace]:
-    """Yield every parameter that owns its storage once.
+    """Yield once each parameter that owns its storage.
 
     Of a parameter that AutoTP has split over ranks, each slice is yielded.
     """
@@ -113,7 +113,7 @@ ABSENT = "absent"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """A value that differs between two checkpoints; ``ABSENT`` where it is missing."""
+    """A value that differs between checkpoints a and b; ``ABSENT`` where missing."""
 
     key: str
     a: Any

@@ -148,7 +148,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
 
 
 def _tied_across_parts(places: Iterable[ParameterPlace]) -> Iterable[ParameterPlace]:
-    """Yield ``places``; copies of a tied layer on later stages get ``tied_to``.
+    """Yield ``places``; set ``tied_to`` of a tied layer's copies on later stages.
 
     Copies on different stages have the same name.
     """

@@ -22,7 +22,10 @@ class RngState:
 
     @classmethod
     def read(cls, device: torch.device | None = None) -> RngState:
-        """Read the CPU's generators, and that of ``device`` if it is an accelerator."""
+        """Read the generators of Python, NumPy and torch (CPU), and an accelerator's.
+
+        ``device`` selects the accelerator; None and a CPU device select none.
+        """
         of_device = None
         if device is not None and device.type != "cpu":
             of_device = _accelerator().get_rng_state(device.index)

@@ -1,4 +1,4 @@
-"""Load a checkpoint into another layout: ranks, ZeRO stage, offload or stages.
+"""Load a checkpoint into another layout (ranks, ZeRO, offload, pipeline stages).
 
 Parameter by parameter, each rank copies the elements that it owns from memory-mapped files into its live tensors. Extra memory
 is at most one shard of a parameter; if ``autotp_size`` changes, one whole parameter. Afterwards all values are compared bit by
@@ -137,10 +137,10 @@ class _Live:
                 )
 
     def state(self, target: _Target, key: str) -> tuple[_Target, int | None]:
-        """Return (the parameter's elements whose state is on this rank, state's numel).
+        """Return (elements whose state ``key`` this rank has, numel of the state tensor).
 
-        The elements differ from ``target`` only for Muon's whole matrices. The numel is None if the state tensor has the shape
-        of ``target.owner``.
+        The elements are ``target``, except for Muon's momentum, of which a rank has whole matrices. The numel is None if the
+        state tensor has the shape of ``target.owner``.
         """
         place = self.places[target.name]
         if place.buffer_idx is None or not keeps_whole_matrices(self._now, key):
@@ -151,7 +151,7 @@ class _Live:
         return whole, sum(matrix.numel for matrix in matrices.values())
 
     def module_tensors(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
-        """Yield (name, this rank's flat tensor, its elements) of each module parameter."""
+        """Yield (parameter name, this rank's flat tensor, the elements in the tensor)."""
         for name, parameter in self.parameters.items():
             place = self.places[name]
             if place.is_cut:
@@ -163,7 +163,7 @@ class _Live:
 
 
 def _own_masters(optimizer: Any, places: Mapping[str, ParameterPlace]) -> dict[str, torch.Tensor]:
-    """Return parameter name -> master weight in a separate tensor; empty without any."""
+    """Return parameter name -> master weight; {} unless each has a tensor of its own."""
     masters = optimizers.own_masters(optimizer)
     if masters is None:
         return {}
@@ -259,7 +259,7 @@ def _counts_on_device(optimizer: Any) -> bool:
 
 
 def _load_module(saved: SavedEngine, live: _Live) -> None:
-    """Copy saved master weights and frozen weights into the module, in its dtype."""
+    """Copy saved master and frozen weights into the module, in the module's dtype."""
     for name, tensor, piece in live.module_tensors():
         # Where the module's weight is also the master weight, copying again changes nothing.
         if saved.holds(name):

@@ -268,7 +268,7 @@ class _TorchPickler:
 
 
 class _Recorder(pickle.Pickler):
-    """Pickles with torch's ``persistent_id``; records the storages that get a number."""
+    """Pickler that records the storages to which torch's ``persistent_id`` gives ids."""
 
     def __init__(self, file: io.BytesIO, protocol: int, persistent_id: Callable[[Any], Any]) -> None:
         super().__init__(file, protocol=protocol)
@@ -293,7 +293,7 @@ class _Capturing(_TorchPickler):
 
 
 class _Replaying(_TorchPickler):
-    """Writes a captured pickle; torch gives the copied storages the same numbers."""
+    """Makes torch number the copied storages as before; writes the captured pickle."""
 
     def dump(self, file: _File) -> None:
         for storage in file.storages:

@@ -276,7 +276,8 @@ def describe_optimizer(engine: DeepSpeedEngine) -> str:
 def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
     """Return whether the optimizer was created with ``value`` for setting ``name``.
 
-    Only the first parameter group is compared. ``lr`` is compared with ``initial_lr``, if a scheduler has set it.
+    Only the first parameter group is compared. If a scheduler has set ``initial_lr``, that is compared
+    instead of ``lr``.
     """
     group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
     started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
@@ -288,7 +289,8 @@ def differing_settings(
 ) -> list[str]:
     """Return the optimizer settings that loading a checkpoint has changed, as text.
 
-    ``before`` is the result of ``optimizer_settings`` before the load. ``overrides``: whether to restore these settings.
+    ``before`` is the result of ``optimizer_settings`` before the load. ``overrides``: whether to set changed
+    settings back to the values in ``before``.
 
     Returns:
         One text per difference, such as ``lr 0.0001, in the checkpoint 0.01``.
@@ -339,7 +341,10 @@ def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor])
 
 
 def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
-    """Make ``get_last_lr()`` return the loaded rates, which schedulers do not save."""
+    """Make ``get_last_lr()`` return the optimizer's learning rates after a load.
+
+    DeepSpeed's schedulers do not save the value that ``get_last_lr()`` returns.
+    """
     scheduler = engine.lr_scheduler
     if scheduler is not None and hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

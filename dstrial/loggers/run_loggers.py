@@ -281,7 +281,7 @@ class RunLoggers:
 def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunLoggers:
     """Return the loggers in a trial's experiment config.
 
-    Without loggers on ranks above 0, in test runs, and in trials that the autotuner (dsat) measures.
+    There are none on ranks above 0, in test runs, and in trials that the autotuner (dsat) measures.
     """
     runtime = runtime_of(context)
     specs: Sequence[LoggerSpec] = logger_specs(runtime.exp_conf)
@@ -296,7 +296,8 @@ def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunL
 def logged_run(runtime: TrialRuntime) -> LoggedRun:
     """Return the description of a trial's run for loggers.
 
-    The id is a hash of the creation time and name of the run directory or, under a master only, of the ids of master and trial.
+    The id is a hash of the run directory's creation time and the experiment's name. Without a run directory, it is a hash of the
+    ids of master and trial.
 
     Ranks: only rank 0; no communication.
     """
@@ -349,6 +350,9 @@ def _run_directory(runtime: TrialRuntime, info: Any) -> RunDirectory | None:
 
 
 def _all_runs(directory: RunDirectory, name: str) -> Path:
-    """Return the directory that has all runs, or the run directory if it is elsewhere."""
+    """Return the directory that has all experiments' run directories.
+
+    ``name`` is the experiment's name. If ``directory`` is not in a subdirectory of this name, return ``directory`` itself.
+    """
     parent = directory.path.parent
     return parent.parent if parent.name == experiment_slug(name) else directory.path

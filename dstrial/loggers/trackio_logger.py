@@ -58,7 +58,7 @@ class TrackioLogger:
             self._require_written()
 
     def _require_written(self) -> None:
-        """Raise ``OSError`` if Trackio has dropped reports, for which it only warns."""
+        """Raise ``OSError`` if Trackio has dropped reports; Trackio itself only warns."""
         noted: set[str] = getattr(self._run, "_warned_failures", set())
         failures = tuple(noted)
         if failures:

@@ -1,6 +1,6 @@
 """Log to Weights & Biases; offline if there is no API key or no server.
 
-W&B's step is the batch number. If a run resumes from an earlier batch, it uses the next free step instead, because W&B rejects
+W&B's step is the batch number. If a run resumes from an earlier batch, the next free step is used instead, because W&B rejects
 decreasing steps. Charts have the metric ``batches`` as x-axis, and show repeated batches twice.
 """
 

@@ -79,7 +79,10 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Period:
-    """When an action is due: each ``every`` batches or epochs, or at ``positions``."""
+    """When an action is due, counted in batches or epochs (``unit``).
+
+    Either ``every`` is the distance between two due times, or ``positions`` has all counts at which the action is due.
+    """
 
     unit: Literal["batches", "epochs"]
     every: int | None = None
@@ -87,7 +90,7 @@ class Period:
 
     @classmethod
     def from_train_unit(cls, unit: pytorch.TrainUnit) -> Period:
-        """Convert Determined's ``Batch(...)`` or ``Epoch(...)``; less than 1 means 1."""
+        """Convert Determined's ``Batch(...)`` or ``Epoch(...)``; minimum 1."""
         if isinstance(unit, pytorch.Batch):
             name: Literal["batches", "epochs"] = "batches"
         elif isinstance(unit, pytorch.Epoch):
@@ -170,7 +173,8 @@ class FitResult:
         checkpoint_uuid: the newest checkpoint that this call wrote; None without one.
         checkpoint_path: the directory of ``checkpoint_uuid``; None on a cluster and in object storage.
         skipped_steps: number of optimizer steps, of all engines, that were skipped because gradients were not finite.
-        run_path: the run directory, which ``dstrial.runs`` reads; None on a cluster, and without a launcher except on rank 0.
+        run_path: the run directory, which ``dstrial.runs`` reads; None on a cluster; without a launcher,
+            only rank 0 has it.
         metrics: newest metrics of ``training`` and ``validation`` that this call reported; empty except on rank 0.
     """
 
@@ -217,7 +221,8 @@ def next_due(
 ) -> int:
     """Return the next batch count at which ``due`` must be called.
 
-    No action is due at an earlier count. For a period with ``positions``, the result is only the next batch or epoch.
+    No action is due at an earlier count. A period with ``positions`` is checked after every batch or epoch, so that possibly
+    nothing is due at the result.
     """
     found = batches_total
     for period in periods.values():
@@ -252,7 +257,7 @@ def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
 def train_unit(length: Length, global_batch_size: int) -> pytorch.TrainUnit:
     """Convert a length to ``Batch`` or ``Epoch``.
 
-    Records are converted to whole batches, rounded down to at least 1.
+    A number of records becomes a number of batches: rounded down, but at least 1.
     """
     if length.unit == "epochs":
         return pytorch.Epoch(length.value)

@@ -196,9 +196,9 @@ class CheckpointLoader:
         return bool(differences)
 
     def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
-        """Return the number of ``train_batch`` calls per batch, over all replicas.
+        """Return how often all replicas together call ``train_batch`` per batch.
 
-        ``layouts`` has one entry per engine, the first engine's first.
+        ``layouts`` has one layout per engine; only the first engine's is used.
         """
         first = layouts[0]
         is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself
@@ -443,9 +443,9 @@ def trusts_code(
 
 
 def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
-    """Return files that the manifest does not list and a resume may unpickle.
+    """Return files that the manifest does not list and a resume might unpickle.
 
-    Empty without a manifest.
+    Empty if the checkpoint has no manifest.
     """
     if not (root / MANIFEST_NAME).is_file():
         return []

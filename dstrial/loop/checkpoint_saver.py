@@ -414,7 +414,10 @@ def _require_picklable(state: Mapping[str, Any]) -> None:
 
 
 def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path | None) -> None:
-    """Copy ``model`` to ``code``; hard-link files that ``last_code`` has too."""
+    """Copy directory ``model`` to ``code``; hard-link files equal to ``last_code``'s.
+
+    ``last_code`` is the copy in the previous checkpoint; None without one.
+    """
 
     def copy(source: str, target: str) -> str:
         if last_code is not None:

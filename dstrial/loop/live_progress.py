@@ -21,7 +21,7 @@ class LiveProgress:
 
     Args:
         batches_total: length of the run in batches; None if the length is in epochs.
-        metric: validation metric to show; None shows ``loss``, or without it the first metric.
+        metric: validation metric to show; None shows ``loss``, or the first metric if there is no ``loss``.
 
     Attributes:
         newest: newest metrics of each group (``training``, ``validation``).

@@ -257,9 +257,9 @@ class TrainingLoop:
         begin_phase(FIRST_BATCH)
 
     def _observe_first_batch(self) -> tuple[_FirstBatch, Callable[..., Any]]:
-        """Return the state before the first batch, and a ``train_batch`` that is observed.
+        """Return the state before the first batch, and a wrapped ``train_batch`` for it.
 
-        The first call is measured, and checked for lost gradients.
+        The wrapper measures the batch, and raises an error if ZeRO drops gradients.
         """
         first_batch = _FirstBatch(time.monotonic(), self._adapter.micro_batches_stepped)
         train_batch: Callable[..., Any] = self._trial.train_batch
@@ -294,7 +294,7 @@ class TrainingLoop:
                 logger.warning("%s", problem)
 
     def _resume(self) -> int:
-        """Begin an epoch if due; return the batch count at the next event."""
+        """Call the callbacks if an epoch begins; return the batch count at the next event."""
         progress = self._progress
         batches = progress.batches_trained
         if progress.is_epoch_start:

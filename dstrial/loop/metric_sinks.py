@@ -175,7 +175,10 @@ class ReportWriter:
         self._put(job, is_always_run=False)
 
     def call(self, job: Callable[[], T]) -> T:
-        """Run a job on the thread, even if others failed; return its result or raise."""
+        """Run a job on the thread, also after other jobs failed; return the job's result.
+
+        An error of the job is raised here.
+        """
         outcomes: list[tuple[T | None, BaseException | None]] = []
 
         def keep() -> None:

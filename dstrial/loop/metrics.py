@@ -313,7 +313,7 @@ class MetricWindow:
     def newest_is_finite(self) -> bool | None:
         """Return whether any loss's newest value is finite; None if no loss is known.
 
-        If nothing was added since ``reset``, the last losses before it are used. The call synchronises the device.
+        If nothing was added since ``reset``, the last losses before ``reset`` are used. The call synchronises the device.
         """
         newest = self._losses_now()
         return any(math.isfinite(float(loss)) for loss in newest) if newest else None

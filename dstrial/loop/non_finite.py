@@ -20,7 +20,7 @@ _LOWER = "Lower the learning rate, look at the records of that batch"
 
 @dataclasses.dataclass(slots=True)
 class _Streak:
-    """Number of consecutive bad reports; ``since`` is their first batch, from 1."""
+    """Consecutive bad reports: their number, and their first batch, counted from 1."""
 
     length: int = 0
     since: int | None = None

@@ -404,7 +404,10 @@ class ReportExchange:
         self._window_start = self._progress.batches_trained
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
-        """Raise an error if any of ``failures``, one per rank, is not None."""
+        """Raise an error if any rank has failed to write a report.
+
+        ``failures`` has each rank's error text, or None.
+        """
         if not any(failures):
             return
         error = self.writer.take_error()

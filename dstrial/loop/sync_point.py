@@ -93,7 +93,8 @@ class SyncPoints:
     def may_wait(self) -> bool:
         """Whether the exchange at a sync point may end one batch late; equal on all ranks.
 
-        False if batches are slow: a stop request would wait long, and an exchange is short compared with a batch.
+        False if batches are slow, because a stop request would wait long; also without a ``ControlChannel``, unless there is
+        only one rank.
         """
         is_channel = self.is_single_rank or isinstance(self._distributed, ControlChannel)
         return self._distance >= FAST_BATCHES and is_channel
@@ -109,7 +110,7 @@ class SyncPoints:
     def begin(self, batches_trained: int, payload: Any = None) -> None:
         """Start the exchange with all ranks; ``end`` returns the result.
 
-        Does not block: without a ``ControlChannel``, the ranks communicate in ``end``.
+        Does not block: a ``ControlChannel`` starts an all-gather; without a channel, all communication is in ``end``.
 
         Ranks: all, collectively.
         """

@@ -52,7 +52,7 @@ class Validation:
         self._takes_batch_idx = util.has_param(trial.evaluate_batch, "batch_idx", 2)
 
     def agree_on_extent(self) -> bool:
-        """Compare all ranks' validation loaders; return whether there are any.
+        """Compare all ranks' validation loaders; return whether any rank has a loader.
 
         Raises:
             DataError: a loader is missing or empty, or lengths differ although all replicas must evaluate equally often.

@@ -163,7 +163,7 @@ class ResumedRun:
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:
         """Return the batch sizes of ``solution`` by config key.
 
-        The batch sizes of ``merged``, which they replace, are recorded for ``_as_given``.
+        These sizes replace the batch sizes of ``merged``, which are recorded for ``_as_given``.
         """
         sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
         if merged.get(BATCH_KEYS[0]) is None and config_sizes(merged).get("model_parallel_size", 1) > 1:
@@ -174,9 +174,10 @@ class ResumedRun:
         return sizes
 
     def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
-        """Return ``config`` with the batch sizes that the user gave, not solved ones.
+        """Return ``config`` with the user's batch sizes in place of the solved ones.
 
-        If the same solved sizes have replaced several given sizes, those that ``engine`` had at the run's start are used.
+        If the same solved sizes have replaced different sizes of the user, the sizes that ``engine`` had at the run's start are
+        preferred.
         """
         originals = self._given.get(given_sizes(config))
         if not originals:

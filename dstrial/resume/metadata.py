@@ -93,8 +93,8 @@ class EngineRecord(EngineArrangement):
     def replica_with(self, section: Any, config: Mapping[str, Any] | None) -> ParallelDims:
         """Return the parallel dimensions of one replica in a resumed run.
 
-        Sizes in ``data.dstrial`` (``section``) and in the DeepSpeed config override those of the checkpoint. A size that was in
-        the config at the run's start and no longer is becomes 1. An unknown ``config`` is None.
+        Sizes in ``data.dstrial`` (``section``) and in the DeepSpeed config override those of the checkpoint. A size that
+        the config had at the run's start and no longer has becomes 1. ``config`` is None if unknown.
         """
         sizes = dict(section) if isinstance(section, Mapping) else {}
         if config is not None and self.engine_kind != "pipeline":
@@ -104,7 +104,7 @@ class EngineRecord(EngineArrangement):
 
     @property
     def own_batch(self) -> dict[str, Any]:
-        """Keys of a DeepSpeed config that result in the saved ``train_batch_size``."""
+        """Part of a DeepSpeed config that results in the saved ``train_batch_size``."""
         return {BATCH_KEYS[0]: self.train_batch_size, AUTOTP_KEY: self.given.get(AUTOTP_KEY, 1)}
 
     def counted_for(self, config: Mapping[str, Any]) -> EngineRecord:

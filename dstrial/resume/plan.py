@@ -113,7 +113,7 @@ def resume_problems(
         num_slots: number of ranks of the resumed run, at least 1.
         extents: ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; by default those of the checkpoint.
         configs: the experiment's merged DeepSpeed configs, the main config first; may be empty.
-        slots_key: name of the number of slots in messages.
+        slots_key: config key or option that sets the number of slots, for messages.
         where: for each config, batch size key -> ``file:line: key``, for messages.
     """
     problems: list[ConfigProblem] = []
@@ -159,7 +159,7 @@ def resume_problems(
 def resumable_slots(
     saved: SavedRun, *, at_most: int, at_least: int = 1, extents: Mapping[str, Any] | None = None
 ) -> Iterator[int]:
-    """Yield the numbers of slots on which a run can resume, from ``at_most`` down.
+    """Yield the numbers of slots, from ``at_most`` down, on which a run can resume.
 
     ``extents`` is passed to ``resume_problems``.
     """
@@ -234,7 +234,10 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 def _changes_layout(
     engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether an engine's layout will differ from the saved one, if known."""
+    """Return whether an engine's layout will differ from the saved one.
+
+    If ``config`` is None (unknown), only the number of slots and the parallel dimensions are compared.
+    """
     if num_slots != engine.world_size or replica != engine.replica:
         return True
     if config is None:

@@ -194,7 +194,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._seconds -= seconds
 
     def trained(self, seconds: float) -> None:
-        """Add ``seconds`` to the training time, also those of the first batch."""
+        """Add ``seconds`` to the training time; must include the first batch's seconds."""
         self._seconds += seconds
 
     def sample(self, batches_trained: int) -> AsyncSample:
@@ -269,8 +269,8 @@ class TelemetryReports:
     ) -> None:
         """Write a report from one sample per rank; never raises.
 
-        ``num_records``: number of records in these batches over all replicas. ``num_skipped``: optimizer steps skipped in the
-        run so far.
+        ``num_records``: number of records, over all replicas, in the batches that the samples measure. ``num_skipped``: optimizer
+        steps skipped in the run so far.
         """
         try:
             self._totals.add(samples, num_records)

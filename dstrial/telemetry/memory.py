@@ -109,7 +109,7 @@ class FirstBatchMemory:
                 self._found[f"{ACTIVATIONS}_bytes"] = max(0, left)
 
     def around_step(self, call: Callable[[], ResultT]) -> ResultT:
-        """Run and return ``call()``, an engine's step; measure memory before and after.
+        """Run ``call``, an engine's step; measure memory around it; return the result.
 
         Measures only if the step ends a batch, not at steps that only accumulate gradients.
         """

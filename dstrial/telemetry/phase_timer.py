@@ -35,7 +35,7 @@ class Event(Protocol):
         """Return whether the device has reached the event, without blocking."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Return milliseconds between this event and ``end``, both reached."""
+        """Return milliseconds from this event to ``end``, both reached by the device."""
 
 
 class PhaseTimer:
@@ -73,11 +73,11 @@ class PhaseTimer:
         return HOST_CLOCK if self._make_event is None else DEVICE_CLOCK
 
     def switch(self, is_on: bool) -> None:
-        """Enable timing while batches are trained; disable it in pauses."""
+        """Switch timing on or off; it should be on only while batches are trained."""
         self._is_on = is_on
 
     def run(self, phase: str, engine: Any, call: Callable[[], ResultT]) -> ResultT:
-        """Run and return ``call()``, an engine's method, and time it as ``phase``."""
+        """Run ``call``, an engine's method; time it as ``phase``; return its result."""
         if not self._is_on or self._is_inside:
             return call()
         if phase == "train_batch":
@@ -85,7 +85,7 @@ class PhaseTimer:
         return self._timed(phase, call)
 
     def stepped(self, engine: Any) -> None:
-        """Count a batch, at the step of the first engine."""
+        """Count a batch if ``engine`` is the first engine that has stepped."""
         if not self._is_on:
             return
         if self._first is None:

@@ -84,11 +84,11 @@ class Peak:
 def report_metrics(
     samples: Sequence[RankSample], num_records: int, num_skipped: int, peak: Peak | None
 ) -> dict[str, Any]:
-    """Return a telemetry report: metrics of the job, and under ``ranks`` of each rank.
+    """Return a telemetry report: the job's metrics, and each rank's in ``ranks``.
 
     Args:
         samples: one per rank.
-        num_records: number of records in these batches over all replicas.
+        num_records: number of records, over all replicas, in the batches that the samples measure.
         num_skipped: optimizer steps skipped in the run so far.
         peak: the device's peak FLOP/s; None if not measured.
     """
@@ -157,7 +157,8 @@ def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str,
 def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
     """Return the straggler, a rank that works clearly longer than the median; or None.
 
-    ``works_ms`` has each rank's time in phases without waiting for other ranks, ``batch_ms`` is the duration of a batch.
+    ``works_ms`` has each rank's time per batch in phases in which ranks do not wait for each other; ``batch_ms`` is the duration
+    of a batch.
     """
     if len(works_ms) < 2:
         return None

@@ -44,7 +44,8 @@ def summary_rows(
 ) -> list[tuple[str, str]]:
     """Return (name, text) of each summary line; [] for a run of only one batch.
 
-    ``document`` is the result of ``RunTotals.to_json``; ``predicted`` is as in ``memory_rows``.
+    ``document`` is the result of ``RunTotals.to_json``; ``predicted`` has a dry run's predictions, as for
+    ``memory_rows``: one mapping (column of the memory table -> bytes) per pipeline stage.
     """
     if not document.get("num_batches"):
         return []
@@ -155,7 +156,10 @@ def _bytes(value: int) -> str:
 
 
 def parts_of(counters: Mapping[str, Any]) -> dict[str, float]:
-    """Return column of the memory table -> bytes for a rank; {} if not measured."""
+    """Return a rank's bytes by column of the memory table; {} if not measured.
+
+    ``counters`` is the rank's ``RankSample.memory_bytes``.
+    """
     found = {part: counters.get(key) for part, key in _KEY_OF.items()}
     if found["parameters"] is None:
         return {}

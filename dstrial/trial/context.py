@@ -39,7 +39,7 @@ _making_writer = threading.Lock()
 
 
 class _RuntimeAttribute:
-    """Descriptor that maps an attribute of Determined's name to ``TrialRuntime``."""
+    """Descriptor of an attribute that Determined has; ``TrialRuntime`` stores it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -360,7 +360,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.mpu.data_parallel_rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the number of data-parallel replicas, each of which reads other records."""
+        """Return the number of data-parallel replicas, which read different records."""
         self._first_adapter("the number of replicas")
         return self._runtime.mpu.data_parallel_world_size
 
@@ -488,7 +488,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
         Args:
             name: name of the hyperparameter whose value is the config or the path of a JSON file.
-            overwrite: name of the hyperparameter whose value overwrites parts of the config; may not exist.
+            overwrite: name of the hyperparameter whose value overwrites parts of the config; need not exist.
             model_parallel_size: ranks per replica: pipeline stages times tensor-parallel size. By default computed from
                 ``data.dstrial`` and from the config's tensor- and sequence-parallel sizes.
 
@@ -525,9 +525,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return resolved
 
     def get_global_batch_size(self) -> int:
-        """Return hyperparameter ``global_batch_size``, rounded down.
+        """Return hyperparameter ``global_batch_size``, rounded to a multiple of the ranks.
 
-        The result is a multiple of the number of ranks. DeepSpeed does not use it, but ``train_batch_size`` of its config.
+        Rounded down. DeepSpeed does not use this value; it uses ``train_batch_size`` of the DeepSpeed config.
         """
         if self._global_batch_size is None:
             raise ValueError(
@@ -536,7 +536,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._global_batch_size
 
     def get_per_slot_batch_size(self) -> int:
-        """Return hyperparameter ``global_batch_size`` divided by the ranks, rounded down."""
+        """Return hyperparameter ``global_batch_size`` divided by the number of ranks.
+
+        The result is rounded down.
+        """
         if self._per_slot_batch_size is None:
             raise ValueError(
                 "the hyperparameter global_batch_size is not set; pass it in hparams to dstrial.init()."
@@ -601,7 +604,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.is_stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Request or withdraw a stop: if any rank requests it, all save and stop."""
+        """Request or withdraw a stop; if any rank requests one, all ranks save and stop."""
         if not isinstance(stop_requested, bool):
             raise AssertionError("stop_requested must be a boolean")
         if stop_requested:

@@ -64,7 +64,7 @@ class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships 
 def should_pin() -> bool:
     """Return whether torch has an accelerator for which pinned memory is useful.
 
-    MPS is none. Source: torch 2.13 ``utils/data/dataloader.py`` warns of ``pin_memory=True`` without an accelerator.
+    False on MPS. Source: torch 2.13 ``utils/data/dataloader.py`` warns of ``pin_memory=True`` without an accelerator.
     """
     if not has_accelerator(os.environ) or not num_torch_accelerators():
         return False

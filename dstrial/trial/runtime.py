@@ -23,7 +23,7 @@ logger = logging.getLogger("dstrial.trial")
 
 @dataclasses.dataclass
 class ModelParallelUnit:
-    """A rank's data-parallel replica; whether the rank reads data, reports metrics.
+    """A rank's replica, and whether the rank reads data and reports metrics.
 
     Pass one to ``context.set_mpu`` only if you implement model parallelism without DeepSpeed. For DeepSpeed's data and pipeline
     parallelism, ``context.wrap_model_engine`` creates it.
@@ -148,7 +148,7 @@ class TrialRuntime:
 
     @property
     def kept_reports(self) -> LocalTrainContext | None:
-        """The ``core.train`` that writes to a run directory; None if only a master does."""
+        """The ``core.train`` of the run directory; None if reports go only to a master."""
         train = self.core.train
         return train if isinstance(train, LocalTrainContext) else None
 
@@ -177,7 +177,7 @@ class TrialRuntime:
         Returns None for a run directory of this script (``is_own_run``) without any checkpoint.
 
         Raises:
-            CheckpointNotFoundError: the run was made by a launcher or has only incomplete checkpoints.
+            CheckpointNotFoundError: the run has only incomplete checkpoints, or a launcher made it and it has no checkpoint.
         """
         newest = self.core.checkpoint.newest()
         if newest is None and self.is_own_run and not any(self.core.run_directory.checkpoints_path.iterdir()):

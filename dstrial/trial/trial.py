@@ -67,7 +67,10 @@ class Checkpointable:
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Load what ``save`` wrote besides engines; called if engine state is resharded."""
+        """Load the files that ``save`` wrote besides the engines' files.
+
+        Called instead of ``load`` if the engines' state is resharded. By default nothing is loaded.
+        """
 
 
 class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # determined ships no usable types for it

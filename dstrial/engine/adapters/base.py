@@ -32,8 +32,8 @@ class EngineAdapter:
         micro_batch_size: records in one forward pass of one replica (``train_micro_batch_size_per_gpu``).
         micro_batches_per_batch: a replica's micro batches per step (``gradient_accumulation_steps``).
         topology: the ``PipelineParallelGrid`` of a pipeline's ranks; None for a data-parallel engine.
-        train_calls_per_batch: calls of ``train_batch`` per optimizer step: accumulation steps, or 1 for a pipeline.
-        micro_batches_per_evaluation: micro batches per ``evaluate_batch``: 1, or a pipeline's accumulation steps.
+        train_calls_per_batch: calls of ``train_batch`` per optimizer step: 1 for a pipeline, otherwise the accumulation steps.
+        micro_batches_per_evaluation: micro batches per ``evaluate_batch``: a pipeline's accumulation steps, otherwise 1.
         reports_metrics: whether this rank has the loss. In a pipeline, only the last stage has it; otherwise every rank.
         needs_loader: whether this rank reads records. In a pipeline, only the first stage (inputs) and the last (labels) do.
         sends_ragged_micro_batches: whether a training micro batch may have fewer than ``micro_batch_size`` records. False for a
@@ -74,7 +74,7 @@ class EngineAdapter:
 
     @property
     def micro_batches_stepped(self) -> int:
-        """Number of trained micro batches, including those before a resume."""
+        """Number of micro batches that this replica has trained, also before a resume."""
         return int(
             self.engine.micro_steps
         )  # DeepSpeed counts calls of ``step`` (0.19.8 runtime/engine.py:3680)
@@ -93,7 +93,7 @@ class EngineAdapter:
     ) -> tuple[ValidationRound, ...]:
         """Plan a validation in which the replicas together evaluate each record once.
 
-        Returns this replica's rounds in order. A round is one call of ``evaluate_batch``, or none if the round is empty.
+        Returns this replica's rounds in order. ``evaluate_batch`` is called once per round, but not for an empty round.
 
         Args:
             num_records: size of the validation set.

@@ -131,7 +131,7 @@ class _Binding:
     ) -> Any:
         """Evaluate the current validation round (``bind_validation_round``).
 
-        A call with arguments other than the defaults is passed to DeepSpeed's method.
+        If an argument other than ``data_iter`` and ``bcast_loss`` is not the default, DeepSpeed's own method evaluates.
 
         Returns:
             Mean loss over the records of all replicas in this round, shape (); NaN if the round only repeats records. Every
@@ -181,7 +181,7 @@ class _Binding:
         reduce_dp: bool = True,
         micro_batches: int | None = None,
     ) -> Any:
-        """Return the mean loss of micro batches, weighted by records in a validation.
+        """Return the mean loss of micro batches, weighted by records when evaluating.
 
         Ranks: the last stage of every replica, collectively.
         """
@@ -204,7 +204,10 @@ class _Binding:
         return total[0] / total[1]
 
     def _use_shape(self, shape: str | None) -> None:
-        """Reset activation buffers unless they have ``shape``; None always resets them."""
+        """Reset the activation buffers unless they are already those of ``shape``.
+
+        ``shape`` is ``training`` or ``validation``; None always resets the buffers.
+        """
         if shape is None or shape != self.shape:
             self.engine.reset_activation_shape()
             self.input_shapes = None
@@ -255,7 +258,7 @@ class _SavedState:
     """State of a pipeline engine before an evaluation, restored afterwards.
 
     With ``seed_layers``, each forward pass, also of an evaluation, increments ``micro_offset`` and seeds the global random
-    generators from it.
+    generators with this number.
     """
 
     micro_offset: int

@@ -53,9 +53,10 @@ class MergedEngine(SavedEngine):
         ]
 
     def _merge(self, name: str, key: str, is_recorded: bool) -> torch.Tensor:
-        """Return this rank's slice of a parameter's weights or state ``key``, flattened.
+        """Return this rank's slice of a parameter's weights or optimizer state, flattened.
 
-        ``is_recorded``: whether to read with ``SavedEngine.recorded`` instead of ``copy``.
+        ``key`` is ``MASTER`` for the weights, or the name of an optimizer state such as ``exp_avg``. ``is_recorded``: whether to
+        read with ``SavedEngine.recorded`` instead of ``copy``.
         """
         owner = self.place(name).name
         # AutoTP may slice a parameter for one ``autotp_size`` and leave it whole for another.
@@ -83,7 +84,7 @@ def read_for_rank(
     """Return an engine's saved state, with parameters sliced for one rank of this run.
 
     Args:
-        read: function that opens the engine's state with a layout.
+        read: function that opens the engine's saved state; the argument is the layout of the part to open.
         saved: the layout in the checkpoint.
         now: the layout of this run's engine.
         part: this rank's model-parallel rank.

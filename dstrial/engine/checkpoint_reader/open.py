@@ -103,7 +103,10 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert to JSON types: tensors of up to 16 elements to numbers, others to text."""
+    """Convert a value, also a nested one, to JSON types.
+
+    Tensors of up to 16 elements become numbers; larger tensors and values of other types become text.
+    """
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() <= 16 else f"tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

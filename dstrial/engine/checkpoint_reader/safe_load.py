@@ -115,7 +115,7 @@ def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) ->
 def untrusted(
     found: Mapping[str, Iterable[str]], fix: str = "Add --trust-code if you trust who wrote it."
 ) -> UntrustedCheckpointError:
-    """Return an error that names each file and the classes that may not be loaded.
+    """Return an error that names each file and its classes that are not allowed.
 
     ``found`` maps each file to its classes and functions outside ``LISTED``. ``fix`` is the message's last sentence.
     """
@@ -202,7 +202,7 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
 
 
 def may_be_unpickled(name: str) -> bool:
-    """Return whether a resume may unpickle a file with this name."""
+    """Return whether a resume might unpickle a file with this name."""
     return pathlib.PurePosixPath(name).name not in _NEVER_READ and not name.startswith("code/")
 
 
@@ -261,7 +261,7 @@ _VOUCHED = "dstrial_trusts_code"  # attribute of a bound checkpoint engine
 
 @contextlib.contextmanager
 def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
-    """If ``trusts_code``, allow engines to load unlisted classes inside the block."""
+    """If ``trusts_code``, let engines load classes outside ``LISTED`` in the block."""
     owns = [engine.checkpoint_engine for engine in engines if engine.checkpoint_engine is not None]
     for own in owns:
         setattr(own, _VOUCHED, trusts_code)

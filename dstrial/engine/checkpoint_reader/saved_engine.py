@@ -81,7 +81,7 @@ class SavedEngine:
 
     @property
     def places(self) -> Mapping[str, ParameterPlace]:
-        """Parameter name -> layout entry; for tied stages, the first stage's entry."""
+        """Parameter name -> layout entry; for a tied layer, the entry of its first stage."""
         return self._places
 
     def place(self, name: str) -> ParameterPlace:
@@ -134,7 +134,7 @@ class SavedEngine:
             name: the parameter's name.
             key: ``MASTER``, or one of ``state_keys``.
             begin: first element within the flattened parameter.
-            out: flat tensor to fill; elements are converted to its dtype and device.
+            out: flat tensor to fill; elements are converted to the dtype and device of ``out``.
 
         Raises:
             CheckpointDamagedError: the files have fewer elements than the manifest says.
@@ -247,7 +247,7 @@ class SavedEngine:
             )
 
     def full(self, name: str, key: str = MASTER) -> torch.Tensor:
-        """Return a copy of all elements of a parameter's weights or state, in its shape."""
+        """Return a copy of a parameter's whole weights or state, in the parameter's shape."""
         place = self.place(name)
         source = self._source(place, key, self._sources(place, key)[0]) if math.prod(place.shape) else None
         dtype = torch.float32 if source is None else source.dtype

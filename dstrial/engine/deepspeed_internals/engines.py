@@ -287,13 +287,14 @@ def gradient_clipping(engine: DeepSpeedEngine) -> float:
 def averages_sequence_gradients(engine: DeepSpeedEngine) -> bool:
     """Return whether ZeRO averages gradients over sequence-parallel ranks.
 
-    If not, ZeRO adds them. Source: DeepSpeed 0.19.8 ``runtime/zero/stage3.py`` ``__avg_scatter_grads`` divides by all ranks.
+    If not, ZeRO sums the gradients. Source: DeepSpeed 0.19.8 ``runtime/zero/stage3.py``, ``__avg_scatter_grads``, which
+    divides by the number of all ranks.
     """
     return engine.zero_optimization_stage() == 3 and bool(engine.zero_reduce_scatter())
 
 
 def replace_forward(engine: DeepSpeedEngine, forward: Callable[..., Any] | None) -> None:
-    """Replace an engine's forward pass; None restores it."""
+    """Replace an engine's forward pass; None restores the engine's own."""
     if forward is None:
         del engine.forward
     else:
@@ -301,10 +302,10 @@ def replace_forward(engine: DeepSpeedEngine, forward: Callable[..., Any] | None)
 
 
 def layers_sharing_across_stages(module: PipelineModule) -> dict[int, int]:
-    """Return {layer index: stage} of two layers that share a parameter over stages.
+    """Find two layers on different stages that share a trained parameter.
 
-    Empty without such layers. Only ``TiedLayerSpec`` keeps shared parameters equal: if plain modules share a trained parameter,
-    each stage trains its own copy.
+    Returns {layer index: stage} of both layers; empty if there are none. Only ``TiedLayerSpec`` keeps shared parameters equal: if
+    plain modules share a trained parameter, each stage trains its own copy.
     """
     first: dict[int, int] = {}
     for idx, layer in enumerate(module._layer_specs):
@@ -333,7 +334,7 @@ def random_ltd_scheduler(engine: DeepSpeedEngine) -> Any:
 
 
 def gradient_scaler(engine: DeepSpeedEngine) -> Any:
-    """Return the gradient scaler of torch autocast in an engine without ZeRO, or None."""
+    """Return autocast's gradient scaler of an engine without ZeRO; None if unused."""
     return getattr(engine, "torch_autocast_z0_gradscaler", None)
 
 

@@ -117,7 +117,10 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
-    """Return ``FP16_UnfusedOptimizer``'s master weights by [group][position], or None."""
+    """Return ``FP16_UnfusedOptimizer``'s master weights by [group][position].
+
+    None for other optimizers.
+    """
     return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None
 
 
@@ -156,7 +159,7 @@ def reduction_buckets(optimizer: Any) -> list[Any]:
 
 
 def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a parameter's gradient in a separate accumulation dtype, or None.
+    """Return the gradient that ZeRO accumulates in a separate dtype; None if unused.
 
     Source: ``use_grad_accum_attribute``, ``runtime/zero/stage_1_and_2.py:398``.
     """
@@ -202,11 +205,11 @@ def gather_persistent(optimizer: Any) -> None:
 
 
 def overwriting_stage(optimizer: Any) -> int:
-    """Return the ZeRO stage if repeated ``backward`` calls may drop gradients, or 0.
+    """Return 2 or 3 if repeated ``backward`` calls may drop gradients, otherwise 0.
 
-    2 stands for stages 1 and 2, which at an accumulation boundary keep only the gradients of the last ``backward``
-    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). After a step, stage 3 overwrites gradients until a
-    ``backward`` and then a forward have run (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
+    2 means ZeRO stage 1 or 2, which at an accumulation boundary keeps only the gradients of the last ``backward``
+    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). 3 means stage 3, which after a step overwrites
+    gradients until a ``backward`` and then a forward have run (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return 3
@@ -230,7 +233,7 @@ def loss_scale_holder(optimizer: Any) -> Any:
 
 
 def gradient_scaler(optimizer: Any) -> Any:
-    """Return the gradient scaler of torch autocast in a ZeRO optimizer, or None."""
+    """Return torch autocast's gradient scaler of a ZeRO optimizer; None if unused."""
     return getattr(optimizer, "torch_autocast_gradscaler", None)
 
 

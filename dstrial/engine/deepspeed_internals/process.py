@@ -119,7 +119,8 @@ def import_modules_of_engines() -> None:
 def no_compatible_ops() -> Iterator[None]:
     """Make DeepSpeed treat all operators as not compilable inside the block.
 
-    Source: ``ops/__init__.py:31``; DeepSpeed probes all operators when the attribute is first read, 0.19.0 at import.
+    Source: ``ops/__init__.py:31``; DeepSpeed probes all operators when ``deepspeed.ops.__compatible_ops__`` is first
+    read, 0.19.0 at import.
     """
     from deepspeed import ops
 
@@ -219,7 +220,7 @@ def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
 
 
 def cuda_mismatch() -> str | None:
-    """Return why DeepSpeed rejects this machine's nvcc for this torch, or None."""
+    """Return why DeepSpeed rejects this machine's nvcc; None if it fits torch's CUDA."""
     from deepspeed.ops.op_builder import builder
 
     try:

@@ -108,7 +108,8 @@ class FakeWorld(contextlib.ExitStack):
         """Make ``deepspeed.initialize`` build engines of ZeRO stage 0 in the block.
 
         If ``is_fake``, models built in the block have parameters without memory, and their engines have fake parameters.
-        ``on_engine`` is called with each engine. ``pipeline_refusal`` is the error message for a pipeline; None accepts it.
+        ``on_engine`` is called with each engine. ``pipeline_refusal`` is the error message for a pipeline; None allows
+        pipelines.
         """
         initialize = deepspeed.initialize
 

@@ -26,7 +26,7 @@ class Trace:
         phases: phase of each event, as an index into ``PHASES``.
         sizes: bytes of allocation n at index n - 1.
         is_gradient: 1 at index n - 1 if allocation n is the gradient of a parameter, else 0.
-        marks: number of events before the first step, then at the end of each step.
+        marks: number of events so far: before the first step, then after each step.
     """
 
     events: array.array[int] = dataclasses.field(default_factory=_integers)

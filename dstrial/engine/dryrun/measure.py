@@ -118,7 +118,10 @@ def _train(workload: Workload, tracker: Tracker, sizes: list[int]) -> list[int]:
 
 
 def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> None:
-    """Run a pipeline instruction in phase ``part``; ``stages`` keeps the last phase."""
+    """Run a pipeline instruction; record its operations in phase ``part``.
+
+    ``stages`` (communication between stages) is not a phase: its operations count in the phase before.
+    """
     if part in PHASES:
         tracker.enter_phase(part)
     instruction()

@@ -49,7 +49,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because torch's wrapper against dynamo would slow operations."""
+        """Return False: torch's wrapper that disables dynamo would slow each operation."""
         return False
 
     @property

@@ -148,7 +148,7 @@ class ModelTrace:
         largest_tensor: number of elements of the largest trained parameter tensor.
         flops: FLOPs of one micro batch.
         tokens: elements of a micro batch's largest integer tensor; None without an integer tensor.
-        pass_operations: number of torch operations in forward and backward.
+        pass_operations: number of torch operations in forward and backward of one micro batch.
         step_operations: number of torch operations in the optimizer step.
         is_fake: whether fake tensors were used.
         is_linear: whether steps at both micro batch sizes made the same allocations. If so, ``memory`` is exact at any size;
@@ -181,9 +181,9 @@ class ModelTrace:
     expert_parameters: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def owned_parameters(self, replicas: int) -> float:
-        """Return how many trained parameters ZeRO's partition of one rank has.
+        """Return the number of trained parameters in one rank's ZeRO partition.
 
-        ``ep_size`` replicas have different experts, so only the ranks that have the same experts divide them.
+        Parameters are divided by ``replicas``, experts only by ``replicas / ep_size``: the ranks that have the same experts.
         """
         more = sum((ranks - 1) * count for ranks, count in self.expert_parameters.items())
         return (self.trainable_parameters + more) / replicas
@@ -220,11 +220,11 @@ class DryRunResult:
         host: peak bytes on the host in each phase.
         parameters: number of parameters of all engines' models; a partitioned parameter counts whole.
         trainable_parameters: number of trained parameters.
-        inner_collectives: collectives of each micro batch before a step's last one; empty if a step has one micro batch.
+        inner_collectives: collectives of each micro batch except a step's last one; empty if a step has one micro batch.
         last_collectives: collectives of the last micro batch of a step, with the optimizer step.
         flops: FLOPs of one micro batch.
         tokens: elements of a micro batch's largest integer tensor; None without an integer tensor.
-        inner_operations: number of torch operations per micro batch before a step's last one; 0 if a step has one micro batch.
+        inner_operations: torch operations of each micro batch except a step's last one; 0 if a step has one micro batch.
         last_operations: number of torch operations in a step's last micro batch, with the optimizer step.
         device_parts: name -> peak bytes on the device of ``parameters``, ``gradients``, ``optimizer`` and ``buffers``.
         activations: device bytes that are live after a forward pass and not in ``device_parts``, such as the micro batch; None

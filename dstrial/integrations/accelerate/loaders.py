@@ -82,7 +82,7 @@ def micro_batch_of(accelerator: Any, own: int | None) -> int:
 
 
 def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) -> None:
-    """Raise DataError if a resume changed the micro batch size and no loader has it.
+    """Raise DataError if no loader has the micro batch size that a resume has set.
 
     ``before`` is the checkpoint's micro batch size (None for a new run), ``now`` the engine's. ``loaders`` are all loaders that
     the accelerator has prepared.

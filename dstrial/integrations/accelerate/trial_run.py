@@ -344,7 +344,7 @@ class TrialRun:
 class LoopWatch:
     """Switches a rank's telemetry on while the script trains and off during pauses.
 
-    Waiting for data and FLOPs are measured only in loops over ``Reporter.batches``. If ``instruments`` is None, nothing happens.
+    FLOPs and the wait for data are measured only in loops over ``Reporter.batches``. If ``instruments`` is None, nothing happens.
     """
 
     def __init__(self, instruments: Instruments | None) -> None:
@@ -410,7 +410,10 @@ class LoopWatch:
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return an engine's DeepSpeed settings as before Accelerate replaced "auto"."""
+    """Return the settings of an engine's DeepSpeed config as the user wrote it.
+
+    Accelerate replaces "auto" in the engine's own config; here such settings are left out.
+    """
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)
     own: dict[str, Any] = runtime.given_settings[engine_idx]

@@ -322,7 +322,7 @@ def _set_number(draft: ArgumentDraft, argument: str, key: str, value: float) -> 
 
 
 def _settle_length(draft: ArgumentDraft) -> None:
-    """Set the scheduler's step count to "auto" if it differs from ``--max_steps``."""
+    """Set the scheduler's step count to "auto" unless it equals ``--max_steps``."""
     (key,) = LENGTH.keys
     number, asked = draft.number(key), draft.flag_number(LENGTH.argument)
     if number is None or asked == number:

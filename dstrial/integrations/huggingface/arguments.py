@@ -45,7 +45,7 @@ def is_deepspeed(args: TrainingArguments) -> bool:
 
 
 def given_of(args: TrainingArguments) -> dict[str, Any]:
-    """Return batch sizes and types of optimizer and scheduler, for checkpoints."""
+    """Return batch sizes, optimizer type and scheduler type, for checkpoint metadata."""
     plugin = getattr(args, "deepspeed_plugin", None)
     config: Mapping[str, Any] = plugin.deepspeed_config if plugin is not None else {}
     kinds = {key: kind for key, kind in given_settings(config).items() if key in ("optimizer", "scheduler")}
@@ -60,9 +60,9 @@ def given_by_arguments(micro: int, steps: int) -> dict[str, Any]:
 def problems_of(
     args: TrainingArguments, searcher: Mapping[str, Any], saved: SavedRun | None, num_ranks: int
 ) -> list[ConfigProblem]:
-    """Return problems of a Trainer's arguments: wrong ranks, length or batch size.
+    """Return problems of a Trainer's arguments: ranks, sequences, length, batch size.
 
-    ``searcher`` is the section of the experiment config; ``saved`` is the run that wrote the checkpoint to resume from, None
+    ``searcher`` is this section of the experiment config; ``saved`` is the run that wrote the checkpoint to resume from, None
     for a new run; ``num_ranks`` is the number of launched ranks.
     """
     found = []

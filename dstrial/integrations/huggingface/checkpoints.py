@@ -83,7 +83,8 @@ class TrainerCheckpoints:
     def begin(self, trainer: Any, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Record the model; find the ``checkpoint-<step>`` directories of later steps.
 
-        An earlier attempt of the run wrote these. ``trainer`` is None if ``huggingface.train`` is not used.
+        An earlier attempt of the run wrote these directories; the Trainer will write them again. ``trainer`` is None if
+        ``huggingface.train`` is not used.
         """
         self._model = model
         if leaves_out_frozen(self._description.exp_conf) and (engine := self._engine(trainer, args)):

@@ -58,8 +58,8 @@ def reported(
 ) -> dict[str, Any]:
     """Return a log entry without ``epoch``, ``step``, durations and filtered metrics.
 
-    ``filter_metrics`` are substrings: metrics without any of them in their name are removed (None or empty: no metric). The
-    names in ``always`` are never removed.
+    ``filter_metrics`` are substrings: a metric is removed if its name contains none of them. None or empty keeps all metrics.
+    The names in ``always`` are never removed.
     """
 
     def is_reported(name: str) -> bool:
@@ -283,7 +283,7 @@ class LossWatch:
         self._guard.judge([{"loss": not self._is_bad}], shown, [], start, is_last=step >= max_steps > 0)
 
     def is_save_unsafe(self, step: int) -> bool:
-        """Return whether storing a checkpoint is forbidden by a non-finite newest loss.
+        """Return whether the newest loss is not finite, which forbids a checkpoint.
 
         Equal on all ranks. Always False unless ``non_finite`` is ``fail``.
         """
@@ -300,7 +300,7 @@ class LossWatch:
 
 
 def _is_finite(loss: float, grad_norm: Any) -> bool:
-    """Return whether any loss behind a logged mean loss was finite.
+    """Return whether any of the losses that a logged mean combines was finite.
 
     By default (``logging_nan_inf_filter``), transformers logs 0 if no loss is finite. The gradient norm is then not finite
     either, unlike at a real loss of 0 (``Trainer._inner_training_loop`` of 5.23).

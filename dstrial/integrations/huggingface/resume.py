@@ -121,12 +121,12 @@ def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
 def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pathlib.Path]:
     """Yield a copy of the checkpoint's directory with a changed micro batch size.
 
-    Otherwise the Trainer would resume with the micro batch size in the checkpoint's ``trainer_state.json``. The copy has links
-    to all other files. If the size equals ``train_batch_size`` (that of the Trainer's arguments), the checkpoint's own directory
-    is yielded.
+    The Trainer resumes with the micro batch size in ``trainer_state.json``. The copy of this file has ``train_batch_size``, the
+    micro batch size of the Trainer's arguments; all other files are links. If both sizes are equal, the checkpoint's own
+    directory is yielded.
 
     Ranks: any; no communication.
-    Source: transformers 4.56 ``Trainer.train``; 5.23 does so with ``auto_find_batch_size``.
+    Source: transformers 4.56 ``Trainer.train`` reads the size; 5.23 only with ``auto_find_batch_size``.
     """
     state = read_json(found.trainer_directory / STATE_NAME) or {}
     if state.get("train_batch_size") in (None, train_batch_size):

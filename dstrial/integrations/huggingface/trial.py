@@ -197,7 +197,7 @@ def hyperparameters(
 
 
 class Startup:
-    """Checks a Trainer's arguments; opens the checkpoint to resume from, if any.
+    """Checks a Trainer's arguments; if the run resumes, opens the checkpoint.
 
     Raises:
         ConfigError: the arguments contradict the experiment config, the number of ranks or the checkpoint.

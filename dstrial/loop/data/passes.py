@@ -112,7 +112,10 @@ class LoaderPasses(Iterator[Any]):
         self._digests = {}
 
     def _take_digest(self, item: Any) -> None:
-        """Store checksums of some micro batches, before training can change the items."""
+        """Store the micro batch's checksum if needed, before training can change ``item``.
+
+        Needed are micro batches 1, 2, 4, 8 and so on of a pass, the first one drawn, and the first one of each worker.
+        """
         in_pass = self.in_pass
         is_compared = _is_power_of_two(in_pass)
         if not is_compared and self._has_drawn and in_pass > self._num_workers:
@@ -126,7 +129,7 @@ class LoaderPasses(Iterator[Any]):
             self._compare_workers(found)
 
     def _read_to_end(self) -> None:
-        """Exhaust the loader, so that its state resets; warn if it exceeds its length."""
+        """Read the loader to its end, which resets it; warn if it exceeds ``__len__``."""
         assert self._items is not None
         with random_state_kept():
             drawn = 0
@@ -141,7 +144,10 @@ class LoaderPasses(Iterator[Any]):
             )
 
     def _compare_workers(self, newest: int | None) -> None:
-        """Warn if workers of an iterable data set begin with the same micro batch."""
+        """Warn if workers of an iterable data set begin with the same micro batch.
+
+        ``newest`` is the checksum of the micro batch just drawn; None if unknown.
+        """
         if self.pass_idx or self._num_workers < 2:
             return
         if newest is not None and newest in self._digests_of_workers:
@@ -162,7 +168,7 @@ class LoaderPasses(Iterator[Any]):
     # ---- position -------------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the loader, which ``restore`` takes, for a checkpoint."""
+        """Return the position in the loader, to save in a checkpoint and for ``restore``."""
         if self._items is None and self._restored is not None:
             return dict(self._restored)
         position = {
@@ -219,7 +225,8 @@ class LoaderPasses(Iterator[Any]):
     def _start_persistent_workers(self) -> None:
         """Create the iterator that persistent workers reuse in all passes.
 
-        Creating the iterator draws a random number, as in pass 0; later passes do not draw it.
+        Creating the iterator draws a random number. An uninterrupted run creates the iterator in pass 0. A run that
+        resumes in a later pass must first create the iterator too, so that this pass draws the same numbers.
         """
         set_epoch(self._loader, 0)
         with random_state_kept():

@@ -227,7 +227,10 @@ class TrainingStream:
 
 
 class _Flattened(data.Sampler[Any]):
-    """Yields the batches of a user's batch sampler unchanged, as micro batches."""
+    """Yields each batch of a user's batch sampler as one micro batch.
+
+    ``sampler`` yields lists of one item, which is such a batch.
+    """
 
     def __init__(self, sampler: data.Sampler[Any], with_epoch: bool) -> None:
         self._sampler = sampler
