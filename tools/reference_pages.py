@@ -65,14 +65,14 @@ _AXES_HEAD = """\
 The table shows the result of `dstrial check` for each axis of parallelism, ZeRO stage and optimizer, on four slots.
 [Parallelism](../how-to/parallelism.md) says how to set up an axis.
 
-- The last three columns say whether a checkpoint of the combination resumes on eight slots, in another ZeRO stage, and
-  without the axis. A resume in the same layout is always possible and bitwise exact.
+- The last three columns say whether a checkpoint of the combination resumes after a change.
+  A resume in the same layout is always possible and bitwise exact.
 - *yes*: `dstrial check` accepts the combination. When training starts, the ranks also check facts that only the code
   shows, such as process groups of an engine and fused layers.
 - *refused in the ranks*: `dstrial check` accepts the combination, and training ends with an error before the first batch.
   `dstrial check` cannot see experts and `ep_size`, which are in the trial's code.
 - A number: `dstrial check` refuses the combination with the message of this number below the table.
-- An empty cell: there is no checkpoint to resume from, or no axis to remove.
+- An empty cell: no checkpoint to resume from, or no axis to remove.
 - *optimizer of the trial*: an SGD of torch that the trial passes to `deepspeed.initialize`.
 
 | axis | ZeRO | optimizer | trains | resumes on eight slots | resumes in another ZeRO stage | resumes without the axis |
