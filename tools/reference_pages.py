@@ -34,8 +34,8 @@ _HEAD = """\
 This page lists every key of an experiment config that `dstrial check` accepts: the keys of Determined's config,
 version 0, and dstrial's own keys below `data.dstrial`. A key with the value null counts as not given.
 [Train](../how-to/training.md) says which keys `dstrial run` uses. [A shared master](../how-to/shared-master.md) has
-settings that replace some defaults. *Without effect* marks keys that dstrial accepts and ignores. *Unless given* names
-the value of a key that you leave out.
+settings that replace some defaults. *Without effect* marks keys that dstrial accepts and ignores. *Unless given* means:
+if you leave out the key.
 
 An editor that supports JSON Schema, such as VS Code with the YAML extension, completes and checks the keys while you
 write. Save the schema with `dstrial check --schema > experiment-config.schema.json`, and start the config with:
@@ -65,16 +65,17 @@ _AXES_HEAD = """\
 The table shows the result of `dstrial check` for each axis of parallelism, ZeRO stage and optimizer, on four slots.
 [Parallelism](../how-to/parallelism.md) says how to set up an axis.
 
-- The last three columns say whether a checkpoint of the combination resumes on eight slots, in another ZeRO stage, and
-  without the axis. A resume in the same layout is always possible and bitwise exact.
+- The last three columns say whether a checkpoint of the combination resumes after a change.
+  A resume in the same layout is always possible and bitwise exact.
 - *yes*: `dstrial check` accepts the combination. When training starts, the ranks also check facts that only the code
   shows, such as process groups of an engine and fused layers.
 - *refused in the ranks*: `dstrial check` accepts the combination, and training ends with an error before the first batch.
-  Only the trial's code shows experts and `ep_size`.
-- A number: `dstrial check` refuses the combination with this message of the list below the table.
+  `dstrial check` cannot see experts and `ep_size`, which are in the trial's code.
+- A number: `dstrial check` refuses the combination with the message of this number below the table.
+- An empty cell: no checkpoint to resume from, or no axis to remove.
 - *optimizer of the trial*: an SGD of torch that the trial passes to `deepspeed.initialize`.
 
-| axis | ZeRO | optimizer | trains | resumes on eight slots | in another stage | without the axis |
+| axis | ZeRO | optimizer | trains | resumes on eight slots | resumes in another ZeRO stage | resumes without the axis |
 |---|---|---|---|---|---|---|
 """
 _OPTIMIZERS = {

@@ -85,8 +85,9 @@ if TYPE_CHECKING:
 
 _EPILOG = (
     "Ctrl-C and SIGTERM pause the experiment with a checkpoint; after a second Ctrl-C this command does not wait for the "
-    "checkpoint. Exit status: 0 if training completed; 130 or 143 if SIGINT or SIGTERM paused the experiment; the exit "
-    "status of the first rank that failed; 1 if the config is wrong or the experiment was cancelled; 2 for wrong usage."
+    "checkpoint. Exit status: 0 if training completed; 130 or 143 if SIGINT or SIGTERM paused the experiment; if ranks "
+    "failed, the exit status of the first failed rank; 1 if the config is wrong or the experiment was cancelled; 2 for wrong "
+    "usage."
 )
 
 
@@ -109,8 +110,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     kind.add_argument(
         "--resume",
         metavar="latest|RUN_DIR|CHECKPOINT",
-        help="resume: the newest run with this name and CONTEXT_DIR that has a checkpoint (latest), the run of RUN_DIR, or "
-        "from CHECKPOINT",
+        help="resume from latest (the newest run with this name and CONTEXT_DIR that has a checkpoint), from the run in "
+        "RUN_DIR, or from CHECKPOINT",
     )
     parser.add_argument(
         "--trust-code",

@@ -338,7 +338,7 @@ _ENVIRONMENT = _section(
     ),
 )
 
-_SAVED = "number of {} checkpoints to keep; in runs without a master, all checkpoints unless given"
+_SAVED = "number of {} checkpoints to keep; unless given, a master uses its own setting, and runs without a master keep all"
 _STORAGE = _section(
     "storage of checkpoints",
     type=_text("kind of storage; the master's own unless given", enum=tuple(STORAGE_REQUIRES)),
@@ -395,13 +395,13 @@ DSTRIAL = Section(
             default=False,
         ),
         "resume_data": _text(
-            "how a loader other than `dstrial.DataLoader` resumes: at its saved position (`exact`), by reading the pass "
-            "again up to the position (`reread`), or, on another number of replicas, from the start of the pass (`restart`)",
+            "how a loader other than `dstrial.DataLoader` resumes: at its saved position (`exact`), by reading its data "
+            "again up to the position (`reread`), or, on another number of replicas, from the start of the data (`restart`)",
             default="exact",
             enum=("exact", "reread", "restart"),
         ),
         "trust_checkpoint_code": _text(
-            "SHA-256 of the manifest of a checkpoint whose pickles may run code; as `--trust-code`",
+            "SHA-256 of the manifest of a checkpoint whose pickles may run code; same effect as `--trust-code`",
             check=_check_digest,
             fix="Copy it from there: only these very files are trusted then.",
         ),

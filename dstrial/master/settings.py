@@ -155,10 +155,10 @@ SETTINGS = Section(
         ),
         "feature_switches": _list(about="no effect: switches of Determined's web interface"),
         "hostfile": _string(
-            about="file with the hosts that run trials, in DeepSpeed's format; a relative path starts at the settings file"
+            about="file with the hosts that run trials, in DeepSpeed's format; path relative to the settings file"
         ),
         "hosts_python": _string(
-            about="path of the Python interpreter on the hosts; that of the master unless given"
+            about="path of the Python interpreter on the hosts; the master's own path unless given"
         ),
         "backend": _string(
             enum=BACKENDS,

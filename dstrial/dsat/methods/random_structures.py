@@ -400,7 +400,7 @@ BINARY = MethodEntry(
 
 ASHA = MethodEntry(
     "asha",
-    "random settings, each with a binary search; ASHA gives the best searches more trials",
+    "random settings, each with a binary search for the largest micro batch; ASHA gives the best settings more trials",
     lambda space, options, filters, _inputs: AshaSearch(space, options, filters),
     (
         _RANGE,
