@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dstrial.engine.deepspeed_internals import engines as engines_of_deepspeed
 
@@ -56,6 +56,36 @@ class FlopCount:
         return self.total - self.recomputed
 
 
+def _grouped_product_flops(left: torch.Tensor, right: torch.Tensor, *_args: Any, **_kwargs: Any) -> int:
+    """Return the FLOPs of ``_grouped_mm``: matrix products of groups of rows, as experts need them."""
+    num = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return int(2 * num * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+def _formulas() -> dict[Any, Callable[..., Any]]:
+    """Return formula by operation: torch's, and those that torch 2.13 lacks."""
+    aten, attention = torch.ops.aten, "_scaled_dot_product_flash_attention"
+    lacking = {
+        f"{attention}_for_cpu": flop_registry[getattr(aten, attention)],
+        f"{attention}_for_cpu_backward": flop_registry[getattr(aten, f"{attention}_backward")],
+        "_grouped_mm": _grouped_product_flops,
+    }
+    return {
+        getattr(aten, name): formula for name, formula in lacking.items() if hasattr(aten, name)
+    } | flop_registry
+
+
+class _Formulas(dict[Any, Callable[..., Any]]):
+    """FLOP formulas by operation; ``in`` is true for every operation.
+
+    ``FlopCounterMode`` decomposes operations that are not in its formulas. A decomposed operation, such as the backward of SiLU,
+    rounds differently, so counting would change what a batch trains.
+    """
+
+    def __contains__(self, operation: object) -> bool:
+        return True
+
+
 class FlopCounter(FlopCounterMode):
     """Context manager that counts the FLOPs of torch operations.
 
@@ -67,6 +97,7 @@ class FlopCounter(FlopCounterMode):
 
     def __init__(self) -> None:
         super().__init__(display=False)
+        self.flop_registry = _Formulas(_formulas())
         # Torch's module tracker hooks module inputs, which breaks `torch.autograd.grad` of a leaf.
         self.mod_tracker = contextlib.nullcontext()  # type: ignore[assignment]  # entered and exited, but not used
         self.total = 0.0

@@ -184,3 +184,49 @@ def test_a_compiled_module_cannot_be_counted_and_the_reason_names_it() -> None:
     model[1].compile()
     reason = why_uncountable([Engine(model)])
     assert reason == "Linear is compiled, which hides its operations"
+
+
+def gated(records: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(records) * records
+
+
+def attended(records: torch.Tensor) -> torch.Tensor:
+    query = records.unflatten(-1, (2, -1)).transpose(0, 1)[None]
+    return torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+
+def grouped(records: torch.Tensor) -> torch.Tensor:
+    experts = torch.linspace(-1, 1, 2 * WIDTH * WIDTH).view(2, WIDTH, WIDTH)
+    return torch.nn.functional.grouped_mm(
+        records, experts, offs=torch.tensor([1, RECORDS], dtype=torch.int32)
+    )
+
+
+@pytest.mark.parametrize(
+    "function", [gated, attended, torch.nn.functional.gelu, torch.nn.functional.softplus]
+)
+def test_counting_changes_no_bit_of_gradients(function: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    records = torch.randn(64, WIDTH, requires_grad=True)
+    (expected,) = torch.autograd.grad(function(records).pow(2).sum(), records)
+    with FlopCounter():
+        (found,) = torch.autograd.grad(function(records).pow(2).sum(), records)
+
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "forward", "backward"),
+    [(attended, 2 * 2 * RECORDS * RECORDS * WIDTH, 2.5), (grouped, ONE_LAYER, 1)],
+    ids=["attention", "experts"],
+)
+def test_operation_without_torch_formula_is_counted(
+    function: Callable[..., torch.Tensor], forward: int, backward: float
+) -> None:
+    if function is grouped and not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped product")
+    records = torch.randn(RECORDS, WIDTH, requires_grad=True)
+    with FlopCounter() as counter:
+        function(records).pow(2).sum().backward()
+
+    assert counter.count.total == forward * (1 + backward)
