@@ -1,6 +1,6 @@
 """Train, resume and reshape every axis with every optimizer, kind of parameters and loader; write a table.
 
-Usage: ``python benchmarks/axes_matrix.py [--axes dp,pp,tp,sp,ep]``
+Usage: ``python benchmarks/axes_matrix.py [--axes dp,pp,tp,sp,ep,autoep]``
 
 Every cell is a trial on two gloo ranks. It trains ``BATCHES`` batches and saves at half of them. Its losses are compared with
 those of the same trial on one rank. Then it is resumed from its checkpoint: in the same layout, and in another ZeRO stage on one
@@ -40,7 +40,7 @@ TOLERANCE = 2e-5  # relative; of losses that differ by the order of additions
 MUON_TOLERANCE = (
     2e-3  # DeepSpeed's Muon orthogonalizes in float16 on CPUs; in float32 losses differ by at most 2e-7
 )
-AXES = ("dp", "pp", "tp", "sp", "ep")
+AXES = ("dp", "pp", "tp", "sp", "ep", "autoep")
 COLUMNS = ("trained", "resumed", "on 1 rank", "on 4 ranks")
 NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}  # Muon would compile C++ for a minute in every rank
 

@@ -33,6 +33,17 @@ LAYERS = [
     {"patterns": [r".*up_proj(\.base_layer)?.weight"], "partition_type": "column"},
     {"patterns": [r".*down_proj(\.base_layer)?.weight"], "partition_type": "row"},
 ]
+AUTOEP = {
+    "moe_layer_pattern": "2",
+    "router_pattern": "gate",
+    "expert_pattern": "experts",
+    "expert_w1": "gate_up_proj",
+    "expert_w2": "down_proj",
+    "expert_w3": None,
+    "score_func": "softmax",
+    "route_norm": True,
+    "top_k": 2,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +64,7 @@ class Cell:
 
     def config(self) -> dict[str, Any]:
         """Return the DeepSpeed config."""
-        replicas = self.ranks if self.axis in ("dp", "ep") else self.ranks // self.size
+        replicas = self.ranks if self.axis in ("dp", "ep", "autoep") else self.ranks // self.size
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": MICRO,
             "gradient_accumulation_steps": BATCH_SIZE // MICRO // replicas,
@@ -72,11 +83,13 @@ class Cell:
             config["tensor_parallel"] = {"autotp_size": self.size, "partition_config": partition}
         if self.axis == "sp" and self.size > 1:
             config["sequence_parallel_size"] = self.size
+        if self.axis == "autoep" and self.size > 1:
+            config["expert_parallel"] = {"enabled": True, "autoep_size": self.size, **AUTOEP}
         return config
 
     def refusal(self) -> str | None:
         """Return the line with which ``dstrial check`` refuses the config; None if it does not."""
-        unit = {} if self.axis == "dp" else {self.axis: self.size}
+        unit = {} if self.axis == "dp" else {self.axis.removeprefix("auto"): self.size}
         sizes = ParallelDims(self.ranks, **unit, is_pipeline=self.axis == "pp")
         problems = check_deepspeed(self.config(), sizes).problems
         return f"refused: {problems[0]}" if problems else None
@@ -132,6 +145,50 @@ class Experts(nn.Module):
         return x + self.moe(x)[0]
 
 
+class Router(nn.Module):
+    """Returns scores, and weight and number of the two experts of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(CLASSES, WIDTH))
+
+    def forward(self, x: Any) -> Any:
+        scores = nn.functional.linear(x, self.weight).softmax(-1)
+        weights, experts = scores.topk(2)
+        return scores, weights / weights.sum(-1, keepdim=True), experts
+
+
+class FusedExperts(nn.Module):
+    """Four experts in two tensors, as in models of Transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(CLASSES, 8 * WIDTH, WIDTH))
+        self.down_proj = nn.Parameter(torch.empty(CLASSES, WIDTH, 4 * WIDTH))
+
+    def forward(self, x: Any, experts: Any, weights: Any) -> Any:
+        total = torch.zeros_like(x)
+        for number, (up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
+            gate, hidden = nn.functional.linear(x, up).chunk(2, -1)
+            share = (weights * (experts == number)).sum(-1, keepdim=True)
+            total = total + share * nn.functional.linear(nn.functional.silu(gate) * hidden, down)
+        return total
+
+
+class AutoExperts(nn.Module):
+    """A mixture of experts that AutoEP finds by the names of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = Router(), FusedExperts()
+        self.top_k, self.num_experts = 2, CLASSES
+
+    def forward(self, x: Any) -> Any:
+        rows = x.reshape(-1, WIDTH)
+        _, weights, experts = self.gate(rows)
+        return self.experts(rows, experts, weights).reshape(x.shape)
+
+
 def build_engine(cell: Cell) -> Any:
     """Return an engine of the cell's model. Ranks: all, collectively."""
     arguments: dict[str, Any] = {}
@@ -139,7 +196,7 @@ def build_engine(cell: Cell) -> Any:
     if cell.axis == "sp" and cell.size > 1:
         share_sequences(cell.size)
         group, arguments["mpu"] = parallel_state_sp.get_sequence_parallel_group(), parallel_state_sp
-    third = Experts(cell.size) if cell.axis == "ep" else Mlp()
+    third = {"ep": lambda: Experts(cell.size), "autoep": AutoExperts}.get(cell.axis, Mlp)()
     model: Any = nn.Sequential(Attention(group), Mlp(), third, nn.Linear(WIDTH, CLASSES))
     if cell.parameters == "LoRA":
         lora = peft.LoraConfig(r=2, target_modules=["up_proj", "down_proj"])
