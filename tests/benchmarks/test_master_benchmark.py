@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "master.py"
 
 
 @pytest.mark.process
-def test_the_benchmark_prints_every_row(tmp_path: Path) -> None:
+def test_master_benchmark_prints_every_row(tmp_path: Path) -> None:
     sizes = {
         "repeats": 0,
         "reports": 40,

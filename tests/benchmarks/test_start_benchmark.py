@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "start.py"
 # Where no plain DeepSpeed has run before it compiles what ranks of a machine share memory by, which may take minutes.
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
-def test_the_table_has_a_row_for_torchrun_and_for_dstrial(tmp_path: Path) -> None:
+def test_start_table_has_torchrun_and_dstrial_rows(tmp_path: Path) -> None:
     results = tmp_path / "starts.json"
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), "--ranks", "1", "--repeats", "1", "--json", str(results)],

@@ -45,9 +45,7 @@ def rows(path: Path) -> dict[str, list[tuple[object, ...]]]:
         }
 
 
-def test_a_copy_under_load_is_restored_row_by_row_and_no_number_is_given_twice(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_backup_under_load_restores_all_rows(master: MasterForTest, tmp_path: Path) -> None:
     client = master.client()
     assert submit(client) == 1
     is_over = threading.Event()
@@ -91,7 +89,7 @@ def test_a_copy_under_load_is_restored_row_by_row_and_no_number_is_given_twice(
     assert submit(master.client()) == max(given) + 1
 
 
-def test_copies_are_listed_and_an_emptied_database_is_refused_with_the_line_that_mends_it(
+def test_restore_lists_backups_and_repairs_emptied_database(
     master: MasterForTest,
 ) -> None:
     client = master.client()
@@ -118,7 +116,7 @@ def test_copies_are_listed_and_an_emptied_database_is_refused_with_the_line_that
     assert submit(master.client()) == 10_003  # the emptied database does not say which ids it has given
 
 
-def test_commands_that_look_leave_the_log_of_a_killed_master(master: MasterForTest) -> None:
+def test_status_leaves_wal_of_killed_master_unchanged(master: MasterForTest) -> None:
     submit(master.client())
     master.kill()
     log = master.state.database_path.with_name("master.db-wal")
@@ -132,7 +130,7 @@ def test_commands_that_look_leave_the_log_of_a_killed_master(master: MasterForTe
     assert submit(master.client()) == 2
 
 
-def test_a_page_damaged_while_the_master_runs_is_named_and_never_answered_500(master: MasterForTest) -> None:
+def test_damaged_database_page_gives_503_with_restore_hint(master: MasterForTest) -> None:
     client = master.client()
     for _ in range(40):
         submit(client)

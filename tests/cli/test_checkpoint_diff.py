@@ -23,7 +23,7 @@ def compared(command: Command, *words: object) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", ["zero 3", "two engines", "pipeline"])
-def test_a_checkpoint_is_the_same_as_itself(checkpoints: Any, dstrial_command: Command, case: str) -> None:
+def test_diff_with_itself_finds_no_difference(checkpoints: Any, dstrial_command: Command, case: str) -> None:
     path = checkpoints[case].latest
     exit_code, report = compared(dstrial_command, path, path, "--optimizer")
     assert (exit_code, report["is_same"], report["differences"]) == (0, True, {})
@@ -31,9 +31,7 @@ def test_a_checkpoint_is_the_same_as_itself(checkpoints: Any, dstrial_command: C
     assert dstrial_command("checkpoint", "diff", path, path)[1].endswith("the two are the same\n")
 
 
-def test_the_same_run_in_two_layouts_differs_in_layout_and_config_alone(
-    checkpoints: Any, dstrial_command: Command
-) -> None:
+def test_diff_between_zero_stages_shows_config_and_layout(checkpoints: Any, dstrial_command: Command) -> None:
     a, b = checkpoints["zero 0"].latest, checkpoints["zero 3"].latest
     exit_code, report = compared(dstrial_command, a, b)
     assert exit_code == 1
@@ -44,16 +42,14 @@ def test_the_same_run_in_two_layouts_differs_in_layout_and_config_alone(
     assert not {"progress", "optimizer of engine 0", "parameters of engine 0"} & report["differences"].keys()
 
 
-def test_layouts_do_not_matter_where_only_weights_are_compared(
-    checkpoints: Any, dstrial_command: Command
-) -> None:
+def test_diff_of_weights_only_ignores_layout(checkpoints: Any, dstrial_command: Command) -> None:
     a, b = checkpoints["zero 2"].latest, checkpoints["zero 3"].latest
     exit_code, report = compared(dstrial_command, a, b, "--only", "weights", "--optimizer")
     assert (exit_code == 0) == (report["weights"][0]["num_elements_differing"] == 0)
     assert report["weights"][0]["relative"] < 1e-6
 
 
-def test_norms_are_those_of_the_live_weights(
+def test_diff_norms_match_exported_weights(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     made = checkpoints["zero 3"]
@@ -83,7 +79,7 @@ def test_norms_are_those_of_the_live_weights(
     assert relatives == sorted(relatives, reverse=True)
 
 
-def test_progress_is_compared_with_learning_rates_and_steps(
+def test_diff_of_progress_includes_steps_and_learning_rates(
     checkpoints: Any, dstrial_command: Command
 ) -> None:
     made = checkpoints["pipeline"]
@@ -95,7 +91,7 @@ def test_progress_is_compared_with_learning_rates_and_steps(
     assert report["weights"] == []
 
 
-def test_moments_are_compared_only_when_asked_for(checkpoints: Any, dstrial_command: Command) -> None:
+def test_diff_compares_moments_only_with_optimizer_option(checkpoints: Any, dstrial_command: Command) -> None:
     made = checkpoints["bf16"]
     plain = compared(dstrial_command, made.earlier, made.latest)[1]["weights"][0]
     more = compared(dstrial_command, made.earlier, made.latest, "--optimizer", "--top", "99")[1]["weights"][0]
@@ -104,7 +100,7 @@ def test_moments_are_compared_only_when_asked_for(checkpoints: Any, dstrial_comm
     assert more["norm_difference"] == plain["norm_difference"], "of weights alone"
 
 
-def test_another_model_is_a_difference_and_no_error(checkpoints: Any, dstrial_command: Command) -> None:
+def test_diff_of_different_models_is_no_error(checkpoints: Any, dstrial_command: Command) -> None:
     exit_code, report = compared(
         dstrial_command, checkpoints["zero 2"].latest, checkpoints["pipeline"].latest
     )
@@ -114,7 +110,7 @@ def test_another_model_is_a_difference_and_no_error(checkpoints: Any, dstrial_co
     assert report["weights"][0]["num_compared"] == 0
 
 
-def test_the_text_lists_the_largest(checkpoints: Any, dstrial_command: Command) -> None:
+def test_diff_text_lists_largest_differences(checkpoints: Any, dstrial_command: Command) -> None:
     made = checkpoints["zero 2"]
     exit_code, out, _ = dstrial_command("checkpoint", "diff", made.earlier, made.latest, "--top", "2")
     assert exit_code == 1
@@ -124,7 +120,7 @@ def test_the_text_lists_the_largest(checkpoints: Any, dstrial_command: Command) 
     assert len(out.split("the 2 largest:\n")[1].splitlines()) == 3
 
 
-def test_trouble_exits_with_2(checkpoints: Any, dstrial_command: Command, tmp_path: Path) -> None:
+def test_diff_failure_exits_2(checkpoints: Any, dstrial_command: Command, tmp_path: Path) -> None:
     spread = checkpoints["spread experts"]
     for a, b, message in (
         (spread.latest, tmp_path / "no", "expected the directory of a checkpoint"),

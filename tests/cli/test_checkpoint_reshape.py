@@ -36,7 +36,7 @@ def layout_in(path: Path) -> Layout:
     return Layout.from_json(read_manifest(path).layouts[0])
 
 
-def test_the_output_holds_the_same_bits_and_is_resumed_without_reshaping(
+def test_reshaped_checkpoint_is_bitwise_equal_and_resumes(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     made = checkpoints["zero 2"]
@@ -105,7 +105,7 @@ def use_fp16(path: Path) -> None:
     ],
     ids=["batch", "no definition", "fp16", "script", "no config"],
 )
-def test_what_cannot_be_reshaped_is_refused_before_ranks_start(
+def test_invalid_reshape_is_rejected_before_ranks_start(
     checkpoints: Any,
     dstrial_command: Command,
     tmp_path: Path,
@@ -126,7 +126,7 @@ def test_what_cannot_be_reshaped_is_refused_before_ranks_start(
     assert {found.name for found in tmp_path.iterdir()} == {"given", "context"}
 
 
-def test_a_failing_model_definition_is_shown_and_nothing_is_left(checkpoints: Any, tmp_path: Path) -> None:
+def test_failed_reshape_shows_error_and_leaves_no_output(checkpoints: Any, tmp_path: Path) -> None:
     context = tmp_path / "context"
     shutil.copytree(DEFINITIONS, context)
     definition = context / "wide_trials.py"
@@ -138,7 +138,7 @@ def test_a_failing_model_definition_is_shown_and_nothing_is_left(checkpoints: An
     assert [path.name for path in tmp_path.iterdir()] == ["context"]
 
 
-def test_a_pipeline_that_the_master_knows_comes_to_two_replicas(
+def test_reshape_by_uuid_uses_model_definition_from_master(
     checkpoints: Any,
     reported_checkpoint: tuple[str, int],
     shared_master: MasterForTest,

@@ -47,7 +47,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["zero 0", "zero 2", "zero 3", "bf16", "two engines", "pipeline"])
-def test_what_was_saved_is_whole(checkpoints: Any, dstrial_command: Command, case: str) -> None:
+def test_verify_accepts_saved_checkpoint(checkpoints: Any, dstrial_command: Command, case: str) -> None:
     exit_code, out, err = dstrial_command("checkpoint", "verify", checkpoints[case].latest)
     assert (exit_code, err) == (0, "")
     assert out.startswith(f"{checkpoints[case].latest} is whole: ")
@@ -57,7 +57,7 @@ def test_what_was_saved_is_whole(checkpoints: Any, dstrial_command: Command, cas
     ("damage", "kind"),
     [(truncate, "truncated"), (lengthen, "longer"), (flip_a_bit, "changed"), (Path.unlink, "missing")],
 )
-def test_a_damaged_file_is_named_with_its_rank(
+def test_verify_names_damaged_file_and_rank(
     copied: Path, dstrial_command: Command, damage: Callable[[Path], None], kind: str
 ) -> None:
     damage(copied / OWN)
@@ -68,7 +68,7 @@ def test_a_damaged_file_is_named_with_its_rank(
     assert "is not whole: 1 fault in " in out
 
 
-def test_several_faults_are_told_at_once_and_as_json(copied: Path, dstrial_command: Command) -> None:
+def test_verify_json_lists_all_faults(copied: Path, dstrial_command: Command) -> None:
     truncate(copied / OWN)
     (copied / "dstrial_rank0.pt").unlink()
     (copied / "model0" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").write_bytes(b"stray")
@@ -82,9 +82,7 @@ def test_several_faults_are_told_at_once_and_as_json(copied: Path, dstrial_comma
     ]
 
 
-def test_a_missing_manifest_and_a_damaged_one_are_errors_without_a_traceback(
-    copied: Path, dstrial_command: Command
-) -> None:
+def test_verify_reports_missing_or_malformed_manifest(copied: Path, dstrial_command: Command) -> None:
     flawed = (copied / "manifest.json").read_text()[:-40]
     (copied / "manifest.json").write_text(flawed)
     exit_code, out, err = dstrial_command("checkpoint", "verify", copied)
@@ -96,7 +94,7 @@ def test_a_missing_manifest_and_a_damaged_one_are_errors_without_a_traceback(
     assert "manifest.json" in json.loads(out)["error"]
 
 
-def test_in_a_run_a_checkpoint_without_its_mark_is_not_whole(
+def test_verify_in_run_requires_completion_marker(
     checkpoints: Any, copied: Path, dstrial_command: Command
 ) -> None:
     (copied / "COMPLETE").unlink()
@@ -107,7 +105,7 @@ def test_in_a_run_a_checkpoint_without_its_mark_is_not_whole(
     assert "COMPLETE is incomplete: no file" in out
 
 
-def test_a_uuid_is_found_in_the_runs(
+def test_verify_finds_uuid_in_runs_directory(
     checkpoints: Any, dstrial_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = checkpoints["zero 3"]
@@ -119,7 +117,7 @@ def test_a_uuid_is_found_in_the_runs(
     assert dstrial_command("checkpoint", "verify", made.latest.name)[0] == 0
 
 
-def test_what_is_no_checkpoint_and_no_new_directory_is_told(dstrial_command: Command, tmp_path: Path) -> None:
+def test_invalid_checkpoint_or_output_argument_is_reported(dstrial_command: Command, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     unknown = "6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11"
     for asked, words in [
@@ -139,7 +137,7 @@ def test_what_is_no_checkpoint_and_no_new_directory_is_told(dstrial_command: Com
     assert "which exists; expected a new directory" in err
 
 
-def test_a_uuid_is_found_by_the_running_master(
+def test_verify_finds_uuid_through_running_master(
     reported_checkpoint: tuple[str, int], shared_master: MasterForTest
 ) -> None:
     uuid, experiment_id = reported_checkpoint
@@ -156,7 +154,7 @@ def test_a_uuid_is_found_by_the_running_master(
     assert "does not know it" in unknown.stderr
 
 
-def test_the_storages_message_is_shown_when_no_master_knows_the_checkpoint(
+def test_verify_shows_storage_error_for_unknown_checkpoint(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
     record = tmp_path / "0f4f1f9e-8f0a-4c3e-9a53-00000000000e"

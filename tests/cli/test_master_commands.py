@@ -61,7 +61,7 @@ def auth_entries(master: MasterForTest) -> dict[str, dict[str, object]]:
     return entries
 
 
-def test_up_listens_on_loopback_only_and_says_where(master: MasterForTest) -> None:
+def test_up_listens_on_loopback_and_prints_address(master: MasterForTest) -> None:
     before = auth_entries(master)
     second = master.dstrial("up")
     assert second.returncode == 0, second.stderr
@@ -90,7 +90,7 @@ def listening_addresses(pid: int) -> set[str]:
     return found
 
 
-def test_up_logs_det_in_under_both_names_and_for_nobody_else(master: MasterForTest) -> None:
+def test_up_logs_in_det_for_owner_only(master: MasterForTest) -> None:
     port = master.record.port
     for address in (f"http://localhost:{port}", f"http://127.0.0.1:{port}"):
         asked = warm_start.run_command(
@@ -114,9 +114,7 @@ def test_up_logs_det_in_under_both_names_and_for_nobody_else(master: MasterForTe
     assert stranger.returncode != 0
 
 
-def test_up_leaves_the_login_of_another_master_and_says_how_to_log_in(
-    master: MasterForTest, login_of_another: str
-) -> None:
+def test_up_keeps_login_of_other_master(master: MasterForTest, login_of_another: str) -> None:
     told = master.dstrial("up", "--slots", "7", "--no-password")
     assert told.returncode == 0
     assert "--slots 7, --no-password changes nothing while it runs" in told.stderr
@@ -127,7 +125,7 @@ def test_up_leaves_the_login_of_another_master_and_says_how_to_log_in(
     assert auth_entries(master)[login_of_another]["active_user"] == "determined"
 
 
-def test_without_passwords_det_needs_no_login(tmp_path: Path) -> None:
+def test_det_needs_no_login_without_passwords(tmp_path: Path) -> None:
     with master_for_test(tmp_path, options=["--no-password"]) as master:
         env = {**master.env, "XDG_CONFIG_HOME": str(tmp_path / "stranger")}
         asked = warm_start.run_command(
@@ -153,7 +151,7 @@ def test_wrong_settings_and_missing_logs_are_clear_errors(tmp_path: Path, dstria
     assert "does not exist; expected the log of a master" in err
 
 
-def test_two_starts_at_once_give_one_master(tmp_path: Path) -> None:
+def test_concurrent_up_starts_single_master(tmp_path: Path) -> None:
     env = {
         **os.environ,
         **VARIABLES,
@@ -187,7 +185,7 @@ def test_status_shows_address_slots_experiments_and_disk(master: MasterForTest) 
     assert fields["disk_bytes"] > 0
 
 
-def test_status_says_that_a_master_is_stopped_and_down_ends_it(master: MasterForTest) -> None:
+def test_status_reports_suspended_master_and_down_ends_it(master: MasterForTest) -> None:
     fields = json.loads(master.dstrial("status", "--json").stdout)
     assert (fields["answers"], fields["stopped"]) == (True, False)
     pid = master.record.pid
@@ -209,7 +207,7 @@ def test_status_says_that_a_master_is_stopped_and_down_ends_it(master: MasterFor
     assert master.dstrial("down").stdout == "the master has ended\n"
 
 
-def test_down_ends_the_master_and_up_starts_it_with_what_it_knew(master: MasterForTest) -> None:
+def test_up_after_down_keeps_cluster_and_port(master: MasterForTest) -> None:
     first = master.record
     assert master.dstrial("down").stdout == "the master has ended\n"
     assert process_start_time(first.pid) != first.start_time
@@ -225,14 +223,14 @@ def test_down_ends_the_master_and_up_starts_it_with_what_it_knew(master: MasterF
     assert master.det("user", "whoami").stdout == "You are logged in as user 'determined'\n"
 
 
-def test_an_open_stream_does_not_keep_the_master_from_ending(master: MasterForTest) -> None:
+def test_down_ends_master_despite_open_connection(master: MasterForTest) -> None:
     with socket.create_connection(("127.0.0.1", master.record.port)) as connection:
         connection.sendall(b"GET /info HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(12) == b"HTTP/1.1 200"
         assert master.dstrial("down", deadline_s=30).returncode == 0
 
 
-def test_logs_print_the_end_of_the_masters_log_and_follow_it(master: MasterForTest) -> None:
+def test_logs_prints_tail_and_follows_master_log(master: MasterForTest) -> None:
     shown = master.dstrial("logs", "-n", "1000").stdout
     assert re.search(r"INFO dstrial\.master: serving at http://localhost:\d+ with 2 slots", shown)
     assert len(master.dstrial("logs", "-n", "1").stdout.splitlines()) == 1
@@ -258,7 +256,7 @@ def test_logs_print_the_end_of_the_masters_log_and_follow_it(master: MasterForTe
         assert following.wait(30) == 130
 
 
-def test_in_the_foreground_the_log_is_shown_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+def test_foreground_up_shows_log_until_ctrl_c(tmp_path: Path) -> None:
     env = {**os.environ, "DSTRIAL_STATE_DIR": str(tmp_path / "s"), "XDG_CONFIG_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "dstrial.cli", "up", "--foreground", "--port", "0", "--slots", "1"]
     with subprocess.Popen(
@@ -277,9 +275,7 @@ def test_in_the_foreground_the_log_is_shown_and_ctrl_c_ends_it(tmp_path: Path) -
     assert "Traceback" not in text
 
 
-def test_the_state_directory_of_a_port_error_can_be_used_afterwards(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_up_reuses_state_directory_after_port_error(master: MasterForTest, tmp_path: Path) -> None:
     other = StateDirectory(tmp_path / "other")
     port = master.record.port
     ended = master.dstrial("up", "--state-dir", str(other.path), "--port", str(port))

@@ -24,7 +24,7 @@ PIPELINE = [str(ROOT / "experiment_configs" / "stdlib_lm.yaml"), str(ROOT / "mod
 
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_trial_is_predicted_and_its_parts_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_trial_is_sum_of_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", *DIGITS, "--slots", "1,3,2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
 
@@ -42,7 +42,7 @@ def test_a_trial_is_predicted_and_its_parts_add_up(capsys: pytest.CaptureFixture
 
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_pipeline_is_predicted_stage_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_pipeline_is_predicted_per_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", *PIPELINE, "--slots", "1,2", "--json"]) == 0
     alone, first, second = json.loads(capsys.readouterr().out)["devices"]
 
@@ -59,7 +59,7 @@ def test_a_pipeline_is_predicted_stage_by_stage(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_script_is_predicted_with_the_batch_that_it_makes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_script_includes_activations_of_batch(capsys: pytest.CaptureFixture[str]) -> None:
     # Whatever the size of the model and of the text that it reads.
     small = ("--config", "hyperparameters.n_layer=2", "--config", "hyperparameters.num_chars_max=30000")
     assert main(["memory", *SCRIPT, "--slots", "1", "--json", *small]) == 0
@@ -87,7 +87,7 @@ def model_def_of(example: str) -> str:
 @pytest.mark.timeout(900)
 @pytest.mark.exhaustive("[digits_gan]", "[lora_clm]")
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_every_example_has_a_dry_run(capsys: pytest.CaptureFixture[str], example: str) -> None:
+def test_memory_dry_runs_every_supported_example(capsys: pytest.CaptureFixture[str], example: str) -> None:
     name = model_def_of(example)
     config = str(ROOT / "experiment_configs" / f"{example}.yaml")
     status = main(["memory", config, str(ROOT / "model_defs" / name), "--slots", "2", "--json"])
@@ -137,7 +137,7 @@ AUTOTP = "hyperparameters.overwrite_deepspeed_args.tensor_parallel.autotp_size=2
         ),
     ],
 )
-def test_what_cannot_be_dry_run_is_refused_with_what_to_do_instead(
+def test_memory_rejects_unsupported_arguments(
     capsys: pytest.CaptureFixture[str], arguments: list[str], parts: tuple[str, ...]
 ) -> None:
     assert main(["memory", *arguments]) == 1
@@ -147,7 +147,7 @@ def test_what_cannot_be_dry_run_is_refused_with_what_to_do_instead(
 
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_prediction_is_kept_with_the_run_that_asked_for_it(tmp_path: Path) -> None:
+def test_predict_run_saves_prediction_in_run_directory(tmp_path: Path) -> None:
     experiment = load_experiment(*DIGITS, require_entrypoint=True, slots=1)
     run = RunDirectory.create(
         tmp_path, name="digits", context_dir=experiment.context_dir, command=["test"], config=experiment.raw

@@ -18,7 +18,7 @@ DEADLINE_S = 240
 
 @pytest.mark.timeout(600)
 @pytest.mark.ranks
-def test_run_killed_on_two_ranks_goes_on_from_the_bucket(
+def test_killed_run_resumes_from_bucket(
     tmp_path: Path,
     shared_master: MasterForTest,
     bucket: Bucket,

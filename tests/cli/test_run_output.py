@@ -231,7 +231,7 @@ def run(
         ),
     ],
 )
-def test_a_mistake_is_told_once_with_the_users_frames_alone(
+def test_user_error_prints_single_traceback_of_user_frames(
     entrypoint: str, slots: int, last: str, places: list[str], project: Path, shared_master: MasterForTest
 ) -> None:
     ended, run_directory = run(project, shared_master, entrypoint, slots)
@@ -255,9 +255,7 @@ def test_a_mistake_is_told_once_with_the_users_frames_alone(
 
 
 @pytest.mark.ranks
-def test_a_shortage_of_memory_says_what_was_held_and_what_to_change(
-    project: Path, shared_master: MasterForTest
-) -> None:
+def test_out_of_memory_prints_usage_and_advice(project: Path, shared_master: MasterForTest) -> None:
     ended, _ = run(project, shared_master, "model_def:TooLarge")
     after = ended.stderr.partition("\nMemoryError\n")[2]
     assert after.startswith("This rank held ")
@@ -269,7 +267,7 @@ def test_a_shortage_of_memory_says_what_was_held_and_what_to_change(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("entrypoint", "slots"), [("FailsLate", 2), ("KilledLate", 1)])
-def test_failure_is_told_with_its_batch(
+def test_failure_summary_names_batch(
     entrypoint: str, slots: int, project: Path, shared_master: MasterForTest
 ) -> None:
     ended, _ = run(project, shared_master, f"model_def:{entrypoint}", slots, batches=40)
@@ -282,7 +280,7 @@ def test_failure_is_told_with_its_batch(
 
 
 @pytest.mark.ranks
-def test_unpicklable_callback_state_names_the_callback(project: Path, shared_master: MasterForTest) -> None:
+def test_unpicklable_callback_state_error_names_callback(project: Path, shared_master: MasterForTest) -> None:
     ended, _ = run(project, shared_master, "model_def:Unpicklable")
     what = "the state of the callback 'my_counter' cannot be pickled (TypeError: cannot pickle '_thread.lock' object)"
     assert what in ended.stderr
@@ -290,9 +288,7 @@ def test_unpicklable_callback_state_names_the_callback(project: Path, shared_mas
 
 
 @pytest.mark.ranks
-def test_the_log_of_a_trial_has_one_traceback_and_says_what_failed_where_the_container_did(
-    project: Path, shared_master: MasterForTest
-) -> None:
+def test_trial_log_has_single_traceback_and_exit_reason(project: Path, shared_master: MasterForTest) -> None:
     created = shared_master.det(
         *("e", "create", str(config_of(project, "model_def:WrongShape", 2)), str(project / "context"), "-f"),
         deadline_s=DEADLINE_S,
@@ -324,7 +320,7 @@ def test_the_log_of_a_trial_has_one_traceback_and_says_what_failed_where_the_con
 
 
 @pytest.mark.ranks
-def test_run_shows_no_noise_and_names_the_best_checkpoint(
+def test_run_hides_library_noise_and_names_best_checkpoint(
     project: Path, shared_master: MasterForTest
 ) -> None:
     (project / "context" / "scheduled.json").write_text(SCHEDULED)

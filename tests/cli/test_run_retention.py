@@ -33,7 +33,7 @@ KEPT = [2, 6, 7]
 
 
 @pytest.mark.ranks
-def test_the_same_yaml_keeps_the_same_checkpoints(tmp_path: Path, shared_master: MasterForTest) -> None:
+def test_run_and_det_create_keep_same_checkpoints(tmp_path: Path, shared_master: MasterForTest) -> None:
     context = tmp_path / "context"
     context.mkdir()
     (context / "train.py").write_text(SCRIPT)
@@ -101,7 +101,7 @@ with dstrial.core_context() as context:
 
 
 @pytest.mark.ranks
-def test_a_run_that_goes_on_in_another_experiment_spares_what_that_of_before_has_kept(
+def test_resumed_run_keeps_checkpoints_of_earlier_experiment(
     tmp_path: Path, shared_master: MasterForTest
 ) -> None:
     context = tmp_path / "context"

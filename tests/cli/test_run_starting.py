@@ -81,7 +81,7 @@ def starting(master: MasterForTest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
-def test_who_waits_for_a_slot_is_told_by_whom_it_is_held(project: Path, master: MasterForTest) -> None:
+def test_waiting_trial_names_holder_of_slots(project: Path, master: MasterForTest) -> None:
     done = project / "done"
     holding = write_config(project, "holding", f"python3 holds.py {done}", 1)
     created = master.det("e", "create", holding, "context", cwd=project)
@@ -112,9 +112,7 @@ def test_who_waits_for_a_slot_is_told_by_whom_it_is_held(project: Path, master: 
 
 
 @pytest.mark.ranks
-def test_an_operator_that_is_compiled_is_named_on_the_screen_in_the_log_and_in_the_status(
-    project: Path, master: MasterForTest
-) -> None:
+def test_compiled_operator_is_shown_in_output_and_status(project: Path, master: MasterForTest) -> None:
     config = write_config(
         project, "compiling", f"python3 -m dstrial.launch compiles.py {project / 'slow.cpp'}", 1
     )

@@ -58,7 +58,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dstrial_command: Run) -
     return submit
 
 
-def test_refused_job_leaves_no_directory(run: Run, tmp_path: Path) -> None:
+def test_rejected_job_leaves_no_directory(run: Run, tmp_path: Path) -> None:
     code, _, errors = run("echo 'sbatch: error: invalid partition specified: nope' >&2; exit 1")
     assert code == 1
     assert "invalid partition specified: nope" in errors
@@ -86,7 +86,7 @@ def test_possibly_queued_job_keeps_its_directory(
 
 
 @pytest.mark.parametrize("option", ["--clusters=far", "-Mfar"])
-def test_job_of_another_cluster_is_refused(run: Run, tmp_path: Path, option: str) -> None:
+def test_job_of_other_cluster_is_rejected(run: Run, tmp_path: Path, option: str) -> None:
     code, _, errors = run("echo '123;far'", f"--sbatch-arg={option}")
     assert code == 1
     assert "is --clusters=far; expected a job of this machine's cluster" in errors
@@ -135,7 +135,7 @@ def test_preempted_job_is_requeued_unless_it_ends_meanwhile(
         )
 
 
-def test_two_signals_at_once_stop_the_job_before_they_leave_it(
+def test_follower_with_two_signals_cancels_job_before_detaching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []

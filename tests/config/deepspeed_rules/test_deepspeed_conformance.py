@@ -112,7 +112,7 @@ def outcomes():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_deepspeed_refuses_late_is_refused_before(name, outcomes):
+def test_check_rejects_configs_that_deepspeed_rejects(name, outcomes):
     result = check_deepspeed(full(REFUSED[name][0]), ParallelDims(1))
 
     if IS_0_19_0 and name in KEYS_OF_0_19_0:
@@ -131,7 +131,7 @@ def test_what_deepspeed_refuses_late_is_refused_before(name, outcomes):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [*SWALLOWED, *IGNORED])
-def test_what_deepspeed_swallows_is_refused_and_what_it_ignores_is_warned_about(name, outcomes):
+def test_check_rejects_misread_and_warns_of_ignored_configs(name, outcomes):
     result = check_deepspeed(full(SWALLOWED.get(name) or IGNORED[name]), ParallelDims(1))
 
     assert outcomes[name] == "accepted"
@@ -141,7 +141,7 @@ def test_what_deepspeed_swallows_is_refused_and_what_it_ignores_is_warned_about(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", IN_A_PIPELINE)
-def test_what_deepspeed_refuses_in_a_pipeline_is_refused_before(name, outcomes):
+def test_check_rejects_pipelines_that_deepspeed_rejects(name, outcomes):
     if IS_0_19_0 and name in SAID_BY_0_19_0:
         assert outcomes[name] == SAID_BY_0_19_0[name]
     else:
@@ -150,7 +150,7 @@ def test_what_deepspeed_refuses_in_a_pipeline_is_refused_before(name, outcomes):
 
 
 @pytest.mark.ranks
-def test_fp16_stage_0_refuses_sgd_and_warns_of_adam():
+def test_fp16_zero0_rejects_sgd_and_warns_of_adam():
     fp16 = {"fp16": {"enabled": True, "loss_scale": 256}, "zero_allow_untested_optimizer": True}
     configs = [
         full({**fp16, "optimizer": optimizer, "zero_optimization": {"stage": stage}})
@@ -178,7 +178,7 @@ def test_fp16_stage_0_refuses_sgd_and_warns_of_adam():
 
 
 @pytest.mark.ranks
-def test_a_good_config_is_accepted_by_both():
+def test_valid_config_is_accepted_by_check_and_deepspeed():
     good = [
         full({}),
         full({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e7}}),
@@ -196,7 +196,7 @@ def test_a_good_config_is_accepted_by_both():
 
 
 @pytest.mark.process
-def test_the_committed_table_is_what_the_installed_release_says():
+def test_committed_table_matches_installed_release():
     installed = installed_deepspeed_version()
     if installed not in releases():
         pytest.skip(f"Requires: [deepspeed {' or '.join(releases())}]")

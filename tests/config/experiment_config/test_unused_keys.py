@@ -70,5 +70,5 @@ def test_every_key_is_used_or_warned_about(name, key):
     assert unused(name, key) == ([] if is_used else [shown])
 
 
-def test_slurm_is_unused_without_slurm():
+def test_slurm_section_is_unused_without_slurm():
     assert unused("slurm", has_slurm=False) == ["slurm"]
