@@ -1,4 +1,4 @@
-"""A part of the matrix of axes: one cell of each outcome."""
+"""Sample of the parallel-axes benchmark: five axes with three optimizers each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of the matrix of layouts: each kind of layout is saved and loaded at one rank and at two."""
+"""Sample of the reshape benchmark: checkpoint layouts on one and two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest of this account's is known as such; one that anybody could have made is not."""
+"""Manifest signatures: only manifests written by this account count as its own."""
 
 from __future__ import annotations
 

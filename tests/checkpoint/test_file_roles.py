@@ -1,3 +1,5 @@
+"""Roles of checkpoint files, and sums of sizes and parameters by role and rank."""
+
 import dataclasses
 
 import pytest

@@ -109,6 +109,7 @@ class LaterRecord(EngineRecord):
 
 
 def test_engine_record_reads_later_field_or_default():
+    """A field added by a later release has its default in older manifests."""
     values = PLAIN_LAYOUT.to_json()
     assert LaterRecord.from_layout(values).later == 1
     assert LaterRecord.from_layout(LaterRecord.from_layout({**values, "later": 4}).to_json()).later == 4

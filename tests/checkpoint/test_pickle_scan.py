@@ -1,4 +1,4 @@
-"""What a pickle names is found out, and none of it is imported, called or changed."""
+"""``read_pickle`` finds the names in a pickle without importing or calling them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_names_before_pickle_damage_are_reported() -> None:
 
     assert read_pickle(io.BytesIO(whole[:60])).names == ("posix.mkdir",)
     assert read_pickle(io.BytesIO(b"no pickle at all")).names == ()
-    # A registered extension is an object of this process that no name says.
+    # An extension code stands for an object of this process; the pickle does not contain its name.
     assert read_pickle(io.BytesIO(b"\x80\x02\x82\x05.")).names == ("copyreg extension 5",)
 
 
@@ -70,7 +70,7 @@ def test_numeric_numpy_dtypes_are_not_odd() -> None:
 
 
 def test_build_opcode_on_class_is_reported() -> None:
-    """BUILD on a class would change it for the whole process."""
+    """The BUILD opcode on a class would change the class for the whole process."""
     setting = b"\x80\x02ctorch\nTensor\nN}X\x08\x00\x00\x00backwardK\x01s\x86b."
 
     assert read_pickle(io.BytesIO(setting)).names == ("a new state of torch.Tensor", "torch.Tensor")
@@ -78,7 +78,7 @@ def test_build_opcode_on_class_is_reported() -> None:
 
 ODD = [
     (("O8", False, True), None),
-    # Says that its elements are no objects: an array of it reads bytes as addresses, and the process ends or worse.
+    # The flags deny that elements are objects: an array of this dtype would read bytes as pointers and crash.
     (("O8", False, True), (3, "|", None, None, None, -1, -1, 0)),
     (("V8", False, True), (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)),
     (("u4", False, True), (3, "<", None, None, None, -1, -1, 63)),

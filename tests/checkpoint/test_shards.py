@@ -1,4 +1,4 @@
-"""Pieces of parameters: every element is in exactly one, wherever the layout cuts."""
+"""Parameter shards: every element is in exactly one shard of any partitioning."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""``dstrial`` command line: usage errors, closed streams, missing metadata."""
+
 import importlib.metadata
 import os
 import signal
@@ -79,7 +81,7 @@ def test_closed_streams_do_not_change_check_exit_code(tmp_path, closed):
 
 @pytest.mark.process
 def test_uninstalled_checkout_runs_without_package_metadata(tmp_path):
-    """So it is where a bare machine runs ``make gpu PYTHON=python3``."""
+    """A machine that runs ``make gpu PYTHON=python3`` has no installed ``dstrial``."""
     code = (
         "import importlib.metadata as metadata, sys\n"
         "real = metadata.distribution\n"

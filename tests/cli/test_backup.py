@@ -1,4 +1,4 @@
-"""``dstrial backup`` and ``restore`` as a user types them, and what a master says of a damaged database."""
+"""``dstrial backup`` and ``restore``, and errors about damaged databases."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def rows(path: Path) -> dict[str, list[tuple[object, ...]]]:
 
 
 def test_backup_under_load_restores_all_rows(master: MasterForTest, tmp_path: Path) -> None:
+    """The next experiment gets an id above all ids assigned before the restore."""
     client = master.client()
     assert submit(client) == 1
     is_over = threading.Event()
@@ -113,7 +114,7 @@ def test_restore_lists_backups_and_repairs_emptied_database(
     assert line is not None, refused.stderr
     assert master.dstrial(*line[1].split()).returncode == 0
     master.up()
-    assert submit(master.client()) == 10_003  # the emptied database does not say which ids it has given
+    assert submit(master.client()) == 10_003  # skips ids that the emptied database may have assigned
 
 
 def test_status_leaves_wal_of_killed_master_unchanged(master: MasterForTest) -> None:
@@ -134,7 +135,7 @@ def test_damaged_database_page_gives_503_with_restore_hint(master: MasterForTest
     client = master.client()
     for _ in range(40):
         submit(client)
-    copied = master.dstrial("backup")  # also waits until what it reads is whole
+    copied = master.dstrial("backup")  # also checks that the database is undamaged so far
     assert copied.returncode == 0
     master.dstrial("down", "--now")
     master.up()
@@ -156,7 +157,7 @@ def test_damaged_database_page_gives_503_with_restore_hint(master: MasterForTest
 
 
 def ask(master: MasterForTest, path: str) -> tuple[int, str]:
-    """Return the status and the text of an answer."""
+    """Send a GET request; return the status and body of the response."""
     token = master.client().token
     connection = http.client.HTTPConnection("127.0.0.1", master.record.port, timeout=30)
     try:
@@ -168,7 +169,7 @@ def ask(master: MasterForTest, path: str) -> tuple[int, str]:
 
 
 def damage_table(path: Path, table: str) -> None:
-    """Damage every page of a table but its first, as they lie in the file."""
+    """Overwrite part of every leaf page of a table except the first."""
     looked_at = path.with_name("looked_at")
     shutil.copy(path, looked_at)
     with contextlib.closing(sqlite3.connect(f"file:{looked_at}?immutable=1", uri=True)) as connection:

@@ -83,7 +83,7 @@ def test_explain_shows_origins_and_all_adds_defaults(context):
             assert rows["gradient_clipping"] == ["1.0", "DeepSpeed's", "default"]
         else:
             assert "gradient_clipping" not in rows
-            assert len(result.stdout.splitlines()) < 17  # not the hundred defaults of DeepSpeed
+            assert len(result.stdout.splitlines()) < 17  # without DeepSpeed's hundred defaults
             hidden = r"^and \d{2,} of DeepSpeed's defaults, which --all shows$"
             assert re.search(hidden, result.stdout, re.MULTILINE)
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 Command = Callable[..., tuple[int, str, str]]
 
 
-def compared(command: Command, *words: object) -> tuple[int, dict[str, Any]]:
+def run_diff(command: Command, *words: object) -> tuple[int, dict[str, Any]]:
     exit_code, out, err = command("checkpoint", "diff", *words, "--json")
     assert err == ""
     return exit_code, json.loads(out)
@@ -25,7 +25,7 @@ def compared(command: Command, *words: object) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize("case", ["zero 3", "two engines", "pipeline"])
 def test_diff_with_itself_finds_no_difference(checkpoints: Any, dstrial_command: Command, case: str) -> None:
     path = checkpoints[case].latest
-    exit_code, report = compared(dstrial_command, path, path, "--optimizer")
+    exit_code, report = run_diff(dstrial_command, path, path, "--optimizer")
     assert (exit_code, report["is_same"], report["differences"]) == (0, True, {})
     assert [part["num_differing"] for part in report["weights"]] == [0] * len(report["weights"])
     assert dstrial_command("checkpoint", "diff", path, path)[1].endswith("the two are the same\n")
@@ -33,7 +33,7 @@ def test_diff_with_itself_finds_no_difference(checkpoints: Any, dstrial_command:
 
 def test_diff_between_zero_stages_shows_config_and_layout(checkpoints: Any, dstrial_command: Command) -> None:
     a, b = checkpoints["zero 0"].latest, checkpoints["zero 3"].latest
-    exit_code, report = compared(dstrial_command, a, b)
+    exit_code, report = run_diff(dstrial_command, a, b)
     assert exit_code == 1
     assert report["differences"]["hyperparameters"] == [
         {"key": "deepspeed_config.zero_optimization.stage", "a": 0, "b": 3}
@@ -44,7 +44,7 @@ def test_diff_between_zero_stages_shows_config_and_layout(checkpoints: Any, dstr
 
 def test_diff_of_weights_only_ignores_layout(checkpoints: Any, dstrial_command: Command) -> None:
     a, b = checkpoints["zero 2"].latest, checkpoints["zero 3"].latest
-    exit_code, report = compared(dstrial_command, a, b, "--only", "weights", "--optimizer")
+    exit_code, report = run_diff(dstrial_command, a, b, "--only", "weights", "--optimizer")
     assert (exit_code == 0) == (report["weights"][0]["num_elements_differing"] == 0)
     assert report["weights"][0]["relative"] < 1e-6
 
@@ -57,7 +57,7 @@ def test_diff_norms_match_exported_weights(
     for path, output in ((made.earlier, earlier), (made.latest, latest)):
         assert dstrial_command("checkpoint", "export", path, output, "--format", "torch")[0] == 0
     a, b = torch.load(earlier), torch.load(latest)
-    exit_code, report = compared(dstrial_command, made.earlier, made.latest, "--top", "100")
+    exit_code, report = run_diff(dstrial_command, made.earlier, made.latest, "--top", "100")
     assert exit_code == 1
     (weights,) = report["weights"]
     rows = {row["name"]: row for row in weights["largest"]}
@@ -83,7 +83,7 @@ def test_diff_of_progress_includes_steps_and_learning_rates(
     checkpoints: Any, dstrial_command: Command
 ) -> None:
     made = checkpoints["pipeline"]
-    exit_code, report = compared(dstrial_command, made.earlier, made.latest, "--only", "progress")
+    exit_code, report = run_diff(dstrial_command, made.earlier, made.latest, "--only", "progress")
     assert exit_code == 1
     assert report["differences"]["progress"] == [{"key": "steps_completed", "a": 2, "b": 3}]
     keys = {entry["key"] for entry in report["differences"]["optimizer of engine 0"]}
@@ -93,15 +93,15 @@ def test_diff_of_progress_includes_steps_and_learning_rates(
 
 def test_diff_compares_moments_only_with_optimizer_option(checkpoints: Any, dstrial_command: Command) -> None:
     made = checkpoints["bf16"]
-    plain = compared(dstrial_command, made.earlier, made.latest)[1]["weights"][0]
-    more = compared(dstrial_command, made.earlier, made.latest, "--optimizer", "--top", "99")[1]["weights"][0]
+    plain = run_diff(dstrial_command, made.earlier, made.latest)[1]["weights"][0]
+    more = run_diff(dstrial_command, made.earlier, made.latest, "--optimizer", "--top", "99")[1]["weights"][0]
     assert (plain["num_compared"], more["num_compared"]) == (7, 7 + 2 * 5)
     assert {row["key"] for row in more["largest"]} == {"master", "exp_avg", "exp_avg_sq"}
     assert more["norm_difference"] == plain["norm_difference"], "of weights alone"
 
 
 def test_diff_of_different_models_is_no_error(checkpoints: Any, dstrial_command: Command) -> None:
-    exit_code, report = compared(
+    exit_code, report = run_diff(
         dstrial_command, checkpoints["zero 2"].latest, checkpoints["pipeline"].latest
     )
     assert exit_code == 1

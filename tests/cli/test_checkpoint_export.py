@@ -1,4 +1,4 @@
-"""``dstrial checkpoint export``: the weights of real checkpoints against those that were live when they were saved."""
+"""``dstrial checkpoint export``: exported weights equal the live weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Read a file by the format's description alone; every byte has to belong to one tensor."""
+    """Parse a safetensors file without the library; assert that tensors fill it."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 Command = Callable[..., tuple[int, str, str]]
 
 
-def inspected(command: Command, path: Path, *options: str) -> dict[str, Any]:
+def run_inspect(command: Command, path: Path, *options: str) -> dict[str, Any]:
     exit_code, out, err = command("checkpoint", "inspect", path, "--json", *options)
     assert (exit_code, err) == (0, "")
     contents: dict[str, Any] = json.loads(out)
@@ -24,12 +24,12 @@ def inspected(command: Command, path: Path, *options: str) -> dict[str, Any]:
 
 def test_inspect_of_run_directory_shows_newest_checkpoint(checkpoints: Any, dstrial_command: Command) -> None:
     made = checkpoints["zero 2"]
-    contents = inspected(dstrial_command, made.run_path)
+    contents = run_inspect(dstrial_command, made.run_path)
     assert (contents["path"], contents["uuid"]) == (str(made.latest), made.latest.name)
     assert (contents["steps_completed"], contents["experiment"]) == (3, "wide")
     assert contents["run_directory"] == str(made.run_path)
-    assert inspected(dstrial_command, made.earlier)["steps_completed"] == 2
-    first, second = inspected(dstrial_command, checkpoints["two engines"].latest)["engines"]
+    assert run_inspect(dstrial_command, made.earlier)["steps_completed"] == 2
+    first, second = run_inspect(dstrial_command, checkpoints["two engines"].latest)["engines"]
     assert (first["parameters"]["parameters"], second["parameters"]["parameters"]) == (7, 4)
 
 
@@ -58,7 +58,7 @@ LAYOUT = ("engine_kind", "world_size", "data_parallel_size", "pipeline_stages", 
 def test_inspect_shows_layout_parameters_and_optimizer(
     checkpoints: Any, dstrial_command: Command, case: str, layout: tuple[object, ...]
 ) -> None:
-    (engine,) = inspected(dstrial_command, checkpoints[case].latest)["engines"]
+    (engine,) = run_inspect(dstrial_command, checkpoints[case].latest)["engines"]
     assert tuple(engine[name] for name in LAYOUT) == layout
     assert engine["train_batch_size"] == 8
     assert engine["versions"].keys() == {"deepspeed", "torch", "dstrial", "python"}
@@ -73,7 +73,7 @@ def test_inspect_shows_layout_parameters_and_optimizer(
 
 def test_inspect_sizes_match_files_on_disk(checkpoints: Any, dstrial_command: Command) -> None:
     path = checkpoints["pipeline"].latest
-    contents = inspected(dstrial_command, path)
+    contents = run_inspect(dstrial_command, path)
     beside = {"manifest.json", "COMPLETE", "metadata.json"}
     on_disk = {file: file.stat().st_size for file in path.rglob("*") if file.is_file()}
     expected = sum(size for file, size in on_disk.items() if file.name not in beside)
@@ -86,7 +86,7 @@ def test_inspect_sizes_match_files_on_disk(checkpoints: Any, dstrial_command: Co
 
 
 def test_parameter_table_has_shape_group_and_stage(checkpoints: Any, dstrial_command: Command) -> None:
-    (engine,) = inspected(dstrial_command, checkpoints["pipeline"].latest, "--parameters")["engines"]
+    (engine,) = run_inspect(dstrial_command, checkpoints["pipeline"].latest, "--parameters")["engines"]
     rows = {(row["name"], row["stage"]): row for row in engine["parameter_table"]}
     assert rows["0.weight", 0]["shape"] == [9, 8]
     assert rows["tied_modules.called.weight", 1]["tied_to"] == "tied_modules.called.weight"
@@ -130,5 +130,5 @@ def test_inspect_labels_parameters_of_spread_experts(checkpoints: Any, dstrial_c
     assert exit_code == 0
     assert "over 2 ranks; parameters are those of one" in out
     assert "its experts are spread over 2 ranks" in out
-    (engine,) = inspected(dstrial_command, path)["engines"]
+    (engine,) = run_inspect(dstrial_command, path)["engines"]
     assert engine["expert_parallel_size"] == 2

@@ -1,4 +1,4 @@
-"""``dstrial checkpoint reshape``: what it writes is resumed as it is, and holds the same bits."""
+"""``dstrial checkpoint reshape``: the output is bitwise equal and resumes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_reshaped_checkpoint_is_bitwise_equal_and_resumes(
     exit_code, out, _ = dstrial_command(
         "checkpoint", "diff", made.latest, last, "--only", "weights", "--json"
     )
-    # Not the same bits: running means are those of a replica's own records.
+    # Not bitwise equal: each replica computes running means from its own records only.
     assert json.loads(out)["weights"][0]["relative"] < 1e-3, out
 
 
@@ -145,7 +145,7 @@ def test_reshape_by_uuid_uses_model_definition_from_master(
     dstrial_command: Command,
     tmp_path: Path,
 ) -> None:
-    """The model definition is the master's, for the checkpoint carries none and belongs to no run."""
+    """The checkpoint has no model definition, so reshape downloads the master's."""
     output = tmp_path / "four"
     words = ("checkpoint", "reshape", reported_checkpoint[0], str(output), "--slots", "4")
     done = shared_master.dstrial(*words, deadline_s=200)

@@ -1,4 +1,4 @@
-"""Displays of a run, its last lines, and those of a search."""
+"""Progress displays and final summaries of runs and searches."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_summary_names_best_and_last_checkpoint(run_directory: RunDirectory) -> 
         row = {"group": "validation", "steps_completed": steps, "metrics": {"accuracy": value}}
         append_json_line(run_directory.metrics_path, row)
     add_checkpoint(run_directory, 20)
-    best = add_checkpoint(run_directory, 10)  # 30 was better, and is not kept
+    best = add_checkpoint(run_directory, 10)  # batch 30 was better, but its checkpoint was deleted
     last = add_checkpoint(run_directory, 40)
     lines = summary_of(run_directory, COMPLETED, RunView(40, 40)).splitlines()
     assert f"  best:        checkpoints/{best.name} (batch 10, accuracy 0.9)" in lines
@@ -311,4 +311,4 @@ def test_search_summary_lists_best_trial_first(
     larger = dataclasses.replace(experiment, smaller_is_better=False)
     lines = search_summary(VIEW, larger, COMPLETED, run_directory)
     assert "best:          loss 0.5 of trial 1" in lines
-    assert lines[-1] == "  best:        uuid-1"  # in object storage
+    assert lines[-1] == "  best:        uuid-1"  # no local copy: it is in object storage

@@ -1,4 +1,4 @@
-"""The real command in processes of its own: on this machine, under limits, and before a driver that is not there."""
+"""``dstrial doctor`` on this machine, with low limits and with a fake driver."""
 
 import json
 import os
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def doctor(tmp_path):
-    """Run ``dstrial doctor`` in an empty directory; variables that are None are unset."""
+    """Return a function that runs ``dstrial doctor`` in an empty directory."""
 
     def run(*arguments, before="", python=(), **variables):
         environ = {
@@ -56,7 +56,7 @@ def doctor(tmp_path):
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory):
-    """Directory of a library that answers as a driver would; see ``nvml_stand_in.c``."""
+    """Return the directory of a fake NVML library built from ``nvml_stand_in.c``."""
     folder = tmp_path_factory.mktemp("driver")
     source = HERE.parent / "doctor" / "nvml_stand_in.c"
     compiler = shutil.which("cc") or shutil.which("gcc")
@@ -116,7 +116,7 @@ def test_json_report_has_documented_keys_and_exit_code(doctor, tmp_path):
         "/dev/shm",
     ):
         assert names[name]["status"] == "ok", names[name]
-    # Whoever has run the main example has a master there.
+    # Port 8080 is taken if a master of the main example is running.
     assert names["master"]["status"] == ("ok" if _is_free(8080) else "note"), names["master"]
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "state").exists()
@@ -159,7 +159,7 @@ def test_terminal_output_has_colours_unless_no_color(tmp_path, more):
     while True:
         try:
             piece = os.read(reader, 65536)
-        except OSError:  # the other end is gone
+        except OSError:  # the process has closed its end of the terminal
             break
         shown += piece
     os.close(reader)
@@ -225,7 +225,7 @@ def test_wrong_usage_is_told(doctor):
 
 
 def test_device_use_report_strips_control_characters(doctor, driver):
-    """A process names itself, and a variable holds any bytes: neither may move the cursor, or end the command."""
+    """Process names and variables may contain any bytes, such as escape sequences."""
     program = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\x1b[2Jgone'); print('ready', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
         try:

@@ -1,4 +1,4 @@
-"""Entrypoints, and which run ``--resume`` continues; runs and checkpoints are real directories."""
+"""Entrypoint parsing, and the run and checkpoint that ``--resume`` selects."""
 
 from __future__ import annotations
 

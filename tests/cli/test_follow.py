@@ -1,4 +1,4 @@
-"""How a run is judged by its ranks, its signals and the master."""
+"""Verdicts on runs and searches from ranks, signals and the master's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Projects that ``dstrial init`` writes pass the check, train, and are never written over."""
+"""``dstrial init`` and its projects; ``dstrial kill`` and ``dstrial show``."""
 
 from __future__ import annotations
 

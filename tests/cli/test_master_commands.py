@@ -1,4 +1,4 @@
-"""``dstrial up``, ``down``, ``status`` and ``logs`` as a user types them."""
+"""The commands ``dstrial up``, ``down``, ``status``, ``login`` and ``logs``."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ pytestmark = pytest.mark.process
 
 Command = Callable[..., tuple[int, str, str]]
 
-# With these a command is a fork of what has imported it.
+# With these variables ``warm_start`` can fork commands from its preloaded process.
 VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 @pytest.fixture(scope="module")
-def lasting_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
-    """One master for all tests after which it goes on, or can be started again."""
+def module_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    """Start one master for the module; ``master`` restarts it after a test ends it."""
     with master_for_test(tmp_path_factory.mktemp("lasting")) as running:
         yield running
 
 
 @pytest.fixture
-def master(lasting_master: MasterForTest) -> Iterator[MasterForTest]:
-    yield lasting_master
-    if lasting_master.state.running() is None:
-        lasting_master.up()
+def master(module_master: MasterForTest) -> Iterator[MasterForTest]:
+    yield module_master
+    if module_master.state.running() is None:
+        module_master.up()
 
 
 @pytest.fixture
-def login_of_another(master: MasterForTest) -> Iterator[str]:
-    """Address at which ``det`` is logged in to another master, until the test is over."""
+def other_master_login(master: MasterForTest) -> Iterator[str]:
+    """Store another master's ``det`` login for this address; yield the address."""
     address = f"http://localhost:{master.record.port}"
     path = Path(master.env["XDG_CONFIG_HOME"]) / "determined" / "auth.json"
     before = path.read_text()
@@ -76,7 +76,7 @@ def test_up_listens_on_loopback_and_prints_address(master: MasterForTest) -> Non
 
 
 def listening_addresses(pid: int) -> set[str]:
-    """Local addresses, as the kernel writes them, on which a process accepts connections."""
+    """Return the addresses a process listens on, as in ``/proc/net/tcp``."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         target = str(link.readlink()) if link.is_symlink() else ""
@@ -114,15 +114,15 @@ def test_up_logs_in_det_for_owner_only(master: MasterForTest) -> None:
     assert stranger.returncode != 0
 
 
-def test_up_keeps_login_of_other_master(master: MasterForTest, login_of_another: str) -> None:
+def test_up_keeps_login_of_other_master(master: MasterForTest, other_master_login: str) -> None:
     told = master.dstrial("up", "--slots", "7", "--no-password")
     assert told.returncode == 0
     assert "--slots 7, --no-password changes nothing while it runs" in told.stderr
-    assert f"det is logged in to another master at {login_of_another}; that is left as it is" in told.stderr
-    assert auth_entries(master)[login_of_another]["tokens"] == {"me": "of another master"}
-    assert f"not logged in at {login_of_another}" in told.stdout
+    assert f"det is logged in to another master at {other_master_login}; that is left as it is" in told.stderr
+    assert auth_entries(master)[other_master_login]["tokens"] == {"me": "of another master"}
+    assert f"not logged in at {other_master_login}" in told.stdout
     assert master.dstrial("login").returncode == 0
-    assert auth_entries(master)[login_of_another]["active_user"] == "determined"
+    assert auth_entries(master)[other_master_login]["active_user"] == "determined"
 
 
 def test_det_needs_no_login_without_passwords(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_logs_prints_tail_and_follows_master_log(master: MasterForTest) -> None:
         was_read = threading.Event()
 
         def write() -> None:
-            # Again and again: a line from before it follows is not its business.
+            # Repeatedly: lines written before ``logs -f`` starts are not printed.
             while not was_read.wait(0.2):
                 with master.state.log_path.open("a") as log:
                     log.write("one more line\n")

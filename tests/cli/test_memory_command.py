@@ -1,4 +1,4 @@
-"""``dstrial memory`` predicts a real trial's memory on virtual devices, or says what is in the way."""
+"""``dstrial memory`` predicts a trial's memory, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_memory_of_trial_is_sum_of_parts(capsys: pytest.CaptureFixture[str]) -> 
         assert sum(row[part] for part in parts) == pytest.approx(row["peak"], rel=1e-6)
         assert all(row[part] > 0 for part in parts)
     assert "train_batch_size" in three["problem"], "64 records cannot be shared by 3"
-    # float32: masters are the weights, and Adam keeps two numbers for each, which ZeRO stage 1 divides.
+    # float32: master weights and Adam's two moments are 3 values per weight; ZeRO stage 1 partitions them.
     assert one["optimizer"] / one["parameters"] == pytest.approx(3, rel=0.1)
     assert two["optimizer"] / one["optimizer"] == pytest.approx(0.5, rel=0.1)
 
@@ -48,9 +48,9 @@ def test_memory_of_pipeline_is_predicted_per_stage(capsys: pytest.CaptureFixture
 
     assert "multiple of 2" in alone["problem"]
     assert [alone["stage"], first["stage"], second["stage"]] == [None, 0, 1]
-    # Two blocks each, but only the first stage has the positions.
+    # Each stage has two blocks; only the first stage has the position embeddings.
     assert first["parameters"] > second["parameters"] > 4 * 2 * 12 * 64 * 64
-    # The first stage has two micro batches under way, of 8 records of 64 characters, 64 wide.
+    # The first stage holds two micro batches in flight: 8 records of 64 characters, hidden size 64.
     assert first["largest"]["activations"] > 1.5 * second["largest"]["activations"] > 8 * 64 * 64 * 4
     for row in (first, second):
         assert row["gradients"] == row["parameters"]
@@ -60,7 +60,7 @@ def test_memory_of_pipeline_is_predicted_per_stage(capsys: pytest.CaptureFixture
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_memory_of_script_includes_activations_of_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    # Whatever the size of the model and of the text that it reads.
+    # A small model and a short text are enough to check the proportions.
     small = ("--config", "hyperparameters.n_layer=2", "--config", "hyperparameters.num_chars_max=30000")
     assert main(["memory", *SCRIPT, "--slots", "1", "--json", *small]) == 0
     (row,) = json.loads(capsys.readouterr().out)["devices"]
@@ -73,12 +73,12 @@ def test_memory_of_script_includes_activations_of_batch(capsys: pytest.CaptureFi
 EXAMPLES = sorted(path.stem for path in (ROOT / "experiment_configs").glob("*.yaml"))
 NOT_DRY_RUN = {
     "accelerate_clm": "a loop with Reporter cannot be dry-run",
-    "hf_generate": "memory.py:25",  # reads what only ZeRO 3 sets, and trains nothing
+    "hf_generate": "memory.py:25",  # reads attributes that only ZeRO 3 sets; trains nothing
 }
 
 
 def model_def_of(example: str) -> str:
-    """Return the model definition whose name begins the example's."""
+    """Return the model definition whose name is the example's longest prefix."""
     names = [path.name for path in (ROOT / "model_defs").iterdir() if example.startswith(path.name)]
     return max(names, key=len)
 

@@ -1,4 +1,4 @@
-"""``dstrial run`` as a user starts it: a real command, real ranks, signals and files."""
+"""``dstrial run`` end to end: commands, ranks, signals and files."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def make_project(tmp_path: Path, shared_master: MasterForTest) -> MakeProject:
 @pytest.mark.process
 class TestScripts:
     def test_run_prints_reports_warnings_files_and_commands(self, make_project: MakeProject) -> None:
-        """Also where ``det`` by itself asks another address, as with port 8080 taken."""
+        """The printed ``det`` command works without ``DET_MASTER`` in the environment."""
         project = make_project(CORE_API_SCRIPT, "python3 -m dstrial.launch train.py 'an argument'")
         with project.config.open("a") as file:
             file.write(
@@ -200,7 +200,7 @@ class TestScripts:
         assert code == 130
         assert "stopped at batch 5 of 10 (left to the master, which has saved nothing so far)" in output
         assert "lost" not in output
-        # DET_MASTER names this master.
+        # DET_MASTER is set, so the printed command needs no address.
         kill = re.search(r"^kill with: +(?:\S*/)?det experiment kill (\d+)$", output, re.M)
         assert kill is not None, output
         (run_directory,) = project.run_directories()
@@ -210,7 +210,7 @@ class TestScripts:
         submission = Submission.read(run_directory)
         assert submission is not None
         assert kill.group(1) == str(submission.experiment_id)
-        view = until_settled(shared_master, submission.experiment_id)
+        view = wait_until_settled(shared_master, submission.experiment_id)
         assert view.state == "PAUSED"
         assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
         ended = project.run("--resume", "latest")
@@ -232,7 +232,7 @@ class TestScripts:
         self, make_project: MakeProject, tmp_path: Path
     ) -> None:
         may_go_on = tmp_path / "may go on"
-        # The second time it does not end before somebody follows it.
+        # After the resume the script waits until the second ``dstrial run`` follows it.
         waits = f"    while first and not os.path.exists({str(may_go_on)!r}):\n        time.sleep(0.01)\n"
         script = CORE_API_SCRIPT.replace(
             "    train.rewind_to(first)\n", f"    train.rewind_to(first)\n{waits}"
@@ -266,6 +266,7 @@ class TestScripts:
             assert experiment_view(master.state, 2) is None
 
     def test_sigint_with_closed_stdout_saves_and_summarizes(self, make_project: MakeProject) -> None:
+        """The summary appears on the terminal that standard error is connected to."""
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
         ours, theirs = pty.openpty()
         with started(project, project.command(), stderr=theirs, popen=subprocess.Popen) as process:
@@ -294,7 +295,7 @@ class TestScripts:
 
     def test_resume_from_named_checkpoint_keeps_later_checkpoints(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
-        # By default the master keeps the best and the last at the end of an experiment.
+        # By default the master deletes all but the best and the last checkpoint at an experiment's end.
         keeps_all = ("--config", "checkpoint_storage={save_trial_latest: 9}")
         run_and_signal(project, project.command(*keeps_all), "waiting for a signal", [signal.SIGINT])
         (run_directory,) = project.run_directories()
@@ -334,7 +335,7 @@ class TestScripts:
         assert warm_start.run_command(command, env=dict(project.env), capture_output=True).returncode == 7
         (project.directory / "train.py").write_text(CORE_API_SCRIPT)
 
-        # Nothing to go on from: it begins there once more.
+        # There is no checkpoint to resume from: the run restarts in the same directory.
         code, output = run_and_signal(project, command, "waiting for a signal", [signal.SIGINT])
         assert code == 130, output
         assert RunDirectory(own).read_record().num_attempts == 2
@@ -377,7 +378,7 @@ class TestScripts:
         assert "state:         completed" in output
 
 
-def until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
+def wait_until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
     give_up_at_s = time.monotonic() + DEADLINE_S
     while True:
         view = experiment_view(master.state, experiment_id)
@@ -405,7 +406,7 @@ def started(
 def run_and_signal(
     project: Project, command: list[str], line: str, signals: list[signal.Signals]
 ) -> tuple[int, str]:
-    """Run a command, send it signals once a line has appeared, each after the answer to the one before."""
+    """Run a command; send the first signal at ``line``, others at the Ctrl-C hint."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(project.env)
     )
@@ -424,7 +425,7 @@ def run_and_signal(
 
 
 def on_terminal(project: Project, command: list[str]) -> tuple[int, str]:
-    """Run a command whose standard output is a terminal; its exit status and everything it drew."""
+    """Run a command on a pseudo-terminal; return its exit code and output."""
     ours, theirs = pty.openpty()
     process = warm_start.Popen(
         command, stdout=theirs, stderr=theirs, env={**project.env, "COLUMNS": "200", "TERM": "xterm"}
@@ -501,6 +502,7 @@ DEEPSPEED_CONFIG = {
 def test_trial_is_tested_stopped_and_resumed(
     make_project: MakeProject,
 ) -> None:
+    """Both ranks stop at the same batch, where the resumed run continues."""
     project = make_project(TRIAL)
     project.config.write_text(TRIAL_CONFIG)
     (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
@@ -555,7 +557,7 @@ def test_exit_0_in_training_fails_run_and_experiment(
     assert run_directory.read_record().state is RunState.FAILED
     submission = Submission.read(run_directory)
     assert submission is not None
-    view = until_settled(shared_master, submission.experiment_id)
+    view = wait_until_settled(shared_master, submission.experiment_id)
     assert view.state == "ERROR"
     assert "ends the rank with exit code 0" in str(view.end_reason)
 

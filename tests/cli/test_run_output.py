@@ -1,4 +1,4 @@
-"""What ``dstrial run`` shows of a run that goes well, and of ordinary mistakes: one traceback, the user's frames first."""
+"""Output of ``dstrial run`` for successful runs and for errors in user code."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Watched(Good):
     def evaluate_batch(self, dataloader_iter, batch_idx):
         next(dataloader_iter)
         self.num_validations += 1
-        # Validated after each two batches; the second is the best.
+        # Validation runs every two batches; the second one is the best.
         return {"accuracy": [0.5, 0.9, 0.1, 0.2][self.num_validations - 1]}
 
 
@@ -160,7 +160,7 @@ resources: {slots_per_trial: 1}
 searcher: {name: single, metric: accuracy, smaller_is_better: false, max_length: {batches: 8}}
 min_validation_period: {batches: 2}
 min_checkpoint_period: {batches: 2}
-# No fork of what tests import ahead has it: tqdm reads its variables when it is imported.
+# An unknown variable prevents a fork of the preloaded process: tqdm reads its variables at import.
 environment: {environment_variables: [IMPORTS_ITSELF=1]}
 """
 SCHEDULED = """
@@ -181,7 +181,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(project: Path, entrypoint: str, slots: int = 1, batches: int = 4) -> Path:
+def write_config(project: Path, entrypoint: str, slots: int = 1, batches: int = 4) -> Path:
     path = project / "exp.yaml"
     path.write_text(CONFIG.format(entrypoint=entrypoint, slots=slots, batches=batches))
     return path
@@ -190,7 +190,7 @@ def config_of(project: Path, entrypoint: str, slots: int = 1, batches: int = 4) 
 def run(
     project: Path, master: MasterForTest, entrypoint: str, slots: int = 1, batches: int = 4
 ) -> tuple[subprocess.CompletedProcess[str], RunDirectory]:
-    words = ("run", str(config_of(project, entrypoint, slots, batches)), str(project / "context"))
+    words = ("run", str(write_config(project, entrypoint, slots, batches)), str(project / "context"))
     options = ("--runs-dir", str(project / "runs"), "--no-progress")
     ended = master.dstrial(*words, *options, cwd=project, deadline_s=DEADLINE_S)
     (record,) = (project / "runs").glob("*/*/run.json")
@@ -271,7 +271,7 @@ def test_failure_summary_names_batch(
     entrypoint: str, slots: int, project: Path, shared_master: MasterForTest
 ) -> None:
     ended, _ = run(project, shared_master, f"model_def:{entrypoint}", slots, batches=40)
-    # A rank that is killed at once may not have written the length of its run.
+    # A rank that is killed may not have written its run's length yet.
     assert re.search(r"^state: +failed at batch 5( of 40)? \(", ended.stdout, re.M), ended.stdout
     if entrypoint == "KilledLate":
         assert ended.returncode == 137
@@ -290,7 +290,13 @@ def test_unpicklable_callback_state_error_names_callback(project: Path, shared_m
 @pytest.mark.ranks
 def test_trial_log_has_single_traceback_and_exit_reason(project: Path, shared_master: MasterForTest) -> None:
     created = shared_master.det(
-        *("e", "create", str(config_of(project, "model_def:WrongShape", 2)), str(project / "context"), "-f"),
+        *(
+            "e",
+            "create",
+            str(write_config(project, "model_def:WrongShape", 2)),
+            str(project / "context"),
+            "-f",
+        ),
         deadline_s=DEADLINE_S,
     )
     client = shared_master.client()

@@ -1,4 +1,4 @@
-"""``dstrial run --slurm`` with scripts that stand for Slurm's commands."""
+"""``dstrial run --slurm`` with shell scripts in place of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dstrial_command: Run) -> Run:
-    """Return what submits a run to an sbatch that does this."""
+    """Return a function that submits a run; its first argument is the fake sbatch."""
     for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     commands = tmp_path / "bin"
@@ -98,7 +98,7 @@ _RUNNING_JOB = "JobId=7 JobState={} Reason=None Restarts=0 PreemptTime=2026-11-2
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return what has scontrol show the job in a state, and note what else it is told."""
+    """Return a function that fakes scontrol: it shows a state and logs other calls."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(slurm_job, "_ENDED_BY_REQUEUE_S", 0.0)
     script = tmp_path / "scontrol"

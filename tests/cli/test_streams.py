@@ -1,3 +1,5 @@
+"""Output streams that lose their reader, printed commands, duration arguments."""
+
 from __future__ import annotations
 
 import argparse
@@ -32,6 +34,7 @@ BIN = Path(sys.executable).parent
 
 
 def test_command_of_prefers_bare_name_if_on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If PATH finds another ``det`` or none, this environment's path is returned."""
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.chdir(BIN.parent)
     assert command_of("det") == "bin/det"

@@ -1,3 +1,5 @@
+"""Configs and records that ``dstrial run`` submits, and its own master."""
+
 from __future__ import annotations
 
 import argparse

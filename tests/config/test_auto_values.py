@@ -1,4 +1,4 @@
-"""``"auto"`` in the DeepSpeed config of a Hugging Face or Accelerate script: recognised, and who fills it in."""
+"""Values ``"auto"`` in DeepSpeed configs of HF Trainer and Accelerate scripts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load(tmp_path: Path) -> Load:
         ("from mine import Trainer\n", None),
         ("# from transformers import Trainer\n", None),
         ("this is no Python\n", None),
-        # One level of the script's own modules is looked through.
+        # Modules that the script imports are searched too, but not their imports.
         ({"train.py": "import training\n", "training.py": TRAINER}, "trainer"),
         ({"train.py": "from parts import training\n", "parts/training.py": TRAINER}, "trainer"),
         ({"train.py": "from parts.training import main\n", "parts/training.py": ACCELERATE}, "accelerate"),

@@ -10,8 +10,8 @@ from dstrial.errors import ConfigError
 SIZES = st.integers(min_value=1, max_value=64)
 
 
-def deepspeed_own(total, micro, steps, replicas):
-    """What DeepSpeed computes by integer division, and whether its assertion then holds."""
+def deepspeed_sizes(total, micro, steps, replicas):
+    """Return the sizes DeepSpeed computes, or None if its assertion would fail."""
     if total is not None and micro is not None and steps is None:
         steps = total // micro // replicas
     elif total is not None and steps is not None and micro is None:
@@ -37,7 +37,7 @@ def test_solve_batch_agrees_with_deepspeed(total, micro, steps, replicas, writes
     if total is None and micro is None:
         return
     given_sizes = ["auto" if size is None and writes_auto else size for size in (total, micro, steps)]
-    expected = deepspeed_own(total, micro, steps, replicas)
+    expected = deepspeed_sizes(total, micro, steps, replicas)
     if expected is None:
         with pytest.raises(ConfigError):
             solve_batch(*given_sizes, replicas)

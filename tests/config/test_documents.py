@@ -148,7 +148,7 @@ def test_yaml_merge_prefers_own_then_first_mapping() -> None:
 
 @pytest.mark.parametrize("num_items", [99_996, 99_997])
 def test_value_limit_counts_keys_items_and_aliases(num_items: int) -> None:
-    # The mapping, two keys, the first list of four, and the second with an alias of it.
+    # Counted values: mapping (1), keys (2), list a (4), list b (1), its num_items - 8 numbers, alias of a (4).
     text = "{a: &a [1, 1, 1], b: [" + "1, " * (num_items - 8) + "*a]}"
     if num_items == 99_996:
         read_yaml_text(text, "exp.yaml")

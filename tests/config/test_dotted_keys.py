@@ -1,4 +1,4 @@
-"""Dotted keys, as Determined's own examples write them, are taken as nested ones or shown as such."""
+"""Dotted keys are read as nested keys, or the error shows the nested form."""
 
 import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT

@@ -1,4 +1,4 @@
-"""The JSON Schema for editors and the reference page follow the table of the experiment config."""
+"""The JSON Schema of the experiment config, and generated reference pages."""
 
 import json
 import sys

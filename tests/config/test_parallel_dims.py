@@ -1,4 +1,4 @@
-"""How ranks are divided: the arithmetic, and that training counts replicas as the check does."""
+"""Division of ranks into data, pipeline, tensor and sequence parallelism."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_replicas_are_ranks_divided_by_replica_size(data, asked, otherwise, conf
         (TWO_STAGES, 4, None, r"is 4, but data\.dstrial says pipeline_stages 2; expected 2"),
         ({"dstrial": {"pipeline_stages": 3}}, None, None, "3 ranks per replica on 8 ranks"),
         ({}, 3, None, "3 ranks per replica on 8 ranks"),
-        # Without the ranks of a sequence, which a call does not name.
+        # ``asked`` counts the ranks of pipeline and tensor parallelism, not of sequence parallelism.
         ({}, 4, SEQUENCE, r"is 4, but .* sequence_parallel_size 2; expected 1, pipeline stages"),
         (
             {"dstrial": {"model_parallel_size": 4}},

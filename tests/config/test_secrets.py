@@ -1,4 +1,4 @@
-"""Secrets of a config are masked where it is shown, and the real ones put back where a shown one is submitted again."""
+"""Secrets are masked in shown configs and restored in resubmitted configs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_secret_environment_variables_are_masked() -> None:
 def test_secret_fields_are_masked(value: Any) -> None:
     for name in SECRET_FIELDS:
         if name == "token" and not isinstance(value, str):
-            continue  # only a text of this name is a secret
+            continue  # under this name only a string is a secret
         shown = masked({"hyperparameters": {"x": {name: value}}}, NAMES)["hyperparameters"]["x"]
         assert "abc" not in json.dumps(shown)
         assert list(shown) == [name]

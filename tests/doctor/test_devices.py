@@ -9,7 +9,7 @@ GIB = 1 << 30
 FIRST = Device(0, "H200", "GPU-aaaa1111", 141 * GIB, 0)
 SECOND = Device(1, "H200", "GPU-bbbb2222", 141 * GIB, 0)
 TWO = Hardware(driver="580.65.06", driver_cuda=(13, 0), devices=(FIRST, SECOND))
-NOBODY = Hardware()
+NO_HARDWARE = Hardware()
 
 
 def statuses(findings):
@@ -83,8 +83,8 @@ def test_unknown_device_is_problem_hidden_devices_are_note():
 @pytest.mark.parametrize(
     ("hardware", "environ", "required", "mends"),
     [
-        (NOBODY, {}, 1, "driver"),
-        (NOBODY, {"DS_ACCELERATOR": "cuda"}, 0, "driver"),
+        (NO_HARDWARE, {}, 1, "driver"),
+        (NO_HARDWARE, {"DS_ACCELERATOR": "cuda"}, 0, "driver"),
         (TWO, {"CUDA_VISIBLE_DEVICES": ""}, 1, "CUDA_VISIBLE_DEVICES"),
         (TWO, {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cuda"}, 0, "CUDA_VISIBLE_DEVICES"),
         (TWO, {"DS_ACCELERATOR": "cpu"}, 1, "DS_ACCELERATOR"),

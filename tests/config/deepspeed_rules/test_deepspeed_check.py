@@ -1,3 +1,5 @@
+"""Problems, warnings and effective values of DeepSpeed configs."""
+
 import copy
 
 import pytest
@@ -29,7 +31,7 @@ JSON_VALUES = st.recursive(
 
 
 def section_configs(section):
-    """Any values at all under legal keys of one section, and below."""
+    """Return a strategy for a section's configs: valid keys, arbitrary values."""
     values = {}
     for key, rule in section.keys.items():
         values[key] = JSON_VALUES if rule.section is None else section_configs(rule.section) | JSON_VALUES
@@ -133,10 +135,10 @@ def test_underscore_keys_are_comments_where_deepspeed_ignores_them():
 @pytest.mark.parametrize(
     ("keys", "sizes", "total"),
     [
-        # DeepSpeed counts the ranks of tensor_parallel as replicas, and those of sequence_parallel not.
+        # DeepSpeed counts the ranks of tensor_parallel as replicas, but not those of sequence_parallel.
         ({"tensor_parallel": {"autotp_size": 2}}, ParallelDims(4, tp=2), 16),
         ({"sequence_parallel_size": 2}, ParallelDims(4), 8),
-        # Who brings groups is asked for the replicas, and not the config.
+        # If the trial passes process groups, DeepSpeed takes the replicas from them, not from the config.
         ({"sequence_parallel_size": 4}, ParallelDims(8, pp=2, is_pipeline=True), 16),
         ({"sequence_parallel_size": 4}, ParallelDims(4, is_pipeline=True), 16),
         ({"sequence_parallel_size": 4}, ParallelDims(8, tp=2), 16),

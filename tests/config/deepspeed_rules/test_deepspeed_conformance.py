@@ -1,4 +1,4 @@
-"""The committed rules against the installed DeepSpeed: the table of keys, and what becomes of impossible pairs."""
+"""The committed rules agree with what the installed DeepSpeed does."""
 
 import json
 import os
@@ -44,24 +44,24 @@ REFUSED = {
         "only with ZeRO stage 2",
     ),
 }
-"""Configs that DeepSpeed itself refuses, late, and its reason, which tells one refusal from another."""
+"""Configs that DeepSpeed rejects when it is initialized, and part of its error."""
 
 SAID_BY_0_19_0 = {
     "no gradient norm with the default clipping": "Extra inputs are not permitted",
     "no gradient norm in stage 3": "Extra inputs are not permitted",
-    "summed gradients in stage 3": "accepted",  # and ignored, as every top-level key that it does not know
+    "summed gradients in stage 3": "accepted",  # and ignored, like every unknown top-level key
     "parameter type of another mode": "accepted",
     "loss scale window of 0": "accepted",  # and divides by 0 when it trains
     "unmanaged accumulation with overlap": "accepted",
     "pipeline without managed accumulation": "accepted",
 }
-"""What DeepSpeed 0.19.0 says instead."""
+"""Results of DeepSpeed 0.19.0 that differ from ``REFUSED``."""
 
 KEYS_OF_0_19_0 = {"removed section, switched off", "removed ZeRO key"}
-"""What 0.19.0 still accepts, and reads."""
+"""Names in ``REFUSED`` whose keys DeepSpeed 0.19.0 still supports."""
 
 SWALLOWED = {bad.mistake: bad.keys for bad in BAD_CONFIGS if bad.says == "accepted"}
-"""Configs that DeepSpeed accepts, to train something else than they say."""
+"""Configs that DeepSpeed accepts, but trains with settings other than given."""
 
 IGNORED = {
     "dead knob": {"zero_optimization": {"stage": 1, "allgather_partitions": False}},
@@ -71,7 +71,7 @@ IGNORED = {
     "old form of ZeRO": {"zero_optimization": True},
     "old offload key": {"zero_optimization": {"stage": 1, "cpu_offload": False}},
 }
-"""Configs that DeepSpeed accepts and that deserve a warning only."""
+"""Configs that DeepSpeed accepts and the check only warns about."""
 
 IN_A_PIPELINE = {
     "pipeline with ZeRO 2": {"zero_optimization": {"stage": 2}},
@@ -85,7 +85,7 @@ def full(keys):
 
 
 def probe(cases):
-    """Return what the installed DeepSpeed does with each config."""
+    """Return the results of ``deepspeed_probe.py``, one per case."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = warm_start.run_command(
         [sys.executable, str(Path(__file__).with_name("deepspeed_probe.py"))],
@@ -123,7 +123,7 @@ def test_check_rejects_configs_that_deepspeed_rejects(name, outcomes):
     if name == "auto batch size":
         assert "DeepSpeed itself needs the number" in result.warnings[0]
     elif name in earlier:
-        # The key is unknown, and may be told of a second time for the setting that it does not go with.
+        # The key is unknown; a conflict with another setting may be a second problem.
         assert 1 <= len(result.problems) <= 2
     else:
         assert len(result.problems) == 1

@@ -1,4 +1,4 @@
-"""A release of DeepSpeed is known by its table alone; the newest one stands for what has none."""
+"""Rule tables per DeepSpeed release; the newest serves releases without a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrial.config.deepspeed_schema import deepspeed_rules, read_table, release
 
 @pytest.fixture
 def another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A release whose table lies beside the others as differences from the newest one."""
+    """Add release 0.19.10, whose table lists differences from the newest release."""
     newest = releases()[-1]
     for release in releases():
         (tmp_path / f"{release}.json").write_text(json.dumps(read_table(release)))

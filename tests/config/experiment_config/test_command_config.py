@@ -1,4 +1,4 @@
-"""Configs of commands: their defaults, their templates, and what is refused."""
+"""Configs of commands: defaults, templates and rejected values."""
 
 from __future__ import annotations
 

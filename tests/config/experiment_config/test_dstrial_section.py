@@ -1,4 +1,4 @@
-"""Keys of ``data.dstrial``, ``integrations`` and ``profiling``: those that are read, and messages about wrong values."""
+"""Keys of ``data.dstrial``, ``integrations`` and ``profiling``, and their errors."""
 
 import pytest
 from bad_configs import EXPERIMENT
@@ -20,7 +20,7 @@ def section(**values):
 
 @pytest.fixture
 def problems(load):
-    """Return the problems of the experiment with more text, as texts."""
+    """Return a function that lists the problems of an experiment with more YAML."""
 
     def problems(more, deepspeed=None):
         try:
@@ -57,7 +57,7 @@ def test_training_checks_are_read_and_explained(load, tmp_path, capsys):
     assert ["data.dstrial.non_finite_patience", "3", "dstrial's", "default"] in printed
 
 
-FOUR = "resources: {slots_per_trial: 4}\n"
+FOUR_SLOTS = "resources: {slots_per_trial: 4}\n"
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ FOUR = "resources: {slots_per_trial: 4}\n"
         (section(non_finite_patience=0), "non_finite_patience is 0; expected an integer of at least 1"),
         (section(non_finite_patience=True), "non_finite_patience is true"),
         (section(pipeline_stages=2.0), "pipeline_stages is 2.0; expected an integer of at least 1. Write 2, without"),
-        (FOUR + section(min_slots=5), "min_slots is 5; expected at most 4, the slots_per_trial"),
-        (FOUR + section(max_slots=3), "max_slots is 3; expected at least 4, the slots_per_trial"),
+        (FOUR_SLOTS + section(min_slots=5), "min_slots is 5; expected at most 4, the slots_per_trial"),
+        (FOUR_SLOTS + section(max_slots=3), "max_slots is 3; expected at least 4, the slots_per_trial"),
         (section(min_slots=0), "expected an integer of at least 1"),
         (section(max_slots=True), "expected an integer of at least 1"),
         (section(resize_period="10m"), "expected a number of seconds"),
@@ -130,7 +130,7 @@ def test_elasticity_has_defaults_and_slots_share_batch():
 
 def test_slot_range_without_second_batch_divisor_is_rejected(problems):
     def of_batch(num_records, **values):
-        return problems(FOUR + section(**values), {"train_batch_size": num_records})
+        return problems(FOUR_SLOTS + section(**values), {"train_batch_size": num_records})
 
     (found,) = of_batch(20, min_slots=3)
     assert "3 to 4 slots, none of which but 4 can share a batch of 20 records" in found

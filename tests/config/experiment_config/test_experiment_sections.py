@@ -1,3 +1,5 @@
+"""Experiment configs: defaults, overrides, lengths, sizes, entrypoints."""
+
 import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT
 
@@ -10,7 +12,7 @@ KEY = "  deepspeed_config: ds.json\n"
 
 
 def with_hyperparameters(lines):
-    """The experiment with further lines below its hyperparameters."""
+    """Return the experiment YAML with more lines in the hyperparameters section."""
     return EXPERIMENT.replace(KEY, KEY + lines)
 
 
@@ -191,7 +193,7 @@ class MyTrial(Ordinary):
     ],
 )
 def test_pipeline_stages_are_inferred_from_trial_source(load, stages, stages_found):
-    # Two replicas are the most that eight records allow.
+    # The batch sizes are consistent only for 4 / ``stages_found`` replicas.
     sizes = {"train_batch_size": 16 // stages_found, "train_micro_batch_size_per_gpu": 2}
     deepspeed = DEEPSPEED | sizes | {"gradient_accumulation_steps": 2}
     experiment = EXPERIMENT.replace("ds.json\n", "ds.json\n  pipe_parallel_size: 4\n")

@@ -1,4 +1,4 @@
-"""`data.dstrial.loggers` is checked whole, and a package that is missing is said before anything starts."""
+"""Checks of ``data.dstrial.loggers``: names, options, secrets and packages."""
 
 from __future__ import annotations
 

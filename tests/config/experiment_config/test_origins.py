@@ -1,4 +1,4 @@
-"""Where the values of a submitted config come from."""
+"""Origins of config values: a line, the template, a default, a later change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a master makes of a submitted config: every default filled in, every problem named."""
+"""Defaults and checks that a master applies to a submitted config."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_config_above_1_mib_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "is_left"),
     [
-        ("a = " + "1+" * 100_000 + "1\n", True),  # too deep, and too large, to be parsed here
+        ("a = " + "1+" * 100_000 + "1\n", True),  # too deeply nested and too large to be parsed
         ("a = 1\n" * 200_000, True),
         ("(" * 5000, False),
         ("a = '\0'\n", False),

@@ -1,4 +1,4 @@
-"""Fields that Determined accepts and completes: slots of commands, ``gpu``, policies that are only named, defaults."""
+"""Fields that Determined accepts: command slots, ``gpu``, policies, ``shm_size``."""
 
 from __future__ import annotations
 
