@@ -1,4 +1,4 @@
-"""What every test is held to: its tier, and that no variable, process, thread or process group outlives it."""
+"""Hooks and fixtures of all tests: tiers, order, shared servers, leak checks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from dstrial.testing.master import MasterForTest, master_for_test
 if TYPE_CHECKING:
     from object_store import Bucket
 
-# Both would fail a test because its machine is busy.
+# Hypothesis's deadline and health check would fail tests on a busy machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 _SETTLE_S = 5.0
-# Tests that run what uses the package.
+# Directories of tests that run programs which use the package.
 _PROGRAMS = {Path(__file__).with_name("examples"), Path(__file__).with_name("benchmarks")}
 # Set by libraries when they are first imported, once per process and for good.
 _IMPORT_TIME_VARIABLES = {
@@ -56,7 +56,7 @@ _LIFELONG_TARGETS = "(_serve)"  # multiprocessing's sharer of file descriptors
 _LIFELONG_THREADS = ("pytest_timeout", "tqdm_monitor", "asyncio_", "Thread-pool")
 
 
-# What Python says before it starts a process or opens a connection: https://docs.python.org/3/library/audit_events.html
+# Audit events of process starts and network connections: https://docs.python.org/3/library/audit_events.html
 _STARTS_A_PROCESS = {
     "os.exec",
     "os.fork",
@@ -68,41 +68,42 @@ _STARTS_A_PROCESS = {
 }
 _USES_THE_NETWORK = {"socket.bind", "socket.connect"}
 _TIERS_WITH_PROCESSES = ("process", "ranks", "gpu")
-# What the running test of the quick tier did that its tier rules out; None while another test or none runs.
+# Forbidden actions of the running test without a marker; None if no such test is running.
 _broken_rules: list[str] | None = None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let signals end the programs that tests start, though whoever started pytest in the background ignores them."""
+    """Set up signal handlers, garbage collection, the audit hook and forks."""
     if kept_bytecode.WAS_OFF and not hasattr(config, "workerinput"):
-        # Hundreds of programs import dstrial. Bytecode of what tests write stays off: they rewrite files within a second.
+        # Hundreds of programs import dstrial. Files of tests get no bytecode: tests rewrite them within a second.
         compileall.compile_dir(Path(dstrial.__file__).parent, quiet=2)
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
-        gc.disable()  # until all test files are imported: the collector would go through a million objects again and again
+        gc.disable()  # until all test files are imported: the collector would scan a million objects repeatedly
     if hasattr(config, "workerinput"):
         atexit.register(_leave_memory_to_the_kernel)
     sys.addaudithook(_note_what_breaks_the_tier)
-    # Forks, no new Pythons.
+    # Programs that these modules start are forks of a preloaded process.
     vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)
     vars(client)["subprocess"] = types.SimpleNamespace(
         Popen=warm_start.Popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
     vars(master)["subprocess"] = types.SimpleNamespace(run=warm_start.run_command, DEVNULL=subprocess.DEVNULL)
-    vars(users)["_COST"] = 2**4  # of passwords of stores in this process; programs hash at full cost
+    vars(users)["_COST"] = 2**4  # cheap password hashes in this process; other programs hash at full cost
+    # A shell that starts pytest in the background ignores these signals, and programs of tests would inherit that.
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def _leave_memory_to_the_kernel() -> None:
-    """End a worker after all that was registered since: Python would take apart a million objects, for two seconds."""
+    """Exit a worker after other exit handlers, without two seconds of teardown."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import what programs import, beside the first tests, where any test starts one."""
+    """Start ``warm_start``'s preloaded process in the background if tests need it."""
     sys.dont_write_bytecode = kept_bytecode.WAS_OFF
     gc.freeze()
     gc.enable()
@@ -112,7 +113,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many tests were skipped for want of what."""
+    """Print the number of skipped tests per reason."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
     if reasons:
@@ -121,9 +122,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"{number:>5}  {reason}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files in order, mark what runs programs, and take marks off what stands for exhaustive tests."""
+    """Sort files, mark tests that run programs, trim ``exhaustive`` marks."""
     _sort_longest_first(items)
     for item in items:
         if not _PROGRAMS.isdisjoint(item.path.parents):
@@ -132,9 +133,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _sort_longest_first(items: list[pytest.Item]) -> None:
-    """Put the files first that take longest, so that no worker is left with one when the others have nothing to do.
+    """Sort files by expected duration, longest first, so that workers end together.
 
-    Who allows a test minutes expects it to take long; ranks take longer than processes, these longer than the rest.
+    Sort keys: largest ``timeout`` mark, any test with ranks, any test with processes, number of tests.
     """
     weights: dict[Path, list[float]] = {}
     for item in items:
@@ -146,10 +147,10 @@ def _sort_longest_first(items: list[pytest.Item]) -> None:
 
 
 def _unmark_stand_ins(items: list[pytest.Item]) -> None:
-    """Take the mark ``exhaustive`` off a test with those of its parameters, as ``[these]``, that the mark names.
+    """Remove the mark ``exhaustive`` from the ``[parameters]`` that the mark names.
 
     Raises:
-        pytest.UsageError: the test has no such parameters.
+        pytest.UsageError: the mark names parameters that the test does not have.
     """
     tests: dict[str, dict[str, pytest.Item]] = {}
     for item in items:
@@ -161,7 +162,7 @@ def _unmark_stand_ins(items: list[pytest.Item]) -> None:
         for name in (each for each in mark.args if each.startswith("[")):
             if name in by_parameters:
                 by_parameters[name].own_markers.remove(mark)
-            elif len(by_parameters) > 1:  # else the command line has chosen another one
+            elif len(by_parameters) > 1:  # otherwise the command line selected other parameters
                 raise pytest.UsageError(
                     f"{test} is exhaustive but for {name}; expected one of {sorted(by_parameters)}. Correct the mark."
                 )
@@ -172,20 +173,22 @@ def _note_what_breaks_the_tier(event: str, arguments: tuple[object, ...]) -> Non
         return
     if event in _STARTS_A_PROCESS:
         what = f"{event} {arguments[0]!r:.200}" if arguments else event
-    elif event in _USES_THE_NETWORK and not isinstance(arguments[1], (str, bytes)):  # those are of AF_UNIX
+    elif event in _USES_THE_NETWORK and not isinstance(
+        arguments[1], (str, bytes)
+    ):  # AF_UNIX addresses are strings
         what = f"{event} {arguments[1]}"
     else:
         return
     stack = traceback.extract_stack()[:-1]
     if any(frame.filename == "<frozen importlib._bootstrap>" for frame in stack):
-        return  # a library that looks around when it is first imported, as urllib3 does for IPv6
+        return  # a library's probe at its first import, such as urllib3's for IPv6
     frames = [frame for frame in stack if not {"_pytest", "pluggy"} & set(Path(frame.filename).parts)]
     _broken_rules.append(what + "\n" + "".join(traceback.format_list(frames[-8:])))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Begin to note what a test without a marker, and whatever is set up for it, may not do."""
+    """Record forbidden actions of a test without a marker and of its fixtures."""
     global _broken_rules
     _broken_rules = None if any(map(item.get_closest_marker, _TIERS_WITH_PROCESSES)) else []
     return (yield)
@@ -193,11 +196,11 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
-    """Fail a test that has no marker and yet started a process or used the network."""
+    """Fail a test without a marker that started a process or used the network."""
     global _broken_rules
     broken = _broken_rules
     if nextitem is None or nextitem.path != item.path:
-        _broken_rules = None  # what a file's or the session's fixtures do at their end is not this test's
+        _broken_rules = None  # the teardown of module and session fixtures does not count for this test
     try:
         yield
     finally:
@@ -212,7 +215,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
-    """A bucket of a real S3 server, with credentials that the server checks."""
+    """Return a bucket of a local S3 server that checks credentials."""
     from object_store import s3_server
 
     with s3_server(tmp_path_factory.mktemp("moto")) as made:
@@ -221,7 +224,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 @pytest.fixture(scope="session")
 def shared_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
-    """One master for all tests that only need some master; it offers 4 slots."""
+    """Return a master with 4 slots, shared by tests that need no master of their own."""
     with master_for_test(tmp_path_factory.mktemp("master"), num_slots=4) as master:
         yield master
 
@@ -274,7 +277,7 @@ def _assert_empties(what: str, left: object) -> None:
 
 
 def _children() -> set[int]:
-    """Return the ids of this process's children that still run; zombies do not count."""
+    """Return the process ids of this process's children, without zombies."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -291,7 +294,7 @@ def _is_running(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    # One of each per process, for its whole life.
+    # The resource tracker and the fork servers live as long as this process.
     if b"multiprocessing.resource_tracker" in command or pid in warm_start.servers:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"

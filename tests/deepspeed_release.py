@@ -1,4 +1,4 @@
-"""Which release of DeepSpeed is tested, for what the oldest one does otherwise."""
+"""Whether DeepSpeed 0.19.0 is installed, the oldest supported release."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from dstrial.config.deepspeed_schema import installed_deepspeed_version
 
 IS_0_19_0 = installed_deepspeed_version() == "0.19.0"
 needs_0_19_8 = pytest.mark.skipif(IS_0_19_0, reason="Requires: [deepspeed 0.19.8]")
-"""Marks what DeepSpeed 0.19.0 cannot do; a comment beside it says what it does."""
+"""Skips a test under DeepSpeed 0.19.0; a comment at the test states the reason."""

@@ -1,4 +1,4 @@
-"""The unmodified ``det`` command, run in this process instead of in one of its own, which takes seconds to start."""
+"""Run the unmodified ``det`` command in this process, which saves its start-up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dstrial.testing.master import MasterForTest
 
 @functools.cache
 def det_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``det``, which takes longer to build than most commands take."""
+    """Return the cached parser of ``det``: building takes longer than most commands."""
     parser = cli.make_parser()
     determined.cli.add_args(parser, cli.all_args_description)
     return parser
@@ -36,7 +36,7 @@ class Done:
 
 @dataclasses.dataclass(frozen=True)
 class DetHere:
-    """Somebody who types ``det`` commands for one master."""
+    """Runs ``det`` commands as one user of one master."""
 
     address: str
     username: str
@@ -45,7 +45,7 @@ class DetHere:
 
     @classmethod
     def at(cls, master: MasterForTest, home: Path) -> DetHere:
-        """Somebody at a master in a process of its own, as the user determined."""
+        """Return a ``DetHere`` for a running master and its user ``determined``."""
         return cls(master.address, "determined", new_token(master.record), home)
 
     def run(self, *words: str) -> Done:
@@ -72,13 +72,13 @@ class DetHere:
         return Done(code, out.buffer.getvalue().decode(), err.getvalue())  # type: ignore[attr-defined]
 
     def ok(self, *words: str) -> str:
-        """Run a command that works and return what it prints."""
+        """Run a command that must succeed; return its standard output."""
         done = self.run(*words)
         assert done.code == 0, f"det {' '.join(words)}: {done}"
         return done.stdout
 
     def refused(self, *words: str) -> str:
-        """Run a command that is refused and return why."""
+        """Run a command that must fail; return its standard error."""
         done = self.run(*words)
         assert done.code != 0, f"det {' '.join(words)}: {done}"
         return done.stderr
@@ -86,7 +86,7 @@ class DetHere:
 
 @contextlib.contextmanager
 def in_directory(path: Path) -> Iterator[None]:
-    """Work in a directory while the block lasts, as commands that write beside themselves do."""
+    """Change the working directory, which some commands write to, within a block."""
     before = Path.cwd()
     os.chdir(path)
     try:

@@ -1,4 +1,4 @@
-"""A part of the matrix of axes: one cell of each outcome."""
+"""Sample of the parallel-axes benchmark: five axes with three optimizers each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.exhaustive, pytest.mark.timeout(900
 
 
 @pytest.mark.parametrize(("axis", "stage"), [("dp", 3), ("pp", 1), ("tp", 1), ("sp", 2), ("ep", 1)])
-def test_axis_trains_resumes_and_reshapes_or_is_refused(
+def test_axis_trains_resumes_and_reshapes_or_is_rejected(
     axis: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))

@@ -1,4 +1,4 @@
-"""A part of the matrix of layouts: each kind of layout is saved and loaded at one rank and at two."""
+"""Sample of the reshape benchmark: checkpoint layouts on one and two ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def program() -> ModuleType:
         ("bf16", "sgd", ["zero 0", "zero 2"]),
     ],
 )
-def test_every_layout_goes_on_in_every_other(precision: str, case: str, layouts: list[str]) -> None:
+def test_reshape_matrix_resumes_every_layout_pair(precision: str, case: str, layouts: list[str]) -> None:
     matrix = program()
 
     records = matrix.run([1, 2], precision, [case], layouts)

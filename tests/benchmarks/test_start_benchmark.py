@@ -1,4 +1,4 @@
-"""The benchmark of starts runs to its end and prints every number it promises; no time is asserted."""
+"""The start-up benchmark prints one row per launcher; times are not asserted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "start.py"
 
 
-# Where no plain DeepSpeed has run before it compiles what ranks of a machine share memory by, which may take minutes.
+# On its first run on a machine DeepSpeed compiles its shared-memory collectives, which may take minutes.
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
-def test_the_table_has_a_row_for_torchrun_and_for_dstrial(tmp_path: Path) -> None:
+def test_start_table_has_torchrun_and_dstrial_rows(tmp_path: Path) -> None:
     results = tmp_path / "starts.json"
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), "--ranks", "1", "--repeats", "1", "--json", str(results)],

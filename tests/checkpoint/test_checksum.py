@@ -1,4 +1,4 @@
-"""A manifest of this account's is known as such; one that anybody could have made is not."""
+"""Manifest signatures: only manifests written by this account count as its own."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_this_account_has_written_is_its_own(checkpoint: Path) -> None:
+def test_manifest_of_same_account_is_own(checkpoint: Path) -> None:
     assert is_own_manifest(checkpoint)
     assert key_path().stat().st_mode & 0o777 == 0o600
     assert read_manifest(checkpoint).steps_completed == 1
 
 
-def test_a_changed_manifest_is_not_whatever_its_seal_says(checkpoint: Path) -> None:
+def test_edited_manifest_with_new_checksum_is_not_own(checkpoint: Path) -> None:
     values = json.loads((checkpoint / MANIFEST_NAME).read_text())
     values["steps_completed"] = 2
     del values[CHECKSUM_KEY]
@@ -48,7 +48,7 @@ def test_a_changed_manifest_is_not_whatever_its_seal_says(checkpoint: Path) -> N
     assert not is_own_manifest(checkpoint)
 
 
-def test_another_account_does_not_take_it_for_its_own(
+def test_manifest_of_other_account_is_not_own(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "another"))
@@ -59,7 +59,7 @@ def test_another_account_does_not_take_it_for_its_own(
     assert not is_own_manifest(checkpoint)
 
 
-def test_a_secret_that_others_can_read_is_none(checkpoint: Path) -> None:
+def test_signing_key_readable_by_others_is_ignored(checkpoint: Path) -> None:
     key_path().chmod(0o644)
 
     assert not is_own_manifest(checkpoint)
@@ -67,7 +67,7 @@ def test_a_secret_that_others_can_read_is_none(checkpoint: Path) -> None:
     assert "signature" not in json.loads((checkpoint / MANIFEST_NAME).read_text())
 
 
-def test_an_account_without_a_place_for_a_secret_writes_checkpoints_all_the_same(
+def test_write_manifest_succeeds_without_key_directory(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -79,7 +79,7 @@ def test_an_account_without_a_place_for_a_secret_writes_checkpoints_all_the_same
     assert not is_own_manifest(checkpoint)
 
 
-def test_what_is_no_manifest_is_nobodys(tmp_path: Path) -> None:
+def test_missing_or_malformed_manifest_is_not_own(tmp_path: Path) -> None:
     assert not is_own_manifest(tmp_path)
     for text in ("", "[1]", '{"signature": 3}', '{"signature": "é"}'):
         (tmp_path / MANIFEST_NAME).write_text(text)

@@ -15,7 +15,7 @@ from dstrial.checkpoint.completion_marker import (
 from dstrial.errors import CheckpointDamagedError, CheckpointNotFoundError
 
 
-def test_a_directory_is_a_checkpoint_only_with_its_mark(tmp_path: pathlib.Path) -> None:
+def test_directory_with_completion_marker_is_complete(tmp_path: pathlib.Path) -> None:
     (tmp_path / "model0").mkdir()
     (tmp_path / "model0" / "weights.pt").write_bytes(b"w")
     assert not is_complete(tmp_path)
@@ -28,7 +28,7 @@ def test_a_directory_is_a_checkpoint_only_with_its_mark(tmp_path: pathlib.Path) 
     assert not is_complete(tmp_path)
 
 
-def test_everything_is_on_the_disk_before_the_mark_appears(
+def test_write_marker_fsyncs_files_before_marker_appears(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "model0").mkdir()
@@ -54,9 +54,7 @@ def test_everything_is_on_the_disk_before_the_mark_appears(
     ]
 
 
-def test_a_failure_to_reach_the_disk_leaves_no_mark(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_fsync_leaves_no_marker(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "weights.pt").write_bytes(b"w")
 
     def full(_: int) -> None:
@@ -68,7 +66,7 @@ def test_a_failure_to_reach_the_disk_leaves_no_mark(
     assert not is_complete(tmp_path)
 
 
-def test_directories_without_a_mark_are_listed(tmp_path: pathlib.Path) -> None:
+def test_incomplete_lists_directories_without_marker(tmp_path: pathlib.Path) -> None:
     for name in ("b", "a", "done"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").touch()
@@ -77,7 +75,7 @@ def test_directories_without_a_mark_are_listed(tmp_path: pathlib.Path) -> None:
     assert incomplete(tmp_path / "nowhere") == []
 
 
-def test_a_mark_that_cannot_be_read_is_an_error(tmp_path: pathlib.Path) -> None:
+def test_missing_or_malformed_marker_raises(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=MARKER_NAME):
         read_marker(tmp_path)
     for content in ("", "[]"):
@@ -86,6 +84,6 @@ def test_a_mark_that_cannot_be_read_is_an_error(tmp_path: pathlib.Path) -> None:
             read_marker(tmp_path)
 
 
-def test_a_broken_link_does_not_keep_a_tree_from_the_disk(tmp_path: pathlib.Path) -> None:
+def test_fsync_tree_accepts_broken_symlink(tmp_path: pathlib.Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     fsync_tree(tmp_path)

@@ -1,3 +1,5 @@
+"""Roles of checkpoint files, and sums of sizes and parameters by role and rank."""
+
 import dataclasses
 
 import pytest
@@ -48,11 +50,11 @@ PIPELINE = layout(
         ("zero_to_fp32.py", FileRole("other")),
     ],
 )
-def test_a_file_is_known_by_its_name(path: str, role: FileRole) -> None:
+def test_role_of_follows_file_name(path: str, role: FileRole) -> None:
     assert role_of(path, [layout(), PIPELINE]) == role
 
 
-def test_sizes_are_added_up_by_kind_and_by_rank() -> None:
+def test_sizes_are_summed_by_kind_and_rank() -> None:
     sizes = {
         "dstrial_rank0.pt": 1,
         "dstrial_rank1.pt": 2,
@@ -68,7 +70,7 @@ def test_sizes_are_added_up_by_kind_and_by_rank() -> None:
     assert size_by_rank(manifest, [layout()]) == {0: 5, 1: 2}
 
 
-def test_a_parameter_counts_once_whatever_it_is_called() -> None:
+def test_tied_parameters_are_counted_once() -> None:
     tied = layout(
         place("embed"),
         place("head", tied_to="embed"),
@@ -83,12 +85,12 @@ def test_a_parameter_counts_once_whatever_it_is_called() -> None:
     assert counts.tied == tied_names(tied) == {"head": "embed"}
 
 
-def test_slices_of_a_model_parallel_layer_all_count() -> None:
+def test_count_parameters_sums_model_parallel_slices() -> None:
     cut = layout(place("w"), place("w", model_part=1), model_parallel_size=2)
     assert count_parameters(cut).num_elements == 12
 
 
-def test_a_layout_of_another_release_is_an_error_that_names_the_checkpoint() -> None:
+def test_unreadable_layout_error_names_checkpoint() -> None:
     manifest = Manifest(1, "", ({"zero_stage": 1},), {})
     with pytest.raises(CheckpointError, match="checkpoint somewhere describes its layout in another form"):
         layouts_of(manifest, "somewhere")

@@ -112,7 +112,7 @@ def test_faults_are_in_manifest_order_unexpected_last(root: pathlib.Path) -> Non
     )
 
 
-def test_mark_is_needed_only_on_request(root: pathlib.Path) -> None:
+def test_missing_marker_is_fault_only_on_request(root: pathlib.Path) -> None:
     assert check_integrity(root).is_intact
     (fault,) = check_integrity(root, needs_mark=True).faults
     assert (fault.path, fault.kind) == ("COMPLETE", "incomplete")

@@ -38,7 +38,7 @@ def manifest(tmp_path: pathlib.Path) -> Manifest:
     )
 
 
-def test_a_manifest_names_size_checksum_and_readers_of_every_file(manifest: Manifest) -> None:
+def test_manifest_records_size_checksum_and_readers(manifest: Manifest) -> None:
     assert list(manifest.files) == ["empty", "model0/weights.pt"]
     entry = manifest.files["model0/weights.pt"]
     assert entry == FileEntry(7000, hashlib.sha256(b"weights" * 1000).hexdigest(), (0, 1))
@@ -46,14 +46,14 @@ def test_a_manifest_names_size_checksum_and_readers_of_every_file(manifest: Mani
     assert manifest.created == "2030-01-02T02:04:05+00:00"
 
 
-def test_a_manifest_is_read_as_it_was_written(manifest: Manifest, tmp_path: pathlib.Path) -> None:
+def test_manifest_round_trips_through_file(manifest: Manifest, tmp_path: pathlib.Path) -> None:
     write_manifest(tmp_path, manifest)
     write_manifest(tmp_path, dataclasses.replace(manifest, steps_completed=8))
     assert read_manifest(tmp_path) == dataclasses.replace(manifest, steps_completed=8)
     assert [path.name for path in tmp_path.glob("*.tmp")] == []
 
 
-def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: pathlib.Path) -> None:
+def test_read_manifest_without_file_raises(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"has no manifest\.json; expected a checkpoint"):
         read_manifest(tmp_path)
 
@@ -75,7 +75,7 @@ def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: pathlib.Path)
     ],
     ids=str,
 )
-def test_a_manifest_with_an_unusable_value_is_damaged(
+def test_manifest_with_invalid_value_is_damaged(
     manifest: Manifest, tmp_path: pathlib.Path, change: dict[str, object]
 ) -> None:
     (tmp_path / MANIFEST_NAME).write_text(json.dumps({**manifest.to_json(), **change}))
@@ -84,20 +84,20 @@ def test_a_manifest_with_an_unusable_value_is_damaged(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"format": 1', b"[]", b"\xff\xfe"])
-def test_a_manifest_that_was_cut_off_is_damaged(tmp_path: pathlib.Path, content: bytes) -> None:
+def test_malformed_manifest_is_damaged(tmp_path: pathlib.Path, content: bytes) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(content)
     with pytest.raises(CheckpointDamagedError, match=MANIFEST_NAME):
         read_manifest(tmp_path)
 
 
-def test_a_manifest_of_a_newer_release_says_so(manifest: Manifest, tmp_path: pathlib.Path) -> None:
+def test_manifest_of_newer_format_is_rejected(manifest: Manifest, tmp_path: pathlib.Path) -> None:
     (tmp_path / MANIFEST_NAME).write_text(json.dumps({**manifest.to_json(), "format": FORMAT + 1}))
     with pytest.raises(CheckpointError, match=f"format is {FORMAT + 1}; expected at most {FORMAT}"):
         read_manifest(tmp_path)
 
 
 @given(st.lists(st.text(), unique=True), st.integers(1, 9))
-def test_shares_cover_every_file_once_and_are_even(files: list[str], parts: int) -> None:
+def test_file_shares_are_disjoint_complete_and_balanced(files: list[str], parts: int) -> None:
     shares = [share_of(files, part, parts) for part in range(parts)]
     assert sorted(file for share in shares for file in share) == sorted(files)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -108,7 +108,8 @@ class LaterRecord(EngineRecord):
     later: int = 1
 
 
-def test_a_field_that_came_later_is_read_where_it_was_written_and_has_its_default_before_that():
+def test_engine_record_reads_later_field_or_default():
+    """A field added by a later release has its default in older manifests."""
     values = PLAIN_LAYOUT.to_json()
     assert LaterRecord.from_layout(values).later == 1
     assert LaterRecord.from_layout(LaterRecord.from_layout({**values, "later": 4}).to_json()).later == 4

@@ -1,4 +1,4 @@
-"""Pieces of parameters: every element is in exactly one, wherever the layout cuts."""
+"""Parameter shards: every element is in exactly one shard of any partitioning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layout(stage: int, buffer: FlatBuffer | None, places: list[ParameterPlace]) 
     begin=st.integers(0, 39),
     length=st.integers(1, 40),
 )
-def test_flat_groups_give_every_element_once(
+def test_flat_buffer_shards_cover_each_element_once(
     numels: list[int], num_partitions: int, begin: int, length: int
 ) -> None:
     partition_numel = math.ceil(sum(numels) / num_partitions)
@@ -64,7 +64,9 @@ def test_flat_groups_give_every_element_once(
 
 
 @given(numel=st.integers(1, 50), num_partitions=st.integers(1, 8), offset=st.integers(0, 9))
-def test_cut_parameters_give_every_element_once(numel: int, num_partitions: int, offset: int) -> None:
+def test_partitioned_parameter_shards_cover_each_element_once(
+    numel: int, num_partitions: int, offset: int
+) -> None:
     partition_numel = math.ceil(numel / num_partitions)
     one = place("w", numel, is_cut=True, offset=offset, partition_numel=partition_numel)
     buffer = FlatBuffer(0, 0, 0, 0, 0, num_partitions)
@@ -81,7 +83,7 @@ def test_cut_parameters_give_every_element_once(numel: int, num_partitions: int,
     assert all(own_shard(one, replica) is None for replica in range(len(found), num_partitions))
 
 
-def test_without_a_buffer_a_parameter_is_whole() -> None:
+def test_parameter_without_buffer_has_single_shard() -> None:
     one = place("w", 7, buffer_idx=None)
 
     (piece,) = ShardMap(layout(0, None, [one])).of(one)

@@ -14,7 +14,7 @@ trees = st.recursive(
 mappings = st.dictionaries(st.text("xyz", min_size=1), trees, max_size=4)
 
 
-def test_leaves_are_named_by_their_path() -> None:
+def test_compare_names_leaves_by_dotted_path() -> None:
     a = {"lr": 1, "zero": {"stage": 1, "same": 0}, "groups": [{"lr": 1}, {"lr": 2}], "sizes": [1, 2]}
     b = {
         "lr": 1,
@@ -31,12 +31,12 @@ def test_leaves_are_named_by_their_path() -> None:
     ]
 
 
-def test_a_difference_reads_as_a_change() -> None:
+def test_difference_str_shows_old_and_new_value() -> None:
     assert str(Difference("zero.stage", 1, "auto")) == "zero.stage: 1 -> 'auto'"
 
 
 @given(mappings, mappings)
-def test_what_differs_one_way_differs_the_other_way(a: dict[str, object], b: dict[str, object]) -> None:
+def test_compare_is_symmetric(a: dict[str, object], b: dict[str, object]) -> None:
     forth, back = compare(a, b), compare(b, a)
     assert {(one.key, repr(one.a), repr(one.b)) for one in forth} == {
         (one.key, repr(one.b), repr(one.a)) for one in back
@@ -44,5 +44,5 @@ def test_what_differs_one_way_differs_the_other_way(a: dict[str, object], b: dic
 
 
 @given(mappings)
-def test_nothing_differs_from_itself(a: dict[str, object]) -> None:
+def test_compare_with_itself_is_empty(a: dict[str, object]) -> None:
     assert compare(a, a) == []

@@ -1,4 +1,4 @@
-"""Make one real checkpoint per kind of layout, all in one group of two ranks, and note the weights that were live."""
+"""Train one run per layout on two ranks; keep its checkpoints and live weights."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pipeline": ("TiedPipelineTrial", 1, {}),
     "loose pipeline": ("LooselyTiedPipelineTrial", 0, {}),
 }
-"""Name -> trial, ZeRO stage, more of the DeepSpeed config. Pipelines last: DeepSpeed keeps its topology."""
+"""Name -> trial class, ZeRO stage, additions to the DeepSpeed config.
+
+Pipelines come last, because DeepSpeed keeps their topology for the rest of the process.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
-    """What a run left behind."""
+class TrainedRun:
+    """The two checkpoints of a run, and its weights per engine after training."""
 
     run_path: Path
     earlier: Path
@@ -41,7 +44,7 @@ class Made:
     live: list[dict[str, torch.Tensor]]
 
 
-def make_checkpoints(scratch: Path) -> dict[str, Made]:
+def make_checkpoints(scratch: Path) -> dict[str, TrainedRun]:
     runs = {}
     for name, (trial, stage, more) in CASES.items():
         config = _experiment(trial, stage, more)
@@ -57,7 +60,7 @@ def make_checkpoints(scratch: Path) -> dict[str, Made]:
         marks = {
             read_marker(path)["steps_completed"]: path for path in Path(run_path, "checkpoints").iterdir()
         }
-        made[name] = Made(
+        made[name] = TrainedRun(
             Path(run_path), marks[NUM_BATCHES - 1], marks[NUM_BATCHES], torch.load(live, weights_only=True)
         )
     return made
@@ -113,7 +116,7 @@ def _train_all(runs: dict[str, tuple[str, str, str]]) -> None:
 
 
 def _live(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the state_dict of the whole module as rank 0 has it, later pipeline stages added. Ranks: all."""
+    """Return rank 0's state_dict with the extra entries of rank 1. Ranks: all."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):

@@ -1,4 +1,4 @@
-"""Checkpoints for the tests of ``dstrial checkpoint``, made once."""
+"""Fixtures of the CLI tests: checkpoints, and calls of the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Real checkpoints of two ranks by kind of layout, see ``checkpoint_maker``."""
+    """Return the runs that ``checkpoint_maker`` trains on two ranks, by case name."""
     from checkpoint_maker import make_checkpoints
 
     return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
@@ -24,7 +24,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.fixture
 def dstrial_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Call the command line in this process: exit status, standard output, standard error."""
+    """Return a function that runs ``dstrial`` here: (exit code, stdout, stderr)."""
     from dstrial.cli.app import main
 
     def call(*words: object) -> tuple[int, str, str]:
@@ -54,7 +54,7 @@ with core.init() as context:
 def reported_checkpoint(
     checkpoints: dict, shared_master: MasterForTest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, int]:
-    """UUID and experiment of a checkpoint that the master knows and that carries no model definition itself."""
+    """Report a checkpoint without model definition; return its UUID and experiment."""
     from checkpoint_maker import DEFINITIONS
 
     scratch = tmp_path_factory.mktemp("reported")

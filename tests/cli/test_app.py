@@ -1,3 +1,5 @@
+"""``dstrial`` command line: usage errors, closed streams, missing metadata."""
+
 import importlib.metadata
 import os
 import signal
@@ -9,7 +11,7 @@ import pytest
 NO_SLOTS = "--slots: the value is '{}'; expected an integer of at least 1. Leave --slots out"
 
 
-def test_version_is_that_of_the_package(dstrial_command):
+def test_version_option_prints_package_version(dstrial_command):
     assert dstrial_command("--version")[:2] == (0, f"dstrial {importlib.metadata.version('dstrial')}\n")
 
 
@@ -32,7 +34,7 @@ def test_version_is_that_of_the_package(dstrial_command):
         ("list -n 0", "expected an integer of at least 1"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_suggests_the_nearest_word(dstrial_command, words, said):
+def test_wrong_usage_exits_2_and_suggests_word(dstrial_command, words, said):
     exit_code, _, err = dstrial_command(*words.split())
     assert exit_code == 2
     assert said in err
@@ -40,12 +42,12 @@ def test_wrong_usage_exits_with_2_and_suggests_the_nearest_word(dstrial_command,
 
 
 @pytest.mark.parametrize("command", ["run", "checkpoint inspect", "list"])
-def test_usage_line_names_the_command(dstrial_command, command):
+def test_usage_line_names_command(dstrial_command, command):
     assert dstrial_command(*command.split(), "--help")[1].startswith(f"usage: dstrial {command} [-h]")
 
 
 @pytest.mark.process
-def test_output_that_nobody_reads_is_no_traceback(tmp_path):
+def test_closed_output_pipe_causes_no_traceback(tmp_path):
     (tmp_path / "exp.yaml").write_text(
         "searcher: {name: single, metric: loss, max_length: {batches: 1}}\nentrypoint: ls\n"
     )
@@ -65,7 +67,7 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_check_with_closed_streams_exits_as_ever(tmp_path, closed):
+def test_closed_streams_do_not_change_check_exit_code(tmp_path, closed):
     config = "searcher: {name: single, metric: loss, max_length: {batches: 1}}\nentrypoint: ls\n"
     for entrypoint, exit_code in ((config, 0), (config + "no_such_key: 1\n", 1)):
         (tmp_path / "exp.yaml").write_text(entrypoint)
@@ -78,8 +80,8 @@ def test_check_with_closed_streams_exits_as_ever(tmp_path, closed):
 
 
 @pytest.mark.process
-def test_a_checkout_that_is_not_installed_has_no_metadata_and_works(tmp_path):
-    """So it is where a bare machine runs ``make gpu PYTHON=python3``."""
+def test_uninstalled_checkout_runs_without_package_metadata(tmp_path):
+    """A machine that runs ``make gpu PYTHON=python3`` has no installed ``dstrial``."""
     code = (
         "import importlib.metadata as metadata, sys\n"
         "real = metadata.distribution\n"

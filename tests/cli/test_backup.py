@@ -1,4 +1,4 @@
-"""``dstrial backup`` and ``restore`` as a user types them, and what a master says of a damaged database."""
+"""``dstrial backup`` and ``restore``, and errors about damaged databases."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def rows(path: Path) -> dict[str, list[tuple[object, ...]]]:
         }
 
 
-def test_a_copy_under_load_is_restored_row_by_row_and_no_number_is_given_twice(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_backup_under_load_restores_all_rows(master: MasterForTest, tmp_path: Path) -> None:
+    """The next experiment gets an id above all ids assigned before the restore."""
     client = master.client()
     assert submit(client) == 1
     is_over = threading.Event()
@@ -91,7 +90,7 @@ def test_a_copy_under_load_is_restored_row_by_row_and_no_number_is_given_twice(
     assert submit(master.client()) == max(given) + 1
 
 
-def test_copies_are_listed_and_an_emptied_database_is_refused_with_the_line_that_mends_it(
+def test_restore_lists_backups_and_repairs_emptied_database(
     master: MasterForTest,
 ) -> None:
     client = master.client()
@@ -115,10 +114,10 @@ def test_copies_are_listed_and_an_emptied_database_is_refused_with_the_line_that
     assert line is not None, refused.stderr
     assert master.dstrial(*line[1].split()).returncode == 0
     master.up()
-    assert submit(master.client()) == 10_003  # the emptied database does not say which ids it has given
+    assert submit(master.client()) == 10_003  # skips ids that the emptied database may have assigned
 
 
-def test_commands_that_look_leave_the_log_of_a_killed_master(master: MasterForTest) -> None:
+def test_status_leaves_wal_of_killed_master_unchanged(master: MasterForTest) -> None:
     submit(master.client())
     master.kill()
     log = master.state.database_path.with_name("master.db-wal")
@@ -132,11 +131,11 @@ def test_commands_that_look_leave_the_log_of_a_killed_master(master: MasterForTe
     assert submit(master.client()) == 2
 
 
-def test_a_page_damaged_while_the_master_runs_is_named_and_never_answered_500(master: MasterForTest) -> None:
+def test_damaged_database_page_gives_503_with_restore_hint(master: MasterForTest) -> None:
     client = master.client()
     for _ in range(40):
         submit(client)
-    copied = master.dstrial("backup")  # also waits until what it reads is whole
+    copied = master.dstrial("backup")  # also checks that the database is undamaged so far
     assert copied.returncode == 0
     master.dstrial("down", "--now")
     master.up()
@@ -158,7 +157,7 @@ def test_a_page_damaged_while_the_master_runs_is_named_and_never_answered_500(ma
 
 
 def ask(master: MasterForTest, path: str) -> tuple[int, str]:
-    """Return the status and the text of an answer."""
+    """Send a GET request; return the status and body of the response."""
     token = master.client().token
     connection = http.client.HTTPConnection("127.0.0.1", master.record.port, timeout=30)
     try:
@@ -170,7 +169,7 @@ def ask(master: MasterForTest, path: str) -> tuple[int, str]:
 
 
 def damage_table(path: Path, table: str) -> None:
-    """Damage every page of a table but its first, as they lie in the file."""
+    """Overwrite part of every leaf page of a table except the first."""
     looked_at = path.with_name("looked_at")
     shutil.copy(path, looked_at)
     with contextlib.closing(sqlite3.connect(f"file:{looked_at}?immutable=1", uri=True)) as connection:

@@ -44,7 +44,7 @@ def check(directory, *arguments):
     return warm_start.run(["dstrial.cli", "check", *arguments], env=env, cwd=directory, timeout=120)
 
 
-def test_a_good_config_exits_0_and_shows_the_batch_equation(context):
+def test_valid_config_exits_0_with_batch_equation(context):
     result = check(context, "exp.yaml")
 
     assert result.returncode == 0, result.stderr
@@ -56,7 +56,7 @@ def test_a_good_config_exits_0_and_shows_the_batch_equation(context):
     assert result.stderr == ""
 
 
-def test_a_bad_config_exits_1_with_every_problem_on_a_line_of_its_own(context):
+def test_invalid_config_exits_1_with_problem_per_line(context):
     result = check(context, "exp.yaml", ".", "--config", "max_restarts=-1", "--slots", "3")
 
     assert result.returncode == 1
@@ -69,7 +69,7 @@ def test_a_bad_config_exits_1_with_every_problem_on_a_line_of_its_own(context):
     ]
 
 
-def test_explain_shows_where_each_value_comes_from_and_all_the_defaults_too(context):
+def test_explain_shows_origins_and_all_adds_defaults(context):
     decided = {
         "gradient_accumulation_steps": ["4", "solved"],
         "train_batch_size": ["32", "ds.json:2"],
@@ -83,12 +83,12 @@ def test_explain_shows_where_each_value_comes_from_and_all_the_defaults_too(cont
             assert rows["gradient_clipping"] == ["1.0", "DeepSpeed's", "default"]
         else:
             assert "gradient_clipping" not in rows
-            assert len(result.stdout.splitlines()) < 17  # not the hundred defaults of DeepSpeed
+            assert len(result.stdout.splitlines()) < 17  # without DeepSpeed's hundred defaults
             hidden = r"^and \d{2,} of DeepSpeed's defaults, which --all shows$"
             assert re.search(hidden, result.stdout, re.MULTILINE)
 
 
-def test_json_output_holds_the_same(context):
+def test_json_output_has_config_origins_and_problems(context):
     good = json.loads(check(context, "exp.yaml", ".", "--json", "--explain").stdout)
     bad = json.loads(check(context, "exp.yaml", ".", "--json", "--config", "max_restarts=-1").stdout)
 
@@ -99,7 +99,7 @@ def test_json_output_holds_the_same(context):
     assert bad["problems"][0]["where"] == "--config: max_restarts"
 
 
-def test_a_search_space_is_checked_with_a_sample(context):
+def test_search_space_is_checked_with_sample(context):
     override = "+hyperparameters.lr={type: log, minval: -5, maxval: -1, base: 10}"
     result = check(context, "exp.yaml", ".", "--config", override)
 
@@ -111,7 +111,7 @@ def test_a_search_space_is_checked_with_a_sample(context):
 
 
 @pytest.mark.parametrize("arguments", [(), ("--explain",), ("--config", "max_restarts=-1")])
-def test_neither_torch_nor_deepspeed_nor_determined_is_imported(context, arguments):
+def test_check_imports_no_torch_deepspeed_or_determined(context, arguments):
     program = (
         "import sys; from dstrial.cli.app import main; status = main(sys.argv[1:]); "
         f"loaded = sorted(set({FORBIDDEN!r}) & set(sys.modules)); sys.exit(f'imported {{loaded}}' if loaded else status)"
@@ -123,7 +123,7 @@ def test_neither_torch_nor_deepspeed_nor_determined_is_imported(context, argumen
     assert result.returncode in (0, 1)
 
 
-def test_check_says_how_large_the_context_is(context):
+def test_check_reports_context_directory_size(context):
     (context / "data").mkdir()
     (context / "data" / "large.bin").touch()
     os.truncate(context / "data" / "large.bin", 40 * 2**20)
@@ -146,7 +146,7 @@ def test_check_says_how_large_the_context_is(context):
     assert "data/ alone 96 MB; expected a context directory of at most 95 MB" in refused.stderr
 
 
-def test_every_shipped_config_is_good():
+def test_every_shipped_config_passes_check():
     root = Path(__file__).resolve().parents[2]
     configs = sorted((root / "experiment_configs").glob("*.yaml"))
     assert configs
@@ -158,7 +158,7 @@ def test_every_shipped_config_is_good():
         assert all("is a search space" in line for line in warnings), warnings
 
 
-def test_an_overwrite_on_the_command_line_is_named_by_its_whole_key(context):
+def test_command_line_overwrite_error_names_full_key(context):
     key = "hyperparameters.overwrite_deepspeed_args.train_batch_size"
     result = check(context, "exp.yaml", ".", "--config", f"{key}=63")
 
@@ -166,7 +166,7 @@ def test_an_overwrite_on_the_command_line_is_named_by_its_whole_key(context):
     assert f"--config: {key} is 63 = 4" in result.stderr
 
 
-def test_explain_masks_the_keys_of_monitors(
+def test_explain_masks_monitor_api_keys(
     tmp_path: Path, dstrial_command: Callable[..., tuple[int, str, str]]
 ) -> None:
     (tmp_path / "ds.json").write_text(

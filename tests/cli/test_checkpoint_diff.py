@@ -16,26 +16,24 @@ pytestmark = pytest.mark.ranks
 Command = Callable[..., tuple[int, str, str]]
 
 
-def compared(command: Command, *words: object) -> tuple[int, dict[str, Any]]:
+def run_diff(command: Command, *words: object) -> tuple[int, dict[str, Any]]:
     exit_code, out, err = command("checkpoint", "diff", *words, "--json")
     assert err == ""
     return exit_code, json.loads(out)
 
 
 @pytest.mark.parametrize("case", ["zero 3", "two engines", "pipeline"])
-def test_a_checkpoint_is_the_same_as_itself(checkpoints: Any, dstrial_command: Command, case: str) -> None:
+def test_diff_with_itself_finds_no_difference(checkpoints: Any, dstrial_command: Command, case: str) -> None:
     path = checkpoints[case].latest
-    exit_code, report = compared(dstrial_command, path, path, "--optimizer")
+    exit_code, report = run_diff(dstrial_command, path, path, "--optimizer")
     assert (exit_code, report["is_same"], report["differences"]) == (0, True, {})
     assert [part["num_differing"] for part in report["weights"]] == [0] * len(report["weights"])
     assert dstrial_command("checkpoint", "diff", path, path)[1].endswith("the two are the same\n")
 
 
-def test_the_same_run_in_two_layouts_differs_in_layout_and_config_alone(
-    checkpoints: Any, dstrial_command: Command
-) -> None:
+def test_diff_between_zero_stages_shows_config_and_layout(checkpoints: Any, dstrial_command: Command) -> None:
     a, b = checkpoints["zero 0"].latest, checkpoints["zero 3"].latest
-    exit_code, report = compared(dstrial_command, a, b)
+    exit_code, report = run_diff(dstrial_command, a, b)
     assert exit_code == 1
     assert report["differences"]["hyperparameters"] == [
         {"key": "deepspeed_config.zero_optimization.stage", "a": 0, "b": 3}
@@ -44,16 +42,14 @@ def test_the_same_run_in_two_layouts_differs_in_layout_and_config_alone(
     assert not {"progress", "optimizer of engine 0", "parameters of engine 0"} & report["differences"].keys()
 
 
-def test_layouts_do_not_matter_where_only_weights_are_compared(
-    checkpoints: Any, dstrial_command: Command
-) -> None:
+def test_diff_of_weights_only_ignores_layout(checkpoints: Any, dstrial_command: Command) -> None:
     a, b = checkpoints["zero 2"].latest, checkpoints["zero 3"].latest
-    exit_code, report = compared(dstrial_command, a, b, "--only", "weights", "--optimizer")
+    exit_code, report = run_diff(dstrial_command, a, b, "--only", "weights", "--optimizer")
     assert (exit_code == 0) == (report["weights"][0]["num_elements_differing"] == 0)
     assert report["weights"][0]["relative"] < 1e-6
 
 
-def test_norms_are_those_of_the_live_weights(
+def test_diff_norms_match_exported_weights(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     made = checkpoints["zero 3"]
@@ -61,7 +57,7 @@ def test_norms_are_those_of_the_live_weights(
     for path, output in ((made.earlier, earlier), (made.latest, latest)):
         assert dstrial_command("checkpoint", "export", path, output, "--format", "torch")[0] == 0
     a, b = torch.load(earlier), torch.load(latest)
-    exit_code, report = compared(dstrial_command, made.earlier, made.latest, "--top", "100")
+    exit_code, report = run_diff(dstrial_command, made.earlier, made.latest, "--top", "100")
     assert exit_code == 1
     (weights,) = report["weights"]
     rows = {row["name"]: row for row in weights["largest"]}
@@ -83,11 +79,11 @@ def test_norms_are_those_of_the_live_weights(
     assert relatives == sorted(relatives, reverse=True)
 
 
-def test_progress_is_compared_with_learning_rates_and_steps(
+def test_diff_of_progress_includes_steps_and_learning_rates(
     checkpoints: Any, dstrial_command: Command
 ) -> None:
     made = checkpoints["pipeline"]
-    exit_code, report = compared(dstrial_command, made.earlier, made.latest, "--only", "progress")
+    exit_code, report = run_diff(dstrial_command, made.earlier, made.latest, "--only", "progress")
     assert exit_code == 1
     assert report["differences"]["progress"] == [{"key": "steps_completed", "a": 2, "b": 3}]
     keys = {entry["key"] for entry in report["differences"]["optimizer of engine 0"]}
@@ -95,17 +91,17 @@ def test_progress_is_compared_with_learning_rates_and_steps(
     assert report["weights"] == []
 
 
-def test_moments_are_compared_only_when_asked_for(checkpoints: Any, dstrial_command: Command) -> None:
+def test_diff_compares_moments_only_with_optimizer_option(checkpoints: Any, dstrial_command: Command) -> None:
     made = checkpoints["bf16"]
-    plain = compared(dstrial_command, made.earlier, made.latest)[1]["weights"][0]
-    more = compared(dstrial_command, made.earlier, made.latest, "--optimizer", "--top", "99")[1]["weights"][0]
+    plain = run_diff(dstrial_command, made.earlier, made.latest)[1]["weights"][0]
+    more = run_diff(dstrial_command, made.earlier, made.latest, "--optimizer", "--top", "99")[1]["weights"][0]
     assert (plain["num_compared"], more["num_compared"]) == (7, 7 + 2 * 5)
     assert {row["key"] for row in more["largest"]} == {"master", "exp_avg", "exp_avg_sq"}
     assert more["norm_difference"] == plain["norm_difference"], "of weights alone"
 
 
-def test_another_model_is_a_difference_and_no_error(checkpoints: Any, dstrial_command: Command) -> None:
-    exit_code, report = compared(
+def test_diff_of_different_models_is_no_error(checkpoints: Any, dstrial_command: Command) -> None:
+    exit_code, report = run_diff(
         dstrial_command, checkpoints["zero 2"].latest, checkpoints["pipeline"].latest
     )
     assert exit_code == 1
@@ -114,7 +110,7 @@ def test_another_model_is_a_difference_and_no_error(checkpoints: Any, dstrial_co
     assert report["weights"][0]["num_compared"] == 0
 
 
-def test_the_text_lists_the_largest(checkpoints: Any, dstrial_command: Command) -> None:
+def test_diff_text_lists_largest_differences(checkpoints: Any, dstrial_command: Command) -> None:
     made = checkpoints["zero 2"]
     exit_code, out, _ = dstrial_command("checkpoint", "diff", made.earlier, made.latest, "--top", "2")
     assert exit_code == 1
@@ -124,7 +120,7 @@ def test_the_text_lists_the_largest(checkpoints: Any, dstrial_command: Command) 
     assert len(out.split("the 2 largest:\n")[1].splitlines()) == 3
 
 
-def test_trouble_exits_with_2(checkpoints: Any, dstrial_command: Command, tmp_path: Path) -> None:
+def test_diff_failure_exits_2(checkpoints: Any, dstrial_command: Command, tmp_path: Path) -> None:
     spread = checkpoints["spread experts"]
     for a, b, message in (
         (spread.latest, tmp_path / "no", "expected the directory of a checkpoint"),

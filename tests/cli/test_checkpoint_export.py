@@ -1,4 +1,4 @@
-"""``dstrial checkpoint export``: the weights of real checkpoints against those that were live when they were saved."""
+"""``dstrial checkpoint export``: exported weights equal the live weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Read a file by the format's description alone; every byte has to belong to one tensor."""
+    """Parse a safetensors file without the library; assert that tensors fill it."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
@@ -52,7 +52,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_torch_loads_the_state_dict_that_was_live(
+def test_torch_export_equals_live_state_dict(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path, case: str
 ) -> None:
     made = checkpoints[case]
@@ -72,7 +72,7 @@ def test_torch_loads_the_state_dict_that_was_live(
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_safetensors_hold_the_master_weights_and_every_storage_once(
+def test_safetensors_export_has_master_weights_without_duplicates(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path, case: str
 ) -> None:
     made = checkpoints[case]
@@ -93,7 +93,7 @@ def test_safetensors_hold_the_master_weights_and_every_storage_once(
         assert not torch.equal(tensors["head.weight"], live["head.weight"].float()), "only the rounded ones"
 
 
-def test_a_hugging_face_model_has_shards_an_index_and_the_files_of_the_definition(
+def test_hf_export_has_shards_index_and_model_files(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     files = tmp_path / "files"
@@ -132,7 +132,7 @@ def test_a_hugging_face_model_has_shards_an_index_and_the_files_of_the_definitio
     assert [path.name for path in (tmp_path / "small").iterdir()] == ["model.safetensors"]
 
 
-def test_of_several_engines_one_has_to_be_named(
+def test_export_of_several_engines_requires_engine_option(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     made = checkpoints["two engines"]
@@ -149,7 +149,7 @@ def test_of_several_engines_one_has_to_be_named(
         assert all(torch.equal(tensors[name], live[name]) for name in tensors)
 
 
-def test_where_nothing_can_be_written_nothing_is(
+def test_export_to_invalid_output_writes_nothing(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     mine = tmp_path / "mine"
@@ -171,7 +171,7 @@ def test_where_nothing_can_be_written_nothing_is(
 
 
 @pytest.mark.parametrize("output_format", ["safetensors", "torch", "hf"])
-def test_a_damaged_checkpoint_is_not_exported(
+def test_export_rejects_damaged_checkpoint(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path, output_format: str
 ) -> None:
     path = tmp_path / "damaged"
@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert [found.name for found in tmp_path.iterdir()] == ["damaged"]
 
 
-def test_a_checkpoint_in_a_form_of_the_trials_own_is_refused(
+def test_export_rejects_checkpoint_in_custom_format(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     path = tmp_path / "own"
@@ -204,7 +204,7 @@ def test_a_checkpoint_in_a_form_of_the_trials_own_is_refused(
     assert "because its trial writes its checkpoints itself" in err
 
 
-def test_export_experts_is_complete_or_refused(
+def test_export_of_experts_is_complete_or_rejected(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     whole, spread = checkpoints["whole experts"], checkpoints["spread experts"]
@@ -225,14 +225,14 @@ def test_export_experts_is_complete_or_refused(
 @pytest.mark.parametrize(
     ("text", "num_bytes"), [("5GB", 5 * 10**9), ("500MiB", 500 << 20), ("1.5kb", 1500), ("12", 12)]
 )
-def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
+def test_size_argument_parses_decimal_and_binary_units(text: str, num_bytes: int) -> None:
     assert size_argument(text) == num_bytes
     for wrong in ("", "GB", "-1GB", "5 parsecs", "0", "0.5"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected for example 5GB"):
             size_argument(wrong)
 
 
-def test_copies_of_a_tied_layer_that_differ_are_told(
+def test_export_warns_of_diverged_tied_layer_copies(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     made = checkpoints["loose pipeline"]

@@ -15,23 +15,21 @@ pytestmark = pytest.mark.ranks
 Command = Callable[..., tuple[int, str, str]]
 
 
-def inspected(command: Command, path: Path, *options: str) -> dict[str, Any]:
+def run_inspect(command: Command, path: Path, *options: str) -> dict[str, Any]:
     exit_code, out, err = command("checkpoint", "inspect", path, "--json", *options)
     assert (exit_code, err) == (0, "")
     contents: dict[str, Any] = json.loads(out)
     return contents
 
 
-def test_a_run_directory_stands_for_its_newest_checkpoint_of_all_engines(
-    checkpoints: Any, dstrial_command: Command
-) -> None:
+def test_inspect_of_run_directory_shows_newest_checkpoint(checkpoints: Any, dstrial_command: Command) -> None:
     made = checkpoints["zero 2"]
-    contents = inspected(dstrial_command, made.run_path)
+    contents = run_inspect(dstrial_command, made.run_path)
     assert (contents["path"], contents["uuid"]) == (str(made.latest), made.latest.name)
     assert (contents["steps_completed"], contents["experiment"]) == (3, "wide")
     assert contents["run_directory"] == str(made.run_path)
-    assert inspected(dstrial_command, made.earlier)["steps_completed"] == 2
-    first, second = inspected(dstrial_command, checkpoints["two engines"].latest)["engines"]
+    assert run_inspect(dstrial_command, made.earlier)["steps_completed"] == 2
+    first, second = run_inspect(dstrial_command, checkpoints["two engines"].latest)["engines"]
     assert (first["parameters"]["parameters"], second["parameters"]["parameters"]) == (7, 4)
 
 
@@ -57,10 +55,10 @@ LAYOUT = ("engine_kind", "world_size", "data_parallel_size", "pipeline_stages", 
         ("pipeline", ("pipeline", 2, 1, 2, 1, "fp32")),
     ],
 )
-def test_layout_parameters_and_optimizer_are_told(
+def test_inspect_shows_layout_parameters_and_optimizer(
     checkpoints: Any, dstrial_command: Command, case: str, layout: tuple[object, ...]
 ) -> None:
-    (engine,) = inspected(dstrial_command, checkpoints[case].latest)["engines"]
+    (engine,) = run_inspect(dstrial_command, checkpoints[case].latest)["engines"]
     assert tuple(engine[name] for name in LAYOUT) == layout
     assert engine["train_batch_size"] == 8
     assert engine["versions"].keys() == {"deepspeed", "torch", "dstrial", "python"}
@@ -73,9 +71,9 @@ def test_layout_parameters_and_optimizer_are_told(
     assert len(state["groups"]) == (1 if case == "pipeline" else 2)
 
 
-def test_sizes_by_kind_come_to_the_files_on_disk(checkpoints: Any, dstrial_command: Command) -> None:
+def test_inspect_sizes_match_files_on_disk(checkpoints: Any, dstrial_command: Command) -> None:
     path = checkpoints["pipeline"].latest
-    contents = inspected(dstrial_command, path)
+    contents = run_inspect(dstrial_command, path)
     beside = {"manifest.json", "COMPLETE", "metadata.json"}
     on_disk = {file: file.stat().st_size for file in path.rglob("*") if file.is_file()}
     expected = sum(size for file, size in on_disk.items() if file.name not in beside)
@@ -87,10 +85,8 @@ def test_sizes_by_kind_come_to_the_files_on_disk(checkpoints: Any, dstrial_comma
     assert all(contents["bytes_by_rank"][rank] > size for rank, size in own.items())
 
 
-def test_the_table_lists_every_name_with_shape_group_and_stage(
-    checkpoints: Any, dstrial_command: Command
-) -> None:
-    (engine,) = inspected(dstrial_command, checkpoints["pipeline"].latest, "--parameters")["engines"]
+def test_parameter_table_has_shape_group_and_stage(checkpoints: Any, dstrial_command: Command) -> None:
+    (engine,) = run_inspect(dstrial_command, checkpoints["pipeline"].latest, "--parameters")["engines"]
     rows = {(row["name"], row["stage"]): row for row in engine["parameter_table"]}
     assert rows["0.weight", 0]["shape"] == [9, 8]
     assert rows["tied_modules.called.weight", 1]["tied_to"] == "tied_modules.called.weight"
@@ -103,7 +99,9 @@ def test_the_table_lists_every_name_with_shape_group_and_stage(
     ]
 
 
-def test_the_text_says_what_people_ask_first(checkpoints: Any, dstrial_command: Command) -> None:
+def test_inspect_text_summarizes_steps_layout_and_parameters(
+    checkpoints: Any, dstrial_command: Command
+) -> None:
     exit_code, out, _ = dstrial_command("checkpoint", "inspect", checkpoints["bf16"].latest)
     assert exit_code == 0
     assert "after 3 batches" in out
@@ -113,7 +111,7 @@ def test_the_text_says_what_people_ask_first(checkpoints: Any, dstrial_command: 
     assert "unembed.weight = embed.weight" in out
 
 
-def test_a_damaged_engine_file_hides_the_optimizer_only(
+def test_inspect_without_engine_file_still_shows_layout(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     path = tmp_path / "damaged"
@@ -126,11 +124,11 @@ def test_a_damaged_engine_file_hides_the_optimizer_only(
     assert "ZeRO stage 2" in out
 
 
-def test_inspect_spread_experts_says_whose_parameters(checkpoints: Any, dstrial_command: Command) -> None:
+def test_inspect_labels_parameters_of_spread_experts(checkpoints: Any, dstrial_command: Command) -> None:
     path = checkpoints["spread experts"].latest
     exit_code, out, _ = dstrial_command("checkpoint", "inspect", path, "--parameters")
     assert exit_code == 0
     assert "over 2 ranks; parameters are those of one" in out
     assert "its experts are spread over 2 ranks" in out
-    (engine,) = inspected(dstrial_command, path)["engines"]
+    (engine,) = run_inspect(dstrial_command, path)["engines"]
     assert engine["expert_parallel_size"] == 2

@@ -1,4 +1,4 @@
-"""``dstrial checkpoint reshape``: what it writes is resumed as it is, and holds the same bits."""
+"""``dstrial checkpoint reshape``: the output is bitwise equal and resumes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layout_in(path: Path) -> Layout:
     return Layout.from_json(read_manifest(path).layouts[0])
 
 
-def test_the_output_holds_the_same_bits_and_is_resumed_without_reshaping(
+def test_reshaped_checkpoint_is_bitwise_equal_and_resumes(
     checkpoints: Any, dstrial_command: Command, tmp_path: Path
 ) -> None:
     made = checkpoints["zero 2"]
@@ -73,7 +73,7 @@ def test_the_output_holds_the_same_bits_and_is_resumed_without_reshaping(
     exit_code, out, _ = dstrial_command(
         "checkpoint", "diff", made.latest, last, "--only", "weights", "--json"
     )
-    # Not the same bits: running means are those of a replica's own records.
+    # Not bitwise equal: each replica computes running means from its own records only.
     assert json.loads(out)["weights"][0]["relative"] < 1e-3, out
 
 
@@ -105,7 +105,7 @@ def use_fp16(path: Path) -> None:
     ],
     ids=["batch", "no definition", "fp16", "script", "no config"],
 )
-def test_what_cannot_be_reshaped_is_refused_before_ranks_start(
+def test_invalid_reshape_is_rejected_before_ranks_start(
     checkpoints: Any,
     dstrial_command: Command,
     tmp_path: Path,
@@ -126,7 +126,7 @@ def test_what_cannot_be_reshaped_is_refused_before_ranks_start(
     assert {found.name for found in tmp_path.iterdir()} == {"given", "context"}
 
 
-def test_a_failing_model_definition_is_shown_and_nothing_is_left(checkpoints: Any, tmp_path: Path) -> None:
+def test_failed_reshape_shows_error_and_leaves_no_output(checkpoints: Any, tmp_path: Path) -> None:
     context = tmp_path / "context"
     shutil.copytree(DEFINITIONS, context)
     definition = context / "wide_trials.py"
@@ -138,14 +138,14 @@ def test_a_failing_model_definition_is_shown_and_nothing_is_left(checkpoints: An
     assert [path.name for path in tmp_path.iterdir()] == ["context"]
 
 
-def test_a_pipeline_that_the_master_knows_comes_to_two_replicas(
+def test_reshape_by_uuid_uses_model_definition_from_master(
     checkpoints: Any,
     reported_checkpoint: tuple[str, int],
     shared_master: MasterForTest,
     dstrial_command: Command,
     tmp_path: Path,
 ) -> None:
-    """The model definition is the master's, for the checkpoint carries none and belongs to no run."""
+    """The checkpoint has no model definition, so reshape downloads the master's."""
     output = tmp_path / "four"
     words = ("checkpoint", "reshape", reported_checkpoint[0], str(output), "--slots", "4")
     done = shared_master.dstrial(*words, deadline_s=200)

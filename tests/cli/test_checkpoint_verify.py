@@ -1,4 +1,4 @@
-"""``dstrial checkpoint verify`` on real checkpoints, and how the commands find a checkpoint."""
+"""``dstrial checkpoint verify``, and how commands find checkpoints."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def copied(checkpoints: Any, tmp_path: Path) -> Path:
-    """A checkpoint of two ranks, ZeRO 2, that may be damaged."""
+def checkpoint_copy(checkpoints: Any, tmp_path: Path) -> Path:
+    """Copy of a two-rank ZeRO 2 checkpoint, which a test may damage."""
     path = tmp_path / "run" / "checkpoints" / checkpoints["zero 2"].latest.name
     shutil.copytree(checkpoints["zero 2"].latest, path)
     return path
 
 
-OWN = "model0/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+OPTIMIZER_FILE = "model0/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
 def truncate(path: Path) -> None:
@@ -47,7 +47,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["zero 0", "zero 2", "zero 3", "bf16", "two engines", "pipeline"])
-def test_what_was_saved_is_whole(checkpoints: Any, dstrial_command: Command, case: str) -> None:
+def test_verify_accepts_saved_checkpoint(checkpoints: Any, dstrial_command: Command, case: str) -> None:
     exit_code, out, err = dstrial_command("checkpoint", "verify", checkpoints[case].latest)
     assert (exit_code, err) == (0, "")
     assert out.startswith(f"{checkpoints[case].latest} is whole: ")
@@ -57,57 +57,57 @@ def test_what_was_saved_is_whole(checkpoints: Any, dstrial_command: Command, cas
     ("damage", "kind"),
     [(truncate, "truncated"), (lengthen, "longer"), (flip_a_bit, "changed"), (Path.unlink, "missing")],
 )
-def test_a_damaged_file_is_named_with_its_rank(
-    copied: Path, dstrial_command: Command, damage: Callable[[Path], None], kind: str
+def test_verify_names_damaged_file_and_rank(
+    checkpoint_copy: Path, dstrial_command: Command, damage: Callable[[Path], None], kind: str
 ) -> None:
-    damage(copied / OWN)
-    exit_code, out, _ = dstrial_command("checkpoint", "verify", copied)
+    damage(checkpoint_copy / OPTIMIZER_FILE)
+    exit_code, out, _ = dstrial_command("checkpoint", "verify", checkpoint_copy)
     assert exit_code == 1
-    assert f"{OWN} (optimizer of rank 1 of engine 0) is {kind}: " in out
+    assert f"{OPTIMIZER_FILE} (optimizer of rank 1 of engine 0) is {kind}: " in out
     assert "read by rank 1\n" in out
     assert "is not whole: 1 fault in " in out
 
 
-def test_several_faults_are_told_at_once_and_as_json(copied: Path, dstrial_command: Command) -> None:
-    truncate(copied / OWN)
-    (copied / "dstrial_rank0.pt").unlink()
-    (copied / "model0" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").write_bytes(b"stray")
-    exit_code, out, _ = dstrial_command("checkpoint", "verify", copied, "--json")
+def test_verify_json_lists_all_faults(checkpoint_copy: Path, dstrial_command: Command) -> None:
+    truncate(checkpoint_copy / OPTIMIZER_FILE)
+    (checkpoint_copy / "dstrial_rank0.pt").unlink()
+    (checkpoint_copy / "model0" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").write_bytes(b"stray")
+    exit_code, out, _ = dstrial_command("checkpoint", "verify", checkpoint_copy, "--json")
     found = json.loads(out)
     assert (exit_code, found["is_whole"]) == (1, False)
     assert [(fault["path"], fault["kind"], fault["writer_rank"]) for fault in found["faults"]] == [
         ("dstrial_rank0.pt", "missing", 0),
-        (OWN, "truncated", 1),
+        (OPTIMIZER_FILE, "truncated", 1),
         ("model0/zero_pp_rank_2_mp_rank_00_optim_states.pt", "unexpected", 2),
     ]
 
 
-def test_a_missing_manifest_and_a_damaged_one_are_errors_without_a_traceback(
-    copied: Path, dstrial_command: Command
+def test_verify_reports_missing_or_malformed_manifest(
+    checkpoint_copy: Path, dstrial_command: Command
 ) -> None:
-    flawed = (copied / "manifest.json").read_text()[:-40]
-    (copied / "manifest.json").write_text(flawed)
-    exit_code, out, err = dstrial_command("checkpoint", "verify", copied)
+    flawed = (checkpoint_copy / "manifest.json").read_text()[:-40]
+    (checkpoint_copy / "manifest.json").write_text(flawed)
+    exit_code, out, err = dstrial_command("checkpoint", "verify", checkpoint_copy)
     assert (exit_code, out) == (1, "")
     assert "manifest.json is no JSON" in err
-    (copied / "manifest.json").unlink()
-    exit_code, out, err = dstrial_command("checkpoint", "verify", copied, "--json")
+    (checkpoint_copy / "manifest.json").unlink()
+    exit_code, out, err = dstrial_command("checkpoint", "verify", checkpoint_copy, "--json")
     assert exit_code == 1
     assert "manifest.json" in json.loads(out)["error"]
 
 
-def test_in_a_run_a_checkpoint_without_its_mark_is_not_whole(
-    checkpoints: Any, copied: Path, dstrial_command: Command
+def test_verify_in_run_requires_completion_marker(
+    checkpoints: Any, checkpoint_copy: Path, dstrial_command: Command
 ) -> None:
-    (copied / "COMPLETE").unlink()
-    assert dstrial_command("checkpoint", "verify", copied)[0] == 0, "as in the storage of a cluster"
-    shutil.copy(checkpoints["zero 2"].run_path / "run.json", copied.parents[1])
-    exit_code, out, _ = dstrial_command("checkpoint", "verify", copied)
+    (checkpoint_copy / "COMPLETE").unlink()
+    assert dstrial_command("checkpoint", "verify", checkpoint_copy)[0] == 0, "as in the storage of a cluster"
+    shutil.copy(checkpoints["zero 2"].run_path / "run.json", checkpoint_copy.parents[1])
+    exit_code, out, _ = dstrial_command("checkpoint", "verify", checkpoint_copy)
     assert exit_code == 1
     assert "COMPLETE is incomplete: no file" in out
 
 
-def test_a_uuid_is_found_in_the_runs(
+def test_verify_finds_uuid_in_runs_directory(
     checkpoints: Any, dstrial_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = checkpoints["zero 3"]
@@ -119,7 +119,7 @@ def test_a_uuid_is_found_in_the_runs(
     assert dstrial_command("checkpoint", "verify", made.latest.name)[0] == 0
 
 
-def test_what_is_no_checkpoint_and_no_new_directory_is_told(dstrial_command: Command, tmp_path: Path) -> None:
+def test_invalid_checkpoint_or_output_argument_is_reported(dstrial_command: Command, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     unknown = "6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11"
     for asked, words in [
@@ -139,7 +139,7 @@ def test_what_is_no_checkpoint_and_no_new_directory_is_told(dstrial_command: Com
     assert "which exists; expected a new directory" in err
 
 
-def test_a_uuid_is_found_by_the_running_master(
+def test_verify_finds_uuid_through_running_master(
     reported_checkpoint: tuple[str, int], shared_master: MasterForTest
 ) -> None:
     uuid, experiment_id = reported_checkpoint
@@ -156,7 +156,7 @@ def test_a_uuid_is_found_by_the_running_master(
     assert "does not know it" in unknown.stderr
 
 
-def test_the_storages_message_is_shown_when_no_master_knows_the_checkpoint(
+def test_verify_shows_storage_error_for_unknown_checkpoint(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
     record = tmp_path / "0f4f1f9e-8f0a-4c3e-9a53-00000000000e"

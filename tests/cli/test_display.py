@@ -1,4 +1,4 @@
-"""Displays of a run, its last lines, and those of a search."""
+"""Progress displays and final summaries of runs and searches."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_bar_shows_progress_below_lines_of_ranks(terminal: LossTolerantStream) -
     assert "time left" in last
 
 
-def test_plain_display_shows_a_phase_once(
+def test_plain_display_shows_each_phase_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     display = Display(*streams(), num_ranks=1, metric=None)
@@ -117,7 +117,7 @@ def test_plain_display_shows_a_phase_once(
     ]
 
 
-def test_bar_shows_the_phase_and_other_launcher_lines(terminal: LossTolerantStream) -> None:
+def test_bar_shows_phase_and_other_launcher_lines(terminal: LossTolerantStream) -> None:
     display = BarDisplay(terminal, terminal, num_ranks=1, metric=None)
     display.starting("compiling operator x", 9.0)
     display.message("dstrial.launch: starting: importing model_def, for 7 s")
@@ -175,12 +175,12 @@ def test_summary_names_state_paths_and_resume_command(run_directory: RunDirector
     assert "resume with:   dstrial run 'my exp.yaml' --resume latest" in text
 
 
-def test_summary_names_best_checkpoint_beside_the_last(run_directory: RunDirectory) -> None:
+def test_summary_names_best_and_last_checkpoint(run_directory: RunDirectory) -> None:
     for steps, value in ((10, 0.9), (20, 0.75), (30, 0.95), (40, 0.5)):
         row = {"group": "validation", "steps_completed": steps, "metrics": {"accuracy": value}}
         append_json_line(run_directory.metrics_path, row)
     add_checkpoint(run_directory, 20)
-    best = add_checkpoint(run_directory, 10)  # 30 was better, and is not kept
+    best = add_checkpoint(run_directory, 10)  # batch 30 was better, but its checkpoint was deleted
     last = add_checkpoint(run_directory, 40)
     lines = summary_of(run_directory, COMPLETED, RunView(40, 40)).splitlines()
     assert f"  best:        checkpoints/{best.name} (batch 10, accuracy 0.9)" in lines
@@ -204,7 +204,7 @@ def test_summary_shows_telemetry_unless_it_is_damaged(
         assert "speed:" not in summary_of(run_directory, COMPLETED, RunView(10, 10))
 
 
-def test_summary_names_a_best_last_checkpoint_once(run_directory: RunDirectory) -> None:
+def test_summary_names_checkpoint_once_if_best_is_last(run_directory: RunDirectory) -> None:
     row = {"group": "validation", "steps_completed": 10, "metrics": {"accuracy": 0.9}}
     append_json_line(run_directory.metrics_path, row)
     checkpoint = add_checkpoint(run_directory, 10)
@@ -236,7 +236,7 @@ def test_summary_without_checkpoint_offers_no_resume(run_directory: RunDirectory
         (184, UNKNOWN, "stopped (ended at once)"),
     ],
 )
-def test_summary_says_which_batches_are_lost(
+def test_summary_shows_lost_batches(
     saved: int | None, view: RunView, state: str, run_directory: RunDirectory
 ) -> None:
     if saved is not None:
@@ -252,7 +252,7 @@ def test_summary_says_which_batches_are_lost(
         (184, "completed at batch 345 of 345"),
     ],
 )
-def test_summary_says_that_nothing_was_left_to_train(
+def test_summary_reports_nothing_left_to_train(
     steps_before: int, state: str, run_directory: RunDirectory
 ) -> None:
     verdict = Verdict(RunState.COMPLETED, 0)
@@ -289,12 +289,12 @@ VIEW = ExperimentView(
 )
 
 
-def test_search_progress_is_one_line(experiment: ExperimentConfig) -> None:
+def test_search_progress_is_single_line(experiment: ExperimentConfig) -> None:
     assert progress_line(VIEW, experiment) == "40 %  2 active, 1 completed  loss 0.25 (trial 2)"
     assert progress_line(ExperimentView(7, "ACTIVE", 0.0, None, ()), experiment) == "0 %  "
 
 
-def test_search_summary_has_the_best_trial_first(
+def test_search_summary_lists_best_trial_first(
     experiment: ExperimentConfig, run_directory: RunDirectory
 ) -> None:
     (run_directory.checkpoints_path / "uuid-2").mkdir()
@@ -311,4 +311,4 @@ def test_search_summary_has_the_best_trial_first(
     larger = dataclasses.replace(experiment, smaller_is_better=False)
     lines = search_summary(VIEW, larger, COMPLETED, run_directory)
     assert "best:          loss 0.5 of trial 1" in lines
-    assert lines[-1] == "  best:        uuid-1"  # in object storage
+    assert lines[-1] == "  best:        uuid-1"  # no local copy: it is in object storage

@@ -1,4 +1,4 @@
-"""The real command in processes of its own: on this machine, under limits, and before a driver that is not there."""
+"""``dstrial doctor`` on this machine, with low limits and with a fake driver."""
 
 import json
 import os
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def doctor(tmp_path):
-    """Run ``dstrial doctor`` in an empty directory; variables that are None are unset."""
+    """Return a function that runs ``dstrial doctor`` in an empty directory."""
 
     def run(*arguments, before="", python=(), **variables):
         environ = {
@@ -56,7 +56,7 @@ def doctor(tmp_path):
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory):
-    """Directory of a library that answers as a driver would; see ``nvml_stand_in.c``."""
+    """Return the directory of a fake NVML library built from ``nvml_stand_in.c``."""
     folder = tmp_path_factory.mktemp("driver")
     source = HERE.parent / "doctor" / "nvml_stand_in.c"
     compiler = shutil.which("cc") or shutil.which("gcc")
@@ -91,7 +91,7 @@ def _is_free(port: int) -> bool:
         return asked.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_the_document_is_what_its_description_says_and_the_exit_status_follows_from_it(doctor, tmp_path):
+def test_json_report_has_documented_keys_and_exit_code(doctor, tmp_path):
     done = doctor("--json")
     document = json.loads(done.stdout)
     assert set(document) == {"schema", "dstrial", "ok", "counts", "seconds", "groups"}
@@ -116,13 +116,13 @@ def test_the_document_is_what_its_description_says_and_the_exit_status_follows_f
         "/dev/shm",
     ):
         assert names[name]["status"] == "ok", names[name]
-    # Whoever has run the main example has a master there.
+    # Port 8080 is taken if a master of the main example is running.
     assert names["master"]["status"] == ("ok" if _is_free(8080) else "note"), names["master"]
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "state").exists()
 
 
-def test_text_and_json_have_the_same_findings_and_the_json_is_kept(doctor, tmp_path):
+def test_text_and_saved_json_have_same_findings(doctor, tmp_path):
     kept = doctor("--fast", "--json", "--output", str(tmp_path / "kept" / "here"))
     assert (tmp_path / "kept" / "here" / "doctor.json").read_text() == kept.stdout
     (tmp_path / "file").touch()
@@ -134,7 +134,7 @@ def test_text_and_json_have_the_same_findings_and_the_json_is_kept(doctor, tmp_p
         assert sum(line.startswith(f"  {status:<8} ") for line in lines) == number
 
 
-def test_fast_imports_nothing_that_trains_and_leaves_libraries_out(doctor):
+def test_fast_option_imports_no_training_libraries(doctor):
     done = doctor("--fast", python=("-X", "importtime"))
     last = done.stdout.splitlines()[-1]
     assert re.match(r"\d+ ok, ", last)
@@ -147,7 +147,7 @@ def test_fast_imports_nothing_that_trains_and_leaves_libraries_out(doctor):
 
 
 @pytest.mark.parametrize("more", [{}, {"NO_COLOR": "1"}])
-def test_a_terminal_gets_colours_unless_the_user_wants_none(tmp_path, more):
+def test_terminal_output_has_colours_unless_no_color(tmp_path, more):
     reader, writer = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "dstrial.cli", "doctor", "--fast"],
@@ -159,7 +159,7 @@ def test_a_terminal_gets_colours_unless_the_user_wants_none(tmp_path, more):
     while True:
         try:
             piece = os.read(reader, 65536)
-        except OSError:  # the other end is gone
+        except OSError:  # the process has closed its end of the terminal
             break
         shown += piece
     os.close(reader)
@@ -167,13 +167,13 @@ def test_a_terminal_gets_colours_unless_the_user_wants_none(tmp_path, more):
     assert (b"\x1b[32mok" in shown) is not bool(more)
 
 
-def test_limits_of_a_shell_are_told(doctor):
+def test_low_open_files_limit_is_problem(doctor):
     done = doctor("--fast", "--json", before="ulimit -n 64")
     assert done.returncode == 1
     assert "64 a process" in problems(done)["open files"]["what"]
 
 
-def test_an_import_that_hangs_is_ended_and_named_and_the_rest_goes_on(doctor, tmp_path):
+def test_hanging_import_is_killed_and_reported(doctor, tmp_path):
     shadow = tmp_path / "shadow" / "torch"
     shadow.mkdir(parents=True)
     (shadow / "__init__.py").write_text(
@@ -187,13 +187,13 @@ def test_an_import_that_hangs_is_ended_and_named_and_the_rest_goes_on(doctor, tm
     assert findings(done)["python"]["status"] == "ok"
 
 
-def test_a_file_that_shadows_a_library_for_trials_is_found(doctor, tmp_path):
+def test_file_shadowing_library_is_reported(doctor, tmp_path):
     (tmp_path / "cwd").mkdir()
     (tmp_path / "cwd" / "deepspeed.py").write_text("raise ImportError('no deepspeed but mine')\n")
     assert "no deepspeed but mine" in problems(doctor("--json"))["import deepspeed"]["what"]
 
 
-def test_a_driver_is_read_through_its_library_and_a_cpu_build_of_torch_does_not_fit_it(doctor, driver):
+def test_nvml_driver_mismatch_with_torch_is_problem(doctor, driver):
     done = doctor("--json", LD_LIBRARY_PATH=driver, FAKE_NVML_DRIVER="470.256.02", FAKE_NVML_CUDA=11040)
     found = findings(done)
     assert found["driver"]["what"] == "470.256.02, CUDA up to 11.4; NVML answers"
@@ -204,7 +204,7 @@ def test_a_driver_is_read_through_its_library_and_a_cpu_build_of_torch_does_not_
     assert "a build of torch for CUDA 11.4 or older" in build["todo"]
 
 
-def test_devices_that_are_divided_or_hidden_are_told(doctor, driver):
+def test_mig_and_hidden_devices_are_reported(doctor, driver):
     divided = findings(doctor("--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_MIG=3))
     assert "3 MIG instances" in divided["device 0"]["what"]
     hidden = doctor("--fast", "--json", "--require-gpus", LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="")
@@ -224,8 +224,8 @@ def test_wrong_usage_is_told(doctor):
         assert "usage:" in done.stderr
 
 
-def test_device_in_use_names_its_process_without_control_characters(doctor, driver):
-    """A process names itself, and a variable holds any bytes: neither may move the cursor, or end the command."""
+def test_device_use_report_strips_control_characters(doctor, driver):
+    """Process names and variables may contain any bytes, such as escape sequences."""
     program = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\x1b[2Jgone'); print('ready', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
         try:
@@ -250,7 +250,7 @@ def test_device_in_use_names_its_process_without_control_characters(doctor, driv
         assert part in use["what"]
 
 
-def test_what_it_started_ends_with_it(tmp_path):
+def test_killed_doctor_leaves_no_child_process(tmp_path):
     shadow = tmp_path / "shadow" / "torch"
     shadow.mkdir(parents=True)
     note = tmp_path / "pid"

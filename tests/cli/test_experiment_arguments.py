@@ -1,4 +1,4 @@
-"""Entrypoints, and which run ``--resume`` continues; runs and checkpoints are real directories."""
+"""Entrypoint parsing, and the run and checkpoint that ``--resume`` selects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dstrial.local.run_directory import RunDirectory
         ["python3", "-m", "dstrial.launch", "--trial", "model_def:MyTrial"],
     ],
 )
-def test_entrypoint_that_names_a_trial_is_that_trial(entrypoint: str | Sequence[str]) -> None:
+def test_parse_entrypoint_finds_trial_class(entrypoint: str | Sequence[str]) -> None:
     assert parse_entrypoint(entrypoint, "exp.yaml") == Entrypoint("model_def:MyTrial")
 
 
@@ -45,7 +45,7 @@ def test_entrypoint_that_names_a_trial_is_that_trial(entrypoint: str | Sequence[
         (["python3", "train.py", "a && b"], ("python3", "train.py", "a && b")),
     ],
 )
-def test_entrypoint_keeps_the_part_each_rank_runs(
+def test_parse_entrypoint_keeps_command_of_each_rank(
     entrypoint: str | Sequence[str], words: tuple[str, ...]
 ) -> None:
     assert parse_entrypoint(entrypoint, "exp.yaml") == Entrypoint(None, words)
@@ -71,7 +71,7 @@ def test_entrypoint_with_foreign_launcher_starts_ranks_itself(entrypoint: str) -
         "cd x && python3 -m dstrial.launch --trial model_def:MyTrial",
     ],
 )
-def test_entrypoint_that_cannot_run_is_refused(
+def test_invalid_entrypoint_is_rejected(
     entrypoint: str | Sequence[str] | None,
 ) -> None:
     with pytest.raises(
@@ -97,7 +97,7 @@ def resolve(resume: str, runs_dir: Path) -> ResumePoint:
     return resume_point(resume, runs_dir=runs_dir, name="t", context_dir=Path("ctx"))
 
 
-def test_resume_latest_is_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_path: Path) -> None:
+def test_resume_latest_skips_runs_without_checkpoint(tmp_path: Path) -> None:
     create(tmp_path, 0)
     with pytest.raises(CheckpointNotFoundError, match=r"no run of 't' .* has a complete checkpoint in"):
         resolve("latest", tmp_path)
@@ -114,7 +114,7 @@ def test_resume_latest_is_the_newest_checkpoint_of_the_newest_run_that_has_one(t
     )
 
 
-def test_resume_accepts_a_run_or_a_checkpoint(tmp_path: Path) -> None:
+def test_resume_accepts_run_or_checkpoint_directory(tmp_path: Path) -> None:
     run_directory = create(tmp_path, 2)
     create(tmp_path, 1)
     assert resolve(str(run_directory.path), tmp_path).checkpoint == run_directory.checkpoints_path / "u1"
@@ -127,7 +127,7 @@ def test_resume_accepts_a_run_or_a_checkpoint(tmp_path: Path) -> None:
         resolve(str(empty.path), tmp_path)
 
 
-def test_best_is_of_the_newest_run_or_an_error(tmp_path: Path) -> None:
+def test_best_checkpoint_is_taken_from_newest_run(tmp_path: Path) -> None:
     def found() -> Path:
         return find_checkpoint("best", runs_dir=str(tmp_path), state_dir=str(tmp_path / "state")).path
 

@@ -1,4 +1,4 @@
-"""How a run is judged by its ranks, its signals and the master."""
+"""Verdicts on runs and searches from ranks, signals and the master's state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_verdict_follows_ranks_status_and_signal(
     assert (verdict.state, verdict.exit_code) == (state, exit_code)
 
 
-def test_verdict_names_the_first_failing_rank() -> None:
+def test_verdict_names_first_failing_rank() -> None:
     assert judge(outcome(3, FAILURE), {}).reason == "rank 1 failed first (exit code 3, host here)"
 
 
@@ -112,13 +112,13 @@ def experiment(state: str, exit_code: int | None = 0, end_reason: str | None = N
         ),
     ],
 )
-def test_judge_experiment_prefers_the_state_on_the_master(
+def test_judge_experiment_prefers_state_on_master(
     followed: FollowResult, judged: Verdict, expected: Verdict
 ) -> None:
     assert judge_experiment(followed, judged) == expected
 
 
-def test_outcome_prefers_the_file_of_the_launcher(run_directory: RunDirectory) -> None:
+def test_outcome_prefers_file_of_launcher(run_directory: RunDirectory) -> None:
     followed = FollowResult(experiment("ERROR", exit_code=7), None)
     assert outcome_of(run_directory, followed).exit_code == 7
     write_json_atomically(
@@ -127,7 +127,7 @@ def test_outcome_prefers_the_file_of_the_launcher(run_directory: RunDirectory) -
     assert outcome_of(run_directory, followed) == outcome(3, FAILURE)
 
 
-def test_outcome_over_hosts_is_the_first_failure(run_directory: RunDirectory) -> None:
+def test_outcome_over_hosts_is_first_failure(run_directory: RunDirectory) -> None:
     lost_peer = dataclasses.replace(FAILURE, rank=0, exit_code=1)
     first = dataclasses.replace(outcome(3, FAILURE), failed_s=2.0)
     later = dataclasses.replace(outcome(9, FAILURE), failed_s=3.0)
@@ -154,14 +154,14 @@ def test_outcome_of_paused_trial_is_no_failure(run_directory: RunDirectory) -> N
         ("ERROR", None, (RunState.FAILED, 3, "every trial failed")),
     ],
 )
-def test_search_is_judged_by_its_experiment(
+def test_search_verdict_follows_experiment_state(
     state: str, stopped_by: str | None, expected: tuple[RunState, int, str | None]
 ) -> None:
     followed = FollowResult(experiment(state, exit_code=3, end_reason="every trial failed"), stopped_by)
     assert judge_experiment(followed, judge_search(followed)) == Verdict(*expected)
 
 
-def test_lines_of_the_master_that_say_what_a_trial_waits_for_are_shown() -> None:
+def test_master_log_lines_about_waiting_are_shown() -> None:
     shown = list[tuple[str, int | None, str]]()
     master: Any = None
     log = LogTail(master, lambda *words: shown.append(words), {})

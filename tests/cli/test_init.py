@@ -1,4 +1,4 @@
-"""Projects that ``dstrial init`` writes pass the check, train, and are never written over."""
+"""``dstrial init`` and its projects; ``dstrial kill`` and ``dstrial show``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_init_refuses_to_overwrite_files(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("target", "reason"), [("file", "File exists"), ("file/new", "Not a directory")])
-def test_init_onto_file_is_an_error_without_traceback(
+def test_init_onto_file_fails_without_traceback(
     target: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")

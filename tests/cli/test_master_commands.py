@@ -1,4 +1,4 @@
-"""``dstrial up``, ``down``, ``status`` and ``logs`` as a user types them."""
+"""The commands ``dstrial up``, ``down``, ``status``, ``login`` and ``logs``."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ pytestmark = pytest.mark.process
 
 Command = Callable[..., tuple[int, str, str]]
 
-# With these a command is a fork of what has imported it.
+# With these variables ``warm_start`` can fork commands from its preloaded process.
 VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 @pytest.fixture(scope="module")
-def lasting_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
-    """One master for all tests after which it goes on, or can be started again."""
+def module_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    """Start one master for the module; ``master`` restarts it after a test ends it."""
     with master_for_test(tmp_path_factory.mktemp("lasting")) as running:
         yield running
 
 
 @pytest.fixture
-def master(lasting_master: MasterForTest) -> Iterator[MasterForTest]:
-    yield lasting_master
-    if lasting_master.state.running() is None:
-        lasting_master.up()
+def master(module_master: MasterForTest) -> Iterator[MasterForTest]:
+    yield module_master
+    if module_master.state.running() is None:
+        module_master.up()
 
 
 @pytest.fixture
-def login_of_another(master: MasterForTest) -> Iterator[str]:
-    """Address at which ``det`` is logged in to another master, until the test is over."""
+def other_master_login(master: MasterForTest) -> Iterator[str]:
+    """Store another master's ``det`` login for this address; yield the address."""
     address = f"http://localhost:{master.record.port}"
     path = Path(master.env["XDG_CONFIG_HOME"]) / "determined" / "auth.json"
     before = path.read_text()
@@ -61,7 +61,7 @@ def auth_entries(master: MasterForTest) -> dict[str, dict[str, object]]:
     return entries
 
 
-def test_up_listens_on_loopback_only_and_says_where(master: MasterForTest) -> None:
+def test_up_listens_on_loopback_and_prints_address(master: MasterForTest) -> None:
     before = auth_entries(master)
     second = master.dstrial("up")
     assert second.returncode == 0, second.stderr
@@ -76,7 +76,7 @@ def test_up_listens_on_loopback_only_and_says_where(master: MasterForTest) -> No
 
 
 def listening_addresses(pid: int) -> set[str]:
-    """Local addresses, as the kernel writes them, on which a process accepts connections."""
+    """Return the addresses a process listens on, as in ``/proc/net/tcp``."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         target = str(link.readlink()) if link.is_symlink() else ""
@@ -90,7 +90,7 @@ def listening_addresses(pid: int) -> set[str]:
     return found
 
 
-def test_up_logs_det_in_under_both_names_and_for_nobody_else(master: MasterForTest) -> None:
+def test_up_logs_in_det_for_owner_only(master: MasterForTest) -> None:
     port = master.record.port
     for address in (f"http://localhost:{port}", f"http://127.0.0.1:{port}"):
         asked = warm_start.run_command(
@@ -114,20 +114,18 @@ def test_up_logs_det_in_under_both_names_and_for_nobody_else(master: MasterForTe
     assert stranger.returncode != 0
 
 
-def test_up_leaves_the_login_of_another_master_and_says_how_to_log_in(
-    master: MasterForTest, login_of_another: str
-) -> None:
+def test_up_keeps_login_of_other_master(master: MasterForTest, other_master_login: str) -> None:
     told = master.dstrial("up", "--slots", "7", "--no-password")
     assert told.returncode == 0
     assert "--slots 7, --no-password changes nothing while it runs" in told.stderr
-    assert f"det is logged in to another master at {login_of_another}; that is left as it is" in told.stderr
-    assert auth_entries(master)[login_of_another]["tokens"] == {"me": "of another master"}
-    assert f"not logged in at {login_of_another}" in told.stdout
+    assert f"det is logged in to another master at {other_master_login}; that is left as it is" in told.stderr
+    assert auth_entries(master)[other_master_login]["tokens"] == {"me": "of another master"}
+    assert f"not logged in at {other_master_login}" in told.stdout
     assert master.dstrial("login").returncode == 0
-    assert auth_entries(master)[login_of_another]["active_user"] == "determined"
+    assert auth_entries(master)[other_master_login]["active_user"] == "determined"
 
 
-def test_without_passwords_det_needs_no_login(tmp_path: Path) -> None:
+def test_det_needs_no_login_without_passwords(tmp_path: Path) -> None:
     with master_for_test(tmp_path, options=["--no-password"]) as master:
         env = {**master.env, "XDG_CONFIG_HOME": str(tmp_path / "stranger")}
         asked = warm_start.run_command(
@@ -153,7 +151,7 @@ def test_wrong_settings_and_missing_logs_are_clear_errors(tmp_path: Path, dstria
     assert "does not exist; expected the log of a master" in err
 
 
-def test_two_starts_at_once_give_one_master(tmp_path: Path) -> None:
+def test_concurrent_up_starts_single_master(tmp_path: Path) -> None:
     env = {
         **os.environ,
         **VARIABLES,
@@ -187,7 +185,7 @@ def test_status_shows_address_slots_experiments_and_disk(master: MasterForTest) 
     assert fields["disk_bytes"] > 0
 
 
-def test_status_says_that_a_master_is_stopped_and_down_ends_it(master: MasterForTest) -> None:
+def test_status_reports_suspended_master_and_down_ends_it(master: MasterForTest) -> None:
     fields = json.loads(master.dstrial("status", "--json").stdout)
     assert (fields["answers"], fields["stopped"]) == (True, False)
     pid = master.record.pid
@@ -209,7 +207,7 @@ def test_status_says_that_a_master_is_stopped_and_down_ends_it(master: MasterFor
     assert master.dstrial("down").stdout == "the master has ended\n"
 
 
-def test_down_ends_the_master_and_up_starts_it_with_what_it_knew(master: MasterForTest) -> None:
+def test_up_after_down_keeps_cluster_and_port(master: MasterForTest) -> None:
     first = master.record
     assert master.dstrial("down").stdout == "the master has ended\n"
     assert process_start_time(first.pid) != first.start_time
@@ -225,14 +223,14 @@ def test_down_ends_the_master_and_up_starts_it_with_what_it_knew(master: MasterF
     assert master.det("user", "whoami").stdout == "You are logged in as user 'determined'\n"
 
 
-def test_an_open_stream_does_not_keep_the_master_from_ending(master: MasterForTest) -> None:
+def test_down_ends_master_despite_open_connection(master: MasterForTest) -> None:
     with socket.create_connection(("127.0.0.1", master.record.port)) as connection:
         connection.sendall(b"GET /info HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(12) == b"HTTP/1.1 200"
         assert master.dstrial("down", deadline_s=30).returncode == 0
 
 
-def test_logs_print_the_end_of_the_masters_log_and_follow_it(master: MasterForTest) -> None:
+def test_logs_prints_tail_and_follows_master_log(master: MasterForTest) -> None:
     shown = master.dstrial("logs", "-n", "1000").stdout
     assert re.search(r"INFO dstrial\.master: serving at http://localhost:\d+ with 2 slots", shown)
     assert len(master.dstrial("logs", "-n", "1").stdout.splitlines()) == 1
@@ -242,7 +240,7 @@ def test_logs_print_the_end_of_the_masters_log_and_follow_it(master: MasterForTe
         was_read = threading.Event()
 
         def write() -> None:
-            # Again and again: a line from before it follows is not its business.
+            # Repeatedly: lines written before ``logs -f`` starts are not printed.
             while not was_read.wait(0.2):
                 with master.state.log_path.open("a") as log:
                     log.write("one more line\n")
@@ -258,7 +256,7 @@ def test_logs_print_the_end_of_the_masters_log_and_follow_it(master: MasterForTe
         assert following.wait(30) == 130
 
 
-def test_in_the_foreground_the_log_is_shown_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+def test_foreground_up_shows_log_until_ctrl_c(tmp_path: Path) -> None:
     env = {**os.environ, "DSTRIAL_STATE_DIR": str(tmp_path / "s"), "XDG_CONFIG_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "dstrial.cli", "up", "--foreground", "--port", "0", "--slots", "1"]
     with subprocess.Popen(
@@ -277,9 +275,7 @@ def test_in_the_foreground_the_log_is_shown_and_ctrl_c_ends_it(tmp_path: Path) -
     assert "Traceback" not in text
 
 
-def test_the_state_directory_of_a_port_error_can_be_used_afterwards(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_up_reuses_state_directory_after_port_error(master: MasterForTest, tmp_path: Path) -> None:
     other = StateDirectory(tmp_path / "other")
     port = master.record.port
     ended = master.dstrial("up", "--state-dir", str(other.path), "--port", str(port))

@@ -1,4 +1,4 @@
-"""``dstrial memory`` predicts a real trial's memory on virtual devices, or says what is in the way."""
+"""``dstrial memory`` predicts a trial's memory, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIPELINE = [str(ROOT / "experiment_configs" / "stdlib_lm.yaml"), str(ROOT / "mod
 
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_trial_is_predicted_and_its_parts_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_trial_is_sum_of_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", *DIGITS, "--slots", "1,3,2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
 
@@ -35,22 +35,22 @@ def test_a_trial_is_predicted_and_its_parts_add_up(capsys: pytest.CaptureFixture
         assert sum(row[part] for part in parts) == pytest.approx(row["peak"], rel=1e-6)
         assert all(row[part] > 0 for part in parts)
     assert "train_batch_size" in three["problem"], "64 records cannot be shared by 3"
-    # float32: masters are the weights, and Adam keeps two numbers for each, which ZeRO stage 1 divides.
+    # float32: master weights and Adam's two moments are 3 values per weight; ZeRO stage 1 partitions them.
     assert one["optimizer"] / one["parameters"] == pytest.approx(3, rel=0.1)
     assert two["optimizer"] / one["optimizer"] == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_pipeline_is_predicted_stage_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_pipeline_is_predicted_per_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", *PIPELINE, "--slots", "1,2", "--json"]) == 0
     alone, first, second = json.loads(capsys.readouterr().out)["devices"]
 
     assert "multiple of 2" in alone["problem"]
     assert [alone["stage"], first["stage"], second["stage"]] == [None, 0, 1]
-    # Two blocks each, but only the first stage has the positions.
+    # Each stage has two blocks; only the first stage has the position embeddings.
     assert first["parameters"] > second["parameters"] > 4 * 2 * 12 * 64 * 64
-    # The first stage has two micro batches under way, of 8 records of 64 characters, 64 wide.
+    # The first stage holds two micro batches in flight: 8 records of 64 characters, hidden size 64.
     assert first["largest"]["activations"] > 1.5 * second["largest"]["activations"] > 8 * 64 * 64 * 4
     for row in (first, second):
         assert row["gradients"] == row["parameters"]
@@ -59,8 +59,8 @@ def test_a_pipeline_is_predicted_stage_by_stage(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_script_is_predicted_with_the_batch_that_it_makes(capsys: pytest.CaptureFixture[str]) -> None:
-    # Whatever the size of the model and of the text that it reads.
+def test_memory_of_script_includes_activations_of_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    # A small model and a short text are enough to check the proportions.
     small = ("--config", "hyperparameters.n_layer=2", "--config", "hyperparameters.num_chars_max=30000")
     assert main(["memory", *SCRIPT, "--slots", "1", "--json", *small]) == 0
     (row,) = json.loads(capsys.readouterr().out)["devices"]
@@ -73,12 +73,12 @@ def test_a_script_is_predicted_with_the_batch_that_it_makes(capsys: pytest.Captu
 EXAMPLES = sorted(path.stem for path in (ROOT / "experiment_configs").glob("*.yaml"))
 NOT_DRY_RUN = {
     "accelerate_clm": "a loop with Reporter cannot be dry-run",
-    "hf_generate": "memory.py:25",  # reads what only ZeRO 3 sets, and trains nothing
+    "hf_generate": "memory.py:25",  # reads attributes that only ZeRO 3 sets; trains nothing
 }
 
 
 def model_def_of(example: str) -> str:
-    """Return the model definition whose name begins the example's."""
+    """Return the model definition whose name is the example's longest prefix."""
     names = [path.name for path in (ROOT / "model_defs").iterdir() if example.startswith(path.name)]
     return max(names, key=len)
 
@@ -87,7 +87,7 @@ def model_def_of(example: str) -> str:
 @pytest.mark.timeout(900)
 @pytest.mark.exhaustive("[digits_gan]", "[lora_clm]")
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_every_example_has_a_dry_run(capsys: pytest.CaptureFixture[str], example: str) -> None:
+def test_memory_dry_runs_every_supported_example(capsys: pytest.CaptureFixture[str], example: str) -> None:
     name = model_def_of(example)
     config = str(ROOT / "experiment_configs" / f"{example}.yaml")
     status = main(["memory", config, str(ROOT / "model_defs" / name), "--slots", "2", "--json"])
@@ -137,7 +137,7 @@ AUTOTP = "hyperparameters.overwrite_deepspeed_args.tensor_parallel.autotp_size=2
         ),
     ],
 )
-def test_what_cannot_be_dry_run_is_refused_with_what_to_do_instead(
+def test_memory_rejects_unsupported_arguments(
     capsys: pytest.CaptureFixture[str], arguments: list[str], parts: tuple[str, ...]
 ) -> None:
     assert main(["memory", *arguments]) == 1
@@ -147,7 +147,7 @@ def test_what_cannot_be_dry_run_is_refused_with_what_to_do_instead(
 
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_a_prediction_is_kept_with_the_run_that_asked_for_it(tmp_path: Path) -> None:
+def test_predict_run_saves_prediction_in_run_directory(tmp_path: Path) -> None:
     experiment = load_experiment(*DIGITS, require_entrypoint=True, slots=1)
     run = RunDirectory.create(
         tmp_path, name="digits", context_dir=experiment.context_dir, command=["test"], config=experiment.raw

@@ -1,4 +1,4 @@
-"""``dstrial run`` as a user starts it: a real command, real ranks, signals and files."""
+"""``dstrial run`` end to end: commands, ranks, signals and files."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def make_project(tmp_path: Path, shared_master: MasterForTest) -> MakeProject:
 
 @pytest.mark.process
 class TestScripts:
-    def test_run_reports_warns_once_and_names_its_files_and_commands(self, make_project: MakeProject) -> None:
-        """Also where ``det`` by itself asks another address, as with port 8080 taken."""
+    def test_run_prints_reports_warnings_files_and_commands(self, make_project: MakeProject) -> None:
+        """The printed ``det`` command works without ``DET_MASTER`` in the environment."""
         project = make_project(CORE_API_SCRIPT, "python3 -m dstrial.launch train.py 'an argument'")
         with project.config.open("a") as file:
             file.write(
@@ -163,7 +163,7 @@ class TestScripts:
         assert re.search(rf"^ +{printed[1]} \|.* my experiment ", described.stdout, re.M), described.stdout
 
     @pytest.mark.parametrize(("signal_", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-    def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_latest_goes_on(
+    def test_signal_stops_run_with_checkpoint_and_latest_resumes(
         self, make_project: MakeProject, signal_: signal.Signals, exit_code: int
     ) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
@@ -187,7 +187,7 @@ class TestScripts:
         assert [row["steps_completed"] for row in rows if row["group"] == "training"] == list(range(1, 11))
         assert run_directory.attempt_logs_path(1).is_dir()
 
-    def test_a_second_ctrl_c_leaves_the_pause_to_the_master(
+    def test_second_ctrl_c_leaves_pause_to_master(
         self, make_project: MakeProject, shared_master: MasterForTest, tmp_path: Path
     ) -> None:
         may_stop = tmp_path / "may stop"
@@ -200,7 +200,7 @@ class TestScripts:
         assert code == 130
         assert "stopped at batch 5 of 10 (left to the master, which has saved nothing so far)" in output
         assert "lost" not in output
-        # DET_MASTER names this master.
+        # DET_MASTER is set, so the printed command needs no address.
         kill = re.search(r"^kill with: +(?:\S*/)?det experiment kill (\d+)$", output, re.M)
         assert kill is not None, output
         (run_directory,) = project.run_directories()
@@ -210,7 +210,7 @@ class TestScripts:
         submission = Submission.read(run_directory)
         assert submission is not None
         assert kill.group(1) == str(submission.experiment_id)
-        view = until_settled(shared_master, submission.experiment_id)
+        view = wait_until_settled(shared_master, submission.experiment_id)
         assert view.state == "PAUSED"
         assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
         ended = project.run("--resume", "latest")
@@ -219,7 +219,7 @@ class TestScripts:
         assert again is not None
         assert again.experiment_id == submission.experiment_id
 
-    def test_ctrl_c_on_ranks_that_hang_ends_in_time(self, make_project: MakeProject) -> None:
+    def test_ctrl_c_kills_hanging_ranks_after_timeout(self, make_project: MakeProject) -> None:
         hangs = "is_stopping = True\n            time.sleep(600)"
         project = make_project(CORE_API_SCRIPT.replace("is_stopping = True", hangs), "python3 train.py wait")
         command = project.command("--config", "preemption_timeout=2")
@@ -228,11 +228,11 @@ class TestScripts:
         assert "ranks that have not ended after 2 s (preemption_timeout) are killed" in output
         assert "forcibly killing allocation: it did not stop within preemption_timeout (2 s)" in output
 
-    def test_a_run_that_a_down_stopped_goes_on_at_the_next_up_and_can_be_followed_again(
+    def test_run_interrupted_by_down_continues_after_up(
         self, make_project: MakeProject, tmp_path: Path
     ) -> None:
         may_go_on = tmp_path / "may go on"
-        # The second time it does not end before somebody follows it.
+        # After the resume the script waits until the second ``dstrial run`` follows it.
         waits = f"    while first and not os.path.exists({str(may_go_on)!r}):\n        time.sleep(0.01)\n"
         script = CORE_API_SCRIPT.replace(
             "    train.rewind_to(first)\n", f"    train.rewind_to(first)\n{waits}"
@@ -265,9 +265,8 @@ class TestScripts:
             assert (view.state, view.trials[0].num_allocations) == ("COMPLETED", 2)
             assert experiment_view(master.state, 2) is None
 
-    def test_stop_without_a_reader_saves_and_shows_the_summary_on_the_terminal(
-        self, make_project: MakeProject
-    ) -> None:
+    def test_sigint_with_closed_stdout_saves_and_summarizes(self, make_project: MakeProject) -> None:
+        """The summary appears on the terminal that standard error is connected to."""
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
         ours, theirs = pty.openpty()
         with started(project, project.command(), stderr=theirs, popen=subprocess.Popen) as process:
@@ -294,11 +293,9 @@ class TestScripts:
         (run_directory,) = project.run_directories()
         assert run_directory.read_record().state is RunState.FAILED
 
-    def test_resume_goes_on_from_a_checkpoint_that_is_named_and_keeps_what_came_after(
-        self, make_project: MakeProject
-    ) -> None:
+    def test_resume_from_named_checkpoint_keeps_later_checkpoints(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
-        # By default the master keeps the best and the last at the end of an experiment.
+        # By default the master deletes all but the best and the last checkpoint at an experiment's end.
         keeps_all = ("--config", "checkpoint_storage={save_trial_latest: 9}")
         run_and_signal(project, project.command(*keeps_all), "waiting for a signal", [signal.SIGINT])
         (run_directory,) = project.run_directories()
@@ -321,7 +318,7 @@ class TestScripts:
             (["--runs-dir", __file__], "cannot be made (Not a directory); expected a directory that can be"),
         ],
     )
-    def test_wrong_run_is_refused_and_leaves_nothing(
+    def test_invalid_run_leaves_no_run_directory(
         self, make_project: MakeProject, options: list[str], message: str
     ) -> None:
         project = make_project(CORE_API_SCRIPT)
@@ -331,16 +328,14 @@ class TestScripts:
         assert "Traceback" not in ended.stderr
         assert project.run_directories() == []
 
-    def test_the_same_command_begins_a_run_in_its_directory_and_goes_on_with_it(
-        self, make_project: MakeProject, tmp_path: Path
-    ) -> None:
+    def test_run_dir_option_resumes_existing_run(self, make_project: MakeProject, tmp_path: Path) -> None:
         project = make_project("raise SystemExit(7)", "python3 train.py wait")
         own = tmp_path / "my run"
         command = project.command("--run-dir", str(own))
         assert warm_start.run_command(command, env=dict(project.env), capture_output=True).returncode == 7
         (project.directory / "train.py").write_text(CORE_API_SCRIPT)
 
-        # Nothing to go on from: it begins there once more.
+        # There is no checkpoint to resume from: the run restarts in the same directory.
         code, output = run_and_signal(project, command, "waiting for a signal", [signal.SIGINT])
         assert code == 130, output
         assert RunDirectory(own).read_record().num_attempts == 2
@@ -356,9 +351,7 @@ class TestScripts:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert RunDirectory(own).read_record().num_attempts == 1
 
-    def test_resume_latest_goes_past_a_run_that_was_stopped_before_it_began(
-        self, make_project: MakeProject
-    ) -> None:
+    def test_resume_latest_skips_run_stopped_before_training(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT)
         assert project.run().returncode == 0
         (older,) = project.run_directories()
@@ -376,7 +369,7 @@ class TestScripts:
         assert f"has no complete checkpoint; going on with {older.path}" in ended.stderr
         assert older.read_record().num_attempts == 2
 
-    def test_on_a_terminal_there_is_a_progress_bar(self, make_project: MakeProject) -> None:
+    def test_run_on_terminal_shows_progress_bar(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT)
         screen, output = on_terminal(project, project.command())
         assert screen == 0, output
@@ -385,7 +378,7 @@ class TestScripts:
         assert "state:         completed" in output
 
 
-def until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
+def wait_until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
     give_up_at_s = time.monotonic() + DEADLINE_S
     while True:
         view = experiment_view(master.state, experiment_id)
@@ -413,7 +406,7 @@ def started(
 def run_and_signal(
     project: Project, command: list[str], line: str, signals: list[signal.Signals]
 ) -> tuple[int, str]:
-    """Run a command, send it signals once a line has appeared, each after the answer to the one before."""
+    """Run a command; send the first signal at ``line``, others at the Ctrl-C hint."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(project.env)
     )
@@ -432,7 +425,7 @@ def run_and_signal(
 
 
 def on_terminal(project: Project, command: list[str]) -> tuple[int, str]:
-    """Run a command whose standard output is a terminal; its exit status and everything it drew."""
+    """Run a command on a pseudo-terminal; return its exit code and output."""
     ours, theirs = pty.openpty()
     process = warm_start.Popen(
         command, stdout=theirs, stderr=theirs, env={**project.env, "COLUMNS": "200", "TERM": "xterm"}
@@ -506,9 +499,10 @@ DEEPSPEED_CONFIG = {
 
 
 @pytest.mark.ranks
-def test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed(
+def test_trial_is_tested_stopped_and_resumed(
     make_project: MakeProject,
 ) -> None:
+    """Both ranks stop at the same batch, where the resumed run continues."""
     project = make_project(TRIAL)
     project.config.write_text(TRIAL_CONFIG)
     (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
@@ -563,7 +557,7 @@ def test_exit_0_in_training_fails_run_and_experiment(
     assert run_directory.read_record().state is RunState.FAILED
     submission = Submission.read(run_directory)
     assert submission is not None
-    view = until_settled(shared_master, submission.experiment_id)
+    view = wait_until_settled(shared_master, submission.experiment_id)
     assert view.state == "ERROR"
     assert "ends the rank with exit code 0" in str(view.end_reason)
 
@@ -575,7 +569,7 @@ STARTING_UP = TRIAL.replace(
 
 
 @pytest.mark.ranks
-def test_a_trial_that_is_stopped_before_it_trains_promises_no_checkpoint(make_project: MakeProject) -> None:
+def test_stop_before_training_promises_no_checkpoint(make_project: MakeProject) -> None:
     project = make_project(STARTING_UP)
     project.config.write_text(TRIAL_CONFIG)
     (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
@@ -588,7 +582,7 @@ def test_a_trial_that_is_stopped_before_it_trains_promises_no_checkpoint(make_pr
 
 
 @pytest.mark.ranks
-def test_debug_trains_in_this_process_with_its_terminal(make_project: MakeProject) -> None:
+def test_debug_option_trains_in_command_process(make_project: MakeProject) -> None:
     asks = "        if batch_idx == 2:\n            import os\n            print('at', os.getpid(), input())\n        loss ="
     project = make_project(TRIAL.replace("        loss =", asks, 1))
     project.config.write_text(TRIAL_CONFIG)

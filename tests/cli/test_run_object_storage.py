@@ -1,4 +1,4 @@
-"""``dstrial run`` with ``checkpoint_storage`` of type s3: the run directory keeps records, the bucket the files."""
+"""``dstrial run`` with ``checkpoint_storage`` of type s3."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DEADLINE_S = 240
 
 @pytest.mark.timeout(600)
 @pytest.mark.ranks
-def test_run_killed_on_two_ranks_goes_on_from_the_bucket(
+def test_killed_run_resumes_from_bucket(
     tmp_path: Path,
     shared_master: MasterForTest,
     bucket: Bucket,
 ) -> None:
-    """The keys are in the config; they reach the trial and the collector, and no file of the run."""
+    """The storage keys of the config appear in no output and no file of the run."""
     variables = ["KILL_AT=1:5", f"KILL_MARKER={tmp_path / 'killed'}"]
     config = {
         "name": "bucket",
@@ -55,14 +55,14 @@ def test_run_killed_on_two_ranks_goes_on_from_the_bucket(
     resumed = shared_master.dstrial(*command, "--resume", "latest", cwd=tmp_path, deadline_s=DEADLINE_S)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "at batch 4" in resumed.stdout + resumed.stderr
-    # Each attempt is an experiment of its own, which keeps two.
+    # Each attempt is a separate experiment, which keeps its two latest checkpoints.
     found = list_checkpoints(run.checkpoints_path)
     assert [one.steps_completed for one in found] == [2, 4, 6]
     assert bucket.uuids() == {one.uuid for one in found}
     for text in (killed.stdout, killed.stderr, resumed.stdout, resumed.stderr):
         assert bucket.secret_key not in text
     assert_nowhere(bucket.secret_key, run.path)
-    # Without credentials here, the files come through the master.
+    # The command has no credentials, so the master transfers the files.
     target = tmp_path / "copy"
     done = shared_master.dstrial("checkpoint", "download", str(run.path), "-o", str(target))
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What ``dstrial run`` shows of a run that goes well, and of ordinary mistakes: one traceback, the user's frames first."""
+"""Output of ``dstrial run`` for successful runs and for errors in user code."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Watched(Good):
     def evaluate_batch(self, dataloader_iter, batch_idx):
         next(dataloader_iter)
         self.num_validations += 1
-        # Validated after each two batches; the second is the best.
+        # Validation runs every two batches; the second one is the best.
         return {"accuracy": [0.5, 0.9, 0.1, 0.2][self.num_validations - 1]}
 
 
@@ -160,7 +160,7 @@ resources: {slots_per_trial: 1}
 searcher: {name: single, metric: accuracy, smaller_is_better: false, max_length: {batches: 8}}
 min_validation_period: {batches: 2}
 min_checkpoint_period: {batches: 2}
-# No fork of what tests import ahead has it: tqdm reads its variables when it is imported.
+# An unknown variable prevents a fork of the preloaded process: tqdm reads its variables at import.
 environment: {environment_variables: [IMPORTS_ITSELF=1]}
 """
 SCHEDULED = """
@@ -181,7 +181,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(project: Path, entrypoint: str, slots: int = 1, batches: int = 4) -> Path:
+def write_config(project: Path, entrypoint: str, slots: int = 1, batches: int = 4) -> Path:
     path = project / "exp.yaml"
     path.write_text(CONFIG.format(entrypoint=entrypoint, slots=slots, batches=batches))
     return path
@@ -190,7 +190,7 @@ def config_of(project: Path, entrypoint: str, slots: int = 1, batches: int = 4) 
 def run(
     project: Path, master: MasterForTest, entrypoint: str, slots: int = 1, batches: int = 4
 ) -> tuple[subprocess.CompletedProcess[str], RunDirectory]:
-    words = ("run", str(config_of(project, entrypoint, slots, batches)), str(project / "context"))
+    words = ("run", str(write_config(project, entrypoint, slots, batches)), str(project / "context"))
     options = ("--runs-dir", str(project / "runs"), "--no-progress")
     ended = master.dstrial(*words, *options, cwd=project, deadline_s=DEADLINE_S)
     (record,) = (project / "runs").glob("*/*/run.json")
@@ -231,7 +231,7 @@ def run(
         ),
     ],
 )
-def test_a_mistake_is_told_once_with_the_users_frames_alone(
+def test_user_error_prints_single_traceback_of_user_frames(
     entrypoint: str, slots: int, last: str, places: list[str], project: Path, shared_master: MasterForTest
 ) -> None:
     ended, run_directory = run(project, shared_master, entrypoint, slots)
@@ -255,9 +255,7 @@ def test_a_mistake_is_told_once_with_the_users_frames_alone(
 
 
 @pytest.mark.ranks
-def test_a_shortage_of_memory_says_what_was_held_and_what_to_change(
-    project: Path, shared_master: MasterForTest
-) -> None:
+def test_out_of_memory_prints_usage_and_advice(project: Path, shared_master: MasterForTest) -> None:
     ended, _ = run(project, shared_master, "model_def:TooLarge")
     after = ended.stderr.partition("\nMemoryError\n")[2]
     assert after.startswith("This rank held ")
@@ -269,11 +267,11 @@ def test_a_shortage_of_memory_says_what_was_held_and_what_to_change(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("entrypoint", "slots"), [("FailsLate", 2), ("KilledLate", 1)])
-def test_failure_is_told_with_its_batch(
+def test_failure_summary_names_batch(
     entrypoint: str, slots: int, project: Path, shared_master: MasterForTest
 ) -> None:
     ended, _ = run(project, shared_master, f"model_def:{entrypoint}", slots, batches=40)
-    # A rank that is killed at once may not have written the length of its run.
+    # A rank that is killed may not have written its run's length yet.
     assert re.search(r"^state: +failed at batch 5( of 40)? \(", ended.stdout, re.M), ended.stdout
     if entrypoint == "KilledLate":
         assert ended.returncode == 137
@@ -282,7 +280,7 @@ def test_failure_is_told_with_its_batch(
 
 
 @pytest.mark.ranks
-def test_unpicklable_callback_state_names_the_callback(project: Path, shared_master: MasterForTest) -> None:
+def test_unpicklable_callback_state_error_names_callback(project: Path, shared_master: MasterForTest) -> None:
     ended, _ = run(project, shared_master, "model_def:Unpicklable")
     what = "the state of the callback 'my_counter' cannot be pickled (TypeError: cannot pickle '_thread.lock' object)"
     assert what in ended.stderr
@@ -290,11 +288,15 @@ def test_unpicklable_callback_state_names_the_callback(project: Path, shared_mas
 
 
 @pytest.mark.ranks
-def test_the_log_of_a_trial_has_one_traceback_and_says_what_failed_where_the_container_did(
-    project: Path, shared_master: MasterForTest
-) -> None:
+def test_trial_log_has_single_traceback_and_exit_reason(project: Path, shared_master: MasterForTest) -> None:
     created = shared_master.det(
-        *("e", "create", str(config_of(project, "model_def:WrongShape", 2)), str(project / "context"), "-f"),
+        *(
+            "e",
+            "create",
+            str(write_config(project, "model_def:WrongShape", 2)),
+            str(project / "context"),
+            "-f",
+        ),
         deadline_s=DEADLINE_S,
     )
     client = shared_master.client()
@@ -324,7 +326,7 @@ def test_the_log_of_a_trial_has_one_traceback_and_says_what_failed_where_the_con
 
 
 @pytest.mark.ranks
-def test_run_shows_no_noise_and_names_the_best_checkpoint(
+def test_run_hides_library_noise_and_names_best_checkpoint(
     project: Path, shared_master: MasterForTest
 ) -> None:
     (project / "context" / "scheduled.json").write_text(SCHEDULED)

@@ -1,4 +1,4 @@
-"""``dstrial run`` and ``det experiment create`` keep the same checkpoints for the same YAML."""
+"""Retention: ``dstrial run`` and ``det experiment create`` keep the same files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dstrial.testing.master import MasterForTest
 
 DEADLINE_S = 240
 
-# The best of the seven are 2 and 3, which are equal: the earlier one counts. 7 is the newest.
+# Batches 2 and 3 tie for the best loss, and the earlier batch is kept. Batch 7 is the newest.
 SCRIPT = """
 import dstrial
 
@@ -33,7 +33,7 @@ KEPT = [2, 6, 7]
 
 
 @pytest.mark.ranks
-def test_the_same_yaml_keeps_the_same_checkpoints(tmp_path: Path, shared_master: MasterForTest) -> None:
+def test_run_and_det_create_keep_same_checkpoints(tmp_path: Path, shared_master: MasterForTest) -> None:
     context = tmp_path / "context"
     context.mkdir()
     (context / "train.py").write_text(SCRIPT)
@@ -70,7 +70,7 @@ def test_the_same_yaml_keeps_the_same_checkpoints(tmp_path: Path, shared_master:
             row["metadata"]["steps_completed"] for row in found if row["state"] == "STATE_COMPLETED"
         )
 
-    # Collection follows the end of an experiment.
+    # The master deletes checkpoints after the end of an experiment.
     wait_for(lambda: len(completed(of_det)) == len(KEPT), f"{completed(of_det)} are kept by det")
     wait_for(
         lambda: len(completed(submitted.experiment_id)) == len(KEPT),
@@ -101,7 +101,7 @@ with dstrial.core_context() as context:
 
 
 @pytest.mark.ranks
-def test_a_run_that_goes_on_in_another_experiment_spares_what_that_of_before_has_kept(
+def test_resumed_run_keeps_checkpoints_of_earlier_experiment(
     tmp_path: Path, shared_master: MasterForTest
 ) -> None:
     context = tmp_path / "context"
@@ -120,5 +120,5 @@ def test_a_run_that_goes_on_in_another_experiment_spares_what_that_of_before_has
         assert ended.returncode == 0, ended.stdout + ended.stderr
     (record,) = (tmp_path / "runs").glob("*/*/run.json")
     checkpoints = RunDirectory(record.parent).checkpoints_path
-    kept = [3, 6]  # the last one of each experiment
+    kept = [3, 6]  # the last checkpoint of each experiment
     wait_for(lambda: sorted(found.steps_completed for found in list_checkpoints(checkpoints)) == kept)

@@ -1,4 +1,4 @@
-"""A start is never silent: who holds the slots, and which operator is compiled, on the screen, in the log and in the status."""
+"""Output, log and status show why a start waits: busy slots or a compilation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dstrial.testing.master import MasterForTest, master_for_test
 
 DEADLINE_S = 300
 
-HOLDS = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n"
-# The compiler reads a pipe, and waits until the test closes it; through the function by which DeepSpeed builds its operators.
+HOLD_SCRIPT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n"
+# The compiler blocks on a named pipe until the test closes it; DeepSpeed builds operators with the same ``load``.
 SOURCE = '#include "{held}"\n'
-COMPILES = """
+COMPILE_SCRIPT = """
 import sys
 import torch
 from torch.utils.cpp_extension import load
@@ -46,7 +46,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
         yield running
 
 
-def begun(master: MasterForTest, project: Path, config: str) -> subprocess.Popen[str]:
+def start_run(master: MasterForTest, project: Path, config: str) -> subprocess.Popen[str]:
     return warm_start.Popen(
         [sys.executable, "-m", "dstrial.cli", "run", config, "context", "--no-progress"],
         stdout=subprocess.PIPE,
@@ -61,9 +61,9 @@ def begun(master: MasterForTest, project: Path, config: str) -> subprocess.Popen
 def project(tmp_path: Path) -> Path:
     context = tmp_path / "context"
     context.mkdir()
-    (context / "holds.py").write_text(HOLDS)
-    (context / "compiles.py").write_text(COMPILES)
-    # Beside the context, of which each trial has a copy: a source in another place is compiled anew.
+    (context / "holds.py").write_text(HOLD_SCRIPT)
+    (context / "compiles.py").write_text(COMPILE_SCRIPT)
+    # Not in the context, which each trial copies: a source at a new path would be compiled again.
     (tmp_path / "slow.cpp").write_text(SOURCE.format(held=tmp_path / "held.h"))
     os.mkfifo(tmp_path / "held.h")
     return tmp_path
@@ -81,7 +81,7 @@ def starting(master: MasterForTest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
-def test_who_waits_for_a_slot_is_told_by_whom_it_is_held(project: Path, master: MasterForTest) -> None:
+def test_waiting_trial_names_holder_of_slots(project: Path, master: MasterForTest) -> None:
     done = project / "done"
     holding = write_config(project, "holding", f"python3 holds.py {done}", 1)
     created = master.det("e", "create", holding, "context", cwd=project)
@@ -91,7 +91,7 @@ def test_who_waits_for_a_slot_is_told_by_whom_it_is_held(project: Path, master: 
     done_already = project / "done already"
     done_already.touch()
     waits = write_config(project, "waits", f"python3 holds.py '{done_already}'", 2)
-    process = begun(master, project, waits)
+    process = start_run(master, project, waits)
     try:
         wait_for(lambda: observe.starting(master.state), "the status tells of nobody who waits")
         (waiting,) = starting(master)
@@ -112,14 +112,12 @@ def test_who_waits_for_a_slot_is_told_by_whom_it_is_held(project: Path, master: 
 
 
 @pytest.mark.ranks
-def test_an_operator_that_is_compiled_is_named_on_the_screen_in_the_log_and_in_the_status(
-    project: Path, master: MasterForTest
-) -> None:
+def test_compiled_operator_is_shown_in_output_and_status(project: Path, master: MasterForTest) -> None:
     config = write_config(
         project, "compiling", f"python3 -m dstrial.launch compiles.py {project / 'slow.cpp'}", 1
     )
     held = os.open(project / "held.h", os.O_RDWR)
-    process = begun(master, project, config)
+    process = start_run(master, project, config)
     try:
         wait_for(
             lambda: (

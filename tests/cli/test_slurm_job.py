@@ -1,4 +1,4 @@
-"""``dstrial run --slurm`` with scripts that stand for Slurm's commands."""
+"""``dstrial run --slurm`` with shell scripts in place of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dstrial_command: Run) -> Run:
-    """Return what submits a run to an sbatch that does this."""
+    """Return a function that submits a run; its first argument is the fake sbatch."""
     for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     commands = tmp_path / "bin"
@@ -58,7 +58,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dstrial_command: Run) -
     return submit
 
 
-def test_refused_job_leaves_no_directory(run: Run, tmp_path: Path) -> None:
+def test_rejected_job_leaves_no_directory(run: Run, tmp_path: Path) -> None:
     code, _, errors = run("echo 'sbatch: error: invalid partition specified: nope' >&2; exit 1")
     assert code == 1
     assert "invalid partition specified: nope" in errors
@@ -86,7 +86,7 @@ def test_possibly_queued_job_keeps_its_directory(
 
 
 @pytest.mark.parametrize("option", ["--clusters=far", "-Mfar"])
-def test_job_of_another_cluster_is_refused(run: Run, tmp_path: Path, option: str) -> None:
+def test_job_of_other_cluster_is_rejected(run: Run, tmp_path: Path, option: str) -> None:
     code, _, errors = run("echo '123;far'", f"--sbatch-arg={option}")
     assert code == 1
     assert "is --clusters=far; expected a job of this machine's cluster" in errors
@@ -98,7 +98,7 @@ _RUNNING_JOB = "JobId=7 JobState={} Reason=None Restarts=0 PreemptTime=2026-11-2
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return what has scontrol show the job in a state, and note what else it is told."""
+    """Return a function that fakes scontrol: it shows a state and logs other calls."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(slurm_job, "_ENDED_BY_REQUEUE_S", 0.0)
     script = tmp_path / "scontrol"
@@ -135,7 +135,7 @@ def test_preempted_job_is_requeued_unless_it_ends_meanwhile(
         )
 
 
-def test_two_signals_at_once_stop_the_job_before_they_leave_it(
+def test_follower_with_two_signals_cancels_job_before_detaching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []

@@ -1,3 +1,5 @@
+"""Output streams that lose their reader, printed commands, duration arguments."""
+
 from __future__ import annotations
 
 import argparse
@@ -10,7 +12,7 @@ import pytest
 from dstrial.cli.streams import LossTolerantStream, command_of, det_for, seconds_argument
 
 
-def test_a_stream_without_a_reader_or_to_a_full_disk_goes_silent() -> None:
+def test_stream_drops_writes_after_write_error() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as file:
         stream = LossTolerantStream(file)
@@ -31,9 +33,8 @@ def test_a_stream_without_a_reader_or_to_a_full_disk_goes_silent() -> None:
 BIN = Path(sys.executable).parent
 
 
-def test_a_command_that_is_not_the_one_on_path_is_named_by_its_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_command_of_prefers_bare_name_if_on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If PATH finds another ``det`` or none, this environment's path is returned."""
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.chdir(BIN.parent)
     assert command_of("det") == "bin/det"
@@ -56,7 +57,7 @@ def test_a_command_that_is_not_the_one_on_path_is_named_by_its_path(
         ("localhost:43210", "det"),
     ],
 )
-def test_det_command_names_any_other_than_default_master(
+def test_det_command_names_non_default_master(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, printed: str
 ) -> None:
     monkeypatch.setenv("PATH", str(BIN))
@@ -69,7 +70,7 @@ def test_det_command_names_any_other_than_default_master(
     assert det_for("http://localhost:43210") == printed
 
 
-def test_zero_is_a_duration_only_where_it_is_allowed() -> None:
+def test_seconds_argument_accepts_zero_only_if_allowed() -> None:
     assert seconds_argument("0.5") == 0.5
     assert seconds_argument("0", may_be_zero=True) == 0
     with pytest.raises(argparse.ArgumentTypeError, match="expected a number above 0"):

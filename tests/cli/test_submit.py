@@ -1,3 +1,5 @@
+"""Configs and records that ``dstrial run`` submits, and its own master."""
+
 from __future__ import annotations
 
 import argparse
@@ -69,7 +71,7 @@ def run_directory(tmp_path: Path) -> RunDirectory:
         ("torchrun --nproc-per-node 2 train.py", ["torchrun", "--nproc-per-node", "2", "train.py"]),
     ],
 )
-def test_submitted_config_starts_commands_by_our_launcher(
+def test_submitted_config_wraps_commands_with_dstrial_launcher(
     tmp_path: Path, entrypoint: str, submitted: list[str]
 ) -> None:
     (tmp_path / "train.py").write_text("class Trial: pass\n")
@@ -82,9 +84,7 @@ def test_submitted_config_starts_commands_by_our_launcher(
     assert request.experiment.raw == before
 
 
-def test_config_of_run_names_its_directory_and_checkpoints_with_given_retention(
-    tmp_path: Path, run_directory: RunDirectory
-) -> None:
+def test_config_of_run_sets_storage_and_environment(tmp_path: Path, run_directory: RunDirectory) -> None:
     request = request_of(tmp_path, checkpoint=tmp_path / "checkpoint", test=True)
     whole = config_of_run(submitted_config(request), request, run_directory)
     assert set(whole["environment"]["environment_variables"]) == {

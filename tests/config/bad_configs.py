@@ -1,4 +1,4 @@
-"""Bad configurations and the message of ``dstrial check`` about each."""
+"""Invalid configs, each with the expected message of ``dstrial check``."""
 
 from __future__ import annotations
 
@@ -42,27 +42,33 @@ NOT_IN_0_19_0 = frozenset(
         "no gradient norm with the default clipping",
     }
 )
-"""Mistakes that are none in DeepSpeed 0.19.0, or are told with other words."""
+"""Mistakes that DeepSpeed 0.19.0 accepts or reports with another message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BadConfig:
-    """One mistake and fragments of the sentence about it."""
+    """A config with one mistake, and fragments of the message about the mistake."""
 
     mistake: str
     fragments: tuple[str, ...]
     deepspeed: Mapping[str, Any] | str | None = None
     experiment: str = EXPERIMENT
     slots: int = 1
-    keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # changed in DeepSpeed's JSON
-    says: str = ""  # what DeepSpeed itself says, late; or "accepted", where it trains something else
+    keys: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # changes of the DeepSpeed config; None removes a key
+    says: str = ""  # DeepSpeed's own error; "accepted" if it trains with other settings
 
 
 PIPELINE = EXPERIMENT + "data: {dstrial: {pipeline_stages: 2}}\nresources: {slots_per_trial: 2}\n"
 
 
 def _read(row: dict[str, Any]) -> BadConfig:
-    """Read a row: ``ds`` changes keys of the JSON (null removes one), ``json`` is its text, ``change`` is [old, new] text."""
+    """Convert a row of ``bad_configs.yaml``.
+
+    ``ds`` changes keys of the DeepSpeed config (null removes a key), ``json`` is its whole text; ``change`` replaces [old, new]
+    text of the experiment config.
+    """
     keys = row.get("ds", {})
     deepspeed = {key: value for key, value in {**DEEPSPEED, **keys}.items() if value is not None}
     old, new = row.get("change", ("", ""))
@@ -84,7 +90,7 @@ BAD_CONFIGS = tuple(map(_read, read_yaml(Path(__file__).with_suffix(".yaml"), "b
 
 
 def write(bad: BadConfig, directory: Path) -> tuple[Path, Path]:
-    """Write the experiment; return the paths of its config and of its context directory."""
+    """Write the experiment's files; return its config path and context directory."""
     deepspeed = bad.deepspeed if bad.deepspeed is not None else DEEPSPEED
     text = deepspeed if isinstance(deepspeed, str) else json.dumps(deepspeed, indent=2)
     (directory / "ds.json").write_text(text, encoding="utf-8")
@@ -94,7 +100,7 @@ def write(bad: BadConfig, directory: Path) -> tuple[Path, Path]:
 
 
 def message(bad: BadConfig, directory: Path) -> str:
-    """Return what the check says about one bad config, without the directory's name."""
+    """Return the check's message about a config, without the directory's path."""
     path, context_dir = write(bad, directory)
     slots = bad.slots if bad.experiment is EXPERIMENT else None
     try:

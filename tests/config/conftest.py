@@ -10,7 +10,7 @@ settings.load_profile("dstrial")
 
 @pytest.fixture
 def load(tmp_path):
-    """Load an experiment from files; ``more`` is added to its text, ``source`` is its model definition."""
+    """Return a function that loads an experiment from files; ``more`` extends YAML."""
 
     def load(experiment=EXPERIMENT, deepspeed=None, overrides=(), *, more="", source=None, **options):
         path, context_dir = write(BadConfig("none", (), deepspeed, experiment + more), tmp_path)

@@ -1,4 +1,4 @@
-"""``"auto"`` in the DeepSpeed config of a Hugging Face or Accelerate script: recognised, and who fills it in."""
+"""Values ``"auto"`` in DeepSpeed configs of HF Trainer and Accelerate scripts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load(tmp_path: Path) -> Load:
         ("from mine import Trainer\n", None),
         ("# from transformers import Trainer\n", None),
         ("this is no Python\n", None),
-        # One level of the script's own modules is looked through.
+        # Modules that the script imports are searched too, but not their imports.
         ({"train.py": "import training\n", "training.py": TRAINER}, "trainer"),
         ({"train.py": "from parts import training\n", "parts/training.py": TRAINER}, "trainer"),
         ({"train.py": "from parts.training import main\n", "parts/training.py": ACCELERATE}, "accelerate"),
@@ -79,7 +79,7 @@ def load(tmp_path: Path) -> Load:
         ),
     ],
 )
-def test_library_is_recognised_in_the_source(
+def test_library_is_detected_from_script_imports(
     tmp_path: Path, source: str | dict[str, str], expected: str | None
 ) -> None:
     for name, text in ({"train.py": source} if isinstance(source, str) else source).items():
@@ -101,9 +101,7 @@ def test_library_is_recognised_in_the_source(
         "python3 -m dstrial.launch -m train --seed 1",
     ],
 )
-def test_the_script_and_its_arguments_are_found_behind_every_launcher(
-    tmp_path: Path, entrypoint: str
-) -> None:
+def test_find_script_skips_launcher_arguments(tmp_path: Path, entrypoint: str) -> None:
     (tmp_path / "train.py").write_text(TRAINER)
 
     found = find_script(entrypoint.split(), tmp_path)
@@ -112,7 +110,7 @@ def test_the_script_and_its_arguments_are_found_behind_every_launcher(
     assert (found.path, found.arguments.words) == (tmp_path / "train.py", ("--seed", "1"))
 
 
-def test_the_trainer_fills_in_from_its_arguments(load: Load) -> None:
+def test_trainer_fills_in_auto_from_arguments(load: Load) -> None:
     config = {
         **FOR_BOTH,
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
@@ -143,7 +141,7 @@ def test_the_trainer_fills_in_from_its_arguments(load: Load) -> None:
     assert rows["gradient_clipping"].origin.startswith("the Trainer fills it in from --max_grad_norm")
 
 
-def test_a_given_batch_is_solved_with_the_arguments_or_a_problem(load: Load) -> None:
+def test_given_batch_is_solved_with_trainer_arguments(load: Load) -> None:
     loaded = load({**FOR_BOTH, "train_batch_size": 32}, TRAINER, "--per_device_train_batch_size 4")
     assert loaded.deepspeed_check is not None
     assert loaded.deepspeed_check.batch is not None
@@ -180,7 +178,7 @@ def test_a_given_batch_is_solved_with_the_arguments_or_a_problem(load: Load) -> 
         ),
     ],
 )
-def test_trainer_arguments_are_checked_against_the_configs(
+def test_trainer_arguments_are_checked_against_configs(
     load: Load, arguments: str, config: dict[str, Any], warning: str
 ) -> None:
     warnings = load({**BATCH, "zero_optimization": {"stage": 1}, **config}, TRAINER, arguments).warnings
@@ -195,7 +193,7 @@ def test_trainer_arguments_are_checked_against_the_configs(
         )
 
 
-def test_accelerate_fills_in_from_the_script(load: Load) -> None:
+def test_accelerate_fills_in_auto_from_script(load: Load) -> None:
     optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 
     loaded = load({**FOR_BOTH, "optimizer": optimizer}, ACCELERATE)
@@ -216,16 +214,14 @@ def test_accelerate_fills_in_from_the_script(load: Load) -> None:
         (ACCELERATE, {"optimizer": {"type": "AdamW", "params": {"betas": "auto"}}}, "betas"),
     ],
 )
-def test_what_nobody_fills_in_is_a_problem(
-    load: Load, script: str, more: dict[str, Any], problem: str
-) -> None:
+def test_auto_left_unfilled_is_problem(load: Load, script: str, more: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=rf'{problem} is "auto".*does not fill (it )?in') as caught:
         load({**FOR_BOTH, **more}, script)
 
     assert len(caught.value.problems) == 1
 
 
-def test_a_script_that_tells_nothing_is_checked_as_before(load: Load) -> None:
+def test_auto_in_unrecognised_script_warns_or_fails(load: Load) -> None:
     warnings = load({**FOR_BOTH, "train_micro_batch_size_per_gpu": 4}, "print('a script')\n").warnings
     told = 'gradient_clipping is "auto", which only another tool (Hugging Face Trainer) can fill in'
     assert told in "\n".join(warnings)

@@ -18,14 +18,14 @@ def test_bad_config_message_has_place_expectation_and_fix(bad, tmp_path):
         assert re.fullmatch(r"(exp\.yaml|ds\.json):\d+: .+; expected .+\. .+\.", line), line
 
 
-def test_the_config_that_the_mistakes_start_from_is_good(load):
+def test_base_config_has_no_warnings(load):
     config = load()
 
     assert config.warnings == ()
     assert config.deepspeed_check.batch.train_batch_size == 4
 
 
-def test_problems_of_both_files_are_reported_at_once(tmp_path):
+def test_problems_of_both_files_are_reported_together(tmp_path):
     bad = BadConfig(
         "three mistakes",
         (),

@@ -10,8 +10,8 @@ from dstrial.errors import ConfigError
 SIZES = st.integers(min_value=1, max_value=64)
 
 
-def deepspeed_own(total, micro, steps, replicas):
-    """What DeepSpeed computes by integer division, and whether its assertion then holds."""
+def deepspeed_sizes(total, micro, steps, replicas):
+    """Return the sizes DeepSpeed computes, or None if its assertion would fail."""
     if total is not None and micro is not None and steps is None:
         steps = total // micro // replicas
     elif total is not None and steps is not None and micro is None:
@@ -33,11 +33,11 @@ def deepspeed_own(total, micro, steps, replicas):
     st.integers(min_value=1, max_value=8),
     st.booleans(),
 )
-def test_the_answer_is_deepspeeds_own_wherever_it_has_one(total, micro, steps, replicas, writes_auto):
+def test_solve_batch_agrees_with_deepspeed(total, micro, steps, replicas, writes_auto):
     if total is None and micro is None:
         return
     given_sizes = ["auto" if size is None and writes_auto else size for size in (total, micro, steps)]
-    expected = deepspeed_own(total, micro, steps, replicas)
+    expected = deepspeed_sizes(total, micro, steps, replicas)
     if expected is None:
         with pytest.raises(ConfigError):
             solve_batch(*given_sizes, replicas)
@@ -52,7 +52,7 @@ def test_the_answer_is_deepspeeds_own_wherever_it_has_one(total, micro, steps, r
 
 
 @given(SIZES, SIZES, SIZES, st.integers(min_value=1, max_value=8))
-def test_every_setting_offered_for_a_contradiction_solves_the_equation(total, micro, steps, replicas):
+def test_suggested_fix_of_contradiction_is_valid(total, micro, steps, replicas):
     if total == micro * steps * replicas:
         return
     given_sizes = {
@@ -70,7 +70,7 @@ def test_every_setting_offered_for_a_contradiction_solves_the_equation(total, mi
 
 
 @given(SIZES, SIZES, st.integers(min_value=1, max_value=8))
-def test_every_setting_offered_for_an_undivided_batch_solves_the_equation(total, micro, replicas):
+def test_suggested_fix_of_indivisible_batch_is_valid(total, micro, replicas):
     if total % (micro * replicas) == 0:
         return
     with pytest.raises(ConfigError) as caught:
@@ -85,7 +85,7 @@ def test_every_setting_offered_for_an_undivided_batch_solves_the_equation(total,
         solve_batch(total, int(offered), None, replicas)
 
 
-def test_the_equation_is_written_with_its_numbers():
+def test_batch_equation_shows_all_sizes():
     assert solve_batch(64, 8, "auto", 2).equation == (
         "train_batch_size 64 = train_micro_batch_size_per_gpu 8 x gradient_accumulation_steps 4 x 2 data-parallel replicas"
     )
@@ -100,14 +100,14 @@ def test_accumulation_steps_alone_are_not_enough(steps):
 
 
 @pytest.mark.parametrize("size", [0, -4, 2.5, "8", True, [8]])
-def test_a_size_that_is_no_positive_integer_is_named(size):
+def test_non_positive_or_non_integer_size_is_rejected(size):
     with pytest.raises(
         ConfigError, match=r"train_micro_batch_size_per_gpu is .*; expected an integer of at least 1"
     ):
         solve_batch(None, size, None, 1)
 
 
-def test_resolving_fills_all_three_sizes_and_leaves_its_argument_alone():
+def test_resolve_batch_fills_sizes_without_mutating_config():
     config = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": "auto", "fp16": {"enabled": False}}
 
     assert resolve_batch(config, 4) == {

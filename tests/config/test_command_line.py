@@ -23,7 +23,7 @@ def line(text: str) -> CommandLine:
         ("--deepspeed --seed 1", "deepspeed", None),
     ],
 )
-def test_last_value_of_a_flag_is_found_in_every_spelling(words: str, name: str, value: str | None) -> None:
+def test_last_flag_value_is_found_in_every_spelling(words: str, name: str, value: str | None) -> None:
     assert line(words).value(name) == value
 
 
@@ -56,5 +56,5 @@ def test_flag_is_changed_in_its_spelling_or_removed(
         ("--bf16 perhaps", None),
     ],
 )
-def test_boolean_flag_may_stand_without_a_value(words: str, expected: bool | None) -> None:
+def test_boolean_flag_value_is_optional(words: str, expected: bool | None) -> None:
     assert line(words).truth("bf16") is expected

@@ -39,7 +39,7 @@ def paths(value, path=()):
 
 
 @given(value=VALUES, indent=st.sampled_from([None, 2, "\t"]), ascii_only=st.booleans())
-def test_every_key_of_any_json_has_the_line_it_stands_on(value, indent, ascii_only, tmp_path_factory):
+def test_every_json_key_has_line_number(value, indent, ascii_only, tmp_path_factory):
     path = tmp_path_factory.mktemp("json") / "ds.json"
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     path.write_text(text, encoding="utf-8")
@@ -55,7 +55,7 @@ def test_every_key_of_any_json_has_the_line_it_stands_on(value, indent, ascii_on
 
 
 @pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": Infinity}', '{"a": 1} // comment', "{'a': 1}", ""])
-def test_what_is_not_strict_json_is_refused(text, tmp_path):
+def test_non_strict_json_is_rejected(text, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(text)
 
@@ -98,7 +98,7 @@ def test_yaml_keys_items_and_merged_keys_have_lines():
     assert document.lines[("other", "wd")] == "exp.yaml:4"
 
 
-def test_an_unreadable_file_is_a_config_error(tmp_path):
+def test_unreadable_file_raises_config_error(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
 
     with pytest.raises(ConfigError, match=r"latin\.yaml: the file is not UTF-8 text; expected a text file"):
@@ -112,7 +112,7 @@ def test_an_unreadable_file_is_a_config_error(tmp_path):
 @pytest.mark.parametrize(
     ("text", "line"), [("a:\n\tb: 1", 2), ("a: 1\n\tb: 2", 2), ("a:\n  b:\n  \tc: 1", 3), ("a: |\n\tx", 2)]
 )
-def test_yaml_tab_indentation_is_named(text, line):
+def test_yaml_tab_indentation_is_reported(text, line):
     with pytest.raises(ConfigError, match=rf"e\.yaml:{line}: .*indented with a tab.*Indent with spaces\."):
         read_yaml_text(text, "e.yaml")
 
@@ -124,13 +124,13 @@ def test_yaml_tab_indentation_is_named(text, line):
         ("{a: [0, {b: 1, b: 2}]}", "exp.yaml:1: a[1].b is given twice (first on line 1)"),
     ],
 )
-def test_duplicate_yaml_key_is_found_with_its_path(text, place):
+def test_duplicate_yaml_key_is_reported_with_path(text, place):
     with pytest.raises(ConfigError, match=re.escape(place)):
         read_yaml_text(text, "exp.yaml")
 
 
 @given(value=VALUES)
-def test_written_yaml_reads_back_as_the_same_values(value: object) -> None:
+def test_yaml_text_round_trips(value: object) -> None:
     assert parse_yaml_value(yaml_text(value)) == value
     words = {
         "words": ["2e-3", "1e5", "0x1f", "yes", "True", "null", "1_000", "a: b"],
@@ -139,7 +139,7 @@ def test_written_yaml_reads_back_as_the_same_values(value: object) -> None:
     assert parse_yaml_value(yaml_text(words)) == yaml.safe_load(yaml_text(words)) == words
 
 
-def test_merged_mappings_give_what_the_mapping_itself_does_not_the_first_before_the_others() -> None:
+def test_yaml_merge_prefers_own_then_first_mapping() -> None:
     text = "a: &a {x: 1, y: 1}\nb: &b {y: 2, z: 2}\nc: {<<: [*a, *b], z: 3}\n'<<': word\n"
     value = read_yaml_text(text, "exp.yaml").value
     assert value["c"] == {"x": 1, "y": 1, "z": 3}
@@ -147,8 +147,8 @@ def test_merged_mappings_give_what_the_mapping_itself_does_not_the_first_before_
 
 
 @pytest.mark.parametrize("num_items", [99_996, 99_997])
-def test_the_limit_of_values_counts_keys_items_and_aliases(num_items: int) -> None:
-    # The mapping, two keys, the first list of four, and the second with an alias of it.
+def test_value_limit_counts_keys_items_and_aliases(num_items: int) -> None:
+    # Counted values: mapping (1), keys (2), list a (4), list b (1), its num_items - 8 numbers, alias of a (4).
     text = "{a: &a [1, 1, 1], b: [" + "1, " * (num_items - 8) + "*a]}"
     if num_items == 99_996:
         read_yaml_text(text, "exp.yaml")
@@ -160,12 +160,12 @@ def test_the_limit_of_values_counts_keys_items_and_aliases(num_items: int) -> No
 @pytest.mark.parametrize(
     "value", [[["\0"]], {"k" * 2000: 1}, ["x" * MAX_TEXT_BYTES, "y"], list(range(100_000))]
 )
-def test_values_that_came_as_json_have_the_same_limits(value: object) -> None:
+def test_check_value_applies_limits_of_documents(value: object) -> None:
     with pytest.raises(ConfigError, match="the template"):
         check_value(value, "the template")
 
 
-def test_a_check_stops_at_its_hundredth_problem_and_says_so() -> None:
+def test_diagnostics_stop_after_100_problems() -> None:
     findings = Diagnostics({}, "exp.yaml")
     with pytest.raises(ConfigError) as refused:
         for number in range(10_000):
@@ -174,7 +174,7 @@ def test_a_check_stops_at_its_hundredth_problem_and_says_so() -> None:
     assert "exp.yaml is wrong in at least 100 places" in str(refused.value)
 
 
-def test_finding_is_recorded_once_and_a_large_value_shortened() -> None:
+def test_diagnostics_deduplicate_findings_and_shorten_values() -> None:
     findings = Diagnostics({}, "exp.yaml")
     for _ in range(3):
         findings.problem("a", "1", "2", "Write 2.")
@@ -196,7 +196,7 @@ def test_finding_is_recorded_once_and_a_large_value_shortened() -> None:
         (str(-(2**63) - 1), -(2**63) - 1),
     ],
 )
-def test_number_that_json_or_sqlite_lacks_is_refused(text: str, value: float) -> None:
+def test_number_beyond_json_or_sqlite_is_rejected(text: str, value: float) -> None:
     with pytest.raises(ConfigError, match=r"exp\.yaml:2: .*; expected a finite number of 64 bits"):
         read_yaml_text(f"a: {2**64 - 1}\nb: {text}", "exp.yaml")
     with pytest.raises(ConfigError, match="expected a finite number of 64 bits"):

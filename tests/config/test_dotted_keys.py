@@ -1,4 +1,4 @@
-"""Dotted keys, as Determined's own examples write them, are taken as nested ones or shown as such."""
+"""Dotted keys are read as nested keys, or the error shows the nested form."""
 
 import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT
@@ -15,7 +15,7 @@ def with_hyperparameters(lines):
     return EXPERIMENT.replace(KEY, KEY + lines)
 
 
-def test_a_dotted_overwrite_is_taken_as_a_nested_one(load):
+def test_dotted_overwrite_is_read_as_nested(load):
     config = load(
         with_hyperparameters(OVERWRITES + "    zero_optimization.stage: 3\n    optimizer.params.lr: 0.5\n")
     )
@@ -37,12 +37,12 @@ def test_a_dotted_overwrite_is_taken_as_a_nested_one(load):
         ),
     ],
 )
-def test_a_wrong_value_is_named_by_its_whole_key(load, lines, message):
+def test_wrong_dotted_value_error_names_full_key(load, lines, message):
     with pytest.raises(ConfigError, match=message):
         load(with_hyperparameters(OVERWRITES + lines))
 
 
-def test_what_check_takes_training_takes():
+def test_merge_functions_accept_dotted_keys():
     base = {"train_batch_size": 4, "zero_optimization": {"stage": 1, "overlap_comm": True}}
     assert overwrite_deepspeed_config(base, {"zero_optimization.stage": 2}) == {
         "train_batch_size": 4,
@@ -56,7 +56,7 @@ def test_what_check_takes_training_takes():
     ] == {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}}
 
 
-def test_names_that_are_no_section_stay_as_they_are():
+def test_nested_keeps_unknown_dotted_names():
     assert nested({"my.own": 1, "zero_optimization": 3}) == {"my.own": 1, "zero_optimization": 3}
 
 
@@ -79,14 +79,14 @@ def test_names_that_are_no_section_stay_as_they_are():
         ),
     ],
 )
-def test_elsewhere_the_message_shows_the_nested_form(load, hyperparameters, deepspeed, more, shown):
+def test_dotted_key_elsewhere_error_shows_nested_form(load, hyperparameters, deepspeed, more, shown):
     with pytest.raises(ConfigError) as caught:
         load(with_hyperparameters(hyperparameters), deepspeed, more=more)
     assert shown in str(caught.value)
     assert "Remove it" not in str(caught.value)
 
 
-def test_a_hyperparameter_that_looks_like_a_deepspeed_key_is_warned_about(load):
+def test_hyperparameter_resembling_deepspeed_key_gives_warning(load):
     config = load(with_hyperparameters("  zero_optimization.stage: 3\n"))
     assert any(
         "overwrite_deepspeed_args: {zero_optimization: {stage: 3}}" in text for text in config.warnings

@@ -1,4 +1,4 @@
-"""The JSON Schema for editors and the reference page follow the table of the experiment config."""
+"""The JSON Schema of the experiment config, and generated reference pages."""
 
 import json
 import sys
@@ -17,12 +17,12 @@ VALIDATOR = jsonschema.Draft202012Validator(experiment_schema())
 GOOD = {"name": "t", "entrypoint": "m:T", "searcher": {"name": "single", "metric": "loss"}}
 
 
-def test_schema_is_a_json_schema():
+def test_experiment_schema_is_valid_json_schema():
     jsonschema.Draft202012Validator.check_schema(experiment_schema())
     VALIDATOR.validate(GOOD)
 
 
-def test_check_schema_prints_the_schema(capsys):
+def test_check_schema_option_prints_schema(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["check", "--schema"])
 
@@ -49,7 +49,7 @@ def test_schema_accepts_shipped_config(path):
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_schema_refuses_wrong_config(wrong):
+def test_schema_rejects_wrong_config(wrong):
     with pytest.raises(jsonschema.ValidationError):
         VALIDATOR.validate({**GOOD, **wrong})
 

@@ -48,7 +48,7 @@ def lookup(config, path):
 
 
 @given(CONFIGS, OVERWRITES)
-def test_merge_changes_what_is_overwritten_and_nothing_else(base, overwrite):
+def test_merge_deepspeed_changes_only_overwritten_keys(base, overwrite):
     before = copy.deepcopy((base, overwrite))
     merged = merge_deepspeed(base, overwrite)
     for path, value in leaves(overwrite):
@@ -82,7 +82,7 @@ def test_null_is_kept_and_other_types_are_replaced(base, overwrite, merged):
     assert merge_deepspeed(base, overwrite) == merged
 
 
-def test_a_file_is_overwritten_in_memory_only(tmp_path):
+def test_overwrite_of_file_leaves_file_unchanged(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 4, "fp16": {"enabled": True}}))
     merged = overwrite_deepspeed_config(str(path), {"fp16": None, "train_batch_size": 8})
@@ -91,7 +91,7 @@ def test_a_file_is_overwritten_in_memory_only(tmp_path):
     assert json.loads(path.read_text())["train_batch_size"] == 4
 
 
-def test_a_duplicate_key_in_the_file_is_an_error(tmp_path):
+def test_duplicate_key_in_file_raises(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"fp16": {"enabled": true,\n "enabled": false}}')
 
@@ -99,7 +99,7 @@ def test_a_duplicate_key_in_the_file_is_an_error(tmp_path):
         overwrite_deepspeed_config(str(path), {})
 
 
-def test_anything_but_a_path_or_a_dict_is_a_type_error():
+def test_base_config_of_other_type_raises_type_error():
     with pytest.raises(TypeError, match=r"^Expected string or dict for base_ds_config argument\."):
         overwrite_deepspeed_config([("train_batch_size", 4)], {})
 
@@ -188,7 +188,7 @@ lists are united whatever their items are:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_config_is_laid_over_a_template(name: str) -> None:
+def test_merge_template_combines_template_and_config(name: str) -> None:
     template, config, merged = CASES[name]
     before = copy.deepcopy((template, config))
     assert merge_template(template, config) == merged
@@ -208,7 +208,7 @@ _VALUES = st.recursive(
 
 
 @given(template=st.dictionaries(_NAMES, _VALUES), config=st.dictionaries(_NAMES, _VALUES))
-def test_whatever_is_merged_has_the_fields_of_both(template: dict[str, Any], config: dict[str, Any]) -> None:
+def test_merged_config_has_keys_of_both(template: dict[str, Any], config: dict[str, Any]) -> None:
     merged = merge_template(template, config)
     assert merged.keys() == template.keys() | config.keys()
     assert merge_template(template, merged).keys() == merged.keys()

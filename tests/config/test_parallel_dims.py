@@ -1,4 +1,4 @@
-"""How ranks are divided: the arithmetic, and that training counts replicas as the check does."""
+"""Division of ranks into data, pipeline, tensor and sequence parallelism."""
 
 import pytest
 
@@ -32,7 +32,7 @@ BY_TWO = {"dstrial": {"model_parallel_size": 2}}
         (BY_TWO, None, 1, SEQUENCE, 2),
     ],
 )
-def test_replicas_are_ranks_over_those_of_one_replica(data, asked, otherwise, config, replicas):
+def test_replicas_are_ranks_divided_by_replica_size(data, asked, otherwise, config, replicas):
     assert replicas_of(data, 8, asked, otherwise=otherwise, config=config) == replicas
 
 
@@ -42,7 +42,7 @@ def test_replicas_are_ranks_over_those_of_one_replica(data, asked, otherwise, co
         (TWO_STAGES, 4, None, r"is 4, but data\.dstrial says pipeline_stages 2; expected 2"),
         ({"dstrial": {"pipeline_stages": 3}}, None, None, "3 ranks per replica on 8 ranks"),
         ({}, 3, None, "3 ranks per replica on 8 ranks"),
-        # Without the ranks of a sequence, which a call does not name.
+        # ``asked`` counts the ranks of pipeline and tensor parallelism, not of sequence parallelism.
         ({}, 4, SEQUENCE, r"is 4, but .* sequence_parallel_size 2; expected 1, pipeline stages"),
         (
             {"dstrial": {"model_parallel_size": 4}},
@@ -51,12 +51,12 @@ def test_replicas_are_ranks_over_those_of_one_replica(data, asked, otherwise, co
         ({}, 4, AUTOTP, "is 4, but the DeepSpeed config says model_parallel_size 2; expected 2"),
     ],
 )
-def test_sizes_that_contradict_each_other_are_refused(data, asked, config, said):
+def test_contradicting_parallel_sizes_are_rejected(data, asked, config, said):
     with pytest.raises(ConfigError, match=said):
         replicas_of(data, 8, asked, config=config)
 
 
-def test_the_ranks_are_the_product_of_what_they_are_divided_into():
+def test_world_size_is_product_of_dims():
     dims = ParallelDims(16, pp=2, tp=2, sp=2)
     assert (dims.dp, dims.ranks_per_replica, dims.replicas_on(33), dims.replicas_on(3)) == (2, 8, 4, 1)
     assert dims.on(32).dp == 4
@@ -64,7 +64,7 @@ def test_the_ranks_are_the_product_of_what_they_are_divided_into():
         dims.on(12)
 
 
-def test_one_replica_is_formed_as_the_config_says_and_otherwise_as_before():
+def test_with_section_changes_only_valid_sizes():
     two_stages = ParallelDims.of_replica(pp=2, is_pipeline=True)
     assert two_stages.world_size == 2
     assert two_stages.with_section(None) == two_stages
@@ -75,7 +75,7 @@ def test_one_replica_is_formed_as_the_config_says_and_otherwise_as_before():
         assert two_stages.with_section({"pipeline_stages": nonsense}) == two_stages
 
 
-def test_a_layout_says_of_the_ranks_what_they_are_divided_into():
+def test_to_layout_has_every_parallel_size():
     layout = ParallelDims(8, pp=2, tp=2, is_pipeline=True).to_layout()
     assert list(layout.items()) == [
         ("world_size", 8),
@@ -88,6 +88,6 @@ def test_a_layout_says_of_the_ranks_what_they_are_divided_into():
 
 
 @pytest.mark.parametrize("sizes", [(3, 2, 1), (4, 2, 4), (0, 1, 1), (2, 0, 1)])
-def test_sizes_that_do_not_divide_the_ranks_are_refused(sizes):
+def test_sizes_not_dividing_world_size_are_rejected(sizes):
     with pytest.raises(ValueError, match="expected"):
         ParallelDims(*sizes)

@@ -1,4 +1,4 @@
-"""Secrets of a config are masked where it is shown, and the real ones put back where a shown one is submitted again."""
+"""Secrets are masked in shown configs and restored in resubmitted configs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ keys use_key_bias secretary passes compass author
 """)
 
 
-def test_a_variable_that_is_named_like_a_secret_or_has_a_password_in_its_url_is_masked() -> None:
+def test_secret_environment_variables_are_masked() -> None:
     for name in SECRET_VARIABLES:
         config = {"environment": {"environment_variables": {"cpu": [f"{name}=a=b", "A=1"]}}}
         shown = masked(config, NAMES)["environment"]["environment_variables"]["cpu"]
@@ -61,10 +61,10 @@ def test_a_variable_that_is_named_like_a_secret_or_has_a_password_in_its_url_is_
 
 
 @pytest.mark.parametrize("value", ["abc", {"type": "const", "val": "abc"}, ["abc"], {"a": "abc"}])
-def test_a_field_that_is_named_like_a_secret_is_masked(value: Any) -> None:
+def test_secret_fields_are_masked(value: Any) -> None:
     for name in SECRET_FIELDS:
         if name == "token" and not isinstance(value, str):
-            continue  # only a text of this name is a secret
+            continue  # under this name only a string is a secret
         shown = masked({"hyperparameters": {"x": {name: value}}}, NAMES)["hyperparameters"]["x"]
         assert "abc" not in json.dumps(shown)
         assert list(shown) == [name]
@@ -75,7 +75,7 @@ def test_a_field_that_is_named_like_a_secret_is_masked(value: Any) -> None:
         assert masked(config, NAMES) is config
 
 
-def test_a_storage_and_a_registry_show_where_they_are_and_not_how_to_get_in() -> None:
+def test_storage_and_registry_credentials_are_masked() -> None:
     config = {
         "checkpoint_storage": {"type": "s3", "bucket": "b", "access_key": "AK", "secret_key": "SK"},
         "environment": {"registry_auth": {"username": "me", "password": "pw", "auth": "bWU6cHc="}},
@@ -92,7 +92,7 @@ def test_a_storage_and_a_registry_show_where_they_are_and_not_how_to_get_in() ->
     assert shown["environment"]["registry_auth"] == {"username": "me", "password": MASK, "auth": MASK}
 
 
-def test_names_of_the_masters_settings_are_masked_too_and_empty_values_never() -> None:
+def test_configured_names_are_masked_and_empty_values_kept() -> None:
     config = {
         "environment_variables": ["My_License=abc"],
         "data": {"study": "abc", "studies": "open"},
@@ -127,7 +127,7 @@ over:
 """
 
 
-def test_a_text_is_masked_where_it_stands_with_its_comments_and_anchors() -> None:
+def test_masked_yaml_keeps_comments_and_anchors() -> None:
     shown = masked_yaml(TEXT, NAMES)
 
     assert "hunter" not in shown
@@ -154,7 +154,7 @@ def test_a_text_is_masked_where_it_stands_with_its_comments_and_anchors() -> Non
     }
 
 
-def test_a_shown_text_with_the_real_one_behind_it_is_the_real_one_again() -> None:
+def test_unmasking_masked_config_restores_secrets() -> None:
     real = yaml.safe_load(TEXT)
 
     assert yaml.safe_load(unmasked_yaml(masked_yaml(TEXT, NAMES), [real])) == real
@@ -165,7 +165,7 @@ def test_a_shown_text_with_the_real_one_behind_it_is_the_real_one_again() -> Non
     assert masked_json('{"tokenizer": "gpt2"}', NAMES) == '{"tokenizer": "gpt2"}'
 
 
-def test_a_variable_is_found_again_by_its_name_wherever_it_stands_in_the_list() -> None:
+def test_unmasked_finds_variable_by_name() -> None:
     source = {"environment": {"environment_variables": {"cpu": ["A=1", "HF_TOKEN=real"], "cuda": []}}}
     given = {"environment": {"environment_variables": [f"HF_TOKEN={MASK}", "B=2"]}}
     before = copy.deepcopy(given)
@@ -178,7 +178,7 @@ def test_a_variable_is_found_again_by_its_name_wherever_it_stands_in_the_list() 
     assert unmasked({"password": MASK}, sources) == {"password": "first"}
 
 
-def test_a_mask_that_nobody_can_replace_is_refused_with_its_place() -> None:
+def test_unresolvable_mask_is_rejected_with_location() -> None:
     given = f"""
 hyperparameters: {{api_key: "{MASK}", lr: 0.1}}
 environment: {{environment_variables: ["HF_TOKEN={MASK}"]}}
@@ -194,7 +194,7 @@ environment: {{environment_variables: ["HF_TOKEN={MASK}"]}}
     assert "Write the real value." in str(raised.value)
 
 
-def test_a_shell_text_hides_what_it_assigns() -> None:
+def test_masked_shell_hides_assigned_secrets() -> None:
     text = "export HF_TOKEN=abc; A=1\nPASSWORD='x y' run"
 
     assert masked_shell(text, NAMES) == f"export HF_TOKEN={MASK}; A=1\nPASSWORD={MASK} run"

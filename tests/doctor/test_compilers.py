@@ -40,7 +40,7 @@ def by_name(findings):
         ({"ninja_version": None, "ninja_beside_python": True}, libraries(), "ninja", ("PATH",)),
     ],
 )
-def test_missing_compiler_is_a_note_that_names_workarounds(changes, libraries_, name, words):
+def test_missing_compiler_gives_note_with_workarounds(changes, libraries_, name, words):
     assert {finding.status for finding in compilers.judge(ALL, libraries())} == {"ok"}
     assert "nvcc" not in by_name(compilers.judge(changed(nvcc=None), libraries(CPU)))
     found = by_name(compilers.judge(changed(**changes), libraries_))[name]

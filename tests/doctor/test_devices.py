@@ -9,7 +9,7 @@ GIB = 1 << 30
 FIRST = Device(0, "H200", "GPU-aaaa1111", 141 * GIB, 0)
 SECOND = Device(1, "H200", "GPU-bbbb2222", 141 * GIB, 0)
 TWO = Hardware(driver="580.65.06", driver_cuda=(13, 0), devices=(FIRST, SECOND))
-NOBODY = Hardware()
+NO_HARDWARE = Hardware()
 
 
 def statuses(findings):
@@ -37,11 +37,11 @@ def test_device_in_use_is_reported_with_its_processes(used_gib, users, status, s
     assert f"{141 - used_gib} GiB free" in found.what
 
 
-def test_memory_of_the_driver_itself_is_no_use():
+def test_driver_memory_is_not_reported_as_use():
     assert len(devices.judge_device(dataclasses.replace(FIRST, used_bytes=600 << 20))) == 1
 
 
-def test_a_divided_device_without_instances_cannot_be_used():
+def test_mig_device_without_instances_is_problem():
     mig = dataclasses.replace(FIRST, is_mig=True)
     assert "nvidia-smi mig" in the_problem(devices.judge_device(mig)).todo
     assert len(devices.judge_device(dataclasses.replace(mig, mig_uuids=("MIG-1", "MIG-2")))) == 1
@@ -61,12 +61,12 @@ def test_a_divided_device_without_instances_cannot_be_used():
         ("0,9,1", ["GPU-aaaa1111"], ["9"]),
     ],
 )
-def test_visible_devices_are_read_as_cuda_reads_them(value, seen, unknown):
+def test_visible_devices_follow_cuda_rules(value, seen, unknown):
     environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     assert devices.visible(TWO, environ) == (seen, unknown)
 
 
-def test_mig_instances_are_visible_by_their_own_names():
+def test_mig_instances_are_visible_by_uuid():
     divided = dataclasses.replace(
         TWO, devices=(dataclasses.replace(FIRST, is_mig=True, mig_uuids=("MIG-1", "MIG-2")), SECOND)
     )
@@ -74,7 +74,7 @@ def test_mig_instances_are_visible_by_their_own_names():
     assert devices.visible(divided, {"CUDA_VISIBLE_DEVICES": "MIG-2"})[0] == ["MIG-2"]
 
 
-def test_a_word_that_names_no_device_is_a_problem_and_hiding_all_of_them_a_note():
+def test_unknown_device_is_problem_hidden_devices_are_note():
     assert "'7'" in the_problem(devices.judge(TWO, {"CUDA_VISIBLE_DEVICES": "7"})).what
     assert statuses(devices.judge(TWO, {"CUDA_VISIBLE_DEVICES": ""}))["CUDA_VISIBLE_DEVICES"] == "note"
     assert statuses(devices.judge(TWO, {"CUDA_VISIBLE_DEVICES": "-1"}))["CUDA_VISIBLE_DEVICES"] == "note"
@@ -83,17 +83,15 @@ def test_a_word_that_names_no_device_is_a_problem_and_hiding_all_of_them_a_note(
 @pytest.mark.parametrize(
     ("hardware", "environ", "required", "mends"),
     [
-        (NOBODY, {}, 1, "driver"),
-        (NOBODY, {"DS_ACCELERATOR": "cuda"}, 0, "driver"),
+        (NO_HARDWARE, {}, 1, "driver"),
+        (NO_HARDWARE, {"DS_ACCELERATOR": "cuda"}, 0, "driver"),
         (TWO, {"CUDA_VISIBLE_DEVICES": ""}, 1, "CUDA_VISIBLE_DEVICES"),
         (TWO, {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cuda"}, 0, "CUDA_VISIBLE_DEVICES"),
         (TWO, {"DS_ACCELERATOR": "cpu"}, 1, "DS_ACCELERATOR"),
         (TWO, {}, 3, "machine that has more"),
     ],
 )
-def test_no_accelerator_where_one_is_asked_for_is_a_problem_with_its_cause(
-    hardware, environ, required, mends
-):
+def test_missing_required_accelerator_names_cause(hardware, environ, required, mends):
     assert mends in the_problem(devices.judge(hardware, environ, num_required=required)).todo
 
 
@@ -102,7 +100,7 @@ def test_enough_accelerators_are_ok():
     assert statuses(devices.judge(Hardware(num_amd=4), {}, num_required=4))["accelerators"] == "ok"
 
 
-def test_a_driver_that_does_not_answer_says_what_to_do_about_it():
+def test_unresponsive_driver_problem_has_remedy():
     mismatch = Hardware(driver="580.65.06", error="Driver/library version mismatch")
     assert "Reboot" in the_problem(devices.judge(mismatch, {})).todo
     missing = Hardware(driver="580.65.06", error="NVML Shared Library Not Found")

@@ -1,4 +1,4 @@
-"""Trials with everything that makes exporting hard: tied, frozen and grouped weights, buffers, two engines, a pipeline."""
+"""Trials that are hard to export: tied or frozen weights, buffers, pipelines."""
 
 import deepspeed
 import torch
@@ -24,7 +24,7 @@ class Records(torch.utils.data.Dataset):
 
 
 class Centred(nn.Module):
-    """Subtracts a running mean, which it keeps in buffers of two types."""
+    """Subtract a running mean; the mean and a counter are buffers of two dtypes."""
 
     def __init__(self, size):
         super().__init__()
@@ -130,7 +130,7 @@ class Mixture(nn.Module):
 
 
 class SpreadExpertsTrial(Common):
-    """Each rank holds two of the four experts, under the same names."""
+    """Each of two ranks holds two of four experts, under the same parameter names."""
 
     num_parts = 2
 
@@ -186,6 +186,6 @@ class TiedPipelineTrial(Common):
 
 
 class LooselyTiedPipelineTrial(TiedPipelineTrial):
-    """Only weights are kept equal, which is DeepSpeed's default; the biases of the copies drift apart."""
+    """Only tied weights are kept equal (DeepSpeed's default); tied biases diverge."""
 
     tied_weight_attr = ("weight",)

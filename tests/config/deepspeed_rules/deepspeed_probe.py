@@ -1,8 +1,8 @@
-"""Hand configs to the installed DeepSpeed, each in a fork of its own, and print what becomes of them.
+"""Initialize the installed DeepSpeed with each config in a fork; print results.
 
-Reads a JSON list of ``{"config": …, "pipeline": bool, "steps": int}`` from standard input; prints a JSON list with
-"accepted" or the exception, or, after training that many steps, by how much a weight has changed at most. One gloo rank on the
-CPU, which is told that it can do fp16.
+Reads a JSON list of ``{"config": …, "pipeline": bool, "steps": int}`` from standard input. Prints a JSON list with
+one result per config: "accepted", the exception, or the largest change of a weight if ``steps`` asks for training. The process
+is one gloo rank on the CPU, patched to claim support of fp16.
 """
 
 import json
@@ -19,7 +19,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles for seconds; once, before forking
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - its import compiles for seconds: once, before forking
 from deepspeed.utils import logger
 
 from dstrial.ranks.process_group import without_compiled_collectives
@@ -28,7 +28,7 @@ logger.setLevel(logging.ERROR)
 
 
 def attempt(case):
-    """Make an engine as a trial would; return what happened."""
+    """Initialize an engine and train if ``steps`` is given; return the result."""
     with tempfile.TemporaryDirectory() as directory:
         store = torch.distributed.FileStore(f"{directory}/store", 1)
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -51,7 +51,7 @@ def attempt(case):
 
 
 def change_after(engine, num_steps):
-    """Train; return the largest change of a weight."""
+    """Train for ``num_steps``; return the largest absolute change of a weight."""
     torch.manual_seed(1)
     weight = engine.module[0].weight
     before = weight.detach().float().clone()
@@ -62,8 +62,8 @@ def change_after(engine, num_steps):
     return float((engine.module[0].weight.detach().float() - before).abs().max())
 
 
-def in_a_fork(case):
-    """Run one attempt in a child process, because DeepSpeed keeps process groups in globals."""
+def run_in_fork(case):
+    """Run ``attempt`` in a child process: DeepSpeed keeps process groups in globals."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -79,5 +79,5 @@ def in_a_fork(case):
 
 
 if __name__ == "__main__":
-    outcomes = [in_a_fork(case) for case in json.load(sys.stdin)]
+    outcomes = [run_in_fork(case) for case in json.load(sys.stdin)]
     sys.stdout.write("\n" + json.dumps(outcomes))

@@ -1,3 +1,5 @@
+"""Problems, warnings and effective values of DeepSpeed configs."""
+
 import copy
 
 import pytest
@@ -29,7 +31,7 @@ JSON_VALUES = st.recursive(
 
 
 def section_configs(section):
-    """Any values at all under legal keys of one section, and below."""
+    """Return a strategy for a section's configs: valid keys, arbitrary values."""
     values = {}
     for key, rule in section.keys.items():
         values[key] = JSON_VALUES if rule.section is None else section_configs(rule.section) | JSON_VALUES
@@ -37,7 +39,7 @@ def section_configs(section):
 
 
 @given(section_configs(deepspeed_rules().root))
-def test_no_config_with_legal_keys_makes_the_check_itself_fail_or_changes_its_argument(config):
+def test_check_deepspeed_never_raises_or_mutates_config(config):
     before = copy.deepcopy(config)
     result = check_deepspeed(config, ParallelDims(4, pp=2))
 
@@ -118,7 +120,7 @@ def test_auto_of_required_parameter_does_not_suggest_removal(key, expected, fix)
         ({"gradient_accumulation_steps": "auto"}, 'gradient_accumulation_steps is "auto", solved to 1'),
     ],
 )  # fmt: skip
-def test_a_setting_without_effect_is_a_warning(keys, fragment):
+def test_setting_without_effect_gives_warning(keys, fragment):
     assert any(fragment in warning for warning in warnings(**keys))
 
 
@@ -133,10 +135,10 @@ def test_underscore_keys_are_comments_where_deepspeed_ignores_them():
 @pytest.mark.parametrize(
     ("keys", "sizes", "total"),
     [
-        # DeepSpeed counts the ranks of tensor_parallel as replicas, and those of sequence_parallel not.
+        # DeepSpeed counts the ranks of tensor_parallel as replicas, but not those of sequence_parallel.
         ({"tensor_parallel": {"autotp_size": 2}}, ParallelDims(4, tp=2), 16),
         ({"sequence_parallel_size": 2}, ParallelDims(4), 8),
-        # Who brings groups is asked for the replicas, and not the config.
+        # If the trial passes process groups, DeepSpeed takes the replicas from them, not from the config.
         ({"sequence_parallel_size": 4}, ParallelDims(8, pp=2, is_pipeline=True), 16),
         ({"sequence_parallel_size": 4}, ParallelDims(4, is_pipeline=True), 16),
         ({"sequence_parallel_size": 4}, ParallelDims(8, tp=2), 16),
@@ -150,7 +152,7 @@ def test_replicas_are_counted_as_in_deepspeed(keys, sizes, total):
     assert is_told is ("tensor_parallel" in keys)
 
 
-def test_under_another_release_one_warning_is_given_and_unknown_keys_are_warnings():
+def test_unknown_release_gives_warnings_instead_of_problems():
     result = check_deepspeed({**BASE, "new_feature": {"enabled": True}}, ONE, installed="0.20.1")
 
     assert result.problems == ()
@@ -177,13 +179,13 @@ def test_each_release_is_checked_by_its_own_table(keys, told_0_19_0, told_0_19_8
         assert not any("is checked by the rules of" in warning for warning in result.warnings)
 
 
-def test_at_run_time_a_problem_names_the_engine():
+def test_runtime_problem_names_engine():
     result = check_deepspeed({**BASE, "zero_optimisation": {}}, ONE, "deepspeed config of engine 0")
 
     assert str(result.problems[0]).startswith("deepspeed config of engine 0: zero_optimisation is not a key")
 
 
-def test_the_effective_config_holds_given_solved_and_default_values():
+def test_effective_config_has_given_solved_and_default_values():
     config = {**BASE, "zero_optimization": {"stage": 3}}
     effective = check_deepspeed(config, ParallelDims(2), installed=RELEASE).effective
 
@@ -196,7 +198,7 @@ def test_the_effective_config_holds_given_solved_and_default_values():
     assert "scheduler" not in effective
 
 
-def test_every_value_of_the_effective_config_has_an_origin():
+def test_every_effective_config_value_has_origin():
     stage = ("zero_optimization", "stage")
     merged = {**BASE, "zero_optimization": {"stage": 2, "overlap_comm": "auto"}, "steps_per_print": None}
     source = DeepSpeedSource(
@@ -230,11 +232,11 @@ def test_every_value_of_the_effective_config_has_an_origin():
         ({"bf16": {"enabled": True}}, ParallelDims(4, pp=2), False),
     ],
 )
-def test_clipping_by_the_norm_of_one_stage_is_told(keys, sizes, is_told):
+def test_pipeline_clipping_by_first_stage_gives_warning(keys, sizes, is_told):
     assert ("gradients of its first stage alone" in " ".join(warnings(sizes, **keys))) is is_told
 
 
-def test_a_stage_0_pipeline_of_one_stage_is_still_a_pipeline():
+def test_single_stage_pipeline_rejects_zero2():
     sizes = ParallelDims(2, is_pipeline=True)
     result = check_deepspeed({**BASE, "zero_optimization": {"stage": 2}}, sizes)
 
@@ -242,7 +244,7 @@ def test_a_stage_0_pipeline_of_one_stage_is_still_a_pipeline():
 
 
 @pytest.mark.parametrize("is_trainer", [True, False], ids=["Trainer", "Accelerate"])
-def test_libraries_that_pass_no_sequence_groups_are_refused(is_trainer):
+def test_sequence_parallelism_with_hf_libraries_is_rejected(is_trainer):
     filler = AutoValues("the library", is_trainer, CommandLine(()))
     result = check_deepspeed({**BASE, "sequence_parallel_size": 2}, ParallelDims(4), filler=filler)
     assert any(

@@ -1,4 +1,4 @@
-"""The committed rules against the installed DeepSpeed: the table of keys, and what becomes of impossible pairs."""
+"""The committed rules agree with what the installed DeepSpeed does."""
 
 import json
 import os
@@ -44,24 +44,24 @@ REFUSED = {
         "only with ZeRO stage 2",
     ),
 }
-"""Configs that DeepSpeed itself refuses, late, and its reason, which tells one refusal from another."""
+"""Configs that DeepSpeed rejects when it is initialized, and part of its error."""
 
 SAID_BY_0_19_0 = {
     "no gradient norm with the default clipping": "Extra inputs are not permitted",
     "no gradient norm in stage 3": "Extra inputs are not permitted",
-    "summed gradients in stage 3": "accepted",  # and ignored, as every top-level key that it does not know
+    "summed gradients in stage 3": "accepted",  # and ignored, like every unknown top-level key
     "parameter type of another mode": "accepted",
     "loss scale window of 0": "accepted",  # and divides by 0 when it trains
     "unmanaged accumulation with overlap": "accepted",
     "pipeline without managed accumulation": "accepted",
 }
-"""What DeepSpeed 0.19.0 says instead."""
+"""Results of DeepSpeed 0.19.0 that differ from ``REFUSED``."""
 
 KEYS_OF_0_19_0 = {"removed section, switched off", "removed ZeRO key"}
-"""What 0.19.0 still accepts, and reads."""
+"""Names in ``REFUSED`` whose keys DeepSpeed 0.19.0 still supports."""
 
 SWALLOWED = {bad.mistake: bad.keys for bad in BAD_CONFIGS if bad.says == "accepted"}
-"""Configs that DeepSpeed accepts, to train something else than they say."""
+"""Configs that DeepSpeed accepts, but trains with settings other than given."""
 
 IGNORED = {
     "dead knob": {"zero_optimization": {"stage": 1, "allgather_partitions": False}},
@@ -71,7 +71,7 @@ IGNORED = {
     "old form of ZeRO": {"zero_optimization": True},
     "old offload key": {"zero_optimization": {"stage": 1, "cpu_offload": False}},
 }
-"""Configs that DeepSpeed accepts and that deserve a warning only."""
+"""Configs that DeepSpeed accepts and the check only warns about."""
 
 IN_A_PIPELINE = {
     "pipeline with ZeRO 2": {"zero_optimization": {"stage": 2}},
@@ -85,7 +85,7 @@ def full(keys):
 
 
 def probe(cases):
-    """Return what the installed DeepSpeed does with each config."""
+    """Return the results of ``deepspeed_probe.py``, one per case."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = warm_start.run_command(
         [sys.executable, str(Path(__file__).with_name("deepspeed_probe.py"))],
@@ -112,7 +112,7 @@ def outcomes():
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_deepspeed_refuses_late_is_refused_before(name, outcomes):
+def test_check_rejects_configs_that_deepspeed_rejects(name, outcomes):
     result = check_deepspeed(full(REFUSED[name][0]), ParallelDims(1))
 
     if IS_0_19_0 and name in KEYS_OF_0_19_0:
@@ -123,7 +123,7 @@ def test_what_deepspeed_refuses_late_is_refused_before(name, outcomes):
     if name == "auto batch size":
         assert "DeepSpeed itself needs the number" in result.warnings[0]
     elif name in earlier:
-        # The key is unknown, and may be told of a second time for the setting that it does not go with.
+        # The key is unknown; a conflict with another setting may be a second problem.
         assert 1 <= len(result.problems) <= 2
     else:
         assert len(result.problems) == 1
@@ -131,7 +131,7 @@ def test_what_deepspeed_refuses_late_is_refused_before(name, outcomes):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [*SWALLOWED, *IGNORED])
-def test_what_deepspeed_swallows_is_refused_and_what_it_ignores_is_warned_about(name, outcomes):
+def test_check_rejects_misread_and_warns_of_ignored_configs(name, outcomes):
     result = check_deepspeed(full(SWALLOWED.get(name) or IGNORED[name]), ParallelDims(1))
 
     assert outcomes[name] == "accepted"
@@ -141,7 +141,7 @@ def test_what_deepspeed_swallows_is_refused_and_what_it_ignores_is_warned_about(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", IN_A_PIPELINE)
-def test_what_deepspeed_refuses_in_a_pipeline_is_refused_before(name, outcomes):
+def test_check_rejects_pipelines_that_deepspeed_rejects(name, outcomes):
     if IS_0_19_0 and name in SAID_BY_0_19_0:
         assert outcomes[name] == SAID_BY_0_19_0[name]
     else:
@@ -150,7 +150,7 @@ def test_what_deepspeed_refuses_in_a_pipeline_is_refused_before(name, outcomes):
 
 
 @pytest.mark.ranks
-def test_fp16_stage_0_refuses_sgd_and_warns_of_adam():
+def test_fp16_zero0_rejects_sgd_and_warns_of_adam():
     fp16 = {"fp16": {"enabled": True, "loss_scale": 256}, "zero_allow_untested_optimizer": True}
     configs = [
         full({**fp16, "optimizer": optimizer, "zero_optimization": {"stage": stage}})
@@ -178,7 +178,7 @@ def test_fp16_stage_0_refuses_sgd_and_warns_of_adam():
 
 
 @pytest.mark.ranks
-def test_a_good_config_is_accepted_by_both():
+def test_valid_config_is_accepted_by_check_and_deepspeed():
     good = [
         full({}),
         full({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e7}}),
@@ -196,7 +196,7 @@ def test_a_good_config_is_accepted_by_both():
 
 
 @pytest.mark.process
-def test_the_committed_table_is_what_the_installed_release_says():
+def test_committed_table_matches_installed_release():
     installed = installed_deepspeed_version()
     if installed not in releases():
         pytest.skip(f"Requires: [deepspeed {' or '.join(releases())}]")

@@ -1,4 +1,4 @@
-"""A release of DeepSpeed is known by its table alone; the newest one stands for what has none."""
+"""Rule tables per DeepSpeed release; the newest serves releases without a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrial.config.deepspeed_schema import deepspeed_rules, read_table, release
 
 @pytest.fixture
 def another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A release whose table lies beside the others as differences from the newest one."""
+    """Add release 0.19.10, whose table lists differences from the newest release."""
     newest = releases()[-1]
     for release in releases():
         (tmp_path / f"{release}.json").write_text(json.dumps(read_table(release)))
@@ -27,19 +27,19 @@ def another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     releases.cache_clear()
 
 
-def test_every_committed_table_is_of_the_release_that_it_is_named_by() -> None:
+def test_table_file_name_matches_its_release() -> None:
     assert {release: deepspeed_rules(release).version for release in releases()} == {
         release: release for release in releases()
     }
     assert {"0.19.0", "0.19.8"} <= set(releases())
 
 
-def test_a_release_is_known_once_its_table_is_there(another_release: str) -> None:
+def test_added_table_makes_release_known(another_release: str) -> None:
     assert releases()[-1] == another_release
     assert deepspeed_rules(f"{another_release}+cpu").version == another_release
     assert "optimizer" in read_table("0.19.8")["root"]["keys"]
     assert "optimizer" not in read_table(another_release)["root"]["keys"]
 
 
-def test_a_release_without_a_table_is_read_by_the_newest_one() -> None:
+def test_unknown_release_uses_newest_table() -> None:
     assert deepspeed_rules("0.99.1").version == releases()[-1]

@@ -1,4 +1,4 @@
-"""Configs of commands: their defaults, their templates, and what is refused."""
+"""Configs of commands: defaults, templates and rejected values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dstrial.errors import ConfigError
         (["python3", "a.py", "two words"], ("python3", "a.py", "two words")),
     ],
 )
-def test_an_entrypoint_of_one_word_is_a_line_for_the_shell(entrypoint: Any, words: tuple[str, ...]) -> None:
+def test_single_word_entrypoint_is_shell_line(entrypoint: Any, words: tuple[str, ...]) -> None:
     assert check_command({"entrypoint": entrypoint}, "COMMAND", num_slots=1).words == words
 
 
-def test_defaults_are_filled_in() -> None:
+def test_check_command_fills_in_defaults() -> None:
     command = check_command({"entrypoint": "true"}, "COMMAND", num_slots=1)
     tensorboard = check_command({}, "TENSORBOARD", num_slots=0)
 
@@ -33,7 +33,7 @@ def test_defaults_are_filled_in() -> None:
     assert set(command.config["environment"]["image"]) == {"cpu", "cuda", "rocm"}
 
 
-def test_slots_of_a_template_wait_without_launch_error() -> None:
+def test_template_slots_wait_without_launch_error() -> None:
     large = {"resources": {"slots": 100}}
     waits = check_command({"entrypoint": "x"}, "COMMAND", num_slots=1, template=large, launch_error=False)
     assert waits.num_slots == 100
@@ -46,7 +46,7 @@ def test_slots_of_a_template_wait_without_launch_error() -> None:
             )
 
 
-def test_a_template_and_the_masters_variables_lie_under_the_config() -> None:
+def test_config_overrides_template_and_master_variables() -> None:
     template = {"resources": {"slots": 2, "priority": 7}, "searcher": {"name": "single"}, "labels": ["x"]}
     given = {
         "entrypoint": "true",
@@ -65,7 +65,7 @@ def test_a_template_and_the_masters_variables_lie_under_the_config() -> None:
     assert "searcher" not in spec.config
 
 
-def test_only_a_command_may_have_nothing_to_run() -> None:
+def test_only_command_may_lack_entrypoint() -> None:
     assert check_command({}, "COMMAND", num_slots=2).words == ("sh", "-c", "true")
     with pytest.raises(ConfigError, match="entrypoint is not given"):
         check_command({}, "GENERIC", num_slots=2)
@@ -86,7 +86,7 @@ def test_only_a_command_may_have_nothing_to_run() -> None:
         ({"entrypoint": "x", "environment": {"proxy_ports": [{"proxy_port": 0}]}}, "proxy_port is 0"),
     ],
 )
-def test_what_cannot_be_run_is_refused(given: dict[str, Any], problem: str) -> None:
+def test_invalid_command_config_is_rejected(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         check_command(given, "COMMAND", num_slots=1)
 
@@ -96,5 +96,5 @@ def test_what_cannot_be_run_is_refused(given: dict[str, Any], problem: str) -> N
     [("30m", 1800), ("1h30m", 5400), ("1.5s", 1.5), ("500ms", 0.5), (90, 90), ("", None), ("3", None), ("-1m", None),
      (True, None), (-1, None)],
 )  # fmt: skip
-def test_times_are_read_as_go_writes_them(span: Any, seconds: float | None) -> None:
+def test_seconds_of_parses_go_durations(span: Any, seconds: float | None) -> None:
     assert seconds_of(span) == seconds

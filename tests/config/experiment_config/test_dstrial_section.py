@@ -1,4 +1,4 @@
-"""Keys of ``data.dstrial``, ``integrations`` and ``profiling``: those that are read, and messages about wrong values."""
+"""Keys of ``data.dstrial``, ``integrations`` and ``profiling``, and their errors."""
 
 import pytest
 from bad_configs import EXPERIMENT
@@ -20,7 +20,7 @@ def section(**values):
 
 @pytest.fixture
 def problems(load):
-    """Return the problems of the experiment with more text, as texts."""
+    """Return a function that lists the problems of an experiment with more YAML."""
 
     def problems(more, deepspeed=None):
         try:
@@ -57,7 +57,7 @@ def test_training_checks_are_read_and_explained(load, tmp_path, capsys):
     assert ["data.dstrial.non_finite_patience", "3", "dstrial's", "default"] in printed
 
 
-FOUR = "resources: {slots_per_trial: 4}\n"
+FOUR_SLOTS = "resources: {slots_per_trial: 4}\n"
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ FOUR = "resources: {slots_per_trial: 4}\n"
         (section(non_finite_patience=0), "non_finite_patience is 0; expected an integer of at least 1"),
         (section(non_finite_patience=True), "non_finite_patience is true"),
         (section(pipeline_stages=2.0), "pipeline_stages is 2.0; expected an integer of at least 1. Write 2, without"),
-        (FOUR + section(min_slots=5), "min_slots is 5; expected at most 4, the slots_per_trial"),
-        (FOUR + section(max_slots=3), "max_slots is 3; expected at least 4, the slots_per_trial"),
+        (FOUR_SLOTS + section(min_slots=5), "min_slots is 5; expected at most 4, the slots_per_trial"),
+        (FOUR_SLOTS + section(max_slots=3), "max_slots is 3; expected at least 4, the slots_per_trial"),
         (section(min_slots=0), "expected an integer of at least 1"),
         (section(max_slots=True), "expected an integer of at least 1"),
         (section(resize_period="10m"), "expected a number of seconds"),
@@ -90,7 +90,7 @@ FOUR = "resources: {slots_per_trial: 4}\n"
         ),
     ],
 )  # fmt: skip
-def test_wrong_value_is_one_problem(problems, more, message):
+def test_wrong_value_gives_single_problem(problems, more, message):
     (problem,) = problems(more)
     assert message in problem
 
@@ -112,13 +112,13 @@ def test_wrong_value_is_one_problem(problems, more, message):
         ("{webhooks: {webhook_id: [true], webhook_name: [1]}}", ["webhook_id[0] is", "webhook_name[0] is"]),
     ],
 )
-def test_webhooks_are_named_by_number_and_by_name(problems, integrations, words):
+def test_webhooks_are_named_by_id_or_name(problems, integrations, words):
     found = problems(f"integrations: {integrations}\n")
     assert len(found) == len(words)
     assert all(word in problem for problem, word in zip(found, words, strict=True))
 
 
-def test_elastic_settings_have_defaults_and_slots_share_a_batch_by_whole_replicas():
+def test_elasticity_has_defaults_and_slots_share_batch():
     assert elasticity_of({}, 4) == Elasticity(4, None, 4, 600.0)
     given = {"min_slots": 2, "max_slots": 8, "resize_period": 60}
     assert elasticity_of(given, 4) == Elasticity(4, 2, 8, 60.0)
@@ -128,9 +128,9 @@ def test_elastic_settings_have_defaults_and_slots_share_a_batch_by_whole_replica
     assert [n for n in range(1, 13) if shares(n, 12, 2)] == [2, 4, 6, 8, 12]
 
 
-def test_batch_that_no_other_number_of_slots_shares_is_refused(problems):
+def test_slot_range_without_second_batch_divisor_is_rejected(problems):
     def of_batch(num_records, **values):
-        return problems(FOUR + section(**values), {"train_batch_size": num_records})
+        return problems(FOUR_SLOTS + section(**values), {"train_batch_size": num_records})
 
     (found,) = of_batch(20, min_slots=3)
     assert "3 to 4 slots, none of which but 4 can share a batch of 20 records" in found
@@ -141,7 +141,7 @@ def test_batch_that_no_other_number_of_slots_shares_is_refused(problems):
     assert not of_batch(20, min_slots=4), "it asks for no choice"
 
 
-def test_requirements_are_read_from_both_sections_and_left_out_if_missing(load):
+def test_requirements_are_read_from_either_section(load):
     for more in ("environment: {requirements: ds.json}\n", section(requirements="ds.json")):
         assert requirements_of(load(more=more).raw) == "ds.json"
     assert "requirements" not in load(EXPERIMENT).raw["environment"]
@@ -157,11 +157,11 @@ def test_requirements_are_read_from_both_sections_and_left_out_if_missing(load):
         ("python train.py --pipeline install", False),
     ],
 )
-def test_script_that_installs_packages_is_recognised(script, installs):
+def test_may_install_recognises_package_installation(script, installs):
     assert may_install(script) is installs
 
 
-def test_profiling_keys_without_effect_are_warned_of(load):
+def test_profiling_keys_without_effect_give_warnings(load):
     given = "profiling: {enabled: true, begin_on_batch: 2, end_after_batch: 9, sync_timings: false}\n"
     config = load(more=given)
     assert config.profiling_enabled

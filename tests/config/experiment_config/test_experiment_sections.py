@@ -1,3 +1,5 @@
+"""Experiment configs: defaults, overrides, lengths, sizes, entrypoints."""
+
 import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT
 
@@ -10,11 +12,11 @@ KEY = "  deepspeed_config: ds.json\n"
 
 
 def with_hyperparameters(lines):
-    """The experiment with further lines below its hyperparameters."""
+    """Return the experiment YAML with more lines in the hyperparameters section."""
     return EXPERIMENT.replace(KEY, KEY + lines)
 
 
-def test_the_defaults_are_those_of_determined_but_for_name_and_seed(load):
+def test_defaults_match_determined_except_name_and_seed(load):
     config = load(EXPERIMENT.replace("name: test\n", ""))
 
     assert config.name == "exp"
@@ -30,7 +32,7 @@ def test_the_defaults_are_those_of_determined_but_for_name_and_seed(load):
     }
 
 
-def test_constants_are_unwrapped_for_the_trial_and_wrapped_in_the_raw_config(load):
+def test_const_hyperparameters_are_unwrapped_except_in_raw_config(load):
     lines = "  lr: {type: const, val: 1e-5}\n  net:\n    width: 8\n    sizes: [1, 2]\n"
     config = load(with_hyperparameters(lines))
 
@@ -52,7 +54,7 @@ def test_constants_are_unwrapped_for_the_trial_and_wrapped_in_the_raw_config(loa
         ("{type: categorical, vals: [3, 4]}", 3, 4),
     ],
 )
-def test_a_search_space_is_sampled_in_its_range_and_always_alike(load, spec, low, high):
+def test_search_space_sample_is_in_range_and_deterministic(load, spec, low, high):
     text = with_hyperparameters(f"  lr: {spec}\n")
     first, second = (load(text, require_concrete=False) for _ in range(2))
 
@@ -61,7 +63,7 @@ def test_a_search_space_is_sampled_in_its_range_and_always_alike(load, spec, low
     assert "exp.yaml:5: hyperparameters.lr is a search space" in first.warnings[0]
 
 
-def test_an_override_makes_a_search_space_concrete(load):
+def test_override_makes_search_space_concrete(load):
     text = with_hyperparameters("  lr: {type: int, minval: 1, maxval: 4}\n")
     config = load(text, overrides=["hyperparameters.lr=3", "searcher.max_length.batches=20", "labels=a,b"])
 
@@ -88,7 +90,7 @@ def test_an_override_makes_a_search_space_concrete(load):
         ("+searcher.max_length=3", r"given with \+; expected a key below hyperparameters or data"),
     ],
 )
-def test_wrong_override_is_refused(load, override, message):
+def test_wrong_override_is_rejected(load, override, message):
     with pytest.raises(ConfigError, match=message):
         load(_with_own_keys(), overrides=[override])
 
@@ -107,7 +109,7 @@ def test_wrong_override_is_refused(load, override, message):
         "profiling.enabled=true",
     ],
 )
-def test_override_of_a_known_or_added_key_is_taken(load, override):
+def test_override_of_known_or_added_key_is_accepted(load, override):
     config = load(_with_own_keys(), overrides=[override])
     key = override.removeprefix("+").partition("=")[0]
     assert value_at(config.raw, key) is not None
@@ -130,18 +132,18 @@ def _with_own_keys():
         ("max_time: 3\n  time_metric: seconds", None),
     ],
 )
-def test_the_length_is_max_length_else_max_time_in_batches_or_epochs(load, lines, expected):
+def test_max_length_falls_back_to_max_time(load, lines, expected):
     assert load(EXPERIMENT.replace("max_length: {batches: 10}", lines)).max_length == expected
 
 
-def test_a_missing_length_is_an_error_that_names_both_ways_to_give_it(load):
+def test_missing_max_length_error_names_alternatives(load):
     config = load(EXPERIMENT.replace("  max_length: {batches: 10}\n", ""))
 
     with pytest.raises(ConfigError, match=r"searcher\.max_length is not given.*max_time.*time_metric"):
         config.require_max_length()
 
 
-def test_the_replicas_are_slots_over_stages(load):
+def test_replicas_are_slots_divided_by_stages(load):
     config = load(EXPERIMENT + "data: {dstrial: {pipeline_stages: 2}}\nresources: {slots_per_trial: 4}\n")
 
     assert config.sizes.dp == 2
@@ -159,7 +161,7 @@ def test_the_replicas_are_slots_over_stages(load):
         ("raise SystemExit('was imported')\nclass MyTrial: ...\n", False),
     ],
 )
-def test_sizes_are_noted_unless_source_is_data_parallel(load, source, is_noted):
+def test_assumed_sizes_are_noted_for_model_parallel_source(load, source, is_noted):
     config = load(source=source, slots=4)
 
     assert config.sizes.dp == 4
@@ -190,8 +192,8 @@ class MyTrial(Ordinary):
         ("topology=self.topology", 2),
     ],
 )
-def test_pipeline_stages_come_from_the_trial(load, stages, stages_found):
-    # Two replicas are the most that eight records allow.
+def test_pipeline_stages_are_inferred_from_trial_source(load, stages, stages_found):
+    # The batch sizes are consistent only for 4 / ``stages_found`` replicas.
     sizes = {"train_batch_size": 16 // stages_found, "train_micro_batch_size_per_gpu": 2}
     deepspeed = DEEPSPEED | sizes | {"gradient_accumulation_steps": 2}
     experiment = EXPERIMENT.replace("ds.json\n", "ds.json\n  pipe_parallel_size: 4\n")
@@ -204,12 +206,12 @@ def test_pipeline_stages_come_from_the_trial(load, stages, stages_found):
     assert config.notes[0].startswith(f"data.dstrial.pipeline_stages is not given: assumed {stages_found}")
 
 
-def test_a_pipeline_elsewhere_in_the_module_says_nothing_of_an_ordinary_trial(load):
+def test_unrelated_pipeline_in_module_is_ignored(load):
     text = EXPERIMENT.replace("model_def:MyTrial", "model_def:Ordinary")
     assert load(text, source=PIPELINE_SOURCE, slots=2).sizes.dp == 2
 
 
-def test_overwrites_are_merged_and_keep_their_places(load):
+def test_merged_overwrites_keep_line_numbers(load):
     overwrites = "  overwrite_deepspeed_args:\n    optimizer: null\n    zero_optimization:\n      stage: 5\n"
     text = with_hyperparameters(overwrites)
 
@@ -219,7 +221,7 @@ def test_overwrites_are_merged_and_keep_their_places(load):
     assert config.deepspeed.merged == {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
 
 
-def test_an_inline_and_every_further_engines_config_is_checked_too(load, tmp_path):
+def test_inline_and_additional_engine_configs_are_checked(load, tmp_path):
     inline = "  deepspeed_config:\n    train_batch_size: 8\n    optimizer: {type: Adam}\n    fp16: {enabled: 1.5}\n"
     with pytest.raises(ConfigError, match=r"exp\.yaml:7: fp16\.enabled is 1\.5; expected true or false"):
         load(EXPERIMENT.replace(KEY, inline))
@@ -230,7 +232,7 @@ def test_an_inline_and_every_further_engines_config_is_checked_too(load, tmp_pat
         load(with_hyperparameters("  critic_deepspeed_config: critic.json\n"))
 
 
-def test_environment_variables_are_read_in_both_forms(load, monkeypatch):
+def test_environment_variables_accept_list_and_device_mapping(load, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     listed = load(EXPERIMENT + "environment: {environment_variables: [A=1, B=x=y, A=2]}\n")
     by_device = load(EXPERIMENT + "environment: {environment_variables: {cpu: [A=1], cuda: [A=2]}}\n")
@@ -244,7 +246,7 @@ def test_environment_variables_are_read_in_both_forms(load, monkeypatch):
     }
 
 
-def test_an_entrypoint_is_needed_only_where_it_is_asked_for(load):
+def test_entrypoint_is_optional_unless_required(load):
     text = EXPERIMENT.replace("entrypoint: model_def:MyTrial\n", "")
 
     assert load(text).entrypoint is None
@@ -260,18 +262,18 @@ def test_an_entrypoint_is_needed_only_where_it_is_asked_for(load):
         ("[python3, -m, dstrial.launch, --trial=model_def:NoTrial]", r"model_def\.py has no NoTrial"),
     ],
 )
-def test_entrypoint_without_word_or_trial_is_refused(load, entrypoint, message):
+def test_empty_entrypoint_or_missing_trial_is_rejected(load, entrypoint, message):
     with pytest.raises(ConfigError, match=message):
         load(EXPERIMENT.replace("model_def:MyTrial", entrypoint))
 
 
-def test_an_auto_that_a_script_may_fill_in_is_only_warned_about(load):
+def test_auto_in_script_config_gives_warning(load):
     deepspeed = {**DEEPSPEED, "gradient_clipping": "auto"}
     text = EXPERIMENT.replace("model_def:MyTrial", "python3 model_def.py")
 
     assert 'gradient_clipping is "auto", which only another tool' in load(text, deepspeed).warnings[0]
 
 
-def test_slots_of_the_command_line_that_stages_do_not_divide_are_named_as_such(load):
+def test_indivisible_slots_error_names_slots_option(load):
     with pytest.raises(ConfigError, match=r"^--slots is 3; expected a multiple of 2, .* Use 2 or 4 slots\.$"):
         load(EXPERIMENT + "data: {dstrial: {pipeline_stages: 2}}\n", slots=3)

@@ -1,4 +1,4 @@
-"""`data.dstrial.loggers` is checked whole, and a package that is missing is said before anything starts."""
+"""Checks of ``data.dstrial.loggers``: names, options, secrets and packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problems(given: Any, installed: Any = lambda _: True) -> list[str]:
     return list(map(str, findings.problems))
 
 
-def test_names_and_options_are_read() -> None:
+def test_logger_names_and_options_are_read() -> None:
     given = [
         "wandb",
         {"mlflow": {"experiment_name": "digits", "tags": {"team": "vision"}}},
@@ -46,7 +46,7 @@ def test_names_and_options_are_read() -> None:
     assert logger_specs({}) == logger_specs(None) == logger_specs(config(None)) == ()
 
 
-def test_every_problem_is_told_at_once_with_its_place_and_its_fix() -> None:
+def test_all_logger_problems_are_reported_together() -> None:
     found = problems(
         [
             "wand",
@@ -80,7 +80,7 @@ def test_every_problem_is_told_at_once_with_its_place_and_its_fix() -> None:
 
 
 @pytest.mark.parametrize("given", ["wandb", 3, {"wandb": {}}, True])
-def test_what_is_no_list_is_refused(given: Any) -> None:
+def test_loggers_must_be_list(given: Any) -> None:
     (problem,) = problems(given)
     assert "expected a list with wandb, mlflow, trackio" in problem
     with pytest.raises(ConfigError, match="expected a list"):
@@ -99,7 +99,7 @@ def test_what_is_no_list_is_refused(given: Any) -> None:
         ),
     ],
 )
-def test_a_secret_belongs_into_the_environment_and_is_not_repeated(options: Any, fix: str) -> None:
+def test_secret_option_is_rejected_without_echoing_value(options: Any, fix: str) -> None:
     (problem,) = problems([options])
     assert "secrets from the environment only" in problem
     assert fix in problem
@@ -113,7 +113,7 @@ def test_logger_without_options_or_secret_is_checked(monkeypatch: pytest.MonkeyP
     assert "Take it out, and set its variable in the environment." in secret[0]
 
 
-def test_a_missing_package_is_a_problem_unless_the_trial_installs_it() -> None:
+def test_missing_package_is_problem_unless_trial_installs_it() -> None:
     (problem,) = problems(["wandb", "mlflow"], lambda name: name == "mlflow")
     assert "wandb, which is not installed; expected a logger whose package is there" in problem
     assert "Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[wandb]'" in problem
@@ -125,7 +125,7 @@ def test_a_missing_package_is_a_problem_unless_the_trial_installs_it() -> None:
     ]
 
 
-def test_a_directory_of_the_same_name_is_no_package_and_nothing_is_imported(
+def test_is_installed_ignores_plain_directory_without_importing(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
@@ -138,13 +138,13 @@ def test_a_directory_of_the_same_name_is_no_package_and_nothing_is_imported(
     assert "trackio" not in sys.modules
 
 
-def test_the_command_line_adds_to_the_list_and_repeats_nothing() -> None:
+def test_with_loggers_adds_names_without_duplicates() -> None:
     options = {"mlflow": {"experiment_name": "digits"}}
     assert with_loggers(None, ["wandb", "wandb"]) == ["wandb"]
     assert with_loggers([options, "wandb"], ["wandb", "mlflow", "trackio"]) == [options, "wandb", "trackio"]
 
 
-def test_every_logger_has_an_extra_of_its_name() -> None:
+def test_every_logger_has_package_extra() -> None:
     from importlib.metadata import metadata
 
     assert set(LOGGERS) <= set(metadata("dstrial").get_all("Provides-Extra") or ())

@@ -1,4 +1,4 @@
-"""Where the values of a submitted config come from."""
+"""Origins of config values: a line, the template, a default, a later change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ hyperparameters:
 """
 
 
-def test_each_value_is_from_a_line_the_template_or_a_default() -> None:
+def test_value_origin_is_line_template_or_default() -> None:
     effective = {
         "name": "one",
         "hyperparameters": {"lr": {"type": "const", "val": 0.1}},
@@ -42,7 +42,7 @@ def test_each_value_is_from_a_line_the_template_or_a_default() -> None:
     }
 
 
-def test_what_was_changed_afterwards_is_told_as_that() -> None:
+def test_value_changed_after_submission_has_own_origin() -> None:
     effective = {
         "name": "another",
         "labels": ["new"],
@@ -59,7 +59,7 @@ def test_what_was_changed_afterwards_is_told_as_that() -> None:
     }
 
 
-def test_a_deepspeed_config_is_explained_without_its_keys(tmp_path: Path) -> None:
+def test_explained_deepspeed_config_masks_secrets(tmp_path: Path) -> None:
     settings = {"train_batch_size": 8, "comet": {"enabled": True, "api_key": "very-secret"}}
     (tmp_path / "ds.json").write_text(json.dumps(settings))
     (tmp_path / "train.py").write_text("")

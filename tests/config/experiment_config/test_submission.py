@@ -1,4 +1,4 @@
-"""What a master makes of a submitted config: every default filled in, every problem named."""
+"""Defaults and checks that a master applies to a submitted config."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(tmp_path: Path, text: str, **options: Any) -> Submission:
     return check_submission(text, context_dir=tmp_path, defaults=options.pop("defaults", DEFAULTS), **options)
 
 
-def test_what_the_user_says_wins_over_the_master(tmp_path: Path) -> None:
+def test_submitted_values_override_master_defaults(tmp_path: Path) -> None:
     text = GOOD + (
         "checkpoint_storage: {type: shared_fs, storage_path: mine, save_trial_latest: 9}\n"
         "environment: {environment_variables: [A=2, B=3]}\n"
@@ -52,7 +52,7 @@ def test_what_the_user_says_wins_over_the_master(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_too_many_slots_are_refused_or_wait(tmp_path: Path) -> None:
+def test_too_many_slots_are_rejected_or_wait(tmp_path: Path) -> None:
     text = GOOD + "resources: {slots_per_trial: 4}\n"
 
     with pytest.raises(ConfigError, match=r"at most 2, the slots of this master\. request unfulfillable, "):
@@ -111,14 +111,14 @@ def test_too_many_slots_are_refused_or_wait(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_submission_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         check(tmp_path, text)
 
     assert message in str(raised.value)
 
 
-def test_a_config_is_changed_for_continuing(tmp_path: Path) -> None:
+def test_continued_config_applies_override(tmp_path: Path) -> None:
     base = (
         GOOD
         + "hyperparameters: {a: {type: int, minval: 1, maxval: 9}, b: 2}\nresources: {slots_per_trial: 2}\n"
@@ -137,13 +137,13 @@ def test_a_config_is_changed_for_continuing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_detached", [True, False])
-def test_a_searcher_whose_name_is_null_is_refused(tmp_path: Path, is_detached: bool) -> None:
+def test_null_searcher_name_is_rejected(tmp_path: Path, is_detached: bool) -> None:
     text = GOOD.replace("name: single", "name: null")
     with pytest.raises(ConfigError, match=r"searcher\.name is not given"):
         check(tmp_path, text, is_detached=is_detached)
 
 
-def test_preview_needs_no_entrypoint_and_refuses_endless_grids() -> None:
+def test_preview_needs_no_entrypoint_and_rejects_huge_grids() -> None:
     section = search_section({"searcher": {"name": "random", "metric": "l", "max_trials": 3}})
     assert section["searcher"]["max_trials"] == 3
     axes = {f"k{axis}": {"type": "int", "minval": 0, "maxval": 9, "count": 10} for axis in range(10)}
@@ -151,7 +151,7 @@ def test_preview_needs_no_entrypoint_and_refuses_endless_grids() -> None:
         search_section({"searcher": {"name": "grid", "metric": "l"}, "hyperparameters": axes})
 
 
-def test_config_of_more_than_a_mebibyte_is_refused(tmp_path: Path) -> None:
+def test_config_above_1_mib_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at most 1048576 bytes"):
         check(tmp_path, GOOD + "data: {words: '" + "x" * 2**20 + "'}\n")
 
@@ -159,14 +159,14 @@ def test_config_of_more_than_a_mebibyte_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "is_left"),
     [
-        ("a = " + "1+" * 100_000 + "1\n", True),  # too deep, and too large, to be parsed here
+        ("a = " + "1+" * 100_000 + "1\n", True),  # too deeply nested and too large to be parsed
         ("a = 1\n" * 200_000, True),
         ("(" * 5000, False),
         ("a = '\0'\n", False),
     ],
     ids=["deep", "large", "brackets", "nul"],
 )
-def test_hostile_source_is_refused_or_left_unparsed(tmp_path: Path, source: str, is_left: bool) -> None:
+def test_hostile_source_is_rejected_or_left_unparsed(tmp_path: Path, source: str, is_left: bool) -> None:
     (tmp_path / "model_def.py").write_text(source)
     text = GOOD.replace("python3 train.py", "model_def:Trial")
     if is_left:

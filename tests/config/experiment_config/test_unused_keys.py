@@ -1,4 +1,4 @@
-"""Which keys of a config ``dstrial run`` uses: each is used, or named in a warning."""
+"""Every config key is used by ``dstrial run`` or named in a warning."""
 
 import pytest
 
@@ -21,7 +21,7 @@ USED = {
     "perform_initial_validation",
     "preemption_timeout",
     "reproducibility.experiment_seed",
-    "resources.slots",  # has a warning of its own, as have keys of the searcher and of profiling
+    "resources.slots",  # warned about elsewhere, like keys of searcher and profiling
     "resources.slots_per_trial",
     "scheduling_unit",
     "debug",
@@ -52,7 +52,7 @@ KEYS = [
 
 
 def unused(name, key=None, **options):
-    """What is named where this key is given and no other."""
+    """Return the keys reported as unused if only this key is given."""
     raw = check_keys(EXPERIMENT, {}, Dialect(name=""), Diagnostics({}, ""))
     if key is None:
         raw[name] = "given"
@@ -70,5 +70,5 @@ def test_every_key_is_used_or_warned_about(name, key):
     assert unused(name, key) == ([] if is_used else [shown])
 
 
-def test_slurm_is_unused_without_slurm():
+def test_slurm_section_is_unused_without_slurm():
     assert unused("slurm", has_slurm=False) == ["slurm"]

@@ -1,4 +1,4 @@
-"""Fields that Determined accepts and completes: slots of commands, ``gpu``, policies that are only named, defaults."""
+"""Fields that Determined accepts: command slots, ``gpu``, policies, ``shm_size``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def submit(tmp_path: Path, template: dict[str, Any] | None = None, **given: Any)
     )
 
 
-def test_slots_of_a_command_beside_those_of_a_trial_are_accepted_in_both_configs(tmp_path: Path) -> None:
+def test_slots_and_slots_per_trial_may_coexist(tmp_path: Path) -> None:
     both = {"slots": 3, "slots_per_trial": 2}
 
     submission = submit(tmp_path, resources=both)
@@ -48,7 +48,7 @@ def test_slots_of_a_command_beside_those_of_a_trial_are_accepted_in_both_configs
 
 
 @pytest.mark.parametrize("null_gpu", [{}, {"gpu": None}])
-def test_gpu_means_cuda_in_a_command_and_in_a_template(null_gpu: dict[str, None]) -> None:
+def test_gpu_is_alias_of_cuda_in_command_config(null_gpu: dict[str, None]) -> None:
     given = {"image": {"cuda": "above"}, "environment_variables": {"cuda": ["A=1"], **null_gpu}}
     template = {
         "image": {"gpu": "below", "cpu": "c"},
@@ -77,7 +77,7 @@ def test_gpu_beside_cuda_and_unknown_devices_are_problems(tmp_path: Path) -> Non
     assert "environment.image.tpu is not a kind of device; expected cpu, cuda (or gpu) or rocm" in text
 
 
-def test_policy_that_is_only_named_switches_that_of_a_template_off(tmp_path: Path) -> None:
+def test_policy_without_pattern_disables_template_policy(tmp_path: Path) -> None:
     policies = [{"name": "CUDA OOM"}, {"name": "mine", "pattern": "x"}]
     over_template = submit(tmp_path, {"log_policies": policies}, log_policies=[{"name": "mine"}])
     found = over_template.config["log_policies"]
@@ -85,7 +85,7 @@ def test_policy_that_is_only_named_switches_that_of_a_template_off(tmp_path: Pat
 
 
 @pytest.mark.parametrize("off", [{}, {"pattern": None}], ids=["named", "null"])
-def test_shown_log_policies_submitted_again_stay_off(tmp_path: Path, off: dict[str, Any]) -> None:
+def test_resubmitted_disabled_log_policies_stay_disabled(tmp_path: Path, off: dict[str, Any]) -> None:
     both = [{"name": "CUDA OOM", **off}, {"name": "ECC Error", **off}]
 
     shown = submit(tmp_path, log_policies=both).config["log_policies"]
@@ -94,14 +94,14 @@ def test_shown_log_policies_submitted_again_stay_off(tmp_path: Path, off: dict[s
     assert submit(tmp_path, log_policies=shown).config["log_policies"] == shown
 
 
-def test_a_policy_that_changes_the_action_only_keeps_its_pattern(tmp_path: Path) -> None:
+def test_policy_with_new_action_keeps_default_pattern(tmp_path: Path) -> None:
     found = submit(tmp_path, log_policies=[{"name": "CUDA OOM", "action": "cancel_retries"}]).config[
         "log_policies"
     ]
     assert found[0] == {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*", "action": "cancel_retries"}
 
 
-def test_memory_size_is_checked_in_both_configs(tmp_path: Path) -> None:
+def test_shm_size_is_checked_in_experiments_and_commands(tmp_path: Path) -> None:
     for size in (4, "1.5 gb", "1", "1219021 b", ".5T", "4GiB"):
         assert submit(tmp_path, resources={"shm_size": size}).config["resources"]["shm_size"] == size
     for size in ("giga", "1.gb", "1 gi", "1 i", "", "-1", "1 gb "):
