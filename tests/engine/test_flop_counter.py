@@ -31,7 +31,7 @@ def layers() -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
 
 
-def test_a_model_of_matrices_needs_six_flops_a_parameter_and_record_but_for_the_first_gradient() -> None:
+def test_linear_model_needs_six_flops_per_parameter() -> None:
     model = layers()
     with FlopCounter() as counter:
         model(torch.randn(RECORDS, WIDTH)).sum().backward()
@@ -100,7 +100,7 @@ def with_each_kind(training: str) -> list[Any]:
         ("checkpointed gradient", "torch"),
     ],
 )
-def test_recomputation_is_told_apart(training: str, kind: str) -> None:
+def test_recomputation_is_counted_separately(training: str, kind: str) -> None:
     without, count = (counted(TRAININGS[training], wrapped) for wrapped in (call, CHECKPOINTS[kind]))
 
     assert without.recomputed == 0
@@ -110,7 +110,7 @@ def test_recomputation_is_told_apart(training: str, kind: str) -> None:
     assert count.unknown is None
 
 
-def test_the_newer_kind_of_checkpoints_stops_once_all_is_there_that_backward_needs() -> None:
+def test_nonreentrant_checkpoint_recomputes_only_needed_layers() -> None:
     records = torch.randn(RECORDS, WIDTH, requires_grad=True)
     with FlopCounter() as counter:
         checkpoint(layers(), records, use_reentrant=False).sum().backward()
@@ -119,7 +119,7 @@ def test_the_newer_kind_of_checkpoints_stops_once_all_is_there_that_backward_nee
     assert counter.count.recomputed == 2 * ONE_LAYER
 
 
-def test_gradients_that_are_differentiated_again_are_the_models() -> None:
+def test_create_graph_gradients_are_no_recomputation() -> None:
     model = layers()
     with FlopCounter() as counter:
         model(torch.randn(RECORDS, WIDTH)).pow(2).sum().backward(create_graph=True)
@@ -129,7 +129,7 @@ def test_gradients_that_are_differentiated_again_are_the_models() -> None:
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_gradients_of_what_a_module_takes_may_be_asked_for(create_graph: bool) -> None:
+def test_gradients_of_module_inputs_are_counted(create_graph: bool) -> None:
     """As penalties on gradients, forces and equations do; torch's own counter fails there."""
     model, records = layers(), torch.randn(RECORDS, WIDTH, requires_grad=True)
     with FlopCounter() as counter:
@@ -143,7 +143,7 @@ def test_gradients_of_what_a_module_takes_may_be_asked_for(create_graph: bool) -
     assert counter.count.total >= (3 + 3) * ONE_LAYER
 
 
-def test_an_operation_without_a_formula_makes_the_count_unknown_and_is_named(hidden_square: Any) -> None:
+def test_operation_without_formula_makes_count_unknown(hidden_square: Any) -> None:
     with FlopCounter() as counter:
         hidden_square(torch.ones(4, 4))
 
@@ -151,7 +151,7 @@ def test_an_operation_without_a_formula_makes_the_count_unknown_and_is_named(hid
     assert "dstrial_test.square has no formula" in counter.count.unknown
 
 
-def test_a_formula_that_fails_ends_nothing() -> None:
+def test_failing_formula_makes_count_unknown() -> None:
     def fail(*_args: object, **_kwargs: object) -> int:
         raise AssertionError("an assumption of the formula's")
 
@@ -165,7 +165,7 @@ def test_a_formula_that_fails_ends_nothing() -> None:
     assert "aten.mm cannot be counted (AssertionError)" in counter.count.unknown
 
 
-def test_an_optimizers_products_are_not_the_models() -> None:
+def test_paused_counter_ignores_optimizer_products() -> None:
     with FlopCounter() as counter:
         assert counter.paused(lambda: torch.ones(4, 4) @ torch.ones(4, 4)).shape == (4, 4)
 
@@ -177,7 +177,7 @@ class Engine:
         self.module = module
 
 
-def test_a_compiled_module_cannot_be_counted_and_the_reason_names_it() -> None:
+def test_compiled_module_is_uncountable_with_reason() -> None:
     model = layers()
     assert why_uncountable([Engine(model)]) is None
 

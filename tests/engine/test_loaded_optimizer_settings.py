@@ -40,7 +40,7 @@ def settings_under_a_scheduler(path):
     return found, ""
 
 
-def test_override_under_a_scheduler_of_code_is_refused(tmp_path):
+def test_override_under_code_scheduler_is_refused(tmp_path):
     (result,) = run_function(settings_under_a_scheduler, 1, str(tmp_path))
 
     found, refusal = result.value

@@ -76,7 +76,7 @@ def weights_and_refusals():
     return found
 
 
-def test_backward_is_refused_where_gradients_are_lost():
+def test_backward_losing_gradients_is_refused():
     (result,) = run_function(weights_and_refusals, 1)
 
     lost = {key for key, (weights, _) in result.value.items() if weights != result.value[key[0], 0][0]}

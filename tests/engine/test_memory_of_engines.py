@@ -140,7 +140,7 @@ PROGRAM = ("memory_program", {"cases": {name: options for name, (options, _) in 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_part_is_as_large_as_what_it_holds(program: RunningProgram, case: str) -> None:
+def test_measured_memory_parts_match_expected_bytes(program: RunningProgram, case: str) -> None:
     _, expected = CASES[case]
     for rank, measured in enumerate(program.result(case)):
         assert "error" not in measured, measured["message"] + measured["traceback"]
@@ -162,7 +162,7 @@ def test_each_part_is_as_large_as_what_it_holds(program: RunningProgram, case: s
         ("tensor parallel", 4, 128),
     ],
 )
-def test_activations_are_what_backward_needs(
+def test_activation_bytes_match_tensors_kept_for_backward(
     program: RunningProgram, case: str, num_bytes: int, hidden: int
 ) -> None:
     for measured in program.result(case):
@@ -198,7 +198,7 @@ def trace(model: str) -> ModelTrace:
         *("offloaded, ZeRO 2", "offloaded, ZeRO 3", "mixture, bf16, ZeRO 2"),
     ],
 )
-def test_memory_in_closed_form_is_that_of_engines(program: RunningProgram, case: str) -> None:
+def test_closed_form_memory_matches_engines(program: RunningProgram, case: str) -> None:
     options, _ = CASES[case]
     zero = {"stage": options["stage"], "reduce_bucket_size": BUCKET, **options.get("zero", {})}
     features = ZeroFeatures.from_config({"zero_optimization": zero}, replicas=2, bytes_per_value=2)

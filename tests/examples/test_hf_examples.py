@@ -110,7 +110,7 @@ def with_arguments(config: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     return {**config, "entrypoint": entrypoint}
 
 
-def test_the_vision_transformer_goes_on_after_a_pause_without_losing_a_step(
+def test_vision_transformer_resumes_after_pause_without_gaps(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
     num_steps = 160
@@ -139,7 +139,7 @@ def test_the_vision_transformer_goes_on_after_a_pause_without_losing_a_step(
     assert rates[-1] < 1e-4
 
 
-def test_texts_of_a_cut_model_are_those_of_the_whole_one_also_after_a_pause(
+def test_zero3_generation_after_pause_matches_whole_model(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
     num_prompts, num_chars, num_new_tokens = 81, 80, 12

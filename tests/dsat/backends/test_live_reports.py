@@ -41,9 +41,7 @@ def notes_of(master: Master, experiment: int) -> str:
     return str(master.get(f"/api/v1/experiments/{experiment}").json["experiment"].get("notes") or "")
 
 
-def test_a_report_stands_in_the_notes_and_a_persons_notes_are_left_alone(
-    backend: ClusterBackend, master: Master
-) -> None:
+def test_publish_writes_notes_and_keeps_user_notes(backend: ClusterBackend, master: Master) -> None:
     assert backend.publish(lambda: {"trials": [1]})
     assert is_report(notes_of(master, 1))
     master.send("PATCH", "/api/v1/experiments/1", {"notes": "mine"}, token="determined")
@@ -51,9 +49,7 @@ def test_a_report_stands_in_the_notes_and_a_persons_notes_are_left_alone(
     assert notes_of(master, 1) == "mine"
 
 
-def test_an_experiment_that_somebody_has_deleted_ends_no_search(
-    backend: ClusterBackend, master: Master
-) -> None:
+def test_publish_to_deleted_experiment_succeeds_and_stops(backend: ClusterBackend, master: Master) -> None:
     def delete(tx: Any) -> None:
         tx.execute("PRAGMA defer_foreign_keys = ON")
         for table in ("checkpoints", "allocations", "metrics"):

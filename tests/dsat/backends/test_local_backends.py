@@ -124,7 +124,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("others", [OF_EACH_KIND, OTHERS], ids=["one of each kind", "all"])
-def test_engines_leave_nothing_in_ranks_that_live_on(ranks: Ranks, others: list[dict[str, Any]]) -> None:
+def test_persistent_ranks_keep_no_state_between_trials(ranks: Ranks, others: list[dict[str, Any]]) -> None:
     knobs = [{**_hparams(X), "knob": knob} for knob in KNOBS]
     wanted = [_hparams(X), *(_hparams(zero) for zero in others), *knobs, _hparams(X)]
     # What an earlier process of the search has measured as its best.
@@ -154,7 +154,7 @@ def test_engines_leave_nothing_in_ranks_that_live_on(ranks: Ranks, others: list[
 
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_ranks_that_fail_are_replaced_and_say_why(ranks: Ranks) -> None:
+def test_persistent_ranks_classify_failures_and_respawn(ranks: Ranks) -> None:
     def measured(fault: str) -> Outcome:
         ranks.begin(1, _hparams(X, fault))
         return ranks.ended()
@@ -197,7 +197,7 @@ def test_ranks_that_fail_are_replaced_and_say_why(ranks: Ranks) -> None:
 
 
 @pytest.mark.process
-def test_killed_search_ends_launcher_of_script_and_counts_attempts(tmp_path: Path) -> None:
+def test_killed_search_ends_script_launcher_counts_attempt(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, time\npathlib.Path('rank').write_text(str(os.getpid()))\ntime.sleep(1000)\n"
     )
@@ -227,7 +227,7 @@ def test_killed_search_ends_launcher_of_script_and_counts_attempts(tmp_path: Pat
 
 
 @pytest.mark.process
-def test_ranks_end_with_their_search_which_counts_attempts(ranks: Ranks) -> None:
+def test_killed_search_ends_persistent_ranks_counts_attempt(ranks: Ranks) -> None:
     ranks.begin(1, _hparams(X))
     ranks.backend.poll()
     launcher = ranks.backend._launcher
@@ -246,7 +246,7 @@ def test_ranks_end_with_their_search_which_counts_attempts(ranks: Ranks) -> None
     assert _failure(ended.outcome).kind is FailureKind.HOST_OOM
 
 
-def test_what_was_measured_counts_although_the_best_hangs_when_it_is_measured_again(ranks: Ranks) -> None:
+def test_challenger_result_survives_hanging_incumbent_remeasurement(ranks: Ranks) -> None:
     measured = Measured({"latency": 100.0})
     task = _Task(TrialSpec(3, {}, _hparams(X), "3"), _hparams(X), began_s=time.time(), challenger=measured)
     ranks.backend._task = task
@@ -267,7 +267,7 @@ def _failure(outcome: Outcome) -> Failure:
     return outcome
 
 
-def test_a_machine_that_became_slower_takes_nothing_from_a_better_configuration() -> None:
+def test_incumbent_drift_correction_rescales_challenger() -> None:
     best = Incumbent("throughput")
     first = Measured({"latency": 100.0, "throughput": 10.0, "half_width": 0.01})
     best.consider({"name": "first"}, first)

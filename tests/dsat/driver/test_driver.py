@@ -148,7 +148,7 @@ def _run(
         return driver.run(signals), driver, told
 
 
-def test_a_search_that_is_killed_at_every_line_loses_and_repeats_no_trial(experiment: Path) -> None:
+def test_search_killed_repeatedly_measures_each_trial_once(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "6")
     undisturbed: dict[str, Any] = {"started": {}}
     end, driver, _ = _run(settings, undisturbed)
@@ -174,7 +174,7 @@ def test_a_search_that_is_killed_at_every_line_loses_and_repeats_no_trial(experi
     assert sorted(results) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_best_experiment_is_written_whole_and_the_report_names_keys_that_do_nothing(
+def test_best_experiment_is_complete_report_names_dead_keys(
     experiment: Path,
 ) -> None:
     dead = {**BASE, "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 10**6}}
@@ -242,7 +242,7 @@ def test_full_disk_counts_as_no_attempt(experiment: Path, monkeypatch: pytest.Mo
     assert attempts == [1] * 6
 
 
-def test_the_report_so_far_is_shown_where_trials_run_once_for_all_news_of_a_while(
+def test_running_report_is_published_at_limited_rate(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = _settings(experiment, "--max-trials", "6")
@@ -285,7 +285,7 @@ def _interrupted_after(num_polls: int) -> Any:
     return poll
 
 
-def test_what_a_finished_search_has_left_running_is_ended_by_the_same_command(experiment: Path) -> None:
+def test_finished_search_cleanup_resumes_after_kill(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "3")
     world: dict[str, Any] = {"started": {}, "calls": 0}
     path = settings.output / "events.jsonl"
@@ -301,7 +301,7 @@ def test_what_a_finished_search_has_left_running_is_ended_by_the_same_command(ex
     assert events(settings.output)[-1]["event"] == "cleared"
 
 
-def test_a_search_begins_where_another_was_killed_and_in_no_directory_or_process_of_others(
+def test_record_open_refuses_locked_or_foreign_directory(
     experiment: Path,
 ) -> None:
     settings = _settings(experiment)
@@ -321,7 +321,7 @@ def test_a_search_begins_where_another_was_killed_and_in_no_directory_or_process
 
 
 @pytest.mark.process
-def test_search_stays_locked_while_its_process_trains(experiment: Path) -> None:
+def test_search_stays_locked_while_process_trains(experiment: Path) -> None:
     """With --run-full-experiment the process of the search becomes a launcher."""
     record = SearchRecord.open(experiment.parent / "out", "", "asha", is_fresh=False)
     program = (
@@ -338,7 +338,7 @@ def test_search_stays_locked_while_its_process_trains(experiment: Path) -> None:
             process.kill()
 
 
-def test_torn_last_line_is_no_event_and_finished_search_starts_nothing(experiment: Path) -> None:
+def test_journal_torn_line_ignored_finished_search_starts_nothing(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "3")
     first, _, _ = _run(settings, {"started": {}})
     path = settings.output / "events.jsonl"
@@ -355,7 +355,7 @@ def test_torn_last_line_is_no_event_and_finished_search_starts_nothing(experimen
     assert len(driver.trials) == 3
 
 
-def test_an_interrupted_search_goes_on_and_has_written_its_files(experiment: Path) -> None:
+def test_interrupted_search_writes_results_and_resumes(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "4")
     world: dict[str, Any] = {"started": {}, "calls": 0}
     with pytest.raises(_KilledError):
@@ -398,7 +398,7 @@ class _Remote:
         return "elsewhere"
 
 
-def test_followed_search_leaves_results_of_local_search(experiment: Path) -> None:
+def test_followed_search_writes_same_results_as_local_search(experiment: Path) -> None:
     """It is followed by a command that is killed meanwhile, and by another one."""
     settings = with_parallel(_settings(experiment, "--max-trials", "6", "--budget", "1h"), 1)
     _, local, told = _run(settings, {"started": {}})
@@ -428,7 +428,7 @@ def test_followed_search_leaves_results_of_local_search(experiment: Path) -> Non
     assert [event["event"] for event in events(settings.output)][-2:] == ["finished", "cleared"]
 
 
-def test_result_of_another_configuration_raises(experiment: Path) -> None:
+def test_journal_result_of_another_configuration_raises(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "6")
     _run(settings, {"started": {}})
     journal = (settings.output / "events.jsonl").read_text()
@@ -439,7 +439,7 @@ def test_result_of_another_configuration_raises(experiment: Path) -> None:
         _run(settings, {"started": {}})
 
 
-def test_a_hanging_trial_is_ended_at_its_deadline_of_five_times_what_is_expected(experiment: Path) -> None:
+def test_hanging_trial_is_killed_at_deadline(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "3", "--trial-timeout", "100s")
     world: dict[str, Any] = {"started": {}, "hangs": 101.0}
 
@@ -459,7 +459,7 @@ def test_a_hanging_trial_is_ended_at_its_deadline_of_five_times_what_is_expected
     assert [driver.deadline_s(one) for one in predicted] == [300.0, 400.0]
 
 
-def test_a_spent_budget_ends_the_search_until_more_is_given(experiment: Path) -> None:
+def test_spent_budget_ends_search_until_budget_grows(experiment: Path) -> None:
     short = _settings(experiment, "--max-trials", "40", "--budget", "25s")
     # Two trials at a time of 10 s each on record: what is spent is counted over all processes of the search.
     with pytest.raises(_KilledError):
@@ -475,7 +475,7 @@ def test_a_spent_budget_ends_the_search_until_more_is_given(experiment: Path) ->
     assert "trials completed" in end.reason or "nothing new" in end.reason
 
 
-def test_what_describing_takes_is_spent_from_the_budget(experiment: Path) -> None:
+def test_dry_run_time_counts_against_budget(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "40", "--budget", "300s")
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
     record.append("inputs", {"seconds": 301.0})
@@ -486,7 +486,7 @@ def test_what_describing_takes_is_spent_from_the_budget(experiment: Path) -> Non
     assert not [one for one in driver.trials.values() if one.outcome]
 
 
-def test_other_settings_are_refused_in_the_same_directory_and_fresh_takes_another(experiment: Path) -> None:
+def test_changed_settings_require_fresh_output_directory(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "2")
     _run(settings, {"started": {}})
     other = _settings(experiment, "--max-trials", "3")
@@ -504,7 +504,7 @@ def test_other_settings_are_refused_in_the_same_directory_and_fresh_takes_anothe
     assert kinds == ["submitted", "result", "submitted", "result", "finished", "cleared"]
 
 
-def test_the_users_own_configuration_wins_ties_and_the_summary_states_the_gain(experiment: Path) -> None:
+def test_own_configuration_wins_ties_summary_states_gain(experiment: Path) -> None:
     settings = _settings(experiment)
     record = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
     own, other = settings.space.own(), settings.space.smallest()
@@ -523,7 +523,7 @@ def test_the_users_own_configuration_wins_ties_and_the_summary_states_the_gain(e
 
 
 @pytest.mark.parametrize("is_counted", [True, False])
-def test_flops_of_all_trials_are_those_of_one_model(experiment: Path, is_counted: bool) -> None:
+def test_flops_metric_is_proportional_to_throughput(experiment: Path, is_counted: bool) -> None:
     settings = _settings(experiment, "--max-trials", "6", "-m", "FLOPS_per_gpu")
     # Trials count by chance what no two of them would count alike; every other one counts nothing.
     counted = [3e12, 0.0, 9e12, 0.0, 1e15, 0.0] if is_counted else [float("nan")] * 6
@@ -547,7 +547,7 @@ def test_flops_of_all_trials_are_those_of_one_model(experiment: Path, is_counted
     assert (settings.output / "best_ds_metrics.json").exists()
 
 
-def test_training_code_that_ignores_what_was_ordered_ends_the_search_with_the_call_it_lacks(
+def test_ignored_configuration_ends_search_with_missing_call(
     experiment: Path,
 ) -> None:
     settings = _settings(experiment, "--max-trials", "6")

@@ -30,9 +30,7 @@ def _dry_runs_in(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_search_that_is_ended_while_it_describes_the_model_leaves_no_process(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_search_interrupted_in_dry_run_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
     log = tmp_path / "log"
     words = command("predict", tmp_path / "out", "--local")
     with log.open("wb") as file:
@@ -55,7 +53,7 @@ def test_a_search_that_is_ended_while_it_describes_the_model_leaves_no_process(
         assert "nothing is measured yet, and the same command begins again" in log.read_text()
 
 
-def test_a_search_for_which_there_is_no_room_says_so_and_begins_when_there_is(tmp_path: Path) -> None:
+def test_search_on_full_disk_fails_without_search_file(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
 

@@ -36,7 +36,7 @@ def predict(searched: Space | None = None, **arguments: Any) -> Played:
 
 
 @pytest.mark.parametrize(("num_parallel", "max_trials"), [(1, 1), (1, 4), (2, 7), (3, 2)])
-def test_search_is_lawful(num_parallel: int, max_trials: int) -> None:
+def test_search_satisfies_invariants(num_parallel: int, max_trials: int) -> None:
     searched = space()
 
     played = predict(searched, num_parallel=num_parallel, max_trials=max_trials)

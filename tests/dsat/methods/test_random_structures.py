@@ -24,7 +24,7 @@ METHODS = ("asha", "binary", "random")
 @pytest.mark.parametrize("name", METHODS)
 @given(seed=st.integers(0, 10_000), num_parallel=st.integers(1, 4), max_trials=st.integers(1, 12))
 @settings(max_examples=6, deadline=None)
-def test_search_is_lawful(name: str, seed: int, num_parallel: int, max_trials: int) -> None:
+def test_search_satisfies_invariants(name: str, seed: int, num_parallel: int, max_trials: int) -> None:
     searched = space()
 
     played = play(name, searched, seed=seed, num_parallel=num_parallel, max_trials=max_trials)
@@ -221,7 +221,7 @@ def _finish(method: BinarySearch) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_sizes_above_parameters_are_one_candidate(name: str) -> None:
+def test_sizes_above_parameter_count_are_one_candidate(name: str) -> None:
     def small(candidate: Candidate) -> Outcome:
         found = surface(candidate)
         return found if isinstance(found, Failure) else Measured({**found.metrics, "num_params": 1e5})

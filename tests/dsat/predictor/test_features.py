@@ -79,7 +79,7 @@ def gathered(trial: str, folder: Path) -> tuple[PredictInputs, list[str]]:
     return gather_inputs(settings, target="cpu", print_line=lines.append), lines
 
 
-def test_trial_reading_values_uses_real_batch(
+def test_trial_reading_tensor_values_uses_real_batch(
     tmp_path: Path,
 ) -> None:
     inputs, lines = gathered("ByValue", tmp_path)

@@ -76,7 +76,7 @@ def test_peak_parts_are_sorted_without_small_phases() -> None:
     assert all(len(one.num_bytes) == len(MEMORY_PARTS) for one in (*small, *large))
 
 
-def test_bucket_bytes_are_those_of_the_engine() -> None:
+def test_bucket_bytes_follow_stage_and_overlap() -> None:
     for stage, is_overlapping, num_bytes in ((0, False, 0), (1, False, 20), (2, True, 40), (3, True, 20)):
         setup = dataclasses.replace(
             SETUP, stage=stage, reduce_elements=10, bytes_per_value=2, is_overlapping=is_overlapping
@@ -87,7 +87,7 @@ def test_bucket_bytes_are_those_of_the_engine() -> None:
 # ---- before anything is measured ---------------------------------------------------------------
 
 
-def test_unmeasured_peak_adds_context_and_waste_to_its_phase() -> None:
+def test_unmeasured_peak_adds_context_and_allocator_waste() -> None:
     (found,) = MemoryModel(DEVICE).predict([point(4)])
 
     assert found is not None

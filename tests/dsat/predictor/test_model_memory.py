@@ -81,11 +81,13 @@ def test_answer_names_fitting_number_and_largest_part() -> None:
         ([2, 4], 80, "2 devices are enough; one was not asked for."),
     ],
 )
-def test_answer_of_other_cases(slots: list[int], capacity_gib: float, verdict: str) -> None:
+def test_answer_verdict_depends_on_slots_and_capacity(
+    slots: list[int], capacity_gib: float, verdict: str
+) -> None:
     assert answer([placement(number) for number in slots], capacity_gib * GIB, "fp16")[0] == verdict
 
 
-def test_answer_says_why_nearly_full_device_is_not_enough() -> None:
+def test_answer_explains_why_nearly_full_device_fails() -> None:
     first = placement(1)
     assert first.need is not None
     first = dataclasses.replace(first, need=dataclasses.replace(first.need, log_std=0.05))

@@ -171,7 +171,7 @@ def truth(at: Point, factors: tuple[float, ...]) -> float:
 
 @given(st.lists(st.floats(0.6, 1.8), min_size=len(PARTS), max_size=len(PARTS)))
 @settings(max_examples=15, deadline=None)
-def test_two_micro_batches_predict_the_others(factors: list[float]) -> None:
+def test_two_micro_batches_predict_others(factors: list[float]) -> None:
     timings = [Timing(point(size), truth(point(size), tuple(factors)), 0.005) for size in (2, 32)]
     model = StepModel(timings)
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 NUM_FORWARD_FLOPS = 2 * 4 * (32 * 64 + 64)  # one micro batch of 4 records
 
 
-def test_a_script_is_measured_on_two_ranks_and_left_by_all_at_the_same_step(tmp_path: Path) -> None:
+def test_script_ranks_are_measured_and_exit_together(tmp_path: Path) -> None:
     found = [result.value["measured"] for result in run_function(train, 2, str(tmp_path), ["measured"])]
 
     assert [one["left"] for one in found] == ["by exit 0"] * 2
@@ -40,7 +40,7 @@ def test_a_script_is_measured_on_two_ranks_and_left_by_all_at_the_same_step(tmp_
     assert 4 * (32 + 64) <= metrics["activation_bytes_per_record"] <= 4 * (32 + 2 * 64 + 2)
 
 
-def test_how_a_loop_ends_is_told_and_never_swallowed(tmp_path: Path) -> None:
+def test_loop_failures_are_reported_and_propagate(tmp_path: Path) -> None:
     failures = {
         "nan": ("NumericError", FailureKind.NUMERIC),
         "error": ("KeyError", FailureKind.USER_ERROR),
@@ -66,7 +66,7 @@ def test_how_a_loop_ends_is_told_and_never_swallowed(tmp_path: Path) -> None:
     assert found[2].requested_bytes == 4 * 2**50
 
 
-def test_a_block_for_every_micro_batch_measures_as_one_around_the_loop_does(tmp_path: Path) -> None:
+def test_context_per_micro_batch_measures_like_whole_loop(tmp_path: Path) -> None:
     cases = ["each", "each short", "each shortest"]
     found = [result.value for result in run_function(train, 2, str(tmp_path), cases)]
 

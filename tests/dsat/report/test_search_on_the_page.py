@@ -112,7 +112,7 @@ def test_live_document_is_small_without_configs() -> None:
     assert numbers == [1, 2, 3, *range(801, 1001)]
 
 
-def test_rows_link_only_to_own_experiments_and_end_with_the_search() -> None:
+def test_rows_drop_foreign_experiments_and_stale_running_state() -> None:
     def row(number: int, **fields: object) -> dict[str, object]:
         return {**dict.fromkeys(searches._ROW), "trial_id": number, **fields}
 

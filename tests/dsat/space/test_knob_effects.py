@@ -110,7 +110,7 @@ def test_knob_effects_ignore_known_keys_except_nvme() -> None:
     assert [(one.path, one.values, one.is_dead) for one in found] == [(partition, (False, True), True)]
 
 
-def test_pipeline_stages_redivide_the_batch() -> None:
+def test_pipeline_stages_redivide_batch() -> None:
     def stages(own: int, num_layers: int = 8, **more: Any) -> Space:
         return Space(
             PIPELINE,
@@ -149,7 +149,7 @@ def test_pipeline_stages_redivide_the_batch() -> None:
     assert stages(2).stages == (1,)
 
 
-def test_axes_are_knobs_with_terms_of_their_own() -> None:
+def test_parallel_axes_are_knobs_with_own_predictions() -> None:
     tensor, sequence = "tensor_parallel.autotp_size", "sequence_parallel_size"
     searched = space(extra={tensor: [1, 2, 3, 4], sequence: [1, 2]})
 

@@ -58,7 +58,7 @@ def test_refused_candidate_is_illegal_with_reason() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_dead_key_is_illegal_drawn_is_legal(stage: int) -> None:
+def test_dead_key_is_illegal_drawn_structure_is_legal(stage: int) -> None:
     searched, random = space(stages=(0, 1, 2, 3)), SearchRandom(3)
     dead = {"sub_group_size": 10**8, "allgather_bucket_size": 10**6}
 
@@ -157,7 +157,7 @@ def test_candidate_survives_json() -> None:
     assert Candidate.from_json(json.loads(json.dumps(candidate.to_json()))) == candidate
 
 
-def test_layered_keeps_none_that_deletes() -> None:
+def test_layered_keeps_none_values_of_base() -> None:
     below = {"a": {"x": None, "y": 1}, "b": 1}
 
     assert layered(below, {"a": {"y": 2}, "b": {"c": 3}}) == {"a": {"x": None, "y": 2}, "b": {"c": 3}}

@@ -27,9 +27,7 @@ lines = st.tuples(st.integers(-1000, 1000), st.integers(0, 50))
 
 
 @given(st.lists(lines, min_size=1, max_size=30), st.integers(1, 200))
-def test_the_envelope_is_the_greatest_of_all_lines_everywhere(
-    points: list[tuple[int, int]], size: int
-) -> None:
+def test_upper_envelope_is_maximum_of_lines(points: list[tuple[int, int]], size: int) -> None:
     envelope = upper_envelope(points)
 
     assert max(line.at(size) for line in envelope) == pytest.approx(max(b + s * size for b, s in points))
