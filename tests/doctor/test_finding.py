@@ -26,7 +26,7 @@ def test_background_exception_is_raised_each_time():
 
 
 def test_within_runs_inline_when_threads_unavailable(monkeypatch):
-    """So it is at the limit of processes (``ulimit -u``), which the command is there to tell."""
+    """At the process limit (``ulimit -u``) no thread starts; doctor must report it."""
 
     def refuse(self):
         raise RuntimeError("can't start new thread")

@@ -1,4 +1,4 @@
-"""The proof of ``dstrial doctor --train`` on CPU ranks, and how it ends where something is wrong."""
+"""``dstrial doctor --train`` on CPU ranks: success, failed steps and interrupts."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def steps_of(tmp_path):
     }
 
 
-# `.ci/run` runs the same as a user does.
+# `.ci/run` also runs `dstrial doctor --train`, from the command line.
 @pytest.mark.ranks
 @pytest.mark.program
 @pytest.mark.timeout(400)

@@ -1,4 +1,4 @@
-"""Undocumented modules and functions of DeepSpeed against the installed release; no other package has such names."""
+"""Undocumented DeepSpeed names exist in the installed release and stay isolated."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ MODULES = [
 ]
 RELEASE = Version(importlib.metadata.version("deepspeed"))
 
-# ---- nobody else ---------------------------------------------------------------------------------------------------------
+# ---- only deepspeed_internals uses undocumented names ---------------------------------------------------------------------
 
 
 def trees() -> Iterator[tuple[str, ast.AST]]:
-    """Modules in whose text any of this could be: parsing all of them takes long."""
+    """Yield modules whose text contains a word of ``SAID``; parsing all is slow."""
     for path in MODULES:
         text = path.read_text(encoding="utf-8")
         if any(said in "".join(text.split()) for said in SAID):
@@ -55,7 +55,7 @@ def first_name(node: ast.AST | None) -> str | None:
 
 
 def imported(node: ast.AST) -> list[str]:
-    """Return the modules of DeepSpeed that a statement imports, or that a text names."""
+    """Return the DeepSpeed modules that a node imports or names in a string."""
     if isinstance(node, ast.Import):
         found = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -73,7 +73,7 @@ def imported(node: ast.AST) -> list[str]:
     return [name for name in found if name.split(".")[0] == "deepspeed"]
 
 
-# Other things called engine: what a checkpoint says of one.
+# Variables called engine may also be an ``EngineRecord``, the description in a checkpoint.
 ENGINE_NAMES = {*engines.DOCUMENTED, *engines.ATTRIBUTES, *engines.PIPELINE_ATTRIBUTES}
 ENGINE_NAMES |= {field.name for field in dataclasses.fields(EngineRecord)} | set(dir(EngineRecord))
 KNOWN = {
@@ -84,12 +84,12 @@ KNOWN = {
     "mpu": engines.GRID_METHODS | {field.name for field in dataclasses.fields(ModelParallelUnit)},
     "topology": engines.GRID_METHODS,
 }
-"""What of things of these names may be read: of the engine, its optimizer, its module, the grid of a pipeline."""
+"""Attributes that may be read from variables with these names."""
 SAID = ("deepspeed", ".ds_", *(f"{name}." for name in KNOWN))
 
 
 def known_of(node: ast.expr) -> Any:
-    """Return what may be read of an expression by its name; None of one whose name says nothing."""
+    """Return the attributes that may be read from an expression; None if unknown."""
     if not isinstance(node, ast.Name | ast.Attribute):
         return None
     name = node.id if isinstance(node, ast.Name) else node.attr
@@ -100,8 +100,8 @@ def known_of(node: ast.expr) -> Any:
 
 @pytest.fixture(scope="module")
 def undocumented() -> tuple[list[str], list[str]]:
-    """Where the rest of the package imports undocumented modules of DeepSpeed, and where it reads such attributes."""
-    # Names in checkpoints, and what a user's script calls.
+    """Return where other packages use undocumented modules, and attributes."""
+    # Strings that name classes in checkpoints, and a call in users' scripts.
     texts = {*LISTED, "deepspeed.initialize"}
     modules, attributes = [], []
     for name, tree in trees():
@@ -226,7 +226,7 @@ def test_cuda_mismatch_returns_text_or_none() -> None:
     assert isinstance(process.cuda_mismatch(), str | None)
 
 
-# ---- what is saved, and engines' own functions -----------------------------------------------------------------------------
+# ---- checkpoints and engine functions --------------------------------------------------------------------------------------
 
 
 def test_checkpoint_classes_exist_under_saved_names() -> None:

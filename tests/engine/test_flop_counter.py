@@ -1,4 +1,4 @@
-"""FLOPs are counted by operation, and are called unknown where an operation hides what it does."""
+"""Counting FLOPs: of the model, of recomputation, and of unknown operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_LAYER = 2 * RECORDS * WIDTH * WIDTH
 
 @pytest.fixture
 def hidden_square() -> Iterator[Any]:
-    """An operation of a library's own, as fused kernels are."""
+    """Yield a custom operation without a FLOP formula, like a fused kernel."""
     library = torch.library.Library("dstrial_test", "FRAGMENT")
     library.define("square(Tensor x) -> Tensor")
     library.impl("square", lambda x: x @ x, "CompositeExplicitAutograd")
@@ -32,6 +32,7 @@ def layers() -> torch.nn.Sequential:
 
 
 def test_linear_model_needs_six_flops_per_parameter() -> None:
+    """Except in the first layer, whose input needs no gradient."""
     model = layers()
     with FlopCounter() as counter:
         model(torch.randn(RECORDS, WIDTH)).sum().backward()
@@ -54,7 +55,7 @@ def call(model: torch.nn.Module, records: torch.Tensor) -> torch.Tensor:
 
 
 def counted(train: Callable[..., object], wrapped: Callable[..., torch.Tensor]) -> FlopCount:
-    """Return what a training counts whose layers are called so."""
+    """Return the FLOPs of ``train`` when ``wrapped`` calls the model."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(part for one in layers() for part in (one, torch.nn.Tanh())))
     records = torch.randn(RECORDS, WIDTH, requires_grad=True)
@@ -74,7 +75,7 @@ TRAININGS: dict[str, Callable[..., object]] = {
         wrapped(model, records).pow(2).sum().backward(create_graph=True)
     ),
     "gradient penalty": lambda model, records, wrapped: slope_of(model, records, wrapped).norm().backward(),
-    # As force fields do: what is checkpointed is a gradient itself.
+    # As force fields do: the checkpointed function itself computes a gradient.
     "checkpointed gradient": lambda model, records, wrapped: (
         wrapped(lambda one: slope_of(model, one, call), records).norm().backward()
     ),
@@ -82,7 +83,7 @@ TRAININGS: dict[str, Callable[..., object]] = {
 
 
 def with_each_kind(training: str) -> list[Any]:
-    # DeepSpeed 0.19.0 asks for a stream in its checkpoints, and a CPU has none.
+    # Activation checkpointing of DeepSpeed 0.19.0 asks for a stream, which a CPU does not have.
     return [
         pytest.param(training, kind, marks=needs_0_19_8 if kind.startswith("DeepSpeed") else ())
         for kind in CHECKPOINTS
@@ -95,7 +96,7 @@ def with_each_kind(training: str) -> list[Any]:
     [
         *with_each_kind("gradients"),
         *with_each_kind("gradients with their graph"),
-        # Other kinds refuse to be differentiated twice.
+        # The other kinds of checkpoints cannot be differentiated twice.
         ("gradient penalty", "torch"),
         ("checkpointed gradient", "torch"),
     ],
@@ -130,7 +131,7 @@ def test_create_graph_gradients_are_no_recomputation() -> None:
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_gradients_of_module_inputs_are_counted(create_graph: bool) -> None:
-    """As penalties on gradients, forces and equations do; torch's own counter fails there."""
+    """As gradient penalties and force fields do; torch's own counter fails there."""
     model, records = layers(), torch.randn(RECORDS, WIDTH, requires_grad=True)
     with FlopCounter() as counter:
         (slope,) = torch.autograd.grad(model(records).pow(2).sum(), records, create_graph=create_graph)

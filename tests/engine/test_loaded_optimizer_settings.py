@@ -1,4 +1,4 @@
-"""A scheduler of the trial's code goes on with the base learning rate of a checkpoint."""
+"""Optimizer settings of a checkpoint under a scheduler that the trial created."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.ranks
 
 
 def settings_under_a_scheduler(path):
-    """Return what is said of a scheduler of the trial's code, without and with an override."""
+    """Return the differing settings without override, and the error with override."""
     import deepspeed
     import torch
 

@@ -1,4 +1,4 @@
-"""Which calls of backward DeepSpeed adds up, and that the others are refused."""
+"""Calls of ``backward`` are refused if DeepSpeed would lose their gradients."""
 
 import pytest
 
@@ -21,7 +21,7 @@ SEQUENCES = (
 
 
 def weights_and_refusals():
-    """Train each sequence with each stage; returns (weights, refusal) by sequence and stage."""
+    """Train all sequences in all stages; return (weights, refusal) of each pair."""
     import deepspeed
     import torch
     from deepspeed.utils import safe_get_full_fp32_param

@@ -1,4 +1,4 @@
-"""Checkpoints of models of which only a part is trained: LoRA adapters, frozen parts; with and without the frozen weights."""
+"""Checkpoints of partly trained models: LoRA adapters and frozen parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_adapter_keys_with_buffers_match_peft_file(method: str) -> None:
 
 
 def test_adalora_with_reduced_ranks_is_not_exported(caplog: pytest.LogCaptureFixture) -> None:
-    """PEFT cuts the values of AdaLoRA's factors once their ranks are reduced."""
+    """PEFT truncates the factors of AdaLoRA once their ranks are reduced."""
     config = peft.AdaLoraConfig(
         task_type="CAUSAL_LM",
         target_modules=["q_proj", "v_proj"],

@@ -1,4 +1,4 @@
-"""Which layouts a checkpoint can be brought into, and what goes along besides weights and optimizer."""
+"""Layouts into which a checkpoint can be reshaped, and the state that is carried."""
 
 from __future__ import annotations
 
@@ -170,6 +170,7 @@ def test_dynamic_loss_scale_survives_zero_stage_change(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_load_refreshes_hpz_secondary_weights(tmp_path: Path) -> None:
+    """ZeRO++ hpZ keeps a second copy of the weights within each machine."""
     problem, before, after = run_function(reshape_program.load_into_second_copies, 2, str(tmp_path))[0].value
     assert problem is None
     assert after == pytest.approx(before, abs=1e-6)
@@ -198,7 +199,7 @@ def test_reshape_comparison_detects_wrong_layout(tmp_path: Path, zero_stage: int
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_reshape_fused_adam_without_zero_keeps_step(tmp_path: Path) -> None:
-    """Into ZeRO 1, from two pipeline stages into one, and back: each state has the group's step."""
+    """Into ZeRO 1, from two pipeline stages into one, and back; states keep step 3."""
     for result in run_function(reshape_program.reshape_fused_adam, 2, str(tmp_path), deadline_s=600):
         assert len(result.value) == 6
         for pair, outcome in result.value.items():
@@ -206,7 +207,7 @@ def test_reshape_fused_adam_without_zero_keeps_step(tmp_path: Path) -> None:
 
 
 UNAVAILABLE = {"muadam": "mup", "muadamw": "mup", "musgd": "mup", "lamb": "FusedLamb", "lion": "FusedLion"}
-"""Optimizers that DeepSpeed makes only with a package that is not installed, or on a GPU."""
+"""Optimizers that need a GPU or a package that is not installed."""
 
 BIT_CASES = [(name, "fp32", False) for name in reshape_program.OPTIMIZERS]
 BIT_CASES += [("adam", "bf16", False), ("muon", "bf16", False), ("muon", "fp32", True)]
@@ -218,7 +219,7 @@ BIT_CASES += [("adam", "bf16", False), ("muon", "bf16", False), ("muon", "fp32",
 def test_reshape_by_optimizer_is_equal_or_refused(
     tmp_path: Path, optimizer: str, precision: str, is_offloaded: bool
 ) -> None:
-    """Each of ZeRO 0 to 3 on 1 and 2 ranks is loaded in each: 64 pairs, read by DeepSpeed's own calls."""
+    """ZeRO 0 to 3 on 1 and 2 ranks are 8 layouts; each is loaded in each: 64 pairs."""
     args = (str(tmp_path), optimizer, precision, is_offloaded)
 
     def on_ranks(function: Callable[..., Any], num_ranks: int) -> Any:

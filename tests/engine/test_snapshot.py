@@ -1,4 +1,4 @@
-"""A file written later from a copy has the bits of the file written at once, whatever has happened to the state since."""
+"""Deferred checkpoint files, written from host copies of the state."""
 
 import collections
 import pathlib
@@ -25,7 +25,7 @@ def state() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
     tied = torch.arange(6, dtype=torch.int64)
     parameter = nn.Parameter(torch.randn(3, 4).t())
-    parameter.note = "mine"  # type: ignore[attr-defined]  # DeepSpeed hangs values on parameters
+    parameter.note = "mine"  # type: ignore[attr-defined]  # DeepSpeed sets attributes on parameters
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 5)).sum().backward()
     optimizer.step()

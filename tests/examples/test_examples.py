@@ -1,4 +1,4 @@
-"""Every shipped experiment config trains, checkpoints and resumes; what its README promises holds."""
+"""Every shipped experiment config trains, checkpoints and resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_search(config: Path) -> bool:
 
 
 def is_script(config: Path) -> bool:
-    """Whether a loop of another library trains it, with lengths and periods in its own arguments: tests/integrations."""
+    """Return whether the config runs a script; tests/integrations covers those."""
     return "--trial" not in yaml.safe_load(config.read_text())["entrypoint"]
 
 
@@ -36,7 +36,7 @@ SEARCHES = [config for config in CONFIGS if is_search(config) and config not in 
 
 
 def context_dir_of(config: Path) -> Path:
-    """The model definition a config belongs to: the longest directory name that its file name begins with."""
+    """Return the model definition whose name is the longest prefix of the config's."""
     names = [path.name for path in (ROOT / "model_defs").iterdir() if config.stem.startswith(path.name)]
     return ROOT / "model_defs" / max(names, key=len)
 
@@ -78,7 +78,7 @@ def overwrites(values: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run directory says after a run."""
+    """The record and the reports of a run directory."""
 
     path: Path
     record: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What the README shows is what a reader gets: its trial trains, goes on, and passes the check as it stands there."""
+"""The example in the README passes ``dstrial check``, trains and resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 280
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A directory with the files of the README, and nothing else."""
+    """Return a directory that contains only the files shown in the README."""
     files = re.findall(
         r"^`([\w.]+)`.*?:\n\n```\w+\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL
     )

@@ -1,4 +1,4 @@
-"""Which processes may be forks of the same one."""
+"""Environment variables and commands that permit forks of the same server."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ print(json.dumps(sorted(READ)))
 
 @pytest.mark.process
 def test_imports_ahead_read_only_expected_free_variables() -> None:
-    """Neither ``RANK`` nor another one, but those that are set or read anew in a fork."""
+    """The expected variables are set or read again in a fork."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ALL_OF_THEM": "1"}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it in a process that has compiled
     ended = subprocess.run(
@@ -99,12 +99,12 @@ def test_imports_ahead_read_only_expected_free_variables() -> None:
     read = json.loads(ended.stdout.splitlines()[-1])
     assert "DS_ACCELERATOR" in read
     assert [name for name in read if is_free(name)] == [
-        "DSTRIAL_ALLOCATION_DIR",  # by dstrial; sitecustomize does for a fork what it says
+        "DSTRIAL_ALLOCATION_DIR",  # by dstrial; in a fork sitecustomize applies it
         "DTRAIN_SSH_PORT",  # by determined.constants, as the next two; a fork loads it again
         "INTER_TRAIN_PROCESS_COMM_PORT_1",
         "INTER_TRAIN_PROCESS_COMM_PORT_2",
         NVML_CHECK_VARIABLE,  # set by DeepSpeed where it is not
-        "TMPDIR",  # by torch._dynamo for its cache, whose place is found anew in a fork
+        "TMPDIR",  # by torch._dynamo for its cache, whose directory a fork looks up again
         "TORCHINDUCTOR_CACHE_DIR",
     ]
 

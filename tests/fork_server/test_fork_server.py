@@ -1,4 +1,4 @@
-"""A fork is what a new process with the same command line would be, or there is none."""
+"""A fork behaves like a new process; otherwise a new process is started."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _VARIABLES = {
 
 @contextlib.contextmanager
 def _serving(*modules: str, place: Path, is_ready: bool = True, **files: str) -> Iterator[ForkServer]:
-    """Give a server that has imported modules; ``files`` are texts of modules in ``place``, which is on its path."""
+    """Yield a server that has imported ``modules``; ``files`` are module texts."""
     for name, text in files.items():
         (place / f"{name}.py").write_text(text, encoding="utf-8")
     variables = {**_VARIABLES, "PYTHONPATH": str(place)} if files else _VARIABLES
@@ -53,7 +53,7 @@ def _serving(*modules: str, place: Path, is_ready: bool = True, **files: str) ->
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
-    """One that has imported next to nothing, and may be hurt."""
+    """Yield a server that has imported only ``json``; tests may kill it."""
     with _serving("json", place=tmp_path) as server:
         yield server
 
@@ -69,7 +69,7 @@ def _run(
     told: Callable[[str], None] = _fail,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as a fork, or as a new process; ``told`` is called with the reason of the latter."""
+    """Run a program as a fork; if it is a new process, ``told`` gets the reason."""
     with ForkedPopen(
         server,
         [sys.executable, *words],
@@ -86,7 +86,7 @@ def _run(
 
 
 def _refusal(server: ForkServer, words: list[str], **options: Any) -> tuple[str, str]:
-    """Run a program that cannot be a fork; return its output and the reason, which is empty for a fork."""
+    """Run a program; return its output and why it is no fork, or "" for a fork."""
     reasons: list[str] = []
     done = _run(server, words, told=reasons.append, **options)
     assert done.returncode == 0, done.stderr
@@ -138,7 +138,7 @@ for number in map(int, sys.argv[1:]):
 def test_fork_keeps_passed_file_descriptors(server: ForkServer, tmp_path: Path) -> None:
     script = _script(tmp_path, WRITER)
     pipes = [os.pipe() for _ in range(MAX_FILES - 3)]
-    # Whatever numbers they had on their way, one replaces another.
+    # The descriptors arrive with other numbers, so moving one to its number may hit another one.
     numbers = [write for _, write in pipes]
     ended = _run(server, [script, *map(str, numbers)], pass_fds=numbers)
     assert (ended.returncode, ended.stdout) == (0, f"{numbers}\n")
@@ -150,7 +150,7 @@ def test_fork_keeps_passed_file_descriptors(server: ForkServer, tmp_path: Path) 
 
 def test_conflicting_or_too_many_descriptors_prevent_fork(tmp_path: Path) -> None:
     read, write = os.pipe()
-    # A number that neither this process nor a new one has given to anything.
+    # A descriptor number that is unused in this process and in a new one.
     number = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 200)
     kept = f"import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), {number})\n"
     too_many = [os.dup(write) for _ in range(MAX_FILES - 2)]
@@ -243,7 +243,7 @@ def test_server_with_thread_or_cuda_refuses_forks(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server_of_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """One that has imported ``found``, which has asked for ``absent`` and not found it."""
+    """Yield a server that has imported ``found``, which failed to import ``absent``."""
     installed = tmp_path_factory.mktemp("installed")
     text = "try:\n    import absent\nexcept ImportError:\n    absent = None\n"
     with _serving("found", place=installed, found=text) as server:
@@ -284,14 +284,18 @@ def test_fork_runs_package_imported_ahead(tmp_path: Path) -> None:
         (package / f"{name}.py").write_text(text)
     with _serving("taken.part", "taken.__main__", place=tmp_path, unused="") as server:
         assert _run(server, ["-m", "taken"]).stdout == "5 __main__\n"
-        assert _run(server, ["-m", "taken.part"]).stderr == ""  # no warning of a module that is there already
+        assert (
+            _run(server, ["-m", "taken.part"]).stderr == ""
+        )  # runpy must not warn that the module is already imported
 
 
 def test_changed_module_prevents_fork(tmp_path: Path) -> None:
     with _serving("changing", place=tmp_path, changing="value = 1\n") as server:
         assert _run(server, [_script(tmp_path, "")]).returncode == 0
         module = tmp_path / "changing.py"
-        module.write_text("value = 1234\n")  # at once: each program is compared anew
+        module.write_text(
+            "value = 1234\n"
+        )  # detected at once: each fork compares the modules with their files
         assert _refusal(server, [_script(tmp_path, "")])[1] == f"{module} has changed since it was imported"
 
 
@@ -326,7 +330,7 @@ def test_hundreds_of_forks_leak_no_resources(server: ForkServer, tmp_path: Path,
         tmp_path,
         "import os, threading\nprint(len(os.listdir('/proc/self/fd')), threading.active_count(), len(os.environ))\n",
     )
-    gc.collect()  # what tests before this one have left open
+    gc.collect()  # closes files that earlier tests left open
     own_files = len(list(Path("/proc/self/fd").iterdir()))
     said = [_run(server, [script]).stdout for _ in range(5)]
     first = state()

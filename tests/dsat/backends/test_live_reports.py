@@ -1,4 +1,4 @@
-"""A report of a search that goes on is never the end of the search."""
+"""Publishing a running search's report in the notes of its experiment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def master(tmp_path: Path) -> Iterator[Master]:
 
 @pytest.fixture
 def backend(master: Master, monkeypatch: pytest.MonkeyPatch) -> ClusterBackend:
-    """Return one that has submitted experiment 1."""
+    """Return a backend that has submitted experiment 1."""
     monkeypatch.setenv("DET_MASTER", master.address)
     monkeypatch.setenv("DET_USER", "determined")
     monkeypatch.setenv("DET_USER_TOKEN", master.tokens["determined"])

@@ -1,4 +1,4 @@
-"""Searches that end before they have measured anything: interrupted while they describe the model, and on a full disk."""
+"""Searches that end before the first measurement: interrupted, or on a full disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 
 def _dry_runs_in(directory: Path) -> list[str]:
-    """Return the processes that were given a request in a directory."""
+    """Return the PIDs of dry runs whose command line contains the directory."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

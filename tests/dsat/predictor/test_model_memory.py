@@ -1,4 +1,4 @@
-"""Whether a model needs several devices: an answer in three lines, and a table that adds up."""
+"""The answer and the table that say how many devices a model needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = float(2**30)
 
 
 def placement(num_slots: int, *, gradients: float = 20.0, activations: float = 2.0) -> Placement:
-    """A model whose 10 GiB of weights and 60 of optimizer are divided by the devices."""
+    """Return a placement of 10 GiB of weights and 60 GiB of optimizer state."""
     kept = (10 + 60) * GIB / num_slots
     peak = Line(kept + gradients * GIB / num_slots, activations * GIB)
     phases = (

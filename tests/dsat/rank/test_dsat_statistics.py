@@ -1,4 +1,4 @@
-"""When enough was measured, and what one bad step may do."""
+"""Sampling of step times: warm-up, medians, intervals and stopping."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_warm_up_ends_at_level_change() -> None:
 
 
 def test_late_outlier_changes_neither_warm_up_nor_median() -> None:
-    # Five steps of 145 ms and one of 881 ms: what DeepSpeed's own autotuner took for a slow configuration.
+    # Five steps of 145 ms and one of 881 ms: DeepSpeed's own autotuner rated this as a slow configuration.
     times = [0.145, 0.146, 0.144, 0.145, 0.147, 0.881]
 
     assert warm_from(times) == 0
@@ -101,7 +101,7 @@ def test_format_duration_shows_at_most_two_units() -> None:
 
 
 def test_steps_before_first_step_count_as_warm_up() -> None:
-    # Step 1 is not timed; windows of 1 and 7 steps until step 10 are slightly slower, which no change point would show.
+    # Step 1 is untimed; windows of 1 and 7 steps up to step 10 are 1 % slower, too little to detect as warm-up.
     times = np.concatenate([np.full(2, 1.01), np.full(200, 1.0)])
 
     late = _play(times, SamplingLimits(first_step=10, window_s=0.0, max_s=1e9))

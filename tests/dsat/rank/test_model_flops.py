@@ -1,4 +1,4 @@
-"""FLOPs of the model: counted without recomputation, and the same for every configuration of a search."""
+"""Model FLOPs: counted without recomputation, comparable across a search."""
 
 from __future__ import annotations
 

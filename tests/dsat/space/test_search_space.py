@@ -1,4 +1,4 @@
-"""What may be tried, what is legal, and what would do the same."""
+"""The search space: legal candidates, equal candidates and the space file."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_space_file_adds_paths_and_is_checked(tmp_path: Path) -> None:
     assert {f"{ZERO}.offload_optimizer.device", "hyperparameters.checkpointing"} <= drawn
     candidate = searched.candidate(searched.draw(SearchRandom(1), 1), 0)
     assert set(candidate.hyperparameters()) == {"checkpointing"}
-    # What dsat chooses by itself, a hyperparameter that is not declared, and no list.
+    # Refused: keys that dsat itself chooses, undeclared hyperparameters, and values that are no list.
     chosen = (
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
@@ -191,7 +191,7 @@ def test_written_hyperparameter_default_is_own_configuration() -> None:
         (f"{ZERO}.offload_optimizer.ratio", 0.3, {}, False),
         (f"{ZERO}.offload_optimizer.device", "cpuu", {}, True),
         ("hyperparameters.width", 3, {}, False),
-        # Legal only with another one of the file, whatever else that has.
+        # Legal only together with a value of another path, even if the file has further illegal values.
         ("fp16.enabled", True, {}, True),
         ("fp16.enabled", True, {f"{ZERO}.nothing": (1,), "bf16.enabled": (True, False)}, False),
         (f"{ZERO}.nothing", 1, {"bf16.enabled": (True, False)}, True),

@@ -13,7 +13,7 @@ Plans = list[tuple[ValidationRound, ...]]
 
 
 def evaluated(plans: Plans) -> list[int]:
-    """Positions that count, over all replicas and rounds."""
+    """Return the record positions that count, over all replicas and rounds."""
     return [
         position
         for plan in plans

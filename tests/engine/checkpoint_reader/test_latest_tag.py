@@ -1,4 +1,4 @@
-"""The file ``latest`` of a checkpoint names a folder beside it, and nothing else."""
+"""The file ``latest`` of a checkpoint may only name a folder beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of torch are loaded by a list of classes: what DeepSpeed writes comes back, what a stranger adds does not."""
+"""Torch files load only with allowed classes; any other class is refused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_load_cannot_change_enum_members(tmp_path: Path) -> None:
         (getattr, "builtins.getattr"),
         (__import__, "builtins.__import__"),
         (np.dtype, "numpy.dtype"),
-        # Of a module with a listed class: what is on the list are classes, and not their modules.
+        # The function's module has a listed class; the list names classes, not modules.
         (
             __import__("deepspeed").runtime.fp16.loss_scaler.CreateLossScaler,
             "deepspeed.runtime.fp16.loss_scaler",
@@ -164,7 +164,7 @@ def test_only_vouched_engine_loads_unlisted_classes(tmp_path: Path) -> None:
 
 
 def test_torchscript_and_tar_files_are_unlisted(tmp_path: Path) -> None:
-    """torch.load(weights_only=False) of a library runs code of both, after our scan has passed a file."""
+    """A library's ``torch.load(weights_only=False)`` would run code of both formats."""
     torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "script.pt")
     payload = pickle.dumps(Calls(os.mkdir, str(tmp_path / "made")))
     for name in ("old.pt", "old-state"):
@@ -199,7 +199,7 @@ def test_threads_load_concurrently(tmp_path: Path) -> None:
         try:
             for _ in range(30):
                 load(path)
-        except BaseException as error:  # noqa: BLE001  # told by the main thread
+        except BaseException as error:  # noqa: BLE001  # asserted in the main thread
             failures.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(6)]
@@ -211,6 +211,7 @@ def test_threads_load_concurrently(tmp_path: Path) -> None:
 
 
 def test_unlisted_in_skips_files_never_unpickled(tmp_path: Path) -> None:
+    """``training_args.bin`` and files in ``code/`` are never unpickled."""
     payload = Calls(os.mkdir, str(tmp_path / "made"))
     (tmp_path / "code").mkdir()
     names = ["a.pt", "b.bin", "training_args.bin", "code/d.pt"]

@@ -1,4 +1,4 @@
-"""Whole dry runs, in processes of their own: what they find, and what they say when they cannot."""
+"""Whole dry runs in their own processes: results and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def request(
 
 
 def measured(asked: DryRunRequest) -> ModelTrace:
-    """Return what one dry run by itself finds, which several tests compare with others."""
+    """Return the result of a single dry run, cached for all tests."""
     key = json.dumps(asked.to_json(), sort_keys=True)
     if key not in _FOUND:
         _FOUND[key] = dry_run(asked, deadline_s=DEADLINE_S)
@@ -102,7 +102,7 @@ def test_parallel_dry_runs_fail_independently() -> None:
     for failed, kind in ((raised, "error"), (unsupported, "unsupported")):
         assert isinstance(failed, DryRunError)
         assert failed.kind == kind
-        # Code that does not run is named by its line.
+        # The error names the file and line of the failing user code.
         assert re.search(r"dry_run_models\.py:\d+", str(failed))
 
 

@@ -1,4 +1,4 @@
-"""Each patch of the fake world: it works inside the block, and is undone after it."""
+"""Patches of the fake world: effective inside the block, undone after it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_fake_modules_can_be_converted() -> None:
     with FakeTensorMode():
         layer = nn.Linear(3, 3)
         weight, view = layer.weight, layer.weight.detach()
-        if Version(torch.__version__) >= Version("2.13"):  # and 2.6 does without
+        if Version(torch.__version__) >= Version("2.13"):  # torch 2.6 needs no patch
             with pytest.raises(RuntimeError, match="swap"):
                 layer.bfloat16()
         with FakeWorld(tracker()):
@@ -118,6 +118,7 @@ def test_scalar_read_returns_constant_and_records_line() -> None:
 
 
 def test_library_scalar_reads_return_fixed_values() -> None:
+    """DeepSpeed reads 0 (no overflow); torch's optimizers read 1 (first step)."""
     reads = ScalarReads()
     read = "def read(tensor):\n    return tensor.item()\n"
     told = []

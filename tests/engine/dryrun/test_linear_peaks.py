@@ -1,4 +1,4 @@
-"""From traces to lines, and what a result says for other micro batch sizes and accumulations."""
+"""Memory traces as lines over the batch size, and the numbers of a dry-run result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_upper_envelope_is_maximum_of_lines(points: list[tuple[int, int]], size:
 
 
 def train(trace: Trace, size: int, *, kept: int, first: bool = False, extra: bool = False) -> None:
-    """Play a step: activations of 10 bytes a record, a scratch of 100 at once, an optimizer that keeps ``kept`` bytes."""
+    """Trace a step: 10 B of activations per record, 100 B scratch, ``kept`` optimizer."""
     activation = trace.allocate(10 * size, FORWARD)
     if extra:
         trace.free(trace.allocate(7, FORWARD), FORWARD)
@@ -67,7 +67,7 @@ def test_memory_form_holds_at_other_sizes() -> None:
     assert form.peak_phase(100) == "backward"
     assert form.in_phase("step", 100) == 1000 + 60 + 30
     assert form.settled == 1060
-    # Everything before the first step belongs to building, which has no peak of its own.
+    # Allocations before the first step belong to building the model, which has no peak of its own.
     assert [each.phase for each in form.phases] == ["forward", "backward", "step"]
 
 
