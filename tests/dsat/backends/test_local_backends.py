@@ -268,7 +268,7 @@ def _failure(outcome: Outcome) -> Failure:
 
 
 def test_incumbent_drift_correction_rescales_challenger() -> None:
-    """The machine became 1.1 times slower, so the challenger's times shrink by 1.1."""
+    """The machine became 1.1 times slower; the challenger's times are divided by 1.1."""
     best = Incumbent("throughput")
     first = Measured({"latency": 100.0, "throughput": 10.0, "half_width": 0.01})
     best.consider({"name": "first"}, first)
