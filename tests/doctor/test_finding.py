@@ -5,7 +5,7 @@ import pytest
 from dstrial.doctor.finding import Background, NoAnswerError, within
 
 
-def test_hanging_call_raises_and_may_still_end():
+def test_background_timeout_raises_and_result_remains_available():
     release = threading.Event()
     hanging = Background(release.wait)
     with pytest.raises(NoAnswerError, match="no answer within 0 s"):
@@ -15,7 +15,7 @@ def test_hanging_call_raises_and_may_still_end():
     assert hanging.result(30)
 
 
-def test_exception_of_a_call_is_raised_each_time():
+def test_background_exception_is_raised_each_time():
     def failing():
         raise TimeoutError("its own")
 
@@ -25,8 +25,8 @@ def test_exception_of_a_call_is_raised_each_time():
             background.result(30)
 
 
-def test_call_runs_in_place_without_threads(monkeypatch):
-    """So it is at the limit of processes (``ulimit -u``), which the command is there to tell."""
+def test_within_runs_inline_when_threads_unavailable(monkeypatch):
+    """At the process limit (``ulimit -u``) no thread starts; doctor must report it."""
 
     def refuse(self):
         raise RuntimeError("can't start new thread")

@@ -33,13 +33,13 @@ def lines(*records):
         (BEGUN[:1], "", 3, "torch", "with status 3"),
     ],
 )
-def test_import_that_hangs_or_ends_the_process_is_named(records, errors, return_code, library, said):
+def test_probe_names_hanging_or_crashing_import(records, errors, return_code, library, said):
     found = libraries.read_probe(lines(*records), errors, return_code, 3.0)
     assert said in found.failures[library]
     assert found.torch == (TorchBuild("2.13.0") if len(records) > 1 else None)
 
 
-def test_error_of_two_imports_is_reported_once():
+def test_judge_reports_shared_import_error_once():
     error = "ValueError: NPU_Accelerator requires torch_npu"
     failing = [
         *({"stage": "deepspeed", "seconds": 0.1, "error": error}, {"begins": "dstrial"}),
@@ -51,7 +51,7 @@ def test_error_of_two_imports_is_reported_once():
     assert "DS_ACCELERATOR" in finding.todo
 
 
-def test_deepspeed_on_the_cpu_beside_devices_is_a_problem():
+def test_judge_cpu_accelerator_beside_gpu_is_problem():
     found = Libraries(CUDA, DeepSpeedBuild("0.19.8", "cpu"), seconds={"torch": 20.0})
     statuses = {one.name: one.status for one in libraries.judge(found, NVIDIA, {})}
     assert (statuses["accelerator"], statuses["imports"]) == ("problem", "note")
@@ -78,13 +78,13 @@ def test_deepspeed_on_the_cpu_beside_devices_is_a_problem():
         (TorchBuild("2.11.0", cuda="13.0", num_devices=2), NVIDIA, {}, "note", "where the driver has 1"),
     ],
 )
-def test_build_of_torch_is_compared_with_the_devices(build, hardware, environ, status, said):
+def test_judge_build_compares_torch_with_devices(build, hardware, environ, status, said):
     (found,) = libraries.judge_build(build, hardware, environ)
     assert (found.name, found.status) == ("build", status)
     assert said in f"{found.what} {found.todo}"
 
 
-def test_device_without_kernels_is_a_problem():
+def test_judge_build_device_without_kernels_is_problem():
     warned = TorchBuild("2.11.0", cuda="13.0", num_devices=1, warnings=("H200 with CUDA capability sm_90",))
     _, found = libraries.judge_build(warned, NVIDIA, {})
     assert (found.name, found.status) == ("kernels", "problem")

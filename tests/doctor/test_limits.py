@@ -69,7 +69,7 @@ def test_directories_are_checked_without_creating_anything(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["file/runs", "x" * 300, "/proc/runs"])
-def test_unusable_directory_does_not_hide_the_others(tmp_path, name):
+def test_unusable_directory_does_not_hide_others(tmp_path, name):
     (tmp_path / "file").touch()
     first, second, *_ = check_directories([("runs", tmp_path / name), ("temporary", Path("/dev/shm"))])
     assert (first.status, second.status) == ("problem", "ok")

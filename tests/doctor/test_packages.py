@@ -35,7 +35,7 @@ def test_supported_versions_are_ok():
         ("determined", None, "missing"),
     ],
 )
-def test_a_version_out_of_the_range_is_a_problem_with_what_to_install(name, version, expected):
+def test_unsupported_version_is_problem_with_install_hint(name, version, expected):
     installed = {key: value for key, value in {**GOOD, name: version}.items() if value is not None}
     (found,) = judged(installed).values()
     assert (found.name, found.status) == (name, "problem")
@@ -43,12 +43,12 @@ def test_a_version_out_of_the_range_is_a_problem_with_what_to_install(name, vers
     assert f"'{name}" in found.todo
 
 
-def test_an_optional_part_is_ok_without_and_a_note_where_it_does_not_fit():
+def test_optional_package_missing_is_ok_unsupported_is_note():
     assert judged({key: value for key, value in GOOD.items() if key != "tokenizers"}) == {}
     assert judged({**GOOD, "tokenizers": "0.15"})["extra huggingface"].status == "note"
 
 
-def test_what_developers_use_is_not_asked_of_users():
+def test_requirements_ignore_developer_extras_and_other_platforms():
     asked = [
         *ASKED,
         'ruff>=0.8; extra == "dev"',
@@ -58,13 +58,13 @@ def test_what_developers_use_is_not_asked_of_users():
     assert packages.requirements(asked, GOOD) == packages.requirements(ASKED, GOOD)
 
 
-def test_this_environment_has_what_dstrial_requires():
+def test_check_passes_in_this_environment():
     found = packages.check()
     assert {finding.status for finding in found} == {"ok"}
     assert dstrial.__version__ in {finding.name: finding for finding in found}["dstrial"].what
 
 
-def test_namesake_from_pypi_is_a_problem(tmp_path, monkeypatch):
+def test_namesake_package_from_pypi_is_problem(tmp_path, monkeypatch):
     information = tmp_path / "dstrial-0.0.3.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: dstrial\nVersion: 0.0.3\n")
@@ -76,6 +76,6 @@ def test_namesake_from_pypi_is_a_problem(tmp_path, monkeypatch):
     assert "DSTRIAL_CHECKOUT_OR_WHEEL" in found.todo
 
 
-def test_the_version_is_said_once():
+def test_package_version_equals_pyproject_version():
     text = Path(dstrial.__file__).parents[1].joinpath("pyproject.toml").read_text()
     assert re.search(r'^version = "(.+)"$', text, re.MULTILINE)[1] == dstrial.__version__

@@ -1,4 +1,4 @@
-"""The proof of ``dstrial doctor --train`` on CPU ranks, and how it ends where something is wrong."""
+"""``dstrial doctor --train`` on CPU ranks: success, failed steps and interrupts."""
 
 import json
 import os
@@ -27,11 +27,11 @@ def steps_of(tmp_path):
     }
 
 
-# `.ci/run` runs the same as a user does.
+# `.ci/run` also runs `dstrial doctor --train`, from the command line.
 @pytest.mark.ranks
 @pytest.mark.program
 @pytest.mark.timeout(400)
-def test_training_resume_reshape_and_speed_are_shown_on_cpu_ranks(tmp_path):
+def test_doctor_train_completes_all_steps_on_cpu(tmp_path):
     command = doctor(tmp_path, "--minutes", "6")
     printed, _ = command.communicate()
     assert command.returncode == 0, printed
@@ -54,7 +54,7 @@ def test_training_resume_reshape_and_speed_are_shown_on_cpu_ranks(tmp_path):
 
 
 @pytest.mark.process
-def test_a_failing_step_is_told_with_its_output_and_the_independent_ones_go_on(tmp_path):
+def test_failing_step_is_reported_independent_steps_continue(tmp_path):
     shadow = tmp_path / "shadow" / "deepspeed"
     shadow.mkdir(parents=True)
     (shadow / "__init__.py").write_text("raise ImportError('no deepspeed but mine')\n")
@@ -76,7 +76,7 @@ HANGING = "import pathlib, os, time\npathlib.Path({!r}).write_text(str(os.getpid
 
 @pytest.mark.process
 @pytest.mark.parametrize("ends", ["minutes", "interrupt", "kill"])
-def test_whatever_ends_the_proof_ends_all_that_it_started(tmp_path, ends):
+def test_doctor_timeout_or_signal_ends_all_processes(tmp_path, ends):
     shadow = tmp_path / "shadow" / "torch"
     shadow.mkdir(parents=True)
     note = tmp_path / "pid"
@@ -100,7 +100,7 @@ def test_whatever_ends_the_proof_ends_all_that_it_started(tmp_path, ends):
         assert "--minutes" in steps["train and save"]["what"]
 
 
-def test_the_model_of_an_accelerator_is_large_and_of_its_precision():
+def test_experiment_uses_large_model_and_target_precision():
     config = experiment("speed", Target("cuda", 2, "bf16", is_roomy=True), 1, is_large=True)
     assert config["resources"]["slots_per_trial"] == 2
     assert config["hyperparameters"]["shape"]["width"] == 1024
@@ -110,7 +110,7 @@ def test_the_model_of_an_accelerator_is_large_and_of_its_precision():
     assert "bf16" not in json.dumps(experiment("speed", Target("cuda", 1, "fp32"), 1, is_large=True))
 
 
-def test_steps_see_no_rank_no_run_and_no_relative_path():
+def test_step_environment_drops_rank_variables_resolves_pythonpath():
     made = proof._environment(
         {"RANK": "1", "DSTRIAL_RUN_DIR": "x", "DET_MASTER": "y", "HOME": "/h", "PYTHONPATH": "lib:/abs"},
         "cuda",

@@ -1,1 +1,1 @@
-"""Lets the tests of every room below import what is shared here: surfaces and programs of searches."""
+"""Lets pytest add this directory to ``sys.path``, for modules shared by tests."""

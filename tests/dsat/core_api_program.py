@@ -1,4 +1,4 @@
-"""A Core API script that trains with DeepSpeed, as the guide's second way has it; run on ranks by a test."""
+"""A Core API script with DeepSpeed, which ``test_reporting_context`` runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def train(directory: str, cases: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Train once per case in one process; returns how far each loop came and how it was left."""
+    """Train once per case; return each loop's step count and how the loop ended."""
     from dstrial.ranks import process_group
     from dstrial.ranks.identity import identify
 
@@ -57,7 +57,7 @@ def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
     num_micro_steps = {"off": 4, "short": 12, "each short": 12, "each shortest": 3}.get(case, 4000)
     left = "by its end"
     is_chief = torch.distributed.get_rank() == 0
-    # A dummy context has no other ranks, so that each would have to complete its own operation.
+    # In the dummy core context every rank is chief; this operation's chief is rank 0.
     op = core.DummySearcherOperation(num_micro_steps, is_chief)
 
     def step(micro_step: int) -> None:
@@ -96,7 +96,7 @@ def _train(result_path: pathlib.Path, case: str) -> dict[str, Any]:
 
 
 def _fit(result_path: pathlib.Path, _case: str) -> dict[str, Any]:
-    """Call ``Trainer.fit`` as a script does that knows nothing of dsat."""
+    """Call ``Trainer.fit`` as a script without any dsat code does."""
     import sys
 
     import deepspeed

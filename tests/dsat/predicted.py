@@ -1,4 +1,4 @@
-"""Dry runs of models that were never run."""
+"""Made-up dry-run results and ``predict`` inputs for the model of ``surfaces``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrial.engine.dryrun.values import Collective, DryRunResult, Flops, Line, 
 
 
 def dry_run(**fields: Any) -> DryRunResult:
-    """Return the dry run of a billion parameters; fields replace what is said of it."""
+    """Return a dry-run result for 1 B parameters; ``fields`` override its values."""
     usual: dict[str, Any] = {
         "device": MemoryForm((), 0.0),
         "host": MemoryForm((), 0.0),
@@ -31,7 +31,7 @@ def dry_run(**fields: Any) -> DryRunResult:
 
 
 def _run_of_surface(setup: ZeroFeatures, *, is_accumulating: bool) -> DryRunResult:
-    """Return what a dry run might say of the model of ``surfaces`` in bf16 with Adam."""
+    """Return a plausible result for the ``surfaces`` model in bf16 with Adam."""
     shares = [1 if setup.stage < stage else 1 / SIZES.dp for stage in (3, 2, 1)]
     weights, gradients, optimizer = (
         size * PARAMS * share for size, share in zip((2, 2, 12), shares, strict=True)
@@ -60,14 +60,14 @@ def _run_of_surface(setup: ZeroFeatures, *, is_accumulating: bool) -> DryRunResu
 
 
 def inputs(capacity_bytes: float | None = DEVICE_BYTES, searched: Space | None = None) -> PredictInputs:
-    """Return what ``predict`` starts from on the surface."""
+    """Return the inputs of ``predict`` for the ``surfaces`` model."""
     groups = ConfigGroups(searched or space())
     runs = {
         key: _run_of_surface(groups.setup(structure), is_accumulating=is_accumulating)
         for key, (structure, is_accumulating) in groups.representatives().items()
     }
     machine = nominal_machine(DEVICES["a100"], 8)
-    # The surface pays for small buckets as for calls of a millisecond.
+    # In the formula of ``surfaces``, each small bucket costs about as much as a call of 1 ms.
     links = {kind: dataclasses.replace(link, latency_s=1e-3) for kind, link in machine.collectives.items()}
     machine = dataclasses.replace(machine, collectives=links)
     return PredictInputs(runs, {}, machine, capacity_bytes, False, "fake tensors")

@@ -1,4 +1,4 @@
-"""Experiments of searches, and searches as commands."""
+"""Writes experiments for searches and runs ``dstrial.dsat`` commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL_DIR = ROOT / "model_defs" / "dsat_trial"
 
 
 def write_experiment(directory: Path, base: Mapping[str, Any] | None = None, **changes: Any) -> Path:
-    """Write ``exp.yaml``, and beside it, where a DeepSpeed config is given, ``model/``."""
+    """Write ``exp.yaml``; if ``base``, a DeepSpeed config, is given, also ``model/``."""
     if base is not None:
         (directory / "model").mkdir()
         (directory / "model" / "model_def.py").write_text("class MyTrial:\n    pass\n")
@@ -83,7 +83,7 @@ def events(output: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def require_measured(output: Path, num_trials: int | None = None) -> None:
-    """Require that every trial has measured the configuration that it was to measure."""
+    """Assert that every trial has measured its requested configuration."""
     trials = json.loads((output / "trials.json").read_text())
     assert num_trials is None or len(trials) == num_trials
     for trial in trials:

@@ -1,4 +1,4 @@
-"""Play a whole search on a formula: what a configuration would measure, without measuring."""
+"""Plays whole searches on a formula that replaces measurements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZES = ParallelDims(8)
 
 
 def space(base: dict[str, Any] | None = None, **arguments: Any) -> Space:
-    # A space changes in nothing but what it has checked before, so that all searches may have the same.
+    # A space changes only its cache of checked candidates, so all searches can share one.
     return _plain_space() if base is None and not arguments else Space(base or BASE, SIZES, **arguments)
 
 
@@ -52,7 +52,7 @@ def _plain_space() -> Space:
 
 
 def surface(candidate: Candidate) -> Outcome:
-    """1.3 B parameters in bf16 with Adam on 8 devices of 40 GB."""
+    """Return the outcome of 1.3 B parameters in bf16 with Adam on 8 GPUs of 40 GB."""
     micro, stage = candidate.batch.micro_batch_size, candidate.stage
     bucket = dict(candidate.settings).get("zero_optimization.reduce_bucket_size", 5e8)
     state = PARAMS * {0: 16, 1: 4 + 12 / 8, 2: 2 + 14 / 8, 3: 2.0}[stage]
@@ -129,9 +129,9 @@ def play(
     inputs: PredictInputs | None = None,
     **options: Any,
 ) -> Played:
-    """Play a method; with ``restart`` another replays every result as a resumed search does, and must say the same after each.
+    """Play a search method to its end.
 
-    What a search that is resumed after any number of results does is the beginning of what the other does.
+    With ``restart`` a second instance replays every result, as a resumed search does, and must return the same actions.
     """
     searched = searched or space()
     settings = MethodOptions(**{"metric": "throughput", **options})
@@ -163,8 +163,8 @@ def play(
             assert resumed.report_facts() == method.report_facts()
 
 
-def assert_is_lawful(played: Played, searched: Space, *, num_parallel: int, max_trials: int) -> None:
-    """Check a whole search: its own configuration first, nothing twice, nothing illegal, limits kept, a good end."""
+def assert_search_invariants(played: Played, searched: Space, *, num_parallel: int, max_trials: int) -> None:
+    """Assert: own configuration first, no repeats, legal configs, limits, no failure."""
     measured = [action.candidate for action in played.measured]
     assert measured[0] == searched.own()
     assert len({searched.identity(candidate) for candidate in measured}) == len(measured) <= max_trials

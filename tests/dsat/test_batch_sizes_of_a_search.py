@@ -1,4 +1,4 @@
-"""The batch that a search keeps, where a DeepSpeed config leaves its sizes to the library that trains."""
+"""The batch sizes of a search whose DeepSpeed config leaves them to a library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALL_AUTO = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
-"""As Hugging Face's documentation shows it."""
+"""The example config of Hugging Face's documentation."""
 
 FOR_ACCELERATE = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -65,7 +65,7 @@ def _settings(
 
 
 def _own(settings: SearchConfig) -> tuple[int, ...]:
-    """Return total, micro batch, accumulation; as the emitted config has them."""
+    """Return the total, micro batch and accumulation of the own configuration."""
     config = settings.space.config(settings.space.own())
     return tuple(config[key] for key in SIZES)
 
@@ -74,7 +74,7 @@ def _own(settings: SearchConfig) -> tuple[int, ...]:
     ("arguments", "flags", "more", "own"),
     [
         ("--per-device-train-batch-size=8 --gradient_accumulation_steps 4", [], {}, (64, 8, 4)),
-        # A number in the config wins over the flags of the entrypoint, those over hyperparameters.
+        # Precedence: a number in the config, then flags of the entrypoint, then hyperparameters.
         (f"{EIGHT} --gradient_accumulation_steps 3", [], {"train_batch_size": 64}, (64, 8, 4)),
         ("--gradient_accumulation_steps 2", [], {"hparams": AMONG_OTHERS}, (24, 6, 2)),
         (
@@ -94,7 +94,7 @@ def test_batch_sizes_come_from_arguments_or_hyperparameters(
 
     assert _own(settings) == own
     assert settings.warnings == ()
-    if "script" not in more:  # what the Trainer fills in besides stays to it
+    if "script" not in more:  # the Trainer still fills in other "auto" values
         assert settings.space.config(settings.space.own())["optimizer"]["params"]["lr"] == "auto"
 
 

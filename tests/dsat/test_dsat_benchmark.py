@@ -1,4 +1,4 @@
-"""Searches on the surfaces and on the recorded grid of the autotuner's benchmark."""
+"""The dsat benchmark: searches on formulas and on a recorded grid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that imports a module of the benchmarks."""
+    """Return a function that imports a module of ``benchmarks``."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before = set(sys.modules)
     yield importlib.import_module

@@ -1,4 +1,4 @@
-"""The door: every flag of the old tool under its name, with its default and type; all problems at once."""
+"""The command line of ``dstrial dsat``: flags, defaults, types and problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from searching import settings_of, write_experiment
 
 from dstrial import dsat
 from dstrial.cli import app
-from dstrial.dsat import __main__ as dsat_door
+from dstrial.dsat import __main__ as dsat_module
 from dstrial.dsat import compat
 from dstrial.dsat.backends import trial_spec
 from dstrial.dsat.backends.trial_spec import measuring_command
@@ -163,7 +163,7 @@ def test_fingerprint_depends_on_deciding_flags_only(experiment: Path) -> None:
     )
     found = {fingerprint(), fingerprint(method="binary"), *(fingerprint(words) for words in deciding)}
     assert len(found) == 2 + len(deciding)
-    # What describes the training code decides what predictions measure, and nothing else.
+    # The sample batch changes predictions, so the fingerprint of ``predict`` depends on it.
     assert fingerprint(method="predict") != fingerprint("--sample-batch 2", method="predict")
 
 
@@ -212,18 +212,20 @@ def test_space_file_typo_fails_illegal_value_warns(experiment: Path) -> None:
     assert "'cpuu'" in told[0]
 
 
-@pytest.mark.parametrize("door", ["dstrial dsat", "python3 -m dstrial.dsat"])
+@pytest.mark.parametrize("program", ["dstrial dsat", "python3 -m dstrial.dsat"])
 @pytest.mark.parametrize("words", [["CONFIG", "DIR"], ["--budget", "5m", "CONFIG", "DIR"]])
 def test_command_without_method_predicts(
-    door: str, words: list[str], experiment: Path, capsys: pytest.CaptureFixture[str]
+    program: str, words: list[str], experiment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = {"CONFIG": str(experiment), "DIR": str(experiment.parent / "model")}
     named = [given.get(word, word) for word in words]
-    # It is read and refused by the method that it stands for; nothing is started.
+    # The default method reads this flag and refuses its value; nothing is started.
     refused = ["--measure-seconds", "0"]
 
     status = (
-        app.main(["dsat", *named, *refused]) if door == "dstrial dsat" else dsat_door.main([*named, *refused])
+        app.main(["dsat", *named, *refused])
+        if program == "dstrial dsat"
+        else dsat_module.main([*named, *refused])
     )
 
     assert status == 1

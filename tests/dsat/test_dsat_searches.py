@@ -1,4 +1,4 @@
-"""Whole searches with real DeepSpeed on real ranks: without a master and killed meanwhile, and on a real one."""
+"""Whole searches with real DeepSpeed: local and on a master, killed and resumed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_killed_and_interrupted_search_is_resumed(
     submitted = events(output, "submitted")
     third = begun(words, tmp_path / "third.log")
     _wait_for(lambda: len(events(output, "submitted")) > len(submitted), third)
-    # The record cannot grow any more, as on a full disk or at a quota.
+    # The journal cannot grow any more, as on a full disk or at a quota.
     size_bytes = (output / "events.jsonl").stat().st_size
     resource.prlimit(third.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
     assert third.wait(DEADLINE_S) == 1
@@ -92,7 +92,7 @@ def test_killed_and_interrupted_search_is_resumed(
 
 
 def _launchers(output: Path) -> list[int]:
-    """Return the launchers of all ranks of a search, in their order."""
+    """Return the PIDs of a search's launchers, in order of their start."""
     paths = sorted(output.glob("ranks/*/launcher.stat"), key=lambda path: int(path.parent.name))
     return [int(path.read_text().split()[0]) for path in paths]
 
@@ -120,7 +120,7 @@ def test_training_code_error_ends_search(where: str, tmp_path: Path, shared_mast
     with (model_dir / "model_def.py").open("a") as file:
         file.write("\n\nDigitsTrial.train_batch = lambda *_: {}['no such key']\n")
 
-    # Launched here, inside of the search's trial there.
+    # Trials run on this machine for "here", and inside the search's own trial for "master".
     method, flags = ("asha", ["--local"]) if where == "here" else ("predict", [])
     ended = run(
         command(method, tmp_path / "out", *FLAGS, "3", *flags, model_dir=model_dir), shared_master.env
@@ -167,5 +167,5 @@ def test_search_on_master_survives_pause_and_kill(tmp_path: Path, shared_master:
     assert kept <= checkpoint["resources"].keys()
     metrics = json.loads((output / "best_ds_metrics.json").read_text())
     assert metrics["throughput"] > 0
-    # Nothing is left to do, so the master is not asked any more.
+    # The search is finished, so the repeated command starts no trial.
     assert run(words).stdout.count("begins") == 0

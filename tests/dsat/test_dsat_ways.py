@@ -1,4 +1,4 @@
-"""The guide's other two ways, as the examples have them: a Core API script and a script of the Trainer."""
+"""Searches over two example scripts: a Core API script and a Trainer script."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_trainer_script_with_auto_batch_is_tuned(tmp_path: Path, shared_master: 
     assert trial["totalBatchesProcessed"] == 40
     assert 0 < trial["bestValidation"]["metrics"]["avgMetrics"]["eval_loss"] < 5.5
     assert len(client.get(f"/api/v1/trials/{trial['id']}/checkpoints")["checkpoints"]) >= 4
-    # Where steps are timed nothing is saved between them, whatever the arguments say.
+    # While steps are timed no checkpoint is saved, although --save_steps asks for it.
     (measured,) = json.loads((output / "trials.json").read_text())
     (trial,) = client.get(f"/api/v1/experiments/{measured['handle']['experiment_id']}/trials")["trials"]
     assert measured["metrics"]["num_steps"] >= 4

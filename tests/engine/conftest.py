@@ -1,4 +1,4 @@
-"""Lets the tests of every room below import what is shared here: models and programs on ranks."""
+"""The fixture ``program`` for tests that share one run of a program on ranks."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from forked_ranks import RunningProgram
 def program(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningProgram]:
-    """The rank program that the test's module names as ``PROGRAM``: its name and argument."""
+    """Yield the running rank program that the test module names in ``PROGRAM``."""
     name, argument = request.module.PROGRAM
     scratch = tmp_path_factory.mktemp(name)
     with RunningProgram(name, {"scratch": str(scratch), **argument}, scratch) as running:

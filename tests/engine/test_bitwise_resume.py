@@ -28,9 +28,7 @@ PROGRAM = ("resume_program", {"cases": CASES, "bare": BARE})
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
-    program: RunningProgram, case: str
-) -> None:
+def test_resumed_run_is_bitwise_equal(program: RunningProgram, case: str) -> None:
     result = program.result(case)
     full, again = of_all_ranks(result["uninterrupted"]), of_all_ranks(result["resumed"])
     for uninterrupted, resumed in zip(full, again, strict=True):
@@ -41,7 +39,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
 
 
 @pytest.mark.parametrize("case", BARE)
-def test_without_the_extra_state_something_is_lost(program: RunningProgram, case: str) -> None:
+def test_resume_without_extra_state_differs(program: RunningProgram, case: str) -> None:
     result = program.result(case)
     full, bare = of_all_ranks(result["uninterrupted"]), of_all_ranks(result["bare"])
     assert any(u["end"]["digest"] != b["end"]["digest"] for u, b in zip(full, bare, strict=True))

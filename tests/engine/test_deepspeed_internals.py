@@ -1,4 +1,4 @@
-"""Undocumented modules and functions of DeepSpeed against the installed release; no other package has such names."""
+"""Undocumented DeepSpeed names exist in the installed release and stay isolated."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ MODULES = [
 ]
 RELEASE = Version(importlib.metadata.version("deepspeed"))
 
-# ---- nobody else ---------------------------------------------------------------------------------------------------------
+# ---- only deepspeed_internals uses undocumented names ---------------------------------------------------------------------
 
 
 def trees() -> Iterator[tuple[str, ast.AST]]:
-    """Modules in whose text any of this could be: parsing all of them takes long."""
+    """Yield modules whose text contains a word of ``SAID``; parsing all is slow."""
     for path in MODULES:
         text = path.read_text(encoding="utf-8")
         if any(said in "".join(text.split()) for said in SAID):
@@ -55,7 +55,7 @@ def first_name(node: ast.AST | None) -> str | None:
 
 
 def imported(node: ast.AST) -> list[str]:
-    """Return the modules of DeepSpeed that a statement imports, or that a text names."""
+    """Return the DeepSpeed modules that a node imports or names in a string."""
     if isinstance(node, ast.Import):
         found = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -73,7 +73,7 @@ def imported(node: ast.AST) -> list[str]:
     return [name for name in found if name.split(".")[0] == "deepspeed"]
 
 
-# Other things called engine: what a checkpoint says of one.
+# Variables called engine may also be an ``EngineRecord``, the description in a checkpoint.
 ENGINE_NAMES = {*engines.DOCUMENTED, *engines.ATTRIBUTES, *engines.PIPELINE_ATTRIBUTES}
 ENGINE_NAMES |= {field.name for field in dataclasses.fields(EngineRecord)} | set(dir(EngineRecord))
 KNOWN = {
@@ -84,12 +84,12 @@ KNOWN = {
     "mpu": engines.GRID_METHODS | {field.name for field in dataclasses.fields(ModelParallelUnit)},
     "topology": engines.GRID_METHODS,
 }
-"""What of things of these names may be read: of the engine, its optimizer, its module, the grid of a pipeline."""
+"""Attributes that may be read from variables with these names."""
 SAID = ("deepspeed", ".ds_", *(f"{name}." for name in KNOWN))
 
 
 def known_of(node: ast.expr) -> Any:
-    """Return what may be read of an expression by its name; None of one whose name says nothing."""
+    """Return the attributes that may be read from an expression; None if unknown."""
     if not isinstance(node, ast.Name | ast.Attribute):
         return None
     name = node.id if isinstance(node, ast.Name) else node.attr
@@ -100,8 +100,8 @@ def known_of(node: ast.expr) -> Any:
 
 @pytest.fixture(scope="module")
 def undocumented() -> tuple[list[str], list[str]]:
-    """Where the rest of the package imports undocumented modules of DeepSpeed, and where it reads such attributes."""
-    # Names in checkpoints, and what a user's script calls.
+    """Return where other packages use undocumented modules, and attributes."""
+    # Strings that name classes in checkpoints, and a call in users' scripts.
     texts = {*LISTED, "deepspeed.initialize"}
     modules, attributes = [], []
     for name, tree in trees():
@@ -121,13 +121,13 @@ def undocumented() -> tuple[list[str], list[str]]:
     return modules, attributes
 
 
-def test_only_this_package_imports_undocumented_modules_of_deepspeed(
+def test_undocumented_modules_are_imported_by_internals_only(
     undocumented: tuple[list[str], list[str]],
 ) -> None:
     assert undocumented[0] == []
 
 
-def test_only_this_package_reads_undocumented_attributes_of_engines_and_parameters(
+def test_undocumented_attributes_are_read_by_internals_only(
     undocumented: tuple[list[str], list[str]],
 ) -> None:
     assert undocumented[1] == []
@@ -136,7 +136,7 @@ def test_only_this_package_reads_undocumented_attributes_of_engines_and_paramete
 # ---- the process -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_can_be_compiled_while_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compatible_ops_disables_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     module, name = process.SHARED_MEMORY_OP
     from deepspeed import ops
@@ -147,7 +147,7 @@ def test_nothing_can_be_compiled_while_that_is_asked_for(monkeypatch: pytest.Mon
     assert vars(ops).get(process.COMPATIBLE_OPS) is before
 
 
-def test_every_function_that_is_replaced_takes_what_its_replacement_takes() -> None:
+def test_replaced_functions_have_expected_signatures() -> None:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     source = inspect.getsource(process.torch_backend())
@@ -160,7 +160,7 @@ def test_every_function_that_is_replaced_takes_what_its_replacement_takes() -> N
     assert importlib.util.find_spec(process.FUSED_ADAM_KERNEL[0]) is not None
 
 
-def test_every_place_that_begins_a_phase_exists_in_this_deepspeed() -> None:
+def test_methods_of_engine_phases_exist() -> None:
     from deepspeed import DeepSpeedEngine, PipelineEngine
 
     for name, _ in (*process.ENGINE_PHASES, ("allreduce_gradients", "reduce")):
@@ -171,7 +171,7 @@ def test_every_place_that_begins_a_phase_exists_in_this_deepspeed() -> None:
 
 
 @pytest.mark.parametrize("module", process.GLOBALS)
-def test_every_global_that_is_reset_exists_and_begins_as_it_is_reset(module: str) -> None:
+def test_reset_globals_exist_with_expected_types(module: str) -> None:
     imported = importlib.import_module(module)
     for name, value in process.GLOBALS[module].items():
         if Version(process.GLOBALS_SINCE.get(name, "0")) > RELEASE:
@@ -180,7 +180,7 @@ def test_every_global_that_is_reset_exists_and_begins_as_it_is_reset(module: str
             assert type(getattr(imported, name)) in (type(value), int, type(None)), name
 
 
-def test_the_methods_that_remember_engines_have_caches_that_can_be_emptied() -> None:
+def test_engine_method_caches_can_be_cleared() -> None:
     for module, name in process.METHOD_CACHES.items():
         methods = vars(getattr(importlib.import_module(module), name)).values()
         held = [one for method in methods for one in (getattr(method, "__closure__", None) or ())]
@@ -189,13 +189,13 @@ def test_the_methods_that_remember_engines_have_caches_that_can_be_emptied() -> 
         assert caches, name
 
 
-def test_the_modules_that_are_imported_ahead_exist() -> None:
+def test_modules_imported_ahead_exist() -> None:
     is_known = Version(process.MODULES_OF_ENGINES_SINCE) <= RELEASE
     for module in process.MODULES_OF_ENGINES if is_known else ():
         assert importlib.util.find_spec(module) is not None, module
 
 
-def test_the_messages_that_have_a_remedy_are_those_of_this_deepspeed() -> None:
+def test_remedies_match_messages_of_deepspeed() -> None:
     root = Path(deepspeed.__file__).parent
     sources = [
         (root / name).read_text(encoding="utf-8")
@@ -205,31 +205,31 @@ def test_the_messages_that_have_a_remedy_are_those_of_this_deepspeed() -> None:
     assert [words for words in engines.REMEDIES if not any(words in source for source in sources)] == []
 
 
-def test_an_error_without_arguments_is_left_as_it_is() -> None:
+def test_append_remedy_accepts_error_without_arguments() -> None:
     engines.append_remedy(KeyError())
 
 
 @pytest.mark.process  # torch's build for CUDA asks nvcc for its version
-def test_the_package_of_fused_kernels_exists_and_only_its_modules_are_called_so() -> None:
+def test_fused_kernel_package_exists_linear_is_not_fused() -> None:
     assert importlib.util.find_spec(engines.FUSED_KERNELS) is not None
     assert not engines.is_fused(torch.nn.Linear(1, 1))
 
 
-def test_the_modules_that_compute_in_a_backward_pass_exist_with_their_functions() -> None:
+def test_checkpointing_functions_of_backward_exist() -> None:
     checkpointing = importlib.import_module(engines.CHECKPOINT_MODULE)
     assert inspect.isfunction(checkpointing.CheckpointFunction.backward)
     assert "def checkpoint_unpack(" in inspect.getsource(checkpointing.non_reentrant_checkpoint)
 
 
 @pytest.mark.process  # where there is an nvcc, DeepSpeed asks it for its release
-def test_deepspeed_says_whether_it_takes_this_nvcc_for_this_torch() -> None:
+def test_cuda_mismatch_returns_text_or_none() -> None:
     assert isinstance(process.cuda_mismatch(), str | None)
 
 
-# ---- what is saved, and engines' own functions -----------------------------------------------------------------------------
+# ---- checkpoints and engine functions --------------------------------------------------------------------------------------
 
 
-def test_the_classes_that_files_may_name_are_where_the_files_say() -> None:
+def test_checkpoint_classes_exist_under_saved_names() -> None:
     assert pkgutil.resolve_name("deepspeed.runtime.fp16.loss_scaler.LossScaler") is optimizers.LossScaler
     assert (
         pkgutil.resolve_name("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler")
@@ -247,14 +247,14 @@ def test_the_classes_that_files_may_name_are_where_the_files_say() -> None:
     assert [int(stage) for stage in optimizers.ZeroStageEnum][:4] == [0, 1, 2, 3]
 
 
-def test_a_checkpoint_engine_has_the_methods_that_copying_takes_over() -> None:
+def test_checkpoint_engine_has_expected_methods() -> None:
     own = {name for name in vars(engines.CheckpointEngine) if not name.startswith("_")}
 
     assert {"create", "save", "load", "commit", "is_data_parallel_writer", "preserves_storage_sharing"} <= own
     assert issubclass(engines.TorchCheckpointEngine, engines.CheckpointEngine)
 
 
-def test_a_config_is_read_from_its_file_and_no_key_of_it_twice(tmp_path: Path) -> None:
+def test_config_file_is_read_duplicate_keys_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 3}')
     assert engines.load_config_file(str(path)) == {"train_batch_size": 3}

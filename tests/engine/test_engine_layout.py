@@ -29,7 +29,7 @@ PROGRAM = ("layout_program", {})
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
-def test_layout_and_files_are_those_of_the_engine(program: RunningProgram, case: str) -> None:
+def test_layout_and_files_match_engine(program: RunningProgram, case: str) -> None:
     result = program.result(case)
     described, loaded = of_all_ranks(result["described"]), of_all_ranks(result["loaded"])
     for rank in described:
@@ -61,7 +61,7 @@ def test_layout_names_groups_ties_and_frozen_parameters(program: RunningProgram)
 
 
 @pytest.mark.ranks
-def test_missing_and_unwritable_files_are_named_with_the_rank(program: RunningProgram) -> None:
+def test_missing_or_unwritable_files_named_with_rank(program: RunningProgram) -> None:
     results = program.result("damaged")
     assert results[1]["error"] == "CheckpointError"
     assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in results[1]["message"]
@@ -102,12 +102,12 @@ def a_layout() -> Layout:
         ({"buffers": ()}, "the flat buffers are cut differently"),
     ],
 )
-def test_what_keeps_a_checkpoint_from_loading_is_said_in_words(change: dict[str, Any], words: str) -> None:
+def test_compatible_describes_difference_in_words(change: dict[str, Any], words: str) -> None:
     (difference,) = compatible(a_layout(), dataclasses.replace(a_layout(), **change))
     assert difference.startswith(words)
 
 
-def test_a_changed_parameter_is_named_and_another_batch_is_no_difference() -> None:
+def test_compatible_names_parameters_ignores_batch_size() -> None:
     place = dataclasses.replace(a_layout().parameters[0], shape=(4, 4))
     more = dataclasses.replace(place, name="bias", shape=(4,))
     now = dataclasses.replace(a_layout(), parameters=(place, more))

@@ -17,7 +17,7 @@ from dstrial.engine.export import (
 )
 
 
-def test_the_first_directory_that_has_a_file_gives_it(tmp_path: pathlib.Path) -> None:
+def test_find_model_files_prefers_first_directory(tmp_path: pathlib.Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for directory, text in ((first, "1"), (second, "2")):
         directory.mkdir()
@@ -28,7 +28,7 @@ def test_the_first_directory_that_has_a_file_gives_it(tmp_path: pathlib.Path) ->
     assert found == [first / "tokenizer.json", second / "config.json"]
 
 
-def test_a_config_of_something_else_is_left_out(tmp_path: pathlib.Path) -> None:
+def test_find_model_files_skips_unrelated_configs(tmp_path: pathlib.Path) -> None:
     for text in ('{"train_batch_size": 8}', "[1]", "no json", '"text"'):
         (tmp_path / "config.json").write_text(text)
         assert find_model_files([tmp_path]) == []
@@ -52,7 +52,7 @@ def read(header: bytes) -> dict[str, dict[str, object]]:
     return values
 
 
-def test_the_header_is_that_of_the_format() -> None:
+def test_header_follows_safetensors_format() -> None:
     header = header_bytes(
         [TensorSpec("w", "F32", (2, 3)), TensorSpec("n", "I64", ())], {"format": "pt", "v": "w"}
     )
@@ -64,7 +64,7 @@ def test_the_header_is_that_of_the_format() -> None:
 
 
 @given(specs)
-def test_tensors_lie_one_after_the_other_and_aligned(given_specs: list[TensorSpec]) -> None:
+def test_tensors_are_contiguous_and_aligned(given_specs: list[TensorSpec]) -> None:
     ordered = in_file_order(given_specs)
     assert sorted(ordered, key=lambda spec: spec.name) == sorted(given_specs, key=lambda spec: spec.name)
     header = header_bytes(ordered, {})
@@ -79,9 +79,7 @@ def test_tensors_lie_one_after_the_other_and_aligned(given_specs: list[TensorSpe
 
 
 @given(specs, st.integers(1, 400))
-def test_every_tensor_is_in_one_shard_that_is_full_but_not_too_full(
-    given_specs: list[TensorSpec], limit: int
-) -> None:
+def test_shards_are_filled_up_to_limit(given_specs: list[TensorSpec], limit: int) -> None:
     shards = shards_of(given_specs, limit)
     assert [spec for shard in shards for spec in shard] == given_specs
     assert len(shards) == 1 or all(shards)
@@ -92,5 +90,5 @@ def test_every_tensor_is_in_one_shard_that_is_full_but_not_too_full(
 
 
 @pytest.mark.parametrize(("dtype", "num_bytes"), [("BF16", 12), ("BOOL", 6), ("F64", 48)])
-def test_sizes_follow_from_type_and_shape(dtype: str, num_bytes: int) -> None:
+def test_num_bytes_follows_dtype_and_shape(dtype: str, num_bytes: int) -> None:
     assert TensorSpec("x", dtype, (2, 3)).num_bytes == num_bytes

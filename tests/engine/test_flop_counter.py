@@ -1,4 +1,4 @@
-"""FLOPs are counted by operation, and are called unknown where an operation hides what it does."""
+"""Counting FLOPs: of the model, of recomputation, and of unknown operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_LAYER = 2 * RECORDS * WIDTH * WIDTH
 
 @pytest.fixture
 def hidden_square() -> Iterator[Any]:
-    """An operation of a library's own, as fused kernels are."""
+    """Yield a custom operation without a FLOP formula, like a fused kernel."""
     library = torch.library.Library("dstrial_test", "FRAGMENT")
     library.define("square(Tensor x) -> Tensor")
     library.impl("square", lambda x: x @ x, "CompositeExplicitAutograd")
@@ -31,7 +31,8 @@ def layers() -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
 
 
-def test_a_model_of_matrices_needs_six_flops_a_parameter_and_record_but_for_the_first_gradient() -> None:
+def test_linear_model_needs_six_flops_per_parameter() -> None:
+    """Except in the first layer, whose input needs no gradient."""
     model = layers()
     with FlopCounter() as counter:
         model(torch.randn(RECORDS, WIDTH)).sum().backward()
@@ -54,7 +55,7 @@ def call(model: torch.nn.Module, records: torch.Tensor) -> torch.Tensor:
 
 
 def counted(train: Callable[..., object], wrapped: Callable[..., torch.Tensor]) -> FlopCount:
-    """Return what a training counts whose layers are called so."""
+    """Return the FLOPs of ``train`` when ``wrapped`` calls the model."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(part for one in layers() for part in (one, torch.nn.Tanh())))
     records = torch.randn(RECORDS, WIDTH, requires_grad=True)
@@ -74,7 +75,7 @@ TRAININGS: dict[str, Callable[..., object]] = {
         wrapped(model, records).pow(2).sum().backward(create_graph=True)
     ),
     "gradient penalty": lambda model, records, wrapped: slope_of(model, records, wrapped).norm().backward(),
-    # As force fields do: what is checkpointed is a gradient itself.
+    # As force fields do: the checkpointed function itself computes a gradient.
     "checkpointed gradient": lambda model, records, wrapped: (
         wrapped(lambda one: slope_of(model, one, call), records).norm().backward()
     ),
@@ -82,7 +83,7 @@ TRAININGS: dict[str, Callable[..., object]] = {
 
 
 def with_each_kind(training: str) -> list[Any]:
-    # DeepSpeed 0.19.0 asks for a stream in its checkpoints, and a CPU has none.
+    # Activation checkpointing of DeepSpeed 0.19.0 asks for a stream, which a CPU does not have.
     return [
         pytest.param(training, kind, marks=needs_0_19_8 if kind.startswith("DeepSpeed") else ())
         for kind in CHECKPOINTS
@@ -95,12 +96,12 @@ def with_each_kind(training: str) -> list[Any]:
     [
         *with_each_kind("gradients"),
         *with_each_kind("gradients with their graph"),
-        # Other kinds refuse to be differentiated twice.
+        # The other kinds of checkpoints cannot be differentiated twice.
         ("gradient penalty", "torch"),
         ("checkpointed gradient", "torch"),
     ],
 )
-def test_recomputation_is_told_apart(training: str, kind: str) -> None:
+def test_recomputation_is_counted_separately(training: str, kind: str) -> None:
     without, count = (counted(TRAININGS[training], wrapped) for wrapped in (call, CHECKPOINTS[kind]))
 
     assert without.recomputed == 0
@@ -110,7 +111,7 @@ def test_recomputation_is_told_apart(training: str, kind: str) -> None:
     assert count.unknown is None
 
 
-def test_the_newer_kind_of_checkpoints_stops_once_all_is_there_that_backward_needs() -> None:
+def test_nonreentrant_checkpoint_recomputes_only_needed_layers() -> None:
     records = torch.randn(RECORDS, WIDTH, requires_grad=True)
     with FlopCounter() as counter:
         checkpoint(layers(), records, use_reentrant=False).sum().backward()
@@ -119,7 +120,7 @@ def test_the_newer_kind_of_checkpoints_stops_once_all_is_there_that_backward_nee
     assert counter.count.recomputed == 2 * ONE_LAYER
 
 
-def test_gradients_that_are_differentiated_again_are_the_models() -> None:
+def test_create_graph_gradients_are_no_recomputation() -> None:
     model = layers()
     with FlopCounter() as counter:
         model(torch.randn(RECORDS, WIDTH)).pow(2).sum().backward(create_graph=True)
@@ -129,8 +130,8 @@ def test_gradients_that_are_differentiated_again_are_the_models() -> None:
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_gradients_of_what_a_module_takes_may_be_asked_for(create_graph: bool) -> None:
-    """As penalties on gradients, forces and equations do; torch's own counter fails there."""
+def test_gradients_of_module_inputs_are_counted(create_graph: bool) -> None:
+    """As gradient penalties and force fields do; torch's own counter fails there."""
     model, records = layers(), torch.randn(RECORDS, WIDTH, requires_grad=True)
     with FlopCounter() as counter:
         (slope,) = torch.autograd.grad(model(records).pow(2).sum(), records, create_graph=create_graph)
@@ -143,7 +144,7 @@ def test_gradients_of_what_a_module_takes_may_be_asked_for(create_graph: bool) -
     assert counter.count.total >= (3 + 3) * ONE_LAYER
 
 
-def test_an_operation_without_a_formula_makes_the_count_unknown_and_is_named(hidden_square: Any) -> None:
+def test_operation_without_formula_makes_count_unknown(hidden_square: Any) -> None:
     with FlopCounter() as counter:
         hidden_square(torch.ones(4, 4))
 
@@ -151,7 +152,7 @@ def test_an_operation_without_a_formula_makes_the_count_unknown_and_is_named(hid
     assert "dstrial_test.square has no formula" in counter.count.unknown
 
 
-def test_a_formula_that_fails_ends_nothing() -> None:
+def test_failing_formula_makes_count_unknown() -> None:
     def fail(*_args: object, **_kwargs: object) -> int:
         raise AssertionError("an assumption of the formula's")
 
@@ -165,7 +166,7 @@ def test_a_formula_that_fails_ends_nothing() -> None:
     assert "aten.mm cannot be counted (AssertionError)" in counter.count.unknown
 
 
-def test_an_optimizers_products_are_not_the_models() -> None:
+def test_paused_counter_ignores_optimizer_products() -> None:
     with FlopCounter() as counter:
         assert counter.paused(lambda: torch.ones(4, 4) @ torch.ones(4, 4)).shape == (4, 4)
 
@@ -177,7 +178,7 @@ class Engine:
         self.module = module
 
 
-def test_a_compiled_module_cannot_be_counted_and_the_reason_names_it() -> None:
+def test_compiled_module_is_uncountable_with_reason() -> None:
     model = layers()
     assert why_uncountable([Engine(model)]) is None
 

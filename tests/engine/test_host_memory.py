@@ -16,13 +16,13 @@ def system(tmp_path: pathlib.Path, cgroups: str) -> tuple[pathlib.Path, pathlib.
     return meminfo, write(tmp_path / "cgroup", cgroups), tmp_path / "fs"
 
 
-def test_the_machine_answers_where_no_group_is_limited(tmp_path: pathlib.Path) -> None:
+def test_available_bytes_without_cgroup_limit_uses_meminfo(tmp_path: pathlib.Path) -> None:
     write(tmp_path / "fs" / "job" / "memory.max", "max\n")
     write(tmp_path / "fs" / "job" / "memory.current", "5\n")
     assert available_bytes(*system(tmp_path, "0::/job\n")) == 8 * GIB
 
 
-def test_the_tightest_group_counts_with_its_page_cache_as_free(tmp_path: pathlib.Path) -> None:
+def test_tightest_cgroup_counts_page_cache_as_free(tmp_path: pathlib.Path) -> None:
     write(tmp_path / "fs" / "job" / "memory.max", f"{4 * GIB}\n")
     write(tmp_path / "fs" / "job" / "memory.current", f"{3 * GIB}\n")
     write(tmp_path / "fs" / "job" / "memory.stat", f"anon 5\ninactive_file {GIB}\n")
@@ -30,16 +30,16 @@ def test_the_tightest_group_counts_with_its_page_cache_as_free(tmp_path: pathlib
     assert available_bytes(*system(tmp_path, "0::/job/step\n")) == 2 * GIB
 
 
-def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: pathlib.Path) -> None:
+def test_cgroup_over_limit_leaves_zero_bytes(tmp_path: pathlib.Path) -> None:
     write(tmp_path / "fs" / "job" / "memory.max", "10\n")
     write(tmp_path / "fs" / "job" / "memory.current", "11\n")
     assert available_bytes(*system(tmp_path, "0::/job\n")) == 0
 
 
-def test_a_system_that_says_nothing_is_no_limit(tmp_path: pathlib.Path) -> None:
+def test_available_bytes_without_files_is_none(tmp_path: pathlib.Path) -> None:
     assert available_bytes(tmp_path / "a", tmp_path / "b", tmp_path / "c") is None
 
 
-def test_this_system_can_be_asked() -> None:
+def test_available_bytes_works_on_this_system() -> None:
     found = available_bytes()
     assert found is None or found > 0

@@ -1,4 +1,4 @@
-"""A scheduler of the trial's code goes on with the base learning rate of a checkpoint."""
+"""Optimizer settings of a checkpoint under a scheduler that the trial created."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.ranks
 
 
 def settings_under_a_scheduler(path):
-    """Return what is said of a scheduler of the trial's code, without and with an override."""
+    """Return the differing settings without override, and the error with override."""
     import deepspeed
     import torch
 
@@ -40,7 +40,7 @@ def settings_under_a_scheduler(path):
     return found, ""
 
 
-def test_override_under_a_scheduler_of_code_is_refused(tmp_path):
+def test_override_under_code_scheduler_is_refused(tmp_path):
     (result,) = run_function(settings_under_a_scheduler, 1, str(tmp_path))
 
     found, refusal = result.value

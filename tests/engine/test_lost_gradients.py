@@ -1,4 +1,4 @@
-"""Which calls of backward DeepSpeed adds up, and that the others are refused."""
+"""Calls of ``backward`` are refused if DeepSpeed would lose their gradients."""
 
 import pytest
 
@@ -21,7 +21,7 @@ SEQUENCES = (
 
 
 def weights_and_refusals():
-    """Train each sequence with each stage; returns (weights, refusal) by sequence and stage."""
+    """Train all sequences in all stages; return (weights, refusal) of each pair."""
     import deepspeed
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
@@ -76,7 +76,7 @@ def weights_and_refusals():
     return found
 
 
-def test_backward_is_refused_where_gradients_are_lost():
+def test_backward_losing_gradients_is_refused():
     (result,) = run_function(weights_and_refusals, 1)
 
     lost = {key for key, (weights, _) in result.value.items() if weights != result.value[key[0], 0][0]}

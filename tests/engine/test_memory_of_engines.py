@@ -1,4 +1,4 @@
-"""Where memory went is what can be computed by hand: half precision, offloading, mixtures of experts, tensor parallelism."""
+"""Measured memory of real engines against values computed by hand."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dstrial.engine.dryrun.values import DryRunRequest, ModelTrace
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 NUM = 2 * 64 * 256
-"""Weights of the layers, two matrices, each as large as the share of a rank."""
+"""Weights of the two layers; each matrix has half of them, as each rank does."""
 HALF = NUM // 2
 GATE = 2 * 64
-"""Weights that choose between two experts."""
+"""Weights of the gate that chooses between two experts."""
 BUCKET = 4096
 RECORDS, WIDTH = 32, 64
 
@@ -42,8 +42,8 @@ TENSOR_PARALLEL = {
     }
 }
 
-# Options of the program, and bytes by part. Adam keeps two numbers of 4 bytes for each weight; beside weights of 2 bytes, and
-# with ZeRO, there is a master of 4. Two numbers are least and most: which matrix of a rank's comes first decides.
+# Options of the program, and bytes by part. Adam keeps two numbers of 4 bytes for each weight; with weights of 2 bytes, or
+# with ZeRO, also a 4-byte master weight. A pair is the least and the most: it depends on the order of a rank's matrices.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": (
         {"stage": 0, "more": BF16},
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"stage": 1, "more": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}},
         {"parameters": 2 * NUM, "optimizer": 12 * HALF, "gradients": (6 * NUM, 6 * NUM), "buffers": 0},
     ),
-    # A matrix's gradient waits to be reduced beside the rank's share of all.
+    # The gradient of a matrix waits for its reduction in addition to the rank's partition of all gradients.
     "bf16, ZeRO 2": (
         {"stage": 2, "more": BF16},
         {
@@ -82,7 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "buffers": (2 * BUCKET, 2 * BUCKET + 2 * NUM),
         },
     ),
-    # Gradients of the masters besides. Buffers: one for a matrix on either side, and a copy of the rank's weights on the host.
+    # Includes gradients of master weights. Buffers: a matrix on device and host each, and the rank's host weights.
     "offloaded, ZeRO 2": (
         {"stage": 2, "more": TORCH_ADAM, "zero": OFFLOADED},
         {
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "buffers": (2 * BUCKET, 2 * BUCKET + 2 * NUM),
         },
     ),
-    # Each rank has one of the two experts whole, which nobody shares with it; the rest is divided.
+    # Each rank holds one of the two experts without partitioning; ZeRO partitions the other weights.
     "mixture": (
         {"stage": 0, "is_mixture": True},
         {
@@ -140,7 +140,7 @@ PROGRAM = ("memory_program", {"cases": {name: options for name, (options, _) in 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_part_is_as_large_as_what_it_holds(program: RunningProgram, case: str) -> None:
+def test_measured_memory_parts_match_expected_bytes(program: RunningProgram, case: str) -> None:
     _, expected = CASES[case]
     for rank, measured in enumerate(program.result(case)):
         assert "error" not in measured, measured["message"] + measured["traceback"]
@@ -148,7 +148,7 @@ def test_each_part_is_as_large_as_what_it_holds(program: RunningProgram, case: s
         assert measured["found_by"] == "storages of tensors; activations and peak operation by operation"
         for part, size in expected.items():
             least, most = size if isinstance(size, tuple) else (size, size)
-            # Some numbers of their own besides: counters of steps, losses, norms.
+            # The tolerance is for step counters, losses and norms.
             assert least <= found[f"{part}_bytes"] <= most + 256, (rank, part, found)
         assert found["tensors_peak_bytes"] >= found["parameters_bytes"] + found["optimizer_bytes"]
 
@@ -157,16 +157,16 @@ def test_each_part_is_as_large_as_what_it_holds(program: RunningProgram, case: s
     ("case", "num_bytes", "hidden"),
     [
         ("bf16", 2, 256),
-        # 0.19.0 keeps a gathered weight until backward.
+        # DeepSpeed 0.19.0 keeps a gathered weight until backward.
         pytest.param("bf16, ZeRO 3", 2, 256, marks=needs_0_19_8),
         ("tensor parallel", 4, 128),
     ],
 )
-def test_activations_are_what_backward_needs(
+def test_activation_bytes_match_tensors_kept_for_backward(
     program: RunningProgram, case: str, num_bytes: int, hidden: int
 ) -> None:
     for measured in program.result(case):
-        # The records, what comes of tanh, and what is squared.
+        # The records, the output of tanh, and the input of the square.
         expected = num_bytes * RECORDS * (WIDTH + hidden + WIDTH)
         assert expected <= measured["bytes"]["activations_bytes"] <= expected + 64
 
@@ -198,7 +198,7 @@ def trace(model: str) -> ModelTrace:
         *("offloaded, ZeRO 2", "offloaded, ZeRO 3", "mixture, bf16, ZeRO 2"),
     ],
 )
-def test_memory_in_closed_form_is_that_of_engines(program: RunningProgram, case: str) -> None:
+def test_closed_form_memory_matches_engines(program: RunningProgram, case: str) -> None:
     options, _ = CASES[case]
     zero = {"stage": options["stage"], "reduce_bucket_size": BUCKET, **options.get("zero", {})}
     features = ZeroFeatures.from_config({"zero_optimization": zero}, replicas=2, bytes_per_value=2)

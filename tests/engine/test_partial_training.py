@@ -1,4 +1,4 @@
-"""Checkpoints of models of which only a part is trained: LoRA adapters, frozen parts; with and without the frozen weights."""
+"""Checkpoints of partly trained models: LoRA adapters and frozen parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 @pytest.mark.exhaustive("[lora-False]")
 @pytest.mark.parametrize("holds_frozen", [False, True])
 @pytest.mark.parametrize("kind", adapter_program.MODELS)
-def test_partly_trained_model_resumes_and_reshapes_to_the_bit(
+def test_partly_trained_model_resumes_and_reshapes_bitwise(
     tmp_path: Path, kind: str, holds_frozen: bool
 ) -> None:
     on_two = run_function(
@@ -36,7 +36,7 @@ def test_partly_trained_model_resumes_and_reshapes_to_the_bit(
 
 
 @pytest.mark.parametrize("method", ["Vera", "RandLora", "TinyLora", "Delora"])
-def test_an_adapter_with_buffers_has_the_names_of_pefts_file(method: str) -> None:
+def test_adapter_keys_with_buffers_match_peft_file(method: str) -> None:
     if not hasattr(peft, f"{method}Config"):
         pytest.skip(f"this release of PEFT has no {method}")
     config = getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", target_modules=["q_proj"])
@@ -45,8 +45,8 @@ def test_an_adapter_with_buffers_has_the_names_of_pefts_file(method: str) -> Non
     assert set(adapter_of(model)["keys"].values()) == expected.keys()
 
 
-def test_an_adapter_that_peft_does_not_name_has_no_export(caplog: pytest.LogCaptureFixture) -> None:
-    """PEFT cuts the values of AdaLoRA's factors once their ranks are reduced."""
+def test_adalora_with_reduced_ranks_is_not_exported(caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT truncates the factors of AdaLoRA once their ranks are reduced."""
     config = peft.AdaLoraConfig(
         task_type="CAUSAL_LM",
         target_modules=["q_proj", "v_proj"],

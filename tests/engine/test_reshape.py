@@ -1,4 +1,4 @@
-"""Which layouts a checkpoint can be brought into, and what goes along besides weights and optimizer."""
+"""Layouts into which a checkpoint can be reshaped, and the state that is carried."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LAYOUT = dataclasses.replace(
         ("FusedLion", "FusedAdam", False),
     ],
 )
-def test_one_algorithm_under_several_names_is_one_optimizer(one: str, other: str, is_same: bool) -> None:
+def test_optimizer_names_of_same_algorithm_are_equal(one: str, other: str, is_same: bool) -> None:
     for saved, now in ((one, other), (other, one)):
         problems = reshape_problems(
             dataclasses.replace(LAYOUT, optimizer=saved), dataclasses.replace(LAYOUT, optimizer=now)
@@ -104,12 +104,12 @@ def test_ranks_stages_offload_and_precision_may_change() -> None:
         ),
     ],
 )
-def test_what_cannot_change_is_named_with_what_to_do(now: Layout, problem: str) -> None:
+def test_reshape_problem_names_change_and_remedy(now: Layout, problem: str) -> None:
     assert problem in reshape_problems(LAYOUT, now)
 
 
 @pytest.mark.parametrize("is_unfrozen", [True, False])
-def test_reshape_of_unfrozen_model_says_what_to_do(is_unfrozen: bool) -> None:
+def test_reshape_with_changed_requires_grad_names_remedy(is_unfrozen: bool) -> None:
     frozen, trained = (
         dataclasses.replace(
             LAYOUT,
@@ -136,20 +136,20 @@ def test_reshape_unknown_optimizer_is_refused_by_name() -> None:
     ]
 
 
-def test_model_parallel_layers_are_not_taken_for_whole_ones() -> None:
+def test_reshape_of_model_parallel_layers_is_refused() -> None:
     cut = dataclasses.replace(LAYOUT, model_parallel_size=2, data_parallel_size=2, engine_kind="pipeline")
     assert reshape_problems(cut, dataclasses.replace(cut, zero_stage=1)) == [
         "layers are cut over 2 tensor-parallel ranks: resume with the layout that wrote them"
     ]
 
 
-def test_frozen_and_empty_parameters_may_be_in_a_group_or_in_none() -> None:
+def test_frozen_or_empty_parameters_may_lack_group() -> None:
     for changes in ({"trainable": False}, {"shape": (0, 3)}):
         in_group, in_none = with_place(**changes), with_place(**changes, group_idx=None)
         assert reshape_problems(in_group, in_none) == reshape_problems(in_none, in_group) == []
 
 
-def test_tied_layers_of_several_ranks_are_one_only_if_they_are_equal() -> None:
+def test_merged_tied_modules_must_be_equal() -> None:
     one = {"tied_modules": {"shared": {"weight": torch.ones(2), "bias": torch.zeros(2)}}}
     other = {"tied_modules": {"shared": {"weight": torch.ones(2), "bias": torch.ones(2)}}}
     assert merged_tied_modules([one, {"tied_modules": {}}, one]) == one["tied_modules"]
@@ -158,7 +158,7 @@ def test_tied_layers_of_several_ranks_are_one_only_if_they_are_equal() -> None:
 
 
 @pytest.mark.ranks
-def test_a_dynamic_loss_scale_goes_on_where_it_was_in_another_zero_stage(tmp_path: Path) -> None:
+def test_dynamic_loss_scale_survives_zero_stage_change(tmp_path: Path) -> None:
     by_stages = run_function(reshape_program.carry_loss_scales, 2, str(tmp_path))[0].value
 
     assert len(by_stages) == 4
@@ -169,14 +169,15 @@ def test_a_dynamic_loss_scale_goes_on_where_it_was_in_another_zero_stage(tmp_pat
 
 
 @pytest.mark.ranks
-def test_the_second_copy_of_the_weights_within_a_machine_is_not_the_one_before(tmp_path: Path) -> None:
+def test_load_refreshes_hpz_secondary_weights(tmp_path: Path) -> None:
+    """ZeRO++ hpZ keeps a second copy of the weights within each machine."""
     problem, before, after = run_function(reshape_program.load_into_second_copies, 2, str(tmp_path))[0].value
     assert problem is None
     assert after == pytest.approx(before, abs=1e-6)
 
 
 @pytest.mark.ranks
-def test_biases_that_a_tied_layer_has_on_every_stage_are_not_made_one_in_silence(tmp_path: Path) -> None:
+def test_unequal_biases_of_tied_layer_are_refused(tmp_path: Path) -> None:
     for result in run_function(reshape_program.merge_untied_biases, 2, str(tmp_path)):
         assert result.value.startswith("CheckpointLayoutError: the checkpoint has another layout")
         assert (
@@ -188,7 +189,7 @@ def test_biases_that_a_tied_layer_has_on_every_stage_are_not_made_one_in_silence
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_reshape_comparison_finds_a_wrong_layout(tmp_path: Path, zero_stage: int) -> None:
+def test_reshape_comparison_detects_wrong_layout(tmp_path: Path, zero_stage: int) -> None:
     for result in run_function(reshape_program.load_from_swapped_places, 2, str(tmp_path), zero_stage):
         assert "has values that differ from the checkpoint for" in str(result.value)
         assert "norm.weight" in result.value
@@ -198,7 +199,7 @@ def test_reshape_comparison_finds_a_wrong_layout(tmp_path: Path, zero_stage: int
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_reshape_fused_adam_without_zero_keeps_step(tmp_path: Path) -> None:
-    """Into ZeRO 1, from two pipeline stages into one, and back: each state has the group's step."""
+    """Into ZeRO 1, from two pipeline stages into one, and back; states keep step 3."""
     for result in run_function(reshape_program.reshape_fused_adam, 2, str(tmp_path), deadline_s=600):
         assert len(result.value) == 6
         for pair, outcome in result.value.items():
@@ -206,7 +207,7 @@ def test_reshape_fused_adam_without_zero_keeps_step(tmp_path: Path) -> None:
 
 
 UNAVAILABLE = {"muadam": "mup", "muadamw": "mup", "musgd": "mup", "lamb": "FusedLamb", "lion": "FusedLion"}
-"""Optimizers that DeepSpeed makes only with a package that is not installed, or on a GPU."""
+"""Optimizers that need a GPU or a package that is not installed."""
 
 BIT_CASES = [(name, "fp32", False) for name in reshape_program.OPTIMIZERS]
 BIT_CASES += [("adam", "bf16", False), ("muon", "bf16", False), ("muon", "fp32", True)]
@@ -218,7 +219,7 @@ BIT_CASES += [("adam", "bf16", False), ("muon", "bf16", False), ("muon", "fp32",
 def test_reshape_by_optimizer_is_equal_or_refused(
     tmp_path: Path, optimizer: str, precision: str, is_offloaded: bool
 ) -> None:
-    """Each of ZeRO 0 to 3 on 1 and 2 ranks is loaded in each: 64 pairs, read by DeepSpeed's own calls."""
+    """ZeRO 0 to 3 on 1 and 2 ranks are 8 layouts; each is loaded in each: 64 pairs."""
     args = (str(tmp_path), optimizer, precision, is_offloaded)
 
     def on_ranks(function: Callable[..., Any], num_ranks: int) -> Any:

@@ -1,4 +1,4 @@
-"""A file written later from a copy has the bits of the file written at once, whatever has happened to the state since."""
+"""Deferred checkpoint files, written from host copies of the state."""
 
 import collections
 import pathlib
@@ -25,7 +25,7 @@ def state() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
     tied = torch.arange(6, dtype=torch.int64)
     parameter = nn.Parameter(torch.randn(3, 4).t())
-    parameter.note = "mine"  # type: ignore[attr-defined]  # DeepSpeed hangs values on parameters
+    parameter.note = "mine"  # type: ignore[attr-defined]  # DeepSpeed sets attributes on parameters
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 5)).sum().backward()
     optimizer.step()
@@ -58,7 +58,7 @@ def spoil(value: dict[str, Any]) -> None:
     value["storage"].fill_(0)
 
 
-def test_a_file_written_later_has_the_bits_of_one_written_at_once(tmp_path: pathlib.Path) -> None:
+def test_deferred_file_is_bitwise_equal_to_immediate(tmp_path: pathlib.Path) -> None:
     (tmp_path / "at once").mkdir()
     (tmp_path / "later").mkdir()
     value = state()
@@ -78,7 +78,7 @@ def test_a_file_written_later_has_the_bits_of_one_written_at_once(tmp_path: path
         (tmp_path / "later" / "state.pt").unlink()
 
 
-def test_host_memory_is_one_copy_of_the_state_and_used_again(tmp_path: pathlib.Path) -> None:
+def test_host_buffers_hold_one_copy_and_are_reused(tmp_path: pathlib.Path) -> None:
     buffers = HostBuffers()
     flat = torch.zeros(10_000)
     value = {"views": [flat[:10], flat[10:]], "other": torch.zeros(500, dtype=torch.int8)}
@@ -100,7 +100,7 @@ def test_host_memory_is_one_copy_of_the_state_and_used_again(tmp_path: pathlib.P
     assert buffers.num_bytes == 64
 
 
-def test_a_small_file_that_grows_leaves_the_large_chunk_alone(tmp_path: pathlib.Path) -> None:
+def test_growing_small_file_keeps_large_buffer(tmp_path: pathlib.Path) -> None:
     buffers = HostBuffers()
     for small in (16, 17):
         copies = StateCopies(buffers)
@@ -111,7 +111,7 @@ def test_a_small_file_that_grows_leaves_the_large_chunk_alone(tmp_path: pathlib.
 
 
 @pytest.mark.parametrize(("left", "is_at_once"), [(9_000, False), (8_000, True), (None, False)])
-def test_without_memory_for_a_copy_the_file_is_written_at_once_and_said_so(
+def test_copy_without_memory_writes_immediately_and_warns(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, left: int | None, is_at_once: bool
 ) -> None:
     copies = StateCopies(HostBuffers(2, lambda: left))
@@ -123,7 +123,7 @@ def test_without_memory_for_a_copy_the_file_is_written_at_once_and_said_so(
     assert torch.load(tmp_path / "b.pt")["weight"].shape == (1000,)
 
 
-def test_a_failure_waits_until_the_files_are_written(tmp_path: pathlib.Path) -> None:
+def test_copy_failure_is_raised_by_write(tmp_path: pathlib.Path) -> None:
     copies = StateCopies(None)
     copies.add({}, str(tmp_path / "missing" / "state.pt"))
     copies.add({}, str(tmp_path / "second.pt"))

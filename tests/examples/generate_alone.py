@@ -1,4 +1,4 @@
-"""Make a small model and its tokenizer, and generate with it without DeepSpeed and without padding.
+"""Create a small model, and generate text without DeepSpeed and without padding.
 
 ``python generate_alone.py MODEL_DEF MODEL_DIR OUTPUT.json NUM_PROMPTS NUM_CHARS NUM_NEW_TOKENS``
 """

@@ -1,4 +1,4 @@
-"""The language models of a Trainer and of an Accelerate loop, interrupted and resumed with other slots, and searched over."""
+"""The examples hf_clm and accelerate_clm: interrupted, resumed and searched."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def hf_clm() -> dict[str, Any]:
 
 
 def shipped(name: str, **flags: object) -> dict[str, Any]:
-    """A shipped config with other values of its entrypoint's flags."""
+    """Return a shipped config with other values for flags of its entrypoint."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "experiment_configs" / f"{name}.yaml").read_text())
     words = config["entrypoint"].split()
     for flag, value in flags.items():
@@ -94,7 +94,7 @@ def test_interrupted_example_resumes_on_other_slots(
 
     assert second.returncode == 0, printed
     assert json.loads(record.read_text())["state"] == "completed"
-    # No batch is trained twice or left out, and what was learned before is not lost.
+    # No batch is trained twice or skipped, and the loss continues where the interrupted run left it.
     assert [row["steps_completed"] for row in reports(tmp_path)] == list(range(1, NUM_BATCHES + 1))
     assert not list(tmp_path.glob("runs/*/*/metrics.superseded.jsonl"))
     losses = [row["metrics"]["loss"] for row in reports(tmp_path)]
@@ -122,7 +122,7 @@ def test_trainer_search_ends_stopped_trials_as_completed(
 ) -> None:
     config = shipped("hf_clm_asha", max_steps=64, eval_steps=4, save_steps=1000)
     config["hyperparameters"] |= SMALL
-    # One after the other: the second one's learning rate is a 20th of the first one's, and they are compared at batch 16.
+    # Trials run one after the other; the second has 1/20 of the first's learning rate and is compared at batch 16.
     config["searcher"] |= {"max_time": 64, "num_rungs": 2, "max_trials": 2, "max_concurrent_trials": 1}
     config["reproducibility"] = {"experiment_seed": 25}
     process = start(shared_master, tmp_path, "hf_clm", config)

@@ -1,4 +1,4 @@
-"""Every shipped experiment config trains, checkpoints and resumes; what its README promises holds."""
+"""Every shipped experiment config trains, checkpoints and resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_search(config: Path) -> bool:
 
 
 def is_script(config: Path) -> bool:
-    """Whether a loop of another library trains it, with lengths and periods in its own arguments: tests/integrations."""
+    """Return whether the config runs a script; tests/integrations covers those."""
     return "--trial" not in yaml.safe_load(config.read_text())["entrypoint"]
 
 
@@ -36,7 +36,7 @@ SEARCHES = [config for config in CONFIGS if is_search(config) and config not in 
 
 
 def context_dir_of(config: Path) -> Path:
-    """The model definition a config belongs to: the longest directory name that its file name begins with."""
+    """Return the model definition whose name is the longest prefix of the config's."""
     names = [path.name for path in (ROOT / "model_defs").iterdir() if config.stem.startswith(path.name)]
     return ROOT / "model_defs" / max(names, key=len)
 
@@ -78,7 +78,7 @@ def overwrites(values: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run directory says after a run."""
+    """The record and the reports of a run directory."""
 
     path: Path
     record: dict[str, Any]
@@ -105,7 +105,7 @@ class Outcome:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_there_are_configs_for_all_model_definitions() -> None:
+def test_every_model_definition_has_config() -> None:
     assert {context_dir_of(config) for config in CONFIGS} == {
         path for path in (ROOT / "model_defs").iterdir() if path.is_dir()
     }
@@ -113,7 +113,7 @@ def test_there_are_configs_for_all_model_definitions() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
-def test_a_shipped_config_passes_the_check(config: Path, tmp_path: Path) -> None:
+def test_shipped_config_passes_check(config: Path, tmp_path: Path) -> None:
     dstrial("check", str(config), str(context_dir_of(config)), runs_dir=tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_a_shipped_config_passes_the_check(config: Path, tmp_path: Path) -> None
     [config for config in CONFIGS if config not in SEARCHES + SCRIPTS],
     ids=lambda config: config.stem,
 )
-def test_a_shipped_config_trains_checkpoints_and_resumes(config: Path, tmp_path: Path) -> None:
+def test_shipped_config_trains_checkpoints_and_resumes(config: Path, tmp_path: Path) -> None:
     if config.stem == "lora_clm":
         pytest.importorskip("peft")
     searcher = yaml.safe_load(config.read_text())["searcher"]
@@ -169,7 +169,7 @@ def test_a_shipped_config_trains_checkpoints_and_resumes(config: Path, tmp_path:
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_master")
 @pytest.mark.parametrize("config", SEARCHES, ids=lambda config: config.stem)
-def test_a_shipped_search_runs_all_its_trials_and_names_the_best(config: Path, tmp_path: Path) -> None:
+def test_shipped_search_runs_trials_and_names_best(config: Path, tmp_path: Path) -> None:
     printed = dstrial(
         "run",
         str(config),
@@ -188,7 +188,7 @@ def test_a_shipped_search_runs_all_its_trials_and_names_the_best(config: Path, t
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_master")
-def test_the_digits_reach_the_accuracy_that_the_readme_promises(tmp_path: Path) -> None:
+def test_digits_reach_accuracy_of_readme(tmp_path: Path) -> None:
     readme = (ROOT / "model_defs" / "digits" / "README.md").read_text()
     promised = re.search(r"at least (\d+) % validation accuracy", readme)
     assert promised is not None
@@ -207,7 +207,7 @@ def test_the_digits_reach_the_accuracy_that_the_readme_promises(tmp_path: Path) 
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_master")
-def test_both_stages_of_the_pipeline_train_on_the_same_records(tmp_path: Path) -> None:
+def test_pipeline_stages_train_on_same_records(tmp_path: Path) -> None:
     # The first stage reads characters, the last one the characters that follow. Without the right
     # pairing nothing better can be learned than how frequent each character is: 4.5 bits.
     dstrial(

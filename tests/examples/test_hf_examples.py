@@ -1,4 +1,4 @@
-"""The vision transformer and the batch generation: trained, paused and resumed under the embedded master."""
+"""The examples hf_image and hf_generate, paused and resumed on a master."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_S = 240.0
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.timeout(600),  # two starts of a trial on a machine that is busy with others
+    pytest.mark.timeout(600),  # two starts of a trial on a busy machine
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="Requires: [transformers]"),
 ]
 
@@ -34,7 +34,7 @@ def values_in(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunningTrial:
-    """The one trial of an experiment that was made of a shipped config."""
+    """The only trial of an experiment that is created from a shipped config."""
 
     def __init__(
         self, master: MasterForTest, config: dict[str, Any], definition: str, directory: Path
@@ -70,7 +70,7 @@ class RunningTrial:
     def pause_after_reports(self, num_reports: int) -> None:
         self._wait(lambda: len(self.reports("training")) >= num_reports)
         self._client.post(f"{self.experiment}/pause", {})
-        # The experiment is paused at once, its trial when it has stored a checkpoint.
+        # The experiment is paused at once, but its trial only after it has stored a checkpoint.
         self._wait(lambda: self._state() == "PAUSED" and self.checkpoint_paths())
 
     def activate(self) -> None:
@@ -80,7 +80,7 @@ class RunningTrial:
         self._wait(lambda: self._state() == "COMPLETED")
 
     def checkpoint_paths(self) -> list[Path]:
-        """Directories of the checkpoints, in the order of their steps."""
+        """Return the directories of the checkpoints, ordered by step."""
         found = self._client.get(f"{self.experiment}/checkpoints")["checkpoints"]
         found = [checkpoint for checkpoint in found if checkpoint["state"] == "STATE_COMPLETED"]
         found.sort(key=lambda checkpoint: checkpoint["metadata"]["steps_completed"])
@@ -110,7 +110,7 @@ def with_arguments(config: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     return {**config, "entrypoint": entrypoint}
 
 
-def test_the_vision_transformer_goes_on_after_a_pause_without_losing_a_step(
+def test_vision_transformer_resumes_after_pause_without_gaps(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
     num_steps = 160
@@ -133,13 +133,13 @@ def test_the_vision_transformer_goes_on_after_a_pause_without_losing_a_step(
     evaluations = dict(trial.reports("validation"))
     assert list(evaluations) == [80, 160]
     assert evaluations[160]["eval_accuracy"] > 0.5
-    # The schedule of the paused run: DeepSpeed's own scheduler, whose keys are "auto".
+    # DeepSpeed's own scheduler, whose keys are "auto", continues after the pause.
     rates = [metrics["learning_rate"] for _, metrics in reports]
     assert max(rates) == pytest.approx(2e-3, rel=0.05)
     assert rates[-1] < 1e-4
 
 
-def test_texts_of_a_cut_model_are_those_of_the_whole_one_also_after_a_pause(
+def test_zero3_generation_after_pause_matches_whole_model(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
     num_prompts, num_chars, num_new_tokens = 81, 80, 12
@@ -169,7 +169,7 @@ def test_texts_of_a_cut_model_are_those_of_the_whole_one_also_after_a_pause(
 
     last = (trial.checkpoint_paths()[-1] / "outputs.jsonl").read_text().splitlines()
     assert 0 < len(first) < num_prompts
-    # Each prompt once, and what was there before the pause was not generated again.
+    # Each prompt is generated once; the outputs from before the pause are kept.
     steps = [step for step, _ in trial.reports("training")]
     assert sorted(set(steps)) == steps
     assert set(first) <= set(last)

@@ -1,4 +1,4 @@
-"""What the README shows is what a reader gets: its trial trains, goes on, and passes the check as it stands there."""
+"""The example in the README passes ``dstrial check``, trains and resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 280
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A directory with the files of the README, and nothing else."""
+    """Return a directory that contains only the files shown in the README."""
     files = re.findall(
         r"^`([\w.]+)`.*?:\n\n```\w+\n(.*?)^```", README.read_text(), flags=re.MULTILINE | re.DOTALL
     )
@@ -54,18 +54,18 @@ def dstrial(*arguments: str, cwd: Path) -> str:
     return finished.stdout
 
 
-def test_the_trial_of_the_readme_has_40_lines(project: Path) -> None:
+def test_readme_trial_has_at_most_40_lines(project: Path) -> None:
     assert len((project / "model_def.py").read_text().splitlines()) <= 40
 
 
 @pytest.mark.process
-def test_the_experiment_of_the_readme_passes_the_check(project: Path) -> None:
+def test_readme_experiment_passes_check(project: Path) -> None:
     assert "exp.yaml: ok" in dstrial("check", "exp.yaml", ".", cwd=project)
 
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_master")
-def test_the_trial_of_the_readme_trains_and_goes_on_with_another_number_of_slots(
+def test_readme_trial_resumes_with_different_slots(
     project: Path,
 ) -> None:
     def trained(num_batches: int, *arguments: str) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def test_the_trial_of_the_readme_trains_and_goes_on_with_another_number_of_slots
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_master")
-def test_checkpoints_share_files_of_the_packed_code(project: Path) -> None:
+def test_checkpoints_share_packed_code_files(project: Path) -> None:
     model = project / "model_def.py"
     model.write_text(model.read_text() + '\nopen("written_by_the_trial.txt", "w").close()\n')
     settings = {

@@ -1,4 +1,4 @@
-"""Says whether this process is a fork; a program and a function."""
+"""Returns or, as a program, prints whether this process is a fork."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def started_as() -> str:
-    # It shows the variables of the program that was executed, not those that a fork was given.
+    # The file shows the variables at the time of exec, not those that a fork received.
     variables = Path("/proc/self/environ").read_bytes().split(b"\0")
     return "a new process" if any(one.startswith(b"RANK=") for one in variables) else "a fork"
 

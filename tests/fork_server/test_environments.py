@@ -1,4 +1,4 @@
-"""Which processes may be forks of the same one."""
+"""Environment variables and commands that permit forks of the same server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ENVIRONMENT = {"PATH": "/bin", "HOME": "/home/ada", "OMP_NUM_THREADS": "1", "AP
         "PYTEST_CURRENT_TEST",
     ],
 )
-def test_what_tells_a_trial_and_a_rank_who_they_are_may_differ(name: str) -> None:
+def test_trial_and_rank_variables_may_differ(name: str) -> None:
     assert differing(_ENVIRONMENT, {**_ENVIRONMENT, name: "1"}) == []
 
 
@@ -53,15 +53,15 @@ def test_what_tells_a_trial_and_a_rank_who_they_are_may_differ(name: str) -> Non
         "ANY",
     ],
 )
-def test_every_other_variable_belongs_to_the_key(name: str) -> None:
+def test_other_variables_belong_to_key(name: str) -> None:
     assert differing(_ENVIRONMENT, {**_ENVIRONMENT, name: "another"}) == [name]
 
 
-def test_names_are_told_and_no_values() -> None:
+def test_differing_returns_names_without_values() -> None:
     assert differing(_ENVIRONMENT, {**_ENVIRONMENT, "API_KEY": "other"}) == ["API_KEY"]
 
 
-def test_the_directory_of_our_sitecustomize_is_no_difference() -> None:
+def test_sitecustomize_directory_is_no_difference() -> None:
     with_it = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join([SITE, "/mine"])}
 
     assert differing(with_it, {**_ENVIRONMENT, "PYTHONPATH": "/mine"}) == []
@@ -89,8 +89,8 @@ print(json.dumps(sorted(READ)))
 
 
 @pytest.mark.process
-def test_imports_ahead_read_no_variable_that_may_differ() -> None:
-    """Neither ``RANK`` nor another one, but those that are set or read anew in a fork."""
+def test_imports_ahead_read_only_expected_free_variables() -> None:
+    """The expected variables are set or read again in a fork."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ALL_OF_THEM": "1"}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it in a process that has compiled
     ended = subprocess.run(
@@ -99,12 +99,12 @@ def test_imports_ahead_read_no_variable_that_may_differ() -> None:
     read = json.loads(ended.stdout.splitlines()[-1])
     assert "DS_ACCELERATOR" in read
     assert [name for name in read if is_free(name)] == [
-        "DSTRIAL_ALLOCATION_DIR",  # by dstrial; sitecustomize does for a fork what it says
+        "DSTRIAL_ALLOCATION_DIR",  # by dstrial; in a fork sitecustomize applies it
         "DTRAIN_SSH_PORT",  # by determined.constants, as the next two; a fork loads it again
         "INTER_TRAIN_PROCESS_COMM_PORT_1",
         "INTER_TRAIN_PROCESS_COMM_PORT_2",
         NVML_CHECK_VARIABLE,  # set by DeepSpeed where it is not
-        "TMPDIR",  # by torch._dynamo for its cache, whose place is found anew in a fork
+        "TMPDIR",  # by torch._dynamo for its cache, whose directory a fork looks up again
         "TORCHINDUCTOR_CACHE_DIR",
     ]
 
@@ -124,5 +124,5 @@ def test_imports_ahead_read_no_variable_that_may_differ() -> None:
         ("train.py --trial model_def:T", False),
     ],
 )
-def test_only_launches_of_trial_classes_may_be_forks(words: str, expected: bool) -> None:
+def test_only_trial_class_launches_may_be_forks(words: str, expected: bool) -> None:
     assert trains_trial_class(words.split()) is expected

@@ -1,4 +1,4 @@
-"""A fork is what a new process with the same command line would be, or there is none."""
+"""A fork behaves like a new process; otherwise a new process is started."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _VARIABLES = {
 
 @contextlib.contextmanager
 def _serving(*modules: str, place: Path, is_ready: bool = True, **files: str) -> Iterator[ForkServer]:
-    """Give a server that has imported modules; ``files`` are texts of modules in ``place``, which is on its path."""
+    """Yield a server that has imported ``modules``; ``files`` are module texts."""
     for name, text in files.items():
         (place / f"{name}.py").write_text(text, encoding="utf-8")
     variables = {**_VARIABLES, "PYTHONPATH": str(place)} if files else _VARIABLES
@@ -53,7 +53,7 @@ def _serving(*modules: str, place: Path, is_ready: bool = True, **files: str) ->
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
-    """One that has imported next to nothing, and may be hurt."""
+    """Yield a server that has imported only ``json``; tests may kill it."""
     with _serving("json", place=tmp_path) as server:
         yield server
 
@@ -69,7 +69,7 @@ def _run(
     told: Callable[[str], None] = _fail,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as a fork, or as a new process; ``told`` is called with the reason of the latter."""
+    """Run a program as a fork; if it is a new process, ``told`` gets the reason."""
     with ForkedPopen(
         server,
         [sys.executable, *words],
@@ -86,7 +86,7 @@ def _run(
 
 
 def _refusal(server: ForkServer, words: list[str], **options: Any) -> tuple[str, str]:
-    """Run a program that cannot be a fork; return its output and the reason, which is empty for a fork."""
+    """Run a program; return its output and why it is no fork, or "" for a fork."""
     reasons: list[str] = []
     done = _run(server, words, told=reasons.append, **options)
     assert done.returncode == 0, done.stderr
@@ -100,9 +100,7 @@ def _script(directory: Path, text: str) -> str:
     return str(path)
 
 
-def test_what_is_left_open_is_written_and_threads_and_exit_handlers_run(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_fork_flushes_files_and_runs_exit_handlers(server: ForkServer, tmp_path: Path) -> None:
     script = _script(
         tmp_path,
         "import atexit, threading, time\n"
@@ -118,7 +116,7 @@ def test_what_is_left_open_is_written_and_threads_and_exit_handlers_run(
     assert read == {"kept": "text", "raw": "bytes", "at_exit": "ran", "thread": "ended"}
 
 
-def test_a_directory_is_relative_to_that_of_who_asks(
+def test_fork_cwd_is_relative_to_caller(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = _script(tmp_path, "import os; print(os.getcwd())")
@@ -137,12 +135,10 @@ for number in map(int, sys.argv[1:]):
 """
 
 
-def test_a_fork_has_the_files_that_it_was_to_keep_under_their_numbers(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_fork_keeps_passed_file_descriptors(server: ForkServer, tmp_path: Path) -> None:
     script = _script(tmp_path, WRITER)
     pipes = [os.pipe() for _ in range(MAX_FILES - 3)]
-    # Whatever numbers they had on their way, one replaces another.
+    # The descriptors arrive with other numbers, so moving one to its number may hit another one.
     numbers = [write for _, write in pipes]
     ended = _run(server, [script, *map(str, numbers)], pass_fds=numbers)
     assert (ended.returncode, ended.stdout) == (0, f"{numbers}\n")
@@ -152,9 +148,9 @@ def test_a_fork_has_the_files_that_it_was_to_keep_under_their_numbers(
             assert file.read() == str(write)
 
 
-def test_a_file_that_would_replace_one_of_the_imports_or_too_many_of_them_are_no_fork(tmp_path: Path) -> None:
+def test_conflicting_or_too_many_descriptors_prevent_fork(tmp_path: Path) -> None:
     read, write = os.pipe()
-    # A number that neither this process nor a new one has given to anything.
+    # A descriptor number that is unused in this process and in a new one.
     number = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 200)
     kept = f"import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), {number})\n"
     too_many = [os.dup(write) for _ in range(MAX_FILES - 2)]
@@ -167,7 +163,7 @@ def test_a_file_that_would_replace_one_of_the_imports_or_too_many_of_them_are_no
         os.close(file)
 
 
-def test_fork_keeps_the_standard_library_with_pythonpath_twice(tmp_path: Path) -> None:
+def test_fork_with_repeated_pythonpath_keeps_standard_library(tmp_path: Path) -> None:
     variables = {**_VARIABLES, "PYTHONPATH": os.pathsep.join([str(tmp_path)] * 3)}
     server = ForkServer(variables, [], log=tmp_path / "log")
     try:
@@ -177,7 +173,7 @@ def test_fork_keeps_the_standard_library_with_pythonpath_twice(tmp_path: Path) -
         server.close()
 
 
-def test_another_environment_is_a_new_process_and_named(server: ForkServer, tmp_path: Path) -> None:
+def test_different_environment_starts_new_process_with_reason(server: ForkServer, tmp_path: Path) -> None:
     script = _script(tmp_path, "import os; print(os.environ['NEW_ONE'], os.getsid(0) == os.getpid())")
     variables = {**_VARIABLES, "NEW_ONE": "there"}
     assert _refusal(server, [script], env=variables, start_new_session=True) == (
@@ -187,7 +183,7 @@ def test_another_environment_is_a_new_process_and_named(server: ForkServer, tmp_
 
 
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_is_gone_or_stopped_is_told_and_a_new_process_does(
+def test_dead_or_stopped_server_falls_back_with_reason(
     server: ForkServer, tmp_path: Path, harm: signal.Signals
 ) -> None:
     os.kill(server.pid, harm)
@@ -201,7 +197,7 @@ def test_a_server_that_is_gone_or_stopped_is_told_and_a_new_process_does(
     )
 
 
-def test_a_server_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
+def test_hanging_server_is_reported_and_killed(tmp_path: Path) -> None:
     text = "import os, time\nos.register_at_fork(before=lambda: time.sleep(1000))\n"
     with _serving("hanging", place=tmp_path, hanging=text) as server:
         server._connection.settimeout(1.0)
@@ -215,7 +211,7 @@ def test_a_server_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
         )
 
 
-def test_nothing_begins_where_its_pid_cannot_be_noted(server: ForkServer, tmp_path: Path) -> None:
+def test_fork_without_recorded_pid_never_starts(server: ForkServer, tmp_path: Path) -> None:
     script = _script(tmp_path, "open('began', 'w')")
     pids: list[int] = []
 
@@ -230,7 +226,7 @@ def test_nothing_begins_where_its_pid_cannot_be_noted(server: ForkServer, tmp_pa
     assert not (tmp_path / "began").exists()
 
 
-def test_server_with_a_thread_or_the_cuda_driver_forks_nothing(tmp_path: Path) -> None:
+def test_server_with_thread_or_cuda_refuses_forks(tmp_path: Path) -> None:
     loaded = Path("/proc/self/maps").read_text(encoding="utf-8").split()
     shutil.copy(next(word for word in loaded if word.endswith("/libm.so.6")), tmp_path / "libcuda.so.1")
     thread = (
@@ -247,7 +243,7 @@ def test_server_with_a_thread_or_the_cuda_driver_forks_nothing(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def server_of_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """One that has imported ``found``, which has asked for ``absent`` and not found it."""
+    """Yield a server that has imported ``found``, which failed to import ``absent``."""
     installed = tmp_path_factory.mktemp("installed")
     text = "try:\n    import absent\nexcept ImportError:\n    absent = None\n"
     with _serving("found", place=installed, found=text) as server:
@@ -277,7 +273,7 @@ def test_program_beside_shadowing_module_is_no_fork(
     assert _refusal(server_of_found, words, cwd=tmp_path)[1] == (named if named_like else "")
 
 
-def test_a_package_that_was_imported_ahead_is_run_with_what_it_has(tmp_path: Path) -> None:
+def test_fork_runs_package_imported_ahead(tmp_path: Path) -> None:
     package = tmp_path / "taken"
     package.mkdir()
     for name, text in {
@@ -288,18 +284,22 @@ def test_a_package_that_was_imported_ahead_is_run_with_what_it_has(tmp_path: Pat
         (package / f"{name}.py").write_text(text)
     with _serving("taken.part", "taken.__main__", place=tmp_path, unused="") as server:
         assert _run(server, ["-m", "taken"]).stdout == "5 __main__\n"
-        assert _run(server, ["-m", "taken.part"]).stderr == ""  # no warning of a module that is there already
+        assert (
+            _run(server, ["-m", "taken.part"]).stderr == ""
+        )  # runpy must not warn that the module is already imported
 
 
-def test_a_module_that_has_changed_since_is_no_fork(tmp_path: Path) -> None:
+def test_changed_module_prevents_fork(tmp_path: Path) -> None:
     with _serving("changing", place=tmp_path, changing="value = 1\n") as server:
         assert _run(server, [_script(tmp_path, "")]).returncode == 0
         module = tmp_path / "changing.py"
-        module.write_text("value = 1234\n")  # at once: each program is compared anew
+        module.write_text(
+            "value = 1234\n"
+        )  # detected at once: each fork compares the modules with their files
         assert _refusal(server, [_script(tmp_path, "")])[1] == f"{module} has changed since it was imported"
 
 
-def test_a_server_ends_with_who_has_started_it(tmp_path: Path) -> None:
+def test_server_ends_with_its_parent(tmp_path: Path) -> None:
     script = _script(
         tmp_path,
         "import os, sys, pathlib, time\n"
@@ -319,9 +319,7 @@ def test_a_server_ends_with_who_has_started_it(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive("[100]")
 @pytest.mark.parametrize("num_forks", [100, 500])
-def test_the_last_of_hundreds_of_forks_begins_like_the_first(
-    server: ForkServer, tmp_path: Path, num_forks: int
-) -> None:
+def test_hundreds_of_forks_leak_no_resources(server: ForkServer, tmp_path: Path, num_forks: int) -> None:
     def state() -> tuple[int, int, int]:
         status = Path(f"/proc/{server.pid}/status").read_text()
         resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
@@ -332,7 +330,7 @@ def test_the_last_of_hundreds_of_forks_begins_like_the_first(
         tmp_path,
         "import os, threading\nprint(len(os.listdir('/proc/self/fd')), threading.active_count(), len(os.environ))\n",
     )
-    gc.collect()  # what tests before this one have left open
+    gc.collect()  # closes files that earlier tests left open
     own_files = len(list(Path("/proc/self/fd").iterdir()))
     said = [_run(server, [script]).stdout for _ in range(5)]
     first = state()
@@ -366,7 +364,7 @@ sys.exit(5)
 """
 
 
-def test_spare_of_a_fork_is_its_child_and_as_new(server: ForkServer, tmp_path: Path) -> None:
+def test_spare_process_is_fresh_child_of_fork(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "child.py").write_text(CHILD, encoding="utf-8")
     files = [os.open(os.devnull, os.O_RDONLY), os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 2]
     program = Program([_script(tmp_path, PARENT)], _VARIABLES, str(tmp_path), has_spare=True)
@@ -380,7 +378,7 @@ def test_spare_of_a_fork_is_its_child_and_as_new(server: ForkServer, tmp_path: P
     assert said == [f"{process.pid} 3 None [1, {0o27}, True, False]", f"(5, {process.pid})"] * 2
 
 
-def test_spares_end_with_the_process_that_they_belong_to(server: ForkServer, tmp_path: Path) -> None:
+def test_spares_end_with_their_fork(server: ForkServer, tmp_path: Path) -> None:
     script = _script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(1000)")
     read, write = os.pipe()
     null = os.open(os.devnull, os.O_RDONLY)

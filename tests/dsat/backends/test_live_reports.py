@@ -1,4 +1,4 @@
-"""A report of a search that goes on is never the end of the search."""
+"""Publishing a running search's report in the notes of its experiment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def master(tmp_path: Path) -> Iterator[Master]:
 
 @pytest.fixture
 def backend(master: Master, monkeypatch: pytest.MonkeyPatch) -> ClusterBackend:
-    """Return one that has submitted experiment 1."""
+    """Return a backend that has submitted experiment 1."""
     monkeypatch.setenv("DET_MASTER", master.address)
     monkeypatch.setenv("DET_USER", "determined")
     monkeypatch.setenv("DET_USER_TOKEN", master.tokens["determined"])
@@ -41,9 +41,7 @@ def notes_of(master: Master, experiment: int) -> str:
     return str(master.get(f"/api/v1/experiments/{experiment}").json["experiment"].get("notes") or "")
 
 
-def test_a_report_stands_in_the_notes_and_a_persons_notes_are_left_alone(
-    backend: ClusterBackend, master: Master
-) -> None:
+def test_publish_writes_notes_and_keeps_user_notes(backend: ClusterBackend, master: Master) -> None:
     assert backend.publish(lambda: {"trials": [1]})
     assert is_report(notes_of(master, 1))
     master.send("PATCH", "/api/v1/experiments/1", {"notes": "mine"}, token="determined")
@@ -51,9 +49,7 @@ def test_a_report_stands_in_the_notes_and_a_persons_notes_are_left_alone(
     assert notes_of(master, 1) == "mine"
 
 
-def test_an_experiment_that_somebody_has_deleted_ends_no_search(
-    backend: ClusterBackend, master: Master
-) -> None:
+def test_publish_to_deleted_experiment_succeeds_and_stops(backend: ClusterBackend, master: Master) -> None:
     def delete(tx: Any) -> None:
         tx.execute("PRAGMA defer_foreign_keys = ON")
         for table in ("checkpoints", "allocations", "metrics"):

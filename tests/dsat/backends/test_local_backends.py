@@ -1,4 +1,4 @@
-"""Measuring on this machine: launchers of scripts, and persistent ranks with real DeepSpeed engines."""
+"""Local backends: launchers of scripts, and persistent ranks with real engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BASE: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     "zero_optimization": {"stage": 1},
 }
-X: dict[str, Any] = {"stage": 2}
+X: dict[str, Any] = {"stage": 2}  # measured first and last
 OTHERS: list[dict[str, Any]] = [
     {"stage": stage, **more}
     for stage in (3, 0, 1, 2)
@@ -40,7 +40,7 @@ OTHERS: list[dict[str, Any]] = [
     for more in ({}, {"reduce_bucket_size": 100_000})
 ]
 OTHERS += [{"stage": 3, "stage3_param_persistence_threshold": 0}, {"stage": 3, "sub_group_size": 1000}]
-# Every stage, and everything that has threads, buffers or files of its own.
+# Every stage, and every option whose engine has its own threads, buffers or files.
 OF_EACH_KIND: list[dict[str, Any]] = [
     OTHERS[0],
     {"stage": 0},
@@ -69,7 +69,7 @@ KNOBS = ("recomputes", "compiles", "read by nobody")
 
 
 class Ranks:
-    """Two persistent ranks, and what they have measured."""
+    """Two persistent ranks, and the results that they have written."""
 
     def __init__(self, directory: Path) -> None:
         (directory / "model").mkdir()
@@ -94,7 +94,7 @@ class Ranks:
         self.backend.start(TrialSpec(trial_id, {}, hparams, str(trial_id), best))
 
     def ended(self) -> Outcome:
-        """Return the outcome of the trial that was begun."""
+        """Wait until the started trial ends and return its outcome."""
         give_up_at_s = time.monotonic() + DEADLINE_S
         while not (ended := self.backend.poll()):
             assert time.monotonic() < give_up_at_s, self.output()[-4000:]
@@ -105,7 +105,7 @@ class Ranks:
         return "".join(path.read_text() for path in self.record.ranks_path.glob("*/output.log"))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all results that ranks have written, with the number of the ranks."""
+        """Return all written result rows; ``ranks`` counts the starts of the ranks."""
         return [
             {**row, "ranks": int(path.parent.name)}
             for path in sorted(self.record.ranks_path.glob("*/results.jsonl"))
@@ -124,10 +124,10 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("others", [OF_EACH_KIND, OTHERS], ids=["one of each kind", "all"])
-def test_engines_leave_nothing_in_ranks_that_live_on(ranks: Ranks, others: list[dict[str, Any]]) -> None:
+def test_persistent_ranks_keep_no_state_between_trials(ranks: Ranks, others: list[dict[str, Any]]) -> None:
     knobs = [{**_hparams(X), "knob": knob} for knob in KNOBS]
     wanted = [_hparams(X), *(_hparams(zero) for zero in others), *knobs, _hparams(X)]
-    # What an earlier process of the search has measured as its best.
+    # The best result of an earlier process of the search.
     best = (_hparams(OTHERS[0]), {"latency": 1e9, "half_width": 0.01})
     outcomes = []
     for trial_id, hparams in enumerate(wanted, 1):
@@ -154,7 +154,7 @@ def test_engines_leave_nothing_in_ranks_that_live_on(ranks: Ranks, others: list[
 
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_ranks_that_fail_are_replaced_and_say_why(ranks: Ranks) -> None:
+def test_persistent_ranks_classify_failures_and_respawn(ranks: Ranks) -> None:
     def measured(fault: str) -> Outcome:
         ranks.begin(1, _hparams(X, fault))
         return ranks.ended()
@@ -179,7 +179,7 @@ def test_ranks_that_fail_are_replaced_and_say_why(ranks: Ranks) -> None:
     assert (oom.kind, oom.rank, oom.phase) == (FailureKind.DEVICE_OOM, 1, "init")
     assert oom.requested_bytes == 3 * 2**30
     assert isinstance(measured(""), Measured)
-    # What does not fit beside what earlier configurations have left is measured in fresh ranks before it counts.
+    # Out of memory counts only after a repeat in fresh ranks: earlier trials may have left memory allocated.
     before = ranks.backend._number
     host = _failure(measured("host out of memory"))
     assert (host.kind, host.requested_bytes) == (FailureKind.HOST_OOM, 4 * 2**50)
@@ -197,7 +197,7 @@ def test_ranks_that_fail_are_replaced_and_say_why(ranks: Ranks) -> None:
 
 
 @pytest.mark.process
-def test_killed_search_ends_launcher_of_script_and_counts_attempts(tmp_path: Path) -> None:
+def test_killed_search_ends_script_launcher_counts_attempt(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, time\npathlib.Path('rank').write_text(str(os.getpid()))\ntime.sleep(1000)\n"
     )
@@ -212,7 +212,7 @@ def test_killed_search_ends_launcher_of_script_and_counts_attempts(tmp_path: Pat
     assert killed.start(spec) == {"attempt": 1}
     assert killed.poll() == []
     wait_for(lambda: pid.exists() and pid.read_text(), deadline_s=120.0)
-    # Ranks of scripts are new processes, so /proc shows their own variables.
+    # A script's ranks are new processes, not forks, so /proc shows their variables.
     assert b"RANK=0" in Path(f"/proc/{pid.read_text()}/environ").read_bytes().split(b"\0")
 
     again = LocalBackend(settings, record)
@@ -227,7 +227,7 @@ def test_killed_search_ends_launcher_of_script_and_counts_attempts(tmp_path: Pat
 
 
 @pytest.mark.process
-def test_ranks_end_with_their_search_which_counts_attempts(ranks: Ranks) -> None:
+def test_killed_search_ends_persistent_ranks_counts_attempt(ranks: Ranks) -> None:
     ranks.begin(1, _hparams(X))
     ranks.backend.poll()
     launcher = ranks.backend._launcher
@@ -236,7 +236,7 @@ def test_ranks_end_with_their_search_which_counts_attempts(ranks: Ranks) -> None
     again = ranks.made()
 
     assert launcher.exit_code is not None
-    # A trial that was killed with its search: once that may be by chance.
+    # A trial that was killed with its search once is retried; the second time it fails.
     spec = TrialSpec(1, {}, _hparams(X), "1")
     assert not again.adopt(spec, {"attempt": 1})
     assert again.start(spec) == {"attempt": 2}
@@ -246,7 +246,7 @@ def test_ranks_end_with_their_search_which_counts_attempts(ranks: Ranks) -> None
     assert _failure(ended.outcome).kind is FailureKind.HOST_OOM
 
 
-def test_what_was_measured_counts_although_the_best_hangs_when_it_is_measured_again(ranks: Ranks) -> None:
+def test_challenger_result_survives_hanging_incumbent_remeasurement(ranks: Ranks) -> None:
     measured = Measured({"latency": 100.0})
     task = _Task(TrialSpec(3, {}, _hparams(X), "3"), _hparams(X), began_s=time.time(), challenger=measured)
     ranks.backend._task = task
@@ -267,7 +267,8 @@ def _failure(outcome: Outcome) -> Failure:
     return outcome
 
 
-def test_a_machine_that_became_slower_takes_nothing_from_a_better_configuration() -> None:
+def test_incumbent_drift_correction_rescales_challenger() -> None:
+    """The machine became 1.1 times slower; the challenger's times are divided by 1.1."""
     best = Incumbent("throughput")
     first = Measured({"latency": 100.0, "throughput": 10.0, "half_width": 0.01})
     best.consider({"name": "first"}, first)

@@ -1,4 +1,4 @@
-"""What the trial of a search is given: all that its command knows, but no secrets."""
+"""A search that runs as a trial on the master: its files, events and restarts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dstrial.dsat.search_trial import _settings
 from dstrial.errors import DstrialError, SearchError
 
 
-def test_trial_of_search_is_given_its_command_without_secrets(
+def test_search_trial_receives_settings_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = {"environment_variables": ["AWS_SECRET_ACCESS_KEY=hunter2"]}
@@ -43,7 +43,7 @@ def test_trial_of_search_is_given_its_command_without_secrets(
     assert "hunter2" not in files[SEARCH_FILE]
     search: dict[str, Any] = json.loads(files[SEARCH_FILE])
     assert (search["search_id"], search["events"]) == ("0a1b2c3d", [{"event": "inputs"}])
-    # The trial has the secrets by its own config.
+    # The trial reads the secrets from its own experiment config.
     trial = det.TrialInfo(1, 1, 0, {}, {"environment": environment}, 0, 0, False, None)
     for file in (space, batch, path):
         file.unlink()
@@ -57,7 +57,7 @@ def test_trial_of_search_is_given_its_command_without_secrets(
 
 
 class _Master:
-    """A master with the experiments of one search, which keeps or refuses what it is given."""
+    """A fake master with one search's experiments; stores or refuses new ones."""
 
     find = ClusterBackend.find
 
@@ -113,12 +113,12 @@ def _search(
 
 
 def _given(master: _Master) -> list[str]:
-    """Return the events that the last submitted experiment was given."""
+    """Return the kinds of the events that the last new experiment received."""
     return [event["event"] for event in json.loads(master.files[SEARCH_FILE])["events"]]
 
 
 def _read(search: SearchOnMaster) -> list[dict[str, Any]]:
-    """Read events, and append them to the record, as a driver does."""
+    """Read new events and append them to the record, as the driver does."""
     search._next_poll_s = 0.0
     events = search.events()
     for event in events:
@@ -126,7 +126,7 @@ def _read(search: SearchOnMaster) -> list[dict[str, Any]]:
     return events
 
 
-def test_search_is_submitted_and_its_events_are_read_once(tmp_path: Path) -> None:
+def test_search_is_submitted_and_events_read_once(tmp_path: Path) -> None:
     new, running, next_one = (tmp_path / name for name in ("new", "running", "next"))
     for directory in (new, running, next_one):
         directory.mkdir()
@@ -159,7 +159,7 @@ def _places(events: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
 def test_search_counts_no_attempt_of_canceled_experiment(
     states: list[ExperimentState], is_interrupted: bool, tmp_path: Path
 ) -> None:
-    """An experiment that was canceled was not killed by a configuration."""
+    """The configuration under test did not cause the cancellation."""
     killed = {**_KILLED, "handle": {"attempt": 1, "experiment_id": len(states)}}
     log = "the launcher was killed by SIGKILL"
     ended = [_experiment(number, state, killed, log=log) for number, state in enumerate(states, 1)]
@@ -169,7 +169,7 @@ def test_search_counts_no_attempt_of_canceled_experiment(
     assert _given(master) == ["submitted", *(["interrupted"] if is_interrupted else [])]
 
 
-def test_search_with_larger_budget_goes_on_in_another_experiment(tmp_path: Path) -> None:
+def test_search_with_larger_budget_continues_in_new_experiment(tmp_path: Path) -> None:
     search, master = _search(tmp_path, _experiment(1, ExperimentState.COMPLETED, _KILLED, _SPENT))
 
     assert _read(search) == _places([_KILLED, _SPENT], 1)
@@ -179,7 +179,7 @@ def test_search_with_larger_budget_goes_on_in_another_experiment(tmp_path: Path)
     assert search._experiment.id == 2
 
 
-def test_search_that_ran_out_of_memory_goes_on_in_another_experiment(tmp_path: Path) -> None:
+def test_search_killed_by_sigkill_continues_in_new_experiment(tmp_path: Path) -> None:
     search, master = _search(tmp_path)
     reasons = ("the launcher was killed by SIGKILL", "ImportError: no such module")
     for number, log in enumerate(reasons, 1):
@@ -194,7 +194,9 @@ def test_search_that_ran_out_of_memory_goes_on_in_another_experiment(tmp_path: P
 
 
 @pytest.mark.parametrize("state", [ExperimentState.ERROR, ExperimentState.COMPLETED])
-def test_next_command_goes_on_after_failed_search(state: ExperimentState, tmp_path: Path) -> None:
+def test_next_command_continues_failed_search_in_new_experiment(
+    state: ExperimentState, tmp_path: Path
+) -> None:
     failed = _experiment(1, state, _KILLED, _RESULT, log="ImportError: no such module")
     search, master = _search(tmp_path, failed, journal=_places([_KILLED], 1))
 

@@ -1,4 +1,4 @@
-"""How a failed measurement is told apart from another one."""
+"""Classifying failed measurements, and scoring successful ones."""
 
 from __future__ import annotations
 

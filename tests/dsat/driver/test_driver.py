@@ -1,4 +1,4 @@
-"""Running a search: the record, killing it anywhere, deadlines, budget. Trials are formulas here."""
+"""The search driver: journal, kills, deadlines, budget; formulas replace trials."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from dstrial.errors import ConfigError, LaunchError, SearchError
 
 
 class _KilledError(BaseException):
-    """The search's process dies here."""
+    """Simulates the death of the search's process."""
 
 
 class FormulaBackend:
-    """Trials that end at once, or hang; ``world`` outlives the process of a search."""
+    """A backend whose trials end at once or hang; ``world`` survives simulated kills."""
 
     def __init__(self, world: dict[str, Any], die_at: int | None = None) -> None:
         self.world = world
@@ -148,7 +148,7 @@ def _run(
         return driver.run(signals), driver, told
 
 
-def test_a_search_that_is_killed_at_every_line_loses_and_repeats_no_trial(experiment: Path) -> None:
+def test_search_killed_repeatedly_measures_each_trial_once(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "6")
     undisturbed: dict[str, Any] = {"started": {}}
     end, driver, _ = _run(settings, undisturbed)
@@ -174,12 +174,12 @@ def test_a_search_that_is_killed_at_every_line_loses_and_repeats_no_trial(experi
     assert sorted(results) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_best_experiment_is_written_whole_and_the_report_names_keys_that_do_nothing(
+def test_best_experiment_is_complete_report_names_dead_keys(
     experiment: Path,
 ) -> None:
     dead = {**BASE, "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 10**6}}
     (experiment.parent / "model" / "ds.json").write_text(json.dumps(dead))
-    # A word that PyYAML writes as a number of YAML 1.2.
+    # PyYAML writes this string without quotes, which makes it a number in YAML 1.2.
     experiment.write_text(experiment.read_text() + 'description: "1e5"\n')
     settings = _settings(experiment, "--max-trials", "4")
 
@@ -242,9 +242,10 @@ def test_full_disk_counts_as_no_attempt(experiment: Path, monkeypatch: pytest.Mo
     assert attempts == [1] * 6
 
 
-def test_the_report_so_far_is_shown_where_trials_run_once_for_all_news_of_a_while(
+def test_running_report_is_published_at_limited_rate(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One report covers all new results of a period; an unsent report is retried."""
     settings = _settings(experiment, "--max-trials", "6")
     rare: dict[str, Any] = {"started": {}}
     monkeypatch.setattr("dstrial.dsat.driver.driver._REPORT_PERIOD_S", 1e9)
@@ -265,7 +266,7 @@ def test_the_report_so_far_is_shown_where_trials_run_once_for_all_news_of_a_whil
     assert best in driver.trials
     shutil.rmtree(settings.output)
 
-    # What did not get there is tried again, without news.
+    # A report that the master did not receive is published again, even without new results.
     away: dict[str, Any] = {"started": {}, "is_away": True, "hangs": 1.0, "signals": []}
     monkeypatch.setattr(FormulaBackend, "poll", _interrupted_after(5))
     end, _, _ = _run(settings, away)
@@ -285,7 +286,8 @@ def _interrupted_after(num_polls: int) -> Any:
     return poll
 
 
-def test_what_a_finished_search_has_left_running_is_ended_by_the_same_command(experiment: Path) -> None:
+def test_finished_search_cleanup_resumes_after_kill(experiment: Path) -> None:
+    """The search was killed between its events ``finished`` and ``cleared``."""
     settings = _settings(experiment, "--max-trials", "3")
     world: dict[str, Any] = {"started": {}, "calls": 0}
     path = settings.output / "events.jsonl"
@@ -301,9 +303,10 @@ def test_what_a_finished_search_has_left_running_is_ended_by_the_same_command(ex
     assert events(settings.output)[-1]["event"] == "cleared"
 
 
-def test_a_search_begins_where_another_was_killed_and_in_no_directory_or_process_of_others(
+def test_record_open_refuses_locked_or_foreign_directory(
     experiment: Path,
 ) -> None:
+    """A temporary file of a killed search does not prevent opening."""
     settings = _settings(experiment)
     settings.output.mkdir()
     (settings.output / ".search.json.123.tmp").write_text("{")
@@ -321,8 +324,8 @@ def test_a_search_begins_where_another_was_killed_and_in_no_directory_or_process
 
 
 @pytest.mark.process
-def test_search_stays_locked_while_its_process_trains(experiment: Path) -> None:
-    """With --run-full-experiment the process of the search becomes a launcher."""
+def test_search_stays_locked_while_process_trains(experiment: Path) -> None:
+    """With ``--run-full-experiment`` the search's process executes the launcher."""
     record = SearchRecord.open(experiment.parent / "out", "", "asha", is_fresh=False)
     program = (
         "import os, pathlib, sys; from dstrial.dsat.core.journal import SearchRecord; "
@@ -338,7 +341,7 @@ def test_search_stays_locked_while_its_process_trains(experiment: Path) -> None:
             process.kill()
 
 
-def test_torn_last_line_is_no_event_and_finished_search_starts_nothing(experiment: Path) -> None:
+def test_journal_torn_line_ignored_finished_search_starts_nothing(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "3")
     first, _, _ = _run(settings, {"started": {}})
     path = settings.output / "events.jsonl"
@@ -355,7 +358,7 @@ def test_torn_last_line_is_no_event_and_finished_search_starts_nothing(experimen
     assert len(driver.trials) == 3
 
 
-def test_an_interrupted_search_goes_on_and_has_written_its_files(experiment: Path) -> None:
+def test_interrupted_search_writes_results_and_resumes(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "4")
     world: dict[str, Any] = {"started": {}, "calls": 0}
     with pytest.raises(_KilledError):
@@ -370,7 +373,7 @@ def test_an_interrupted_search_goes_on_and_has_written_its_files(experiment: Pat
 
 
 class _Remote:
-    """A search that runs elsewhere and has a journal of its own."""
+    """A fake search on the master; it returns two events of its journal per poll."""
 
     num_parallel = 1
     is_sequential = True
@@ -398,8 +401,8 @@ class _Remote:
         return "elsewhere"
 
 
-def test_followed_search_leaves_results_of_local_search(experiment: Path) -> None:
-    """It is followed by a command that is killed meanwhile, and by another one."""
+def test_followed_search_writes_same_results_as_local_search(experiment: Path) -> None:
+    """The first following command is killed; a second one reads the rest."""
     settings = with_parallel(_settings(experiment, "--max-trials", "6", "--budget", "1h"), 1)
     _, local, told = _run(settings, {"started": {}})
     journal = events(settings.output)
@@ -428,7 +431,7 @@ def test_followed_search_leaves_results_of_local_search(experiment: Path) -> Non
     assert [event["event"] for event in events(settings.output)][-2:] == ["finished", "cleared"]
 
 
-def test_result_of_another_configuration_raises(experiment: Path) -> None:
+def test_journal_result_of_another_configuration_raises(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "6")
     _run(settings, {"started": {}})
     journal = (settings.output / "events.jsonl").read_text()
@@ -439,7 +442,7 @@ def test_result_of_another_configuration_raises(experiment: Path) -> None:
         _run(settings, {"started": {}})
 
 
-def test_a_hanging_trial_is_ended_at_its_deadline_of_five_times_what_is_expected(experiment: Path) -> None:
+def test_hanging_trial_is_killed_at_deadline(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "3", "--trial-timeout", "100s")
     world: dict[str, Any] = {"started": {}, "hangs": 101.0}
 
@@ -454,14 +457,14 @@ def test_a_hanging_trial_is_ended_at_its_deadline_of_five_times_what_is_expected
     for seconds, deadline_s in ((10.0, 120.0), (60.0, 300.0)):
         driver.trials[1] = TrialResult(1, measure.candidate, "", "", Measured({"throughput": 1.0}), seconds)
         assert driver.deadline_s(measure) == deadline_s
-    # What trials took counts where a prediction is too short.
+    # The limit is 5 times the longest measured or predicted time, at least 120 s.
     predicted = [dataclasses.replace(measure, predicted_s=seconds) for seconds in (40.0, 80.0)]
     assert [driver.deadline_s(one) for one in predicted] == [300.0, 400.0]
 
 
-def test_a_spent_budget_ends_the_search_until_more_is_given(experiment: Path) -> None:
+def test_spent_budget_ends_search_until_budget_grows(experiment: Path) -> None:
     short = _settings(experiment, "--max-trials", "40", "--budget", "25s")
-    # Two trials at a time of 10 s each on record: what is spent is counted over all processes of the search.
+    # Two trials of 10 s run at a time; the budget counts the time of all processes of the search.
     with pytest.raises(_KilledError):
         _run(short, {"started": {}, "calls": 0}, die_at=20)
     end, driver, _ = _run(short, {"started": dict.fromkeys(range(1, 41), 1)})
@@ -475,7 +478,7 @@ def test_a_spent_budget_ends_the_search_until_more_is_given(experiment: Path) ->
     assert "trials completed" in end.reason or "nothing new" in end.reason
 
 
-def test_what_describing_takes_is_spent_from_the_budget(experiment: Path) -> None:
+def test_dry_run_time_counts_against_budget(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "40", "--budget", "300s")
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
     record.append("inputs", {"seconds": 301.0})
@@ -486,7 +489,7 @@ def test_what_describing_takes_is_spent_from_the_budget(experiment: Path) -> Non
     assert not [one for one in driver.trials.values() if one.outcome]
 
 
-def test_other_settings_are_refused_in_the_same_directory_and_fresh_takes_another(experiment: Path) -> None:
+def test_changed_settings_require_fresh_output_directory(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "2")
     _run(settings, {"started": {}})
     other = _settings(experiment, "--max-trials", "3")
@@ -495,7 +498,7 @@ def test_other_settings_are_refused_in_the_same_directory_and_fresh_takes_anothe
         _run(other, {"started": {}})
     record = SearchRecord.open(other.output, other.fingerprint, "asha", is_fresh=True)
     assert record.path.name == "out-2"
-    # What goes on is the newest search of the same settings, so that one begun with --fresh can be killed as well.
+    # Without --fresh the newest search with the same settings resumes, even one that began with --fresh.
     assert SearchRecord.open(other.output, other.fingerprint, "asha", is_fresh=False) == record
     assert SearchRecord.open(other.output, other.fingerprint, "asha", is_fresh=True).path.name == "out-3"
     first = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
@@ -504,7 +507,7 @@ def test_other_settings_are_refused_in_the_same_directory_and_fresh_takes_anothe
     assert kinds == ["submitted", "result", "submitted", "result", "finished", "cleared"]
 
 
-def test_the_users_own_configuration_wins_ties_and_the_summary_states_the_gain(experiment: Path) -> None:
+def test_own_configuration_wins_ties_summary_states_gain(experiment: Path) -> None:
     settings = _settings(experiment)
     record = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
     own, other = settings.space.own(), settings.space.smallest()
@@ -523,9 +526,9 @@ def test_the_users_own_configuration_wins_ties_and_the_summary_states_the_gain(e
 
 
 @pytest.mark.parametrize("is_counted", [True, False])
-def test_flops_of_all_trials_are_those_of_one_model(experiment: Path, is_counted: bool) -> None:
+def test_flops_metric_is_proportional_to_throughput(experiment: Path, is_counted: bool) -> None:
     settings = _settings(experiment, "--max-trials", "6", "-m", "FLOPS_per_gpu")
-    # Trials count by chance what no two of them would count alike; every other one counts nothing.
+    # Trials report unrelated FLOPs or none; the driver rescales the first trial's count by throughput.
     counted = [3e12, 0.0, 9e12, 0.0, 1e15, 0.0] if is_counted else [float("nan")] * 6
     world: dict[str, Any] = {
         "started": {},
@@ -547,7 +550,7 @@ def test_flops_of_all_trials_are_those_of_one_model(experiment: Path, is_counted
     assert (settings.output / "best_ds_metrics.json").exists()
 
 
-def test_training_code_that_ignores_what_was_ordered_ends_the_search_with_the_call_it_lacks(
+def test_ignored_configuration_ends_search_with_missing_call(
     experiment: Path,
 ) -> None:
     settings = _settings(experiment, "--max-trials", "6")
@@ -566,7 +569,7 @@ def test_training_code_that_ignores_what_was_ordered_ends_the_search_with_the_ca
     assert [line for line in told if "error in the training code" in line]
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
     trials = list(driver.trials.values())
-    for again in range(2):  # the search has ended with it, so that repeating the command shows it again
+    for again in range(2):  # the search has ended, so the repeated command prints the same summary
         printed = summary(record, trials, "throughput", reason=end.reason, is_finished=end.is_finished)
         assert "correct what failed, and pass --fresh" in printed, again
         end, driver, _ = _run(settings, world)

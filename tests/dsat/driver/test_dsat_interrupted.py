@@ -1,4 +1,4 @@
-"""Searches that end before they have measured anything: interrupted while they describe the model, and on a full disk."""
+"""Searches that end before the first measurement: interrupted, or on a full disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 
 def _dry_runs_in(directory: Path) -> list[str]:
-    """Return the processes that were given a request in a directory."""
+    """Return the PIDs of dry runs whose command line contains the directory."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -30,9 +30,7 @@ def _dry_runs_in(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_search_that_is_ended_while_it_describes_the_model_leaves_no_process(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_search_interrupted_in_dry_run_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
     log = tmp_path / "log"
     words = command("predict", tmp_path / "out", "--local")
     with log.open("wb") as file:
@@ -55,7 +53,7 @@ def test_a_search_that_is_ended_while_it_describes_the_model_leaves_no_process(
         assert "nothing is measured yet, and the same command begins again" in log.read_text()
 
 
-def test_a_search_for_which_there_is_no_room_says_so_and_begins_when_there_is(tmp_path: Path) -> None:
+def test_search_on_full_disk_fails_without_search_file(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
 

@@ -1,4 +1,4 @@
-"""predict: properties of the search on a formula, and what it does when things fail."""
+"""The ``predict`` method on a formula: invariants, failures and ``make_plan``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from predicted import inputs
-from surfaces import DEVICE_BYTES, Played, assert_is_lawful, play, space, surface
+from surfaces import DEVICE_BYTES, Played, assert_search_invariants, play, space, surface
 
 from dstrial.dsat.cli import parse_bytes
 from dstrial.dsat.core.candidate import Candidate
@@ -27,7 +27,7 @@ from dstrial.dsat.space.filters import Filters, needs_no_less_memory
 from dstrial.dsat.space.knobs import ZERO
 from dstrial.dsat.space.space import Space, Structure
 
-pytestmark = pytest.mark.timeout(300)  # the longest of the quick tests, so that its file comes first
+pytestmark = pytest.mark.timeout(300)  # the slowest quick file; files with long timeouts start first
 
 
 def predict(searched: Space | None = None, **arguments: Any) -> Played:
@@ -36,12 +36,12 @@ def predict(searched: Space | None = None, **arguments: Any) -> Played:
 
 
 @pytest.mark.parametrize(("num_parallel", "max_trials"), [(1, 1), (1, 4), (2, 7), (3, 2)])
-def test_search_is_lawful(num_parallel: int, max_trials: int) -> None:
+def test_search_satisfies_invariants(num_parallel: int, max_trials: int) -> None:
     searched = space()
 
     played = predict(searched, num_parallel=num_parallel, max_trials=max_trials)
 
-    assert_is_lawful(played, searched, num_parallel=num_parallel, max_trials=max_trials)
+    assert_search_invariants(played, searched, num_parallel=num_parallel, max_trials=max_trials)
 
 
 def test_predict_finds_near_best_without_out_of_memory() -> None:
@@ -69,7 +69,7 @@ def test_predict_finds_near_best_without_out_of_memory() -> None:
 
 @pytest.fixture(scope="module")
 def five_trials() -> Played:
-    """A search of five trials, played once."""
+    """Return a search of five trials, played once per module."""
     return predict(max_trials=5)
 
 
@@ -168,7 +168,7 @@ def test_candidates_above_out_of_memory_are_skipped() -> None:
 
 @pytest.fixture(scope="module")
 def without_stage_3() -> Played:
-    """A search whose third stage is refused, played once."""
+    """Return a search in which every ZeRO 3 trial is refused."""
 
     def refuses(candidate: Candidate) -> Outcome:
         if candidate.stage == 3:
@@ -245,7 +245,7 @@ def test_partial_offload_is_predicted_from_full_dry_run() -> None:
 
     assert whole.memory is not None
     assert shared.memory is not None
-    # Half of twelve bytes for each of the parameters that a rank owns, and what allocators add.
+    # Half of 12 bytes for each parameter that a rank owns, plus the waste of the allocator.
     assert shared.memory.median_bytes - whole.memory.median_bytes == pytest.approx(6 * 1.3e9 / 8, rel=0.1)
     assert predictor.parts(shared.candidate)["optimizer"] > predictor.parts(whole.candidate)["optimizer"] == 0
 

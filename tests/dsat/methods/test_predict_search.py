@@ -1,4 +1,4 @@
-"""A whole search by prediction with real DeepSpeed: described, dry-run, measured by a worker, shown, resumed; and a plan."""
+"""A ``predict`` search on a master and the ``plan`` command, with real DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def shallow(directory: Path, name: str) -> Path:
-    """Write the config of a net with one hidden layer, whose dry runs take half as long."""
+    """Write the config of a net with one hidden layer, which halves dry-run time."""
     config = directory / "exp.yaml"
     config.write_text(
         CONFIG.read_text().replace("name: dsat_trial", f"name: {name}").replace("depth: 4", "depth: 1")
@@ -29,7 +29,7 @@ def shallow(directory: Path, name: str) -> Path:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
-    """A search on a master that has ended, and what the master's page knew of it while its second trial ran."""
+    """A finished search; ``so_far`` is its page while the second trial was running."""
 
     output: Path
     words: list[str]
@@ -115,7 +115,7 @@ def test_page_shows_running_and_finished_search(search: Search, shared_master: M
 
 @pytest.mark.process
 def test_plan_command_prints_and_writes_report(tmp_path: Path) -> None:
-    # With these, half as many kinds of structures are dry-run.
+    # Fixing these two values halves the number of dry runs.
     space = tmp_path / "space.yaml"
     space.write_text(
         "zero_optimization.overlap_comm: [false]\nzero_optimization.offload_optimizer.device: [cpu]\n"

@@ -1,4 +1,4 @@
-"""asha, binary and random: the properties of the old search, and what is better now, on a formula."""
+"""The search methods ``asha``, ``binary`` and ``random`` on a formula."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from predicted import inputs
-from surfaces import BASE, assert_is_lawful, play, space, surface
+from surfaces import BASE, assert_search_invariants, play, space, surface
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
@@ -24,12 +24,12 @@ METHODS = ("asha", "binary", "random")
 @pytest.mark.parametrize("name", METHODS)
 @given(seed=st.integers(0, 10_000), num_parallel=st.integers(1, 4), max_trials=st.integers(1, 12))
 @settings(max_examples=6, deadline=None)
-def test_search_is_lawful(name: str, seed: int, num_parallel: int, max_trials: int) -> None:
+def test_search_satisfies_invariants(name: str, seed: int, num_parallel: int, max_trials: int) -> None:
     searched = space()
 
     played = play(name, searched, seed=seed, num_parallel=num_parallel, max_trials=max_trials)
 
-    assert_is_lawful(played, searched, num_parallel=num_parallel, max_trials=max_trials)
+    assert_search_invariants(played, searched, num_parallel=num_parallel, max_trials=max_trials)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -101,7 +101,7 @@ def test_own_out_of_memory_tries_smallest_micro_batch() -> None:
     assert not played.finish.is_failure
 
 
-def test_model_that_never_fits_fails_with_advice() -> None:
+def test_never_fitting_model_fails_with_advice() -> None:
     played = play("random", outcome_of=lambda _candidate: Failure(FailureKind.DEVICE_OOM, "out of memory"))
 
     assert len(played.measured) == 2
@@ -154,7 +154,7 @@ def test_asha_promotes_better_lineages_only() -> None:
     promoted = [one for one in completed if one.rung > 0]
     left = [one for one in completed if one.rung == 0]
     assert promoted
-    # Which half was the better one was not known from the start, so it may be a few more than half.
+    # Promotion starts before all lineages are complete, so slightly more than half may be promoted.
     assert len(promoted) < 2 / 3 * len(completed)
     assert max(one.best(0) or 0.0 for one in promoted) > max(one.best() or 0.0 for one in left)
     for one in promoted:
@@ -162,7 +162,7 @@ def test_asha_promotes_better_lineages_only() -> None:
 
 
 def test_random_respects_its_limits() -> None:
-    """Micro batches of one structure, no stage 3 once a lower stage has run, an early end without a new best."""
+    """Limits: trials per structure, stage 3 only if needed, early stopping."""
     searched = space(free_batch=True, stages=(1, 2))
     options = MethodOptions("throughput", max_trials=30, trials_per_random_config=2)
     method = RandomConfigSearch(searched, options, Filters(searched))
@@ -221,7 +221,7 @@ def _finish(method: BinarySearch) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_sizes_above_parameters_are_one_candidate(name: str) -> None:
+def test_sizes_above_parameter_count_are_one_candidate(name: str) -> None:
     def small(candidate: Candidate) -> Outcome:
         found = surface(candidate)
         return found if isinstance(found, Failure) else Measured({**found.metrics, "num_params": 1e5})

@@ -1,4 +1,4 @@
-"""ZeRO's bytes, collectives and operations of a model, computed by hand; real engines are in ``test_memory_of_engines``."""
+"""Closed-form ZeRO memory, collectives and operations against values by hand."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(stage: int, *, is_accumulating: bool = False, is_cpu: bool = False, **ze
 )
 def test_bytes_per_parameter_follow_stage(stage: int, settled: float, step: float) -> None:
     found = run(stage)
-    bucket = 1e9 / NUM if stage == 3 else 0  # which stage 3 keeps
+    bucket = 1e9 / NUM if stage == 3 else 0  # stage 3 keeps this buffer
 
     assert found.device.settled / NUM == pytest.approx(settled + bucket)
     assert found.device.in_phase("step", 1) / NUM == pytest.approx(step + bucket, rel=0.01)
@@ -108,7 +108,7 @@ def test_collectives_move_gradients_and_parameters() -> None:
     assert moved(2) == [("all_reduce", "reduce", 28, 4), ("all_gather", "gather", 14, 2)]
     gathered, reduced = moved(3)
     assert reduced == ("reduce_scatter", "reduce", 28, 4)
-    # Twice in each of two micro batches, without what is kept after the forward pass.
+    # Gathered twice in each of two micro batches, except parameters kept after the forward pass.
     assert gathered[:2] == ("all_gather", "gather")
     assert gathered[3] == pytest.approx(2 * 2 * (2 - 0.5e9 / NUM))
 

@@ -1,4 +1,4 @@
-"""Trials described under fake tensors, and by a real batch where those do not do."""
+"""Dry runs of trials and scripts with fake tensors, or with one real batch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def gathered(trial: str, folder: Path) -> tuple[PredictInputs, list[str]]:
     return gather_inputs(settings, target="cpu", print_line=lines.append), lines
 
 
-def test_trial_reading_values_uses_real_batch(
+def test_trial_reading_tensor_values_uses_real_batch(
     tmp_path: Path,
 ) -> None:
     inputs, lines = gathered("ByValue", tmp_path)
@@ -103,7 +103,7 @@ def test_broken_trial_is_reported_and_uses_asha(
 
 
 def test_dry_run_of_pipeline_needs_its_stages() -> None:
-    """The dry run failed with "DeepSpeed backend not set" where nobody had said that the trial has stages."""
+    """Without ``num_stages`` the error says that the trial trains a pipeline."""
     folder = MODEL_DEFS / "stdlib_lm"
     hparams = yaml.safe_load((MODEL_DEFS.parent / "experiment_configs" / "stdlib_lm.yaml").read_text())[
         "hyperparameters"
@@ -184,7 +184,7 @@ def test_dry_run_describes_script_with_sample_batch(tmp_path: Path) -> None:
     assert result.is_fake
     assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
     assert result.flops.model.at(8) == pytest.approx(2 * 8 * result.flops.model.at(4) / 8)
-    # Each record of the file holds five of what the script trains on.
+    # Each record of the batch file contains five training records of the script.
     assert result.flops.model.at(1) == pytest.approx(5 * (4 * 16 * WIDTH + 6 * WIDTH * 4), rel=0.1)
     assert any("loss is not part of its model" in note for note in result.notes)
 
@@ -242,7 +242,7 @@ def test_user_place_of_library_error_is_caller() -> None:
     except json.JSONDecodeError as error:
         place = user_place(error)
 
-    # This test calls the script.
+    # The innermost frame of user code; the frame of this test is further out.
     assert place == "train.py:2"
 
 

@@ -1,4 +1,4 @@
-"""Peaks as quantiles: what they are made of, what is known beforehand, and what measurements and out-of-memory errors change."""
+"""Predicted memory peaks: parts, quantiles, and learning from results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def point(micro: float, group: int = 1, state: float = 4.0) -> Point:
     return Point(StepParts(()), peaks, (group, False, False, ()), (), int(micro))
 
 
-def tell(learner: MemoryModel, micro: float, *, grown: float = 1.0, error: float = 0.0) -> None:
+def add_measurement(learner: MemoryModel, micro: float, *, grown: float = 1.0, error: float = 0.0) -> None:
     truths = {
         peak.phase: (peak.total_bytes + (grown - 1) * (peak.num_bytes[4] + peak.num_bytes[5]))
         * math.exp(error)
@@ -44,7 +44,7 @@ def tell(learner: MemoryModel, micro: float, *, grown: float = 1.0, error: float
     learner.measured(point(micro), truths | {"all": max(truths.values())}, max(truths.values()) * 1.05)
 
 
-# ---- what peaks are made of --------------------------------------------------------------------
+# ---- parts of peaks ----------------------------------------------------------------------------
 
 
 def test_peak_parts_sum_for_any_bucket_size() -> None:
@@ -76,7 +76,7 @@ def test_peak_parts_are_sorted_without_small_phases() -> None:
     assert all(len(one.num_bytes) == len(MEMORY_PARTS) for one in (*small, *large))
 
 
-def test_bucket_bytes_are_those_of_the_engine() -> None:
+def test_bucket_bytes_follow_stage_and_overlap() -> None:
     for stage, is_overlapping, num_bytes in ((0, False, 0), (1, False, 20), (2, True, 40), (3, True, 20)):
         setup = dataclasses.replace(
             SETUP, stage=stage, reduce_elements=10, bytes_per_value=2, is_overlapping=is_overlapping
@@ -87,7 +87,7 @@ def test_bucket_bytes_are_those_of_the_engine() -> None:
 # ---- before anything is measured ---------------------------------------------------------------
 
 
-def test_unmeasured_peak_adds_context_and_waste_to_its_phase() -> None:
+def test_unmeasured_peak_adds_context_and_allocator_waste() -> None:
     (found,) = MemoryModel(DEVICE).predict([point(4)])
 
     assert found is not None
@@ -119,7 +119,7 @@ def test_memory_model_separates_state_from_growth() -> None:
     learner = MemoryModel(DEVICE)
     before, spread_before = predicted(learner, 16)
 
-    tell(learner, 8, grown=1.2)
+    add_measurement(learner, 8, grown=1.2)
 
     truth = (5 + 1.2 * 1.2 * 16) * GIB * 1.05 + GIB
     after, spread_after = predicted(learner, 16)
@@ -130,7 +130,7 @@ def test_memory_model_separates_state_from_growth() -> None:
 
 def test_memory_model_learns_most_in_same_group() -> None:
     learner = MemoryModel(DEVICE)
-    tell(learner, 8, error=0.08)
+    add_measurement(learner, 8, error=0.08)
 
     own, other = predicted(learner, 8), predicted(learner, 8, group=2)
 
@@ -153,7 +153,7 @@ def test_out_of_memory_below_prediction_raises_it() -> None:
 
 def test_out_of_memory_point_exceeds_capacity() -> None:
     learner = MemoryModel(DEVICE)
-    tell(learner, 8)
+    add_measurement(learner, 8)
 
     learner.ran_out(point(24), "backward")
 
@@ -164,8 +164,8 @@ def test_out_of_memory_point_exceeds_capacity() -> None:
 
 def test_measured_candidate_fits_beside_out_of_memory() -> None:
     learner = MemoryModel(DEVICE)
-    tell(learner, 16)
-    tell(learner, 20)
+    add_measurement(learner, 16)
+    add_measurement(learner, 20)
     learner.ran_out(point(21), "backward")
 
     ran, failed = learner.predict([point(20), point(21)])
@@ -182,7 +182,7 @@ def test_memory_quantile_covers_hidden_errors() -> None:
     for _ in range(200):
         grown, error = math.exp(generator.gauss(0, 0.1)), generator.gauss(0, 0.03)
         learner = MemoryModel(DEVICE)
-        tell(learner, 8, grown=grown, error=error)
+        add_measurement(learner, 8, grown=grown, error=error)
         needed = (5 + 1.2 * 16 * grown) * GIB * math.exp(error) * 1.05 + GIB
         (found,) = learner.predict([point(16)])
         assert found is not None

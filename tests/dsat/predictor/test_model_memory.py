@@ -1,4 +1,4 @@
-"""Whether a model needs several devices: an answer in three lines, and a table that adds up."""
+"""The answer and the table that say how many devices a model needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = float(2**30)
 
 
 def placement(num_slots: int, *, gradients: float = 20.0, activations: float = 2.0) -> Placement:
-    """A model whose 10 GiB of weights and 60 of optimizer are divided by the devices."""
+    """Return a placement of 10 GiB of weights and 60 GiB of optimizer state."""
     kept = (10 + 60) * GIB / num_slots
     peak = Line(kept + gradients * GIB / num_slots, activations * GIB)
     phases = (
@@ -81,11 +81,13 @@ def test_answer_names_fitting_number_and_largest_part() -> None:
         ([2, 4], 80, "2 devices are enough; one was not asked for."),
     ],
 )
-def test_answer_of_other_cases(slots: list[int], capacity_gib: float, verdict: str) -> None:
+def test_answer_verdict_depends_on_slots_and_capacity(
+    slots: list[int], capacity_gib: float, verdict: str
+) -> None:
     assert answer([placement(number) for number in slots], capacity_gib * GIB, "fp16")[0] == verdict
 
 
-def test_answer_says_why_nearly_full_device_is_not_enough() -> None:
+def test_answer_explains_why_nearly_full_device_fails() -> None:
     first = placement(1)
     assert first.need is not None
     first = dataclasses.replace(first, need=dataclasses.replace(first.need, log_std=0.05))

@@ -1,4 +1,4 @@
-"""Step times: what a dry run and a machine say, and what measurements change in it."""
+"""Step times predicted from dry runs and machines, and learning from timings."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_overlap_hides_communication_offload_moves_optimizer() -> None:
     assert hidden > 0
     assert offloaded["optimizer"] == 0
     assert offloaded["host_optimizer"] == pytest.approx(30 * 1e9 / 8 / 2e10)
-    # Gradients after each micro batch, half of it beside the backward pass, and weights back once.
+    # Gradient copies after each micro batch, half of them hidden by backward, and one weight copy back.
     assert offloaded["host_copies"] == pytest.approx((0.5 * 4 + 1) * 2 * 1e9 / 8 / 2e10)
 
 
@@ -171,7 +171,7 @@ def truth(at: Point, factors: tuple[float, ...]) -> float:
 
 @given(st.lists(st.floats(0.6, 1.8), min_size=len(PARTS), max_size=len(PARTS)))
 @settings(max_examples=15, deadline=None)
-def test_two_micro_batches_predict_the_others(factors: list[float]) -> None:
+def test_two_micro_batches_predict_others(factors: list[float]) -> None:
     timings = [Timing(point(size), truth(point(size), tuple(factors)), 0.005) for size in (2, 32)]
     model = StepModel(timings)
 
@@ -215,7 +215,7 @@ def test_outlier_moves_prediction_little() -> None:
 
 
 def test_small_noisy_steps_are_fitted_near_measurements() -> None:
-    """Calls and operations of a tiny net on a busy CPU take far longer than assumed."""
+    """For a tiny net on a busy CPU, calls take far longer than the model assumes."""
     timings = []
     for size, seconds, phases in (
         (2, 0.0611, (0.0106, 0.0288, 0.0239)),

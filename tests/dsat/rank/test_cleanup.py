@@ -1,4 +1,4 @@
-"""Taking a configuration out of a process: what of torch's settings comes back."""
+"""Restoring torch's process-wide settings after a trial in a persistent rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _set(path: str, value: Any) -> None:
     ],
 )
 def test_settings_restore_backend_settings(path: str, value: Any) -> None:
-    """After the newer names of TF32 were used, torch 2.13 refuses to be asked by the older ones until they are undone."""
+    """torch 2.13 refuses to read the old TF32 names while a new name is set."""
     if "fp32_precision" in path and not hasattr(torch.backends, "fp32_precision"):
         pytest.skip("Requires: [torch 2.9]")
     before = Settings()

@@ -1,4 +1,4 @@
-"""When enough was measured, and what one bad step may do."""
+"""Sampling of step times: warm-up, medians, intervals and stopping."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from dstrial.dsat.rank.statistics import Sampling, SamplingLimits, median_interv
 from dstrial.dsat.report.formatting import format_duration
 
 
-def test_warm_up_ends_where_times_change_their_level() -> None:
+def test_warm_up_ends_at_level_change() -> None:
     assert warm_from([9.0, 5.0, 1.0, 1.01, 0.99, 1.0, 1.02]) == 2
     assert warm_from([1.0, 1.01, 0.99, 1.0]) == 0
 
 
-def test_a_hiccup_later_on_is_no_warm_up_and_does_not_move_the_median() -> None:
-    # Five steps of 145 ms and one of 881 ms: what DeepSpeed's own autotuner took for a slow configuration.
+def test_late_outlier_changes_neither_warm_up_nor_median() -> None:
+    # Five steps of 145 ms and one of 881 ms: DeepSpeed's own autotuner rated this as a slow configuration.
     times = [0.145, 0.146, 0.144, 0.145, 0.147, 0.881]
 
     assert warm_from(times) == 0
     assert median_interval(times).median == pytest.approx(0.145, rel=0.02)
 
 
-def test_a_training_pays_for_every_step_after_warm_up_so_their_mean_counts_slow_ones() -> None:
+def test_mean_counts_all_steps_after_warm_up() -> None:
     sampling = Sampling(SamplingLimits())
     for num_steps, seconds in ((1, 9.0), (1, 5.0), (2, 2.0), (2, 2.0), (1, 1.0), (1, 4.0), (2, 2.0)):
         sampling.add(num_steps, seconds)
@@ -38,7 +38,7 @@ def test_a_training_pays_for_every_step_after_warm_up_so_their_mean_counts_slow_
 
 
 @given(st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=60))
-def test_warm_up_takes_at_most_half_and_the_median_lies_in_its_interval(times: list[float]) -> None:
+def test_warm_up_bounded_median_inside_interval(times: list[float]) -> None:
     start = warm_from(times)
     interval = median_interval(times[start:])
 
@@ -56,7 +56,7 @@ def _play(times: np.ndarray, limits: SamplingLimits) -> Sampling:
     return sampling
 
 
-def test_a_quiet_machine_needs_few_windows_and_a_noisy_one_more_up_to_a_bound() -> None:
+def test_noisy_times_need_more_windows_up_to_bound() -> None:
     random = np.random.RandomState(0)
     limits = SamplingLimits(window_s=0.0, max_s=1e9)
     quiet = _play(random.normal(0.2, 0.0005, 200), limits)
@@ -77,7 +77,7 @@ def test_sampling_bounds_time_and_takes_wanted_steps() -> None:
     assert fast.num_steps > 100
 
 
-def test_the_intervals_of_many_measurements_cover_the_true_median_mostly() -> None:
+def test_median_intervals_cover_true_median() -> None:
     random = np.random.RandomState(1)
     intervals = [median_interval(random.lognormal(0.0, 0.05, 25), seed) for seed in range(200)]
 
@@ -96,12 +96,12 @@ def test_parse_duration_refuses_other_text(text: str) -> None:
         parse_duration(text)
 
 
-def test_lengths_of_time_are_written() -> None:
+def test_format_duration_shows_at_most_two_units() -> None:
     assert [format_duration(value) for value in (12, 200, 3900)] == ["12s", "3m20s", "1h05m"]
 
 
-def test_steps_before_the_first_one_that_may_be_measured_never_count() -> None:
-    # Step 1 is not timed; windows of 1 and 7 steps until step 10 are slightly slower, which no change point would show.
+def test_steps_before_first_step_count_as_warm_up() -> None:
+    # Step 1 is untimed; windows of 1 and 7 steps up to step 10 are 1 % slower, too little to detect as warm-up.
     times = np.concatenate([np.full(2, 1.01), np.full(200, 1.0)])
 
     late = _play(times, SamplingLimits(first_step=10, window_s=0.0, max_s=1e9))

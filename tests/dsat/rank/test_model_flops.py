@@ -1,4 +1,4 @@
-"""FLOPs of the model: counted without recomputation, and the same for every configuration of a search."""
+"""Model FLOPs: counted without recomputation, comparable across a search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ONE_LAYER = 2 * 4 * 16 * 16  # of 4 records
 
 
 @pytest.mark.parametrize("is_first_frozen", [False, True])
-def test_what_checkpointing_computes_again_is_told_from_the_models_own_work(is_first_frozen: bool) -> None:
+def test_counted_flops_separate_recomputation_from_model(is_first_frozen: bool) -> None:
     layers = torch.nn.ModuleList(torch.nn.Linear(16, 16, bias=False) for _ in range(3))
     layers[0].requires_grad_(not is_first_frozen)
     layers[1].requires_grad_(False)
@@ -36,7 +36,7 @@ def test_what_checkpointing_computes_again_is_told_from_the_models_own_work(is_f
     assert checkpointed - again == plain == (3 + 3 + 3 - 1 - is_first_frozen) * ONE_LAYER
 
 
-def test_configurations_of_equal_throughput_have_equal_flops_whatever_each_of_them_counted() -> None:
+def test_model_flops_follow_throughput_and_first_count() -> None:
     first = with_model_flops(Measured({"throughput": 10.0, "FLOPS_per_gpu": 4e12}), None)
     checkpointed = with_model_flops(Measured({"throughput": 10.0, "FLOPS_per_gpu": 6e12}), first)
     compiled = with_model_flops(Measured({"throughput": 20.0}), checkpointed)
@@ -45,7 +45,7 @@ def test_configurations_of_equal_throughput_have_equal_flops_whatever_each_of_th
     assert compiled.value("FLOPS_per_gpu") == 8e12
 
 
-def test_where_no_flops_are_counted_a_dry_run_or_a_rule_still_ranks_configurations_as_throughput() -> None:
+def test_uncounted_flops_come_from_dry_run_or_rule() -> None:
     nothing = Measured({"throughput": 8.0, "num_params": 1e9})
 
     described = with_model_flops(nothing, None, flops_per_record=1e12, num_replicas=4)
@@ -62,7 +62,7 @@ def test_where_no_flops_are_counted_a_dry_run_or_a_rule_still_ranks_configuratio
     assert not caveats(Measured({"num_params": 5e8, "probe_pipeline_stages": 2.0}), nothing)
 
 
-def test_an_engine_that_trains_otherwise_than_ordered_is_an_error_in_the_training_code() -> None:
+def test_mismatch_with_requested_configuration_is_user_error() -> None:
     candidate = Candidate(2, (), BatchSplit(4, 2, 16))
     obedient = {"train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 2.0, "zero_stage": 2.0}
 

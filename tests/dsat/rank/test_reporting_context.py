@@ -1,4 +1,4 @@
-"""``dsat_reporting_context`` around a script's own loop, on real engines and ranks."""
+"""``dsat_reporting_context`` around a script's training loop, on real ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 NUM_FORWARD_FLOPS = 2 * 4 * (32 * 64 + 64)  # one micro batch of 4 records
 
 
-def test_a_script_is_measured_on_two_ranks_and_left_by_all_at_the_same_step(tmp_path: Path) -> None:
+def test_script_ranks_are_measured_and_exit_together(tmp_path: Path) -> None:
     found = [result.value["measured"] for result in run_function(train, 2, str(tmp_path), ["measured"])]
 
     assert [one["left"] for one in found] == ["by exit 0"] * 2
@@ -28,19 +28,19 @@ def test_a_script_is_measured_on_two_ranks_and_left_by_all_at_the_same_step(tmp_
     assert metrics["throughput"] == pytest.approx(16e6 / metrics["latency"])
     assert metrics["num_params"] == 32 * 64 + 64 + 64 + 1
     step_s = metrics["latency"] / 1e6
-    # Forward, both gradients of the second layer, and that of the first one's weights: its input needs none.
+    # Forward, both gradients of layer 2, and the weight gradient of layer 1, whose input needs no gradient.
     counted = NUM_FORWARD_FLOPS + 2 * 4 * (2 * 64 + 32 * 64)
     assert metrics["hardware_FLOPS_per_gpu"] * step_s / 2 == pytest.approx(counted)
     assert metrics["FLOPS_per_gpu"] == metrics["hardware_FLOPS_per_gpu"]
     assert metrics["recomputed_share"] == 0
-    # What the search compares with what it has ordered.
+    # The search compares these values with the requested configuration.
     assert (metrics["zero_stage"], metrics["num_engines"]) == (2, 1)
     assert (metrics["train_micro_batch_size_per_gpu"], metrics["gradient_accumulation_steps"]) == (4, 2)
-    # The input of the first layer, and the output of the ReLU, which is that of the second.
+    # Kept for backward: the input of layer 1, and the output of ReLU, which is the input of layer 2.
     assert 4 * (32 + 64) <= metrics["activation_bytes_per_record"] <= 4 * (32 + 2 * 64 + 2)
 
 
-def test_how_a_loop_ends_is_told_and_never_swallowed(tmp_path: Path) -> None:
+def test_loop_failures_are_reported_and_propagate(tmp_path: Path) -> None:
     failures = {
         "nan": ("NumericError", FailureKind.NUMERIC),
         "error": ("KeyError", FailureKind.USER_ERROR),
@@ -57,7 +57,7 @@ def test_how_a_loop_ends_is_told_and_never_swallowed(tmp_path: Path) -> None:
     }
     assert all(one["is_restored"] for one in result.value.values())
     assert result.value["off"]["steps"] == 2
-    # Outside of a search nothing is done; a loop that ends early is measured by what it did; a failure is no result.
+    # Outside a search the context is a no-op; a short loop still has a result, a failed loop has none.
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["fit.json", "short.json"]
     assert json.loads((tmp_path / "fit.json").read_text())["metrics"]["train_batch_size"] == 8
     assert result.value["short"]["is_completed"]
@@ -66,7 +66,7 @@ def test_how_a_loop_ends_is_told_and_never_swallowed(tmp_path: Path) -> None:
     assert found[2].requested_bytes == 4 * 2**50
 
 
-def test_a_block_for_every_micro_batch_measures_as_one_around_the_loop_does(tmp_path: Path) -> None:
+def test_context_per_micro_batch_measures_like_whole_loop(tmp_path: Path) -> None:
     cases = ["each", "each short", "each shortest"]
     found = [result.value for result in run_function(train, 2, str(tmp_path), cases)]
 

@@ -1,4 +1,4 @@
-"""What the master's page reads of a search is what dsat leaves on a master: labels, notes, events of a search."""
+"""The search data on the master's page: labels, notes and report documents."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_document_of_notes_is_final_report() -> None:
     shown = searches.document_of(notes)
 
     assert shown is not None
-    assert set(searches._FACTS) <= set(document)  # Nothing that is shown is made up.
+    assert set(searches._FACTS) <= set(document)  # Each displayed fact is in the report.
     assert shown["best"] == document["best"]
     assert [row["trial_id"] for row in shown["trials"]] == [row["trial_id"] for row in document["trials"]]
     assert shown["trials"][0]["predicted"]["step_s"] == 0.1
-    assert "best_config" not in shown  # It may hold secrets.
+    assert "best_config" not in shown  # A config may hold secrets.
     assert shown["pareto"] == document["pareto"]
     for broken in (
         "",
@@ -92,7 +92,7 @@ def test_live_document_is_small_without_configs() -> None:
 
     shown = searches.document_of(notes, is_live=True)
 
-    assert searches.document_of(notes) is None  # It is no report of an end.
+    assert searches.document_of(notes) is None  # It is not a final report.
     assert shown is not None
     assert set(searches._FACTS) <= set(document)
     assert (shown["is_finished"], shown["notes"]) == (False, document["notes"])
@@ -102,9 +102,9 @@ def test_live_document_is_small_without_configs() -> None:
     assert shown["trials"][-1]["predicted"]["step_s"] == 0.1
     assert shown["pareto"] == document["pareto"]
     for row in document["trials"]:
-        assert "settings" not in row  # They may hold secrets, as configs do.
+        assert "settings" not in row  # Settings may hold secrets, as configs do.
     assert "best_config" not in document
-    # However many trials there are, little is sent.
+    # Of many trials, the document keeps the own, best and Pareto trials and the last 200.
     row = {**document["trials"][0], **dict.fromkeys(("predicted", "seconds", "why"))}
     many = [{**row, "trial_id": number} for number in range(1, 1001)]
     whole = {**document, "pareto": [3], "best": 2, "own": 1, "trials": many}
@@ -112,7 +112,7 @@ def test_live_document_is_small_without_configs() -> None:
     assert numbers == [1, 2, 3, *range(801, 1001)]
 
 
-def test_rows_link_only_to_own_experiments_and_end_with_the_search() -> None:
+def test_rows_drop_foreign_experiments_and_stale_running_state() -> None:
     def row(number: int, **fields: object) -> dict[str, object]:
         return {**dict.fromkeys(searches._ROW), "trial_id": number, **fields}
 
@@ -136,7 +136,7 @@ def report(**changes: object) -> dict[str, object]:
 
 
 def test_forged_notes_are_ignored() -> None:
-    """A label makes an experiment part of a search, and any user may give one."""
+    """Any user may label an experiment as part of a search and write its notes."""
     for label in (f"dsat-0a1b2c3d-{'9' * 30}", f"dsat-0a1b2c3d-{'1' * 5000}"):
         assert searches.search_of(label) is None
     deep = notes_of({}).rstrip("{}") + '{"report": ' + "[" * 100_000

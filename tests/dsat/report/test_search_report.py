@@ -1,4 +1,4 @@
-"""The report of a search that was played on a formula: its JSON, its Markdown, and the live table."""
+"""The report of a search: its JSON, its Markdown and the live table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PHASES = {"forward": 0.3, "backward": 0.6, "step": 0.05}
 
 
 def _outcome(candidate: Candidate) -> Outcome:
-    """The formula, with what a real measurement has besides."""
+    """Return the formula's outcome plus the other metrics of a real measurement."""
     found = surface(candidate)
     if isinstance(found, Failure):
         return found
@@ -145,7 +145,7 @@ def test_markdown_shows_gain_failures_and_rates(tmp_path: Path) -> None:
     best = next(row for row in document["trials"] if row["trial_id"] == document["best"])
     page = (tmp_path / "report.md").read_text()
     assert "gpt &lt;1>" in page
-    # Every row of a table has as many cells as its head.
+    # Every row of a table has as many cells as its header.
     for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
     assert f"{document['gain']:+.1%} over your own" in page

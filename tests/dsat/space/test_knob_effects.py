@@ -1,4 +1,4 @@
-"""Knobs that have to prove that they do something, and the number of pipeline stages."""
+"""Detecting knobs without effect, and parallel sizes as knobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PIPELINE: dict[str, Any] = {
 
 
 def _outcome(candidate: Candidate) -> Outcome:
-    """The formula; recomputing shows in the engine, reading with more workers in the time only, the third knob nowhere."""
+    """RECOMPUTES changes probes and time, WORKERS only the time, UNREAD nothing."""
     found = surface(candidate)
     if isinstance(found, Failure):
         return found
@@ -110,7 +110,7 @@ def test_knob_effects_ignore_known_keys_except_nvme() -> None:
     assert [(one.path, one.values, one.is_dead) for one in found] == [(partition, (False, True), True)]
 
 
-def test_pipeline_stages_redivide_the_batch() -> None:
+def test_pipeline_stages_redivide_batch() -> None:
     def stages(own: int, num_layers: int = 8, **more: Any) -> Space:
         return Space(
             PIPELINE,
@@ -149,7 +149,7 @@ def test_pipeline_stages_redivide_the_batch() -> None:
     assert stages(2).stages == (1,)
 
 
-def test_axes_are_knobs_with_terms_of_their_own() -> None:
+def test_parallel_axes_are_knobs_with_own_predictions() -> None:
     tensor, sequence = "tensor_parallel.autotp_size", "sequence_parallel_size"
     searched = space(extra={tensor: [1, 2, 3, 4], sequence: [1, 2]})
 
@@ -169,7 +169,7 @@ def test_axes_are_knobs_with_terms_of_their_own() -> None:
     assert "multiple of 3" in (searched.illegal_reason(candidate(tensor, 3)) or "")
     both = searched.candidate(Structure(1, ((sequence, 2), (tensor, 2))), 2)
     assert "Keep one of the two" in (searched.illegal_reason(both) or "")
-    # DeepSpeed counts a record once per rank of a layer, so it solves this size by itself.
+    # DeepSpeed counts a record once per tensor-parallel rank, so it must compute this size itself.
     assert halves.overwrite()["train_batch_size"] is None
     assert "train_batch_size" not in searched.config(halves)
     assert searched.config(sequences)["train_batch_size"] == 256
@@ -192,6 +192,6 @@ def test_axes_are_knobs_with_terms_of_their_own() -> None:
     assert one > two > four
     assert one > shared
     parts = [predictor.parts(each) for each in candidates]
-    # Ranks of a layer or sequence exchange activations; each computes its share of more records.
+    # Ranks that share a layer or sequence exchange activations; the compute per rank does not change.
     assert parts[0]["transfer"] < min(part["transfer"] for part in parts[1:])
     assert [part["compute"] for part in parts] == pytest.approx([parts[0]["compute"]] * 4)

@@ -1,4 +1,4 @@
-"""What may be tried, what is legal, and what would do the same."""
+"""The search space: legal candidates, equal candidates and the space file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_refused_candidate_is_illegal_with_reason() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_dead_key_is_illegal_drawn_is_legal(stage: int) -> None:
+def test_dead_key_is_illegal_drawn_structure_is_legal(stage: int) -> None:
     searched, random = space(stages=(0, 1, 2, 3)), SearchRandom(3)
     dead = {"sub_group_size": 10**8, "allgather_bucket_size": 10**6}
 
@@ -133,7 +133,7 @@ def test_space_file_adds_paths_and_is_checked(tmp_path: Path) -> None:
     assert {f"{ZERO}.offload_optimizer.device", "hyperparameters.checkpointing"} <= drawn
     candidate = searched.candidate(searched.draw(SearchRandom(1), 1), 0)
     assert set(candidate.hyperparameters()) == {"checkpointing"}
-    # What dsat chooses by itself, a hyperparameter that is not declared, and no list.
+    # Refused: keys that dsat itself chooses, undeclared hyperparameters, and values that are no list.
     chosen = (
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
@@ -157,7 +157,7 @@ def test_candidate_survives_json() -> None:
     assert Candidate.from_json(json.loads(json.dumps(candidate.to_json()))) == candidate
 
 
-def test_layered_keeps_none_that_deletes() -> None:
+def test_layered_keeps_none_values_of_base() -> None:
     below = {"a": {"x": None, "y": 1}, "b": 1}
 
     assert layered(below, {"a": {"y": 2}, "b": {"c": 3}}) == {"a": {"x": None, "y": 2}, "b": {"c": 3}}
@@ -191,7 +191,7 @@ def test_written_hyperparameter_default_is_own_configuration() -> None:
         (f"{ZERO}.offload_optimizer.ratio", 0.3, {}, False),
         (f"{ZERO}.offload_optimizer.device", "cpuu", {}, True),
         ("hyperparameters.width", 3, {}, False),
-        # Legal only with another one of the file, whatever else that has.
+        # Legal only together with a value of another path, even if the file has further illegal values.
         ("fp16.enabled", True, {}, True),
         ("fp16.enabled", True, {f"{ZERO}.nothing": (1,), "bf16.enabled": (True, False)}, False),
         (f"{ZERO}.nothing", 1, {"bf16.enabled": (True, False)}, True),

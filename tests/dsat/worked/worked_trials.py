@@ -1,4 +1,4 @@
-"""A trial for living workers that fails as its hyperparameter ``fault`` says, and does what ``knob`` says."""
+"""A trial for persistent ranks with injected faults and knobs."""
 
 import os
 import pathlib
@@ -16,10 +16,10 @@ _kept: list[torch.Tensor] = []
 
 
 def _is_first_to_keep() -> bool:
-    """Say whether no trial of this worker kept memory before; only rank 1 asks.
+    """Return whether no trial kept memory before; only rank 1 calls this.
 
-    On a loaded machine any configuration may come out as the best one, which is measured again beside the next ones: ranks
-    that it makes grow there, too, are replaced once more than the orders say.
+    On a loaded machine this trial may become the best one, which is measured again after later trials. If it kept memory a
+    second time, the ranks would be replaced once more than the test expects.
     """
     marker = pathlib.Path("kept")
     is_first = not marker.exists()

@@ -30,9 +30,7 @@ PROGRAM = ("pipeline_program", {})
 
 
 @pytest.mark.parametrize("arrangement", NUM_RECORDS)
-def test_validating_in_between_leaves_training_as_it_was_to_the_last_bit(
-    program: RunningProgram, arrangement: str
-) -> None:
+def test_pipeline_validation_leaves_training_bitwise_equal(program: RunningProgram, arrangement: str) -> None:
     result = program.result(arrangement)
     undisturbed = of_all_ranks(result.pop("none"))
     for how, ranks in result.items():
@@ -42,7 +40,7 @@ def test_validating_in_between_leaves_training_as_it_was_to_the_last_bit(
 
 
 @pytest.mark.parametrize("arrangement", NUM_RECORDS)
-def test_every_record_counts_once_and_alike(program: RunningProgram, arrangement: str) -> None:
+def test_pipeline_validation_counts_every_record_once(program: RunningProgram, arrangement: str) -> None:
     result = program.result(arrangement)
     for how in result.keys() - {"none"}:
         ranks = of_all_ranks(result[how])
@@ -61,7 +59,7 @@ def test_every_record_counts_once_and_alike(program: RunningProgram, arrangement
             assert rank["validations"] == same_replica[0]["validations"]
 
 
-def test_the_engine_stays_a_pipeline_engine(program: RunningProgram) -> None:
+def test_wrapped_engine_is_still_pipeline_engine(program: RunningProgram) -> None:
     first, last = of_all_ranks(program.result("one pipeline")["implicit"])
     assert first["is_pipeline_engine"]
     assert last["is_pipeline_engine"]
@@ -69,7 +67,7 @@ def test_the_engine_stays_a_pipeline_engine(program: RunningProgram) -> None:
     assert (first["needs_loader"], last["needs_loader"], first["calls"]) == (True, True, 1)
 
 
-def test_explicit_arguments_get_what_deepspeed_gives(program: RunningProgram) -> None:
+def test_eval_batch_with_arguments_behaves_like_deepspeed(program: RunningProgram) -> None:
     first, last = of_all_ranks(program.result("pass through"))
     assert last["mean"] == pytest.approx(sum(last["each"]) / 2)
     assert last["loss"] == pytest.approx(last["mean"])
@@ -81,7 +79,7 @@ def test_explicit_arguments_get_what_deepspeed_gives(program: RunningProgram) ->
 
 
 @pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_a_rank_that_runs_out_of_data_says_so(program: RunningProgram, call: str) -> None:
+def test_rank_out_of_data_raises_data_error(program: RunningProgram, call: str) -> None:
     results = program.result(call)
     named = [result for result in results if result["error"] == "DataError"]
     assert named
@@ -90,19 +88,19 @@ def test_a_rank_that_runs_out_of_data_says_so(program: RunningProgram, call: str
 
 
 @pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_a_call_without_any_data_is_refused(program: RunningProgram, call: str) -> None:
+def test_batch_call_without_data_is_refused(program: RunningProgram, call: str) -> None:
     for result in program.result(f"{call} without data"):
         assert result["error"] == "TrialContractError"
         assert "has no data" in result["message"]
 
 
-def test_deepspeeds_monitor_gets_the_weighted_loss(program: RunningProgram) -> None:
+def test_deepspeed_monitor_receives_weighted_loss(program: RunningProgram) -> None:
     first, last = of_all_ranks(program.result("monitored"))
     assert first[0] == last[0]
     assert any("eval_loss" in text for text in first[1:])
 
 
-def test_the_ranks_of_a_pipeline_share_no_sequences_and_the_check_says_so(
+def test_pipeline_ignores_sequence_parallel_size_with_warning(
     program: RunningProgram,
 ) -> None:
     config = small_models.ds_config(1, sequence_parallel_size=2)
@@ -114,7 +112,7 @@ def test_the_ranks_of_a_pipeline_share_no_sequences_and_the_check_says_so(
 
 
 @pytest.mark.parametrize("how", ["plain", "tied", "frozen"])
-def test_module_shared_by_two_stages_is_refused_unless_kept_equal(how: str) -> None:
+def test_parameter_shared_across_stages_requires_tied_or_frozen(how: str) -> None:
     adapter_program = pytest.importorskip("adapter_program")  # needs transformers
     errors = [result.value for result in run_function(adapter_program.share_across_stages, 2, how)]
     if how != "plain":
@@ -123,7 +121,7 @@ def test_module_shared_by_two_stages_is_refused_unless_kept_equal(how: str) -> N
         assert all("layers 0 and 3 of the PipelineModule share a parameter" in error for error in errors)
 
 
-def test_one_stage_takes_micro_batches_of_several_shapes() -> None:
+def test_single_stage_accepts_different_micro_batch_shapes() -> None:
     adapter_program = pytest.importorskip("adapter_program")
     (result,) = run_function(adapter_program.train_one_stage_on_two_shapes, 1)
     assert result.value > 0

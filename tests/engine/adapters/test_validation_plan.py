@@ -13,7 +13,7 @@ Plans = list[tuple[ValidationRound, ...]]
 
 
 def evaluated(plans: Plans) -> list[int]:
-    """Positions that count, over all replicas and rounds."""
+    """Return the record positions that count, over all replicas and rounds."""
     return [
         position
         for plan in plans
@@ -47,9 +47,7 @@ def test_pipelines_evaluate_every_record_once_in_step(n: int, size: int, num: in
 
 
 @given(records, sizes, replicas, accumulation)
-def test_leftover_records_are_spread_as_evenly_as_possible(
-    n: int, size: int, num: int, per_round: int
-) -> None:
+def test_leftover_records_are_spread_evenly(n: int, size: int, num: int, per_round: int) -> None:
     last = [plan_validation(n, size, per_round, replica, num)[-1:] for replica in range(num)]
     counts = [one.records for plan in last for one in plan if one.is_ragged]
     assert not counts or max(counts) - min(counts) <= 1
@@ -57,7 +55,7 @@ def test_leftover_records_are_spread_as_evenly_as_possible(
 
 
 @given(records, sizes, replicas, st.booleans())
-def test_data_parallel_replicas_evaluate_every_record_once_in_step(
+def test_data_parallel_replicas_evaluate_every_record_once(
     n: int, size: int, num: int, collective: bool
 ) -> None:
     plans = [plan_validation(n, size, 1, r, num, forward_is_collective=collective) for r in range(num)]
@@ -66,13 +64,13 @@ def test_data_parallel_replicas_evaluate_every_record_once_in_step(
         assert one.num_micro_batches == 1 or (not collective and one.num_micro_batches == one.records == 0)
 
 
-def test_whole_micro_batches_are_dealt_to_replicas_in_turn() -> None:
+def test_whole_micro_batches_alternate_between_replicas() -> None:
     first, second = (plan_validation(22, 4, 2, replica, 2) for replica in range(2))
     assert [one.record_ranges for one in first] == [((0, 4), (8, 12)), ((16, 19),)]
     assert [one.record_ranges for one in second] == [((4, 8), (12, 16)), ((19, 22),)]
 
 
-def test_a_replica_without_a_leftover_record_repeats_one_only_where_forward_is_collective() -> None:
+def test_idle_replica_repeats_record_for_collective_forward() -> None:
     filler = plan_validation(9, 4, 1, 1, 2, forward_is_collective=True)[-1]
     assert (filler.records, filler.record_ranges, filler.is_filler) == (0, ((8, 9),), True)
     idle = plan_validation(9, 4, 1, 1, 2, forward_is_collective=False)[-1]

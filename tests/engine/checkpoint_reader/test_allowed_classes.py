@@ -1,4 +1,4 @@
-"""What DeepSpeed writes of every kind of engine that a machine without an accelerator has is on the list, and comes back."""
+"""Checkpoints of all engines that run on a CPU load with the allowed classes only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dstrial.testing.ranks import run_function
 
 pytestmark = pytest.mark.ranks
 
-# 0.19.0 does not load the optimizer of experts that it has saved without ZeRO (KeyError: 'optimizer').
+# DeepSpeed 0.19.0 cannot load the optimizer of a mixture of experts without ZeRO (KeyError: 'optimizer').
 EXPERTS = () if installed_deepspeed_version() == "0.19.0" else ("experts",)
 KINDS = ("zero 0", "zero 1", "zero 2", "zero 3", "bf16 zero 0", "bf16 zero 1", *EXPERTS, "attr dict")
 
 
-def test_every_kind_is_saved_with_listed_classes_and_loaded_by_the_list(tmp_path: Path) -> None:
+def test_engine_checkpoints_load_with_allowed_classes_only(tmp_path: Path) -> None:
     (result,) = run_function(_save_and_load_all, 1, str(tmp_path), deadline_s=280)
 
     assert result.value == {kind: {} for kind in KINDS}
@@ -34,7 +34,7 @@ def _save_and_load_all(directory: str) -> dict[str, Any]:
 
 
 def _save_and_load(kind: str, path: Path) -> dict[str, tuple[str, ...]]:
-    """Save, look at the files, load, and compare; returns what is not on the list."""
+    """Save, load and compare an engine; return the classes that are not allowed."""
     import torch
 
     from dstrial.engine.checkpoint_reader.safe_load import (

@@ -1,4 +1,4 @@
-"""The file ``latest`` of a checkpoint names a folder beside it, and nothing else."""
+"""The file ``latest`` of a checkpoint may only name a folder beside it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dstrial.engine.files import latest_tag
 from dstrial.errors import CheckpointDamagedError
 
 
-def test_a_tag_is_the_name_of_a_folder(tmp_path: Path) -> None:
+def test_latest_tag_is_folder_name(tmp_path: Path) -> None:
     assert latest_tag(tmp_path) is None
     (tmp_path / "latest").write_text("global_step3\n")
     assert latest_tag(tmp_path) == "global_step3"
 
 
 @pytest.mark.parametrize("tag", ["../../x", "/etc", "a/b", "..", ".", "", "a\0b"])
-def test_a_tag_that_leads_elsewhere_is_refused(tmp_path: Path, tag: str) -> None:
+def test_latest_tag_not_folder_name_is_refused(tmp_path: Path, tag: str) -> None:
     (tmp_path / "latest").write_text(tag)
     with pytest.raises(CheckpointDamagedError, match="expected the name of a folder"):
         latest_tag(tmp_path)

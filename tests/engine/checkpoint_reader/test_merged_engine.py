@@ -1,4 +1,4 @@
-"""Slices of AutoTP's ranks become those of another size."""
+"""Slicing a checkpoint of AutoTP ranks for another tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Part(SavedEngine):
         ((1, None), (2, 1)),
         ((2, 1), (3, 1)),
         ((2, None), (2, None)),
-        # AutoTP cuts the parameter for one of the sizes only.
+        # AutoTP slices the parameter for only one of the two sizes.
         ((2, 0), (4, None)),
         ((2, None), (4, 0)),
     ],

@@ -1,4 +1,4 @@
-"""Files of torch are loaded by a list of classes: what DeepSpeed writes comes back, what a stranger adds does not."""
+"""Torch files load only with allowed classes; any other class is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def saved(path: Path, value: Any, **options: Any) -> Path:
 
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_the_classes_that_deepspeed_writes_come_back(tmp_path: Path, mmap: bool, is_zip: bool) -> None:
+def test_load_restores_classes_of_deepspeed(tmp_path: Path, mmap: bool, is_zip: bool) -> None:
     if mmap and not is_zip:
         pytest.skip("torch maps no files of its old format")
     value = {
@@ -73,7 +73,7 @@ def test_the_classes_that_deepspeed_writes_come_back(tmp_path: Path, mmap: bool,
     assert torch.equal(loaded["weights"], value["weights"])
 
 
-def test_a_state_cannot_change_the_members_of_an_enum(tmp_path: Path) -> None:
+def test_load_cannot_change_enum_members(tmp_path: Path) -> None:
     class Changing:
         def __reduce__(self) -> Any:
             return ZeroStageEnum, (2,), {"_value_": 0, "_name_": "changed"}
@@ -94,7 +94,7 @@ def test_a_state_cannot_change_the_members_of_an_enum(tmp_path: Path) -> None:
         (getattr, "builtins.getattr"),
         (__import__, "builtins.__import__"),
         (np.dtype, "numpy.dtype"),
-        # Of a module with a listed class: what is on the list are classes, and not their modules.
+        # The function's module has a listed class; the list names classes, not modules.
         (
             __import__("deepspeed").runtime.fp16.loss_scaler.CreateLossScaler,
             "deepspeed.runtime.fp16.loss_scaler",
@@ -105,7 +105,7 @@ def test_a_state_cannot_change_the_members_of_an_enum(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_what_is_not_on_the_list_is_refused_by_name(
+def test_load_refuses_unlisted_function_by_name(
     tmp_path: Path, function: Any, name: str, protocol: int, is_zip: bool
 ) -> None:
     value = {"x": Calls(function, str(tmp_path / "made"))}
@@ -122,7 +122,7 @@ def test_what_is_not_on_the_list_is_refused_by_name(
     assert not (tmp_path / "made").exists()
 
 
-def test_a_bare_pickle_runs_no_code(tmp_path: Path) -> None:
+def test_load_mapped_bare_pickle_runs_no_code(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     path.write_bytes(pickle.dumps(Calls(os.mkdir, str(tmp_path / "made"))))
 
@@ -131,7 +131,7 @@ def test_a_bare_pickle_runs_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_who_trusts_a_file_gets_all_of_it(tmp_path: Path) -> None:
+def test_load_with_trusted_code_restores_user_classes(tmp_path: Path) -> None:
     path = saved(tmp_path / "state.pt", {"best": OfUser(), "array": np.arange(3)})
 
     with pytest.raises(UntrustedCheckpointError, match=r"OfUser.*numpy|numpy.*OfUser"):
@@ -142,7 +142,7 @@ def test_who_trusts_a_file_gets_all_of_it(tmp_path: Path) -> None:
     assert type(loaded["array"]) is np.ndarray
 
 
-def test_only_a_vouched_engine_loads_unlisted_classes(tmp_path: Path) -> None:
+def test_only_vouched_engine_loads_unlisted_classes(tmp_path: Path) -> None:
     path = saved(tmp_path / "state.pt", {"best": OfUser()})
 
     class Engine:
@@ -163,8 +163,8 @@ def test_only_a_vouched_engine_loads_unlisted_classes(tmp_path: Path) -> None:
         vouched.checkpoint_engine.load(str(path))
 
 
-def test_formats_that_only_a_trusting_load_takes_are_unlisted(tmp_path: Path) -> None:
-    """torch.load(weights_only=False) of a library runs code of both, after our scan has passed a file."""
+def test_torchscript_and_tar_files_are_unlisted(tmp_path: Path) -> None:
+    """A library's ``torch.load(weights_only=False)`` would run code of both formats."""
     torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "script.pt")
     payload = pickle.dumps(Calls(os.mkdir, str(tmp_path / "made")))
     for name in ("old.pt", "old-state"):
@@ -184,14 +184,14 @@ def test_formats_that_only_a_trusting_load_takes_are_unlisted(tmp_path: Path) ->
     assert not (tmp_path / "made").exists()
 
 
-def test_what_others_have_put_on_torchs_list_stays_there(tmp_path: Path) -> None:
+def test_load_keeps_safe_globals_of_others(tmp_path: Path) -> None:
     path = saved(tmp_path / "state.pt", LossScaler(1.0))
     with torch.serialization.safe_globals([LossScaler]):
         load(path)
         assert LossScaler in torch.serialization.get_safe_globals()
 
 
-def test_threads_load_at_once(tmp_path: Path) -> None:
+def test_threads_load_concurrently(tmp_path: Path) -> None:
     path = saved(tmp_path / "state.pt", {"s": LossScaler(1.0), "t": torch.zeros(100)})
     failures: list[BaseException] = []
 
@@ -199,7 +199,7 @@ def test_threads_load_at_once(tmp_path: Path) -> None:
         try:
             for _ in range(30):
                 load(path)
-        except BaseException as error:  # noqa: BLE001  # told by the main thread
+        except BaseException as error:  # noqa: BLE001  # asserted in the main thread
             failures.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(6)]
@@ -210,7 +210,8 @@ def test_threads_load_at_once(tmp_path: Path) -> None:
     assert failures == []
 
 
-def test_files_that_nobody_unpickles_are_passed_over(tmp_path: Path) -> None:
+def test_unlisted_in_skips_files_never_unpickled(tmp_path: Path) -> None:
+    """``training_args.bin`` and files in ``code/`` are never unpickled."""
     payload = Calls(os.mkdir, str(tmp_path / "made"))
     (tmp_path / "code").mkdir()
     names = ["a.pt", "b.bin", "training_args.bin", "code/d.pt"]
@@ -240,7 +241,7 @@ def test_pickle_of_unknown_suffix_is_scanned(tmp_path: Path) -> None:
     assert found == dict.fromkeys([*names, "cut.state"], ("posix.mkdir",))
 
 
-def test_an_archive_behind_a_pickle_does_not_hide_it(tmp_path: Path) -> None:
+def test_pickle_before_archive_is_scanned(tmp_path: Path) -> None:
     archive = saved(tmp_path / "archive.pt", {"a": 1}).read_bytes()
     path = tmp_path / "both.pt"
     path.write_bytes(pickle.dumps(Calls(os.mkdir, str(tmp_path / "made")), protocol=2) + archive)
@@ -250,7 +251,7 @@ def test_an_archive_behind_a_pickle_does_not_hide_it(tmp_path: Path) -> None:
         load(path)
 
 
-def test_random_states_of_libraries_may_hold_arrays_and_those_of_ours_hold_none(tmp_path: Path) -> None:
+def test_numpy_arrays_allowed_in_library_rng_files_only(tmp_path: Path) -> None:
     state = {"numpy": np.random.get_state(legacy=True), "torch": torch.random.get_rng_state()}
     saved(tmp_path / "rng_state.pth", state)
     saved(tmp_path / "dstrial_rank0.pt", state)

@@ -1,4 +1,4 @@
-"""Whole dry runs, in processes of their own: what they find, and what they say when they cannot."""
+"""Whole dry runs in their own processes: results and errors."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def request(
 
 
 def measured(asked: DryRunRequest) -> ModelTrace:
-    """Return what one dry run by itself finds, which several tests compare with others."""
+    """Return the result of a single dry run, cached for all tests."""
     key = json.dumps(asked.to_json(), sort_keys=True)
     if key not in _FOUND:
         _FOUND[key] = dry_run(asked, deadline_s=DEADLINE_S)
     return _FOUND[key]
 
 
-def test_fake_tensors_take_the_bytes_of_real_ones() -> None:
+def test_fake_tensors_predict_real_memory() -> None:
     fake, real = measured(request()), measured(request(is_real=True))
     num_parameters = 4 * (64 * 64 + 64)
 
@@ -72,7 +72,7 @@ def test_fake_tensors_take_the_bytes_of_real_ones() -> None:
     assert fake.memory.in_phase("backward", 2) < 15 * num_parameters
 
 
-def test_recomputation_counts_for_the_hardware_only() -> None:
+def test_recomputation_counts_as_hardware_flops_only() -> None:
     import dry_run_models
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -85,13 +85,13 @@ def test_recomputation_counts_for_the_hardware_only() -> None:
     assert plain.flops.model.at(4) == counter.get_total_flops()
 
 
-def test_reading_a_scalar_is_told_with_its_line() -> None:
+def test_scalar_read_is_reported_with_line() -> None:
     result = measured(request(kind="reads"))
 
     assert [Path(each.place.rsplit(":", 1)[0]).name for each in result.bypasses] == ["dry_run_models.py"]
 
 
-def test_dry_runs_in_parallel_find_the_same_and_fail_alone() -> None:
+def test_parallel_dry_runs_fail_independently() -> None:
     asked = [request(), request(kind="raises"), request(kind="values")]
 
     apart, raised, unsupported = dry_runs(asked, deadline_s=200, num_parallel=2)
@@ -102,11 +102,11 @@ def test_dry_runs_in_parallel_find_the_same_and_fail_alone() -> None:
     for failed, kind in ((raised, "error"), (unsupported, "unsupported")):
         assert isinstance(failed, DryRunError)
         assert failed.kind == kind
-        # Code that does not run is named by its line.
+        # The error names the file and line of the failing user code.
         assert re.search(r"dry_run_models\.py:\d+", str(failed))
 
 
-def test_code_that_cannot_be_imported_is_the_error_of_the_request(tmp_path: Path) -> None:
+def test_dry_run_import_error_names_user_code(tmp_path: Path) -> None:
     (tmp_path / "broken_code.py").write_text("import a_module_that_is_not_there\n")
 
     (failed,) = dry_runs([request(module="broken_code", paths=(str(tmp_path),))], deadline_s=200)
@@ -116,19 +116,19 @@ def test_code_that_cannot_be_imported_is_the_error_of_the_request(tmp_path: Path
     assert str(tmp_path / "broken_code.py") + ":1" in str(failed)
 
 
-def test_a_run_that_takes_too_long_is_ended() -> None:
+def test_dry_run_past_deadline_raises() -> None:
     with pytest.raises(DryRunError, match=r"more than 0\.5 s") as caught:
         dry_run(request(kind="sleeps"), deadline_s=0.5)
 
     assert caught.value.kind == "deadline"
 
 
-def test_whoever_asks_for_a_dry_run_needs_no_torch() -> None:
+def test_dry_run_caller_imports_no_torch() -> None:
     program = "import sys, dstrial.engine.dryrun.process, dstrial.dsat.predictor.models; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_dry_run_without_answer_names_exit_code(tmp_path: Path) -> None:
+def test_dry_run_without_result_names_exit_code(tmp_path: Path) -> None:
     error = _answer(tmp_path / "answer-0.json", False, 1.0, -9, "")
 
     assert isinstance(error, DryRunError)

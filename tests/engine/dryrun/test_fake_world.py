@@ -1,4 +1,4 @@
-"""Each patch of the fake world: it works inside the block, and is undone after it."""
+"""Patches of the fake world: effective inside the block, undone after it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_world_patches_and_restores_process() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("optimizer_class", [DeepSpeedCPUAdam, FusedAdam])
-def test_compiled_optimizers_step_without_a_compiler_and_keep_their_state(optimizer_class: type) -> None:
+def test_compiled_optimizers_step_without_compiler(optimizer_class: type) -> None:
     with FakeWorld(tracker()), FakeTensorMode():
         parameter = nn.Parameter(torch.zeros(10))
         optimizer = optimizer_class([parameter])
@@ -58,7 +58,7 @@ def test_compiled_optimizers_step_without_a_compiler_and_keep_their_state(optimi
     assert {"exp_avg", "exp_avg_sq"} <= set(optimizer.state[parameter])
 
 
-def test_nothing_is_compiled() -> None:
+def test_fake_world_compiles_nothing() -> None:
     layer = nn.Linear(2, 2)
     with FakeWorld(tracker()):
         assert torch.compile(layer, dynamic=True) is layer
@@ -76,7 +76,7 @@ def test_fake_modules_can_be_converted() -> None:
     with FakeTensorMode():
         layer = nn.Linear(3, 3)
         weight, view = layer.weight, layer.weight.detach()
-        if Version(torch.__version__) >= Version("2.13"):  # and 2.6 does without
+        if Version(torch.__version__) >= Version("2.13"):  # torch 2.6 needs no patch
             with pytest.raises(RuntimeError, match="swap"):
                 layer.bfloat16()
         with FakeWorld(tracker()):
@@ -86,7 +86,7 @@ def test_fake_modules_can_be_converted() -> None:
     assert view.dtype is torch.float32
 
 
-def test_assigned_data_brings_its_device_along() -> None:
+def test_assigned_data_changes_parameter_device() -> None:
     with FakeTensorMode():
         parameter = nn.Parameter(torch.zeros(2))
         with FakeWorld(tracker()):
@@ -97,7 +97,7 @@ def test_assigned_data_brings_its_device_along() -> None:
         assert other.device == torch.device("cpu")
 
 
-def test_unvalidated_distributions_take_fake_tensors() -> None:
+def test_distributions_accept_fake_tensors_without_validation() -> None:
     with FakeTensorMode():
         low, high = torch.empty(()), torch.empty(())
         with pytest.raises((ValueError, DataDependentOutputException)):
@@ -106,7 +106,7 @@ def test_unvalidated_distributions_take_fake_tensors() -> None:
             assert torch.distributions.Uniform(low, high).rsample((3,)).shape == (3,)
 
 
-def test_user_code_reads_the_declared_constant_and_its_line_is_noted() -> None:
+def test_scalar_read_returns_constant_and_records_line() -> None:
     reads = ScalarReads(3.5)
     with FakeTensorMode(), tracker(read_scalar=reads):
         assert torch.zeros(2).sum().item() == 3.5
@@ -117,7 +117,8 @@ def test_user_code_reads_the_declared_constant_and_its_line_is_noted() -> None:
         torch.zeros(()).item()
 
 
-def test_deepspeed_reads_no_overflow_and_torch_optimizers_a_first_step() -> None:
+def test_library_scalar_reads_return_fixed_values() -> None:
+    """DeepSpeed reads 0 (no overflow); torch's optimizers read 1 (first step)."""
     reads = ScalarReads()
     read = "def read(tensor):\n    return tensor.item()\n"
     told = []
@@ -149,7 +150,7 @@ def test_shapes_only_keeps_shape_type_and_gradient_flag() -> None:
     assert nn.init.constant_(torch.zeros(3), 7.0).tolist() == [7.0, 7.0, 7.0]
 
 
-def test_renewed_parameters_have_memory_and_tied_ones_stay_tied() -> None:
+def test_renewed_parameters_have_memory_and_stay_tied() -> None:
     with shapes_only():
         model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3))
         model[1].weight = model[0].weight

@@ -1,4 +1,4 @@
-"""From traces to lines, and what a result says for other micro batch sizes and accumulations."""
+"""Memory traces as lines over the batch size, and the numbers of a dry-run result."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ lines = st.tuples(st.integers(-1000, 1000), st.integers(0, 50))
 
 
 @given(st.lists(lines, min_size=1, max_size=30), st.integers(1, 200))
-def test_the_envelope_is_the_greatest_of_all_lines_everywhere(
-    points: list[tuple[int, int]], size: int
-) -> None:
+def test_upper_envelope_is_maximum_of_lines(points: list[tuple[int, int]], size: int) -> None:
     envelope = upper_envelope(points)
 
     assert max(line.at(size) for line in envelope) == pytest.approx(max(b + s * size for b, s in points))
@@ -37,7 +35,7 @@ def test_the_envelope_is_the_greatest_of_all_lines_everywhere(
 
 
 def train(trace: Trace, size: int, *, kept: int, first: bool = False, extra: bool = False) -> None:
-    """Play a step: activations of 10 bytes a record, a scratch of 100 at once, an optimizer that keeps ``kept`` bytes."""
+    """Trace a step: 10 B of activations per record, 100 B scratch, ``kept`` optimizer."""
     activation = trace.allocate(10 * size, FORWARD)
     if extra:
         trace.free(trace.allocate(7, FORWARD), FORWARD)
@@ -69,7 +67,7 @@ def test_memory_form_holds_at_other_sizes() -> None:
     assert form.peak_phase(100) == "backward"
     assert form.in_phase("step", 100) == 1000 + 60 + 30
     assert form.settled == 1060
-    # Everything before the first step belongs to building, which has no peak of its own.
+    # Allocations before the first step belong to building the model, which has no peak of its own.
     assert [each.phase for each in form.phases] == ["forward", "backward", "step"]
 
 

@@ -1,4 +1,4 @@
-"""A Core API script as users write them: moves its model, reads the trial's hyperparameters, trains in a loop."""
+"""A Core API script as users write it; a dry run never reaches its end."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Trials as users write them, some of which fake tensors cannot run."""
+"""Trials as users write them; fake tensors cannot run all of them."""
 
 import deepspeed
 import torch
@@ -49,7 +49,7 @@ class Ordinary(DeepSpeedTrial):
 
 
 class ByValue(Ordinary):
-    """Leaves out some labels, by their values."""
+    """Selects labels by value, which fake tensors cannot do."""
 
     compiles = False
 
@@ -59,7 +59,7 @@ class ByValue(Ordinary):
 
 
 class Broken(Ordinary):
-    """Fails with any tensors."""
+    """Fails with fake and with real tensors."""
 
     def loss(self, tokens, labels):
         raise ValueError("no loss today")
