@@ -139,7 +139,7 @@ def outcome(server: ForkServer | None, words: list[str], directory: Path, **opti
 @pytest.mark.exhaustive("[a file-True]", "[a module-False]")
 @pytest.mark.parametrize("leads_session", [False, True])
 @pytest.mark.parametrize("way", ["a file", "a module"])
-def test_it_starts_in_the_same_state(
+def test_fork_initial_state_equals_new_process(
     server: ForkServer, tmp_path: Path, way: str, leads_session: bool
 ) -> None:
     (tmp_path / "state_of_this.py").write_text(STATE)
@@ -161,7 +161,7 @@ def test_it_starts_in_the_same_state(
     assert forked[1].splitlines()[1:] == executed[1].splitlines()[1:]
 
 
-def test_each_draws_its_own_numbers(server: ForkServer, tmp_path: Path) -> None:
+def test_forks_draw_different_random_numbers(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "draws.py").write_text(DRAWS)
     drawn = [outcome(server, ["draws.py"], tmp_path)[1].split() for _ in range(3)]
     assert all(len(set(column)) == 3 for column in zip(*drawn, strict=True))
@@ -174,7 +174,7 @@ print(sys.stdout.tell(), sys.stdin.tell())
 """
 
 
-def test_its_streams_are_those_of_its_files(server: ForkServer, tmp_path: Path) -> None:
+def test_fork_streams_report_same_positions_as_new_process(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "says.py").write_text(SAYS_WHERE)
     (tmp_path / "in").write_text("one\ntwo\n")
     texts = []
@@ -193,6 +193,6 @@ def test_its_streams_are_those_of_its_files(server: ForkServer, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_it_ends_the_same(server: ForkServer, tmp_path: Path, name: str) -> None:
+def test_fork_exit_and_output_equal_new_process(server: ForkServer, tmp_path: Path, name: str) -> None:
     (tmp_path / "ends.py").write_text(ENDS[name])
     assert outcome(server, ["ends.py"], tmp_path) == outcome(None, ["ends.py"], tmp_path)

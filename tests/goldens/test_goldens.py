@@ -35,7 +35,7 @@ def _without_sizes(files: Mapping[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, [])) for name in RECORDERS])
-def test_what_is_recorded_is_the_golden(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_equals_golden(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "DS_ACCELERATOR" not in os.environ:  # without it DeepSpeed prints a warning into the help texts
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     version, why = _DIFFERS_FROM.get(name, ((4,), ""))

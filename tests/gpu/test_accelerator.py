@@ -16,12 +16,12 @@ CONFIGURATIONS = {
 }
 
 
-def test_the_loop_never_synchronises_the_device_between_two_reports(tmp_path):
+def test_training_loop_avoids_device_sync_between_reports(tmp_path):
     """The loop's share of 40 batches and ``to_device`` of pinned records run under the check; DeepSpeed's steps do not."""
     printed = run("sync_program.py", tmp_path=tmp_path, timeout_s=200)
     assert "40 batches without a synchronisation, 40 copies of pinned records" in printed
 
 
-def test_a_resumed_run_goes_on_like_the_uninterrupted_one(tmp_path):
+def test_resume_on_device_reports_equal_uninterrupted_run(tmp_path):
     printed = run("resume_program.py", repr(CONFIGURATIONS), tmp_path=tmp_path, timeout_s=200)
     assert [f"{name}: resumed reports are equal" in printed for name in CONFIGURATIONS] == [True] * 5, printed

@@ -13,16 +13,16 @@ pytestmark = [pytest.mark.gpu, needs_cuda]
 
 
 @pytest.mark.parametrize("check", ["contexts", "registrations", "ordering"])
-def test_host_memory_of_background_saves(tmp_path, check):
+def test_background_save_check_holds_on_device(tmp_path, check):
     assert run("state_copy_program.py", check, tmp_path=tmp_path).endswith("held\n")
 
 
-def test_nothing_grows_over_configurations_in_one_process(tmp_path):
+def test_teardown_leaves_no_growth_across_configurations(tmp_path):
     assert "nothing has grown" in run("teardown_program.py", tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize("checks", [["0", "1", "2", "3"], ["pipeline"]], ids=["zero", "pipeline"])
-def test_two_ranks_share_one_device(tmp_path, checks):
+def test_two_ranks_share_single_device(tmp_path, checks):
     printed, status = launch(
         "shared_program.py", 2, *checks, tmp_path=tmp_path, DSTRIAL_SHARE_DEVICE="1", CUDA_VISIBLE_DEVICES="0"
     )
@@ -31,13 +31,13 @@ def test_two_ranks_share_one_device(tmp_path, checks):
     assert printed.count("2 ranks of this machine share cuda:0 over gloo") == 1, printed
 
 
-def test_two_ranks_on_one_device_are_refused_without_the_override(tmp_path):
+def test_launch_two_ranks_single_device_rejected_by_default(tmp_path):
     printed, status = launch("shared_program.py", 2, "0", tmp_path=tmp_path, CUDA_VISIBLE_DEVICES="0")
     assert status != 0
     assert "--slots is 2; expected at most 1" in printed, printed
 
 
-def test_the_memory_of_a_killed_rank_comes_back(tmp_path):
+def test_killed_rank_releases_device_memory(tmp_path):
     pynvml = pytest.importorskip("pynvml")
     pynvml.nvmlInit()
     try:
@@ -60,7 +60,7 @@ def test_the_memory_of_a_killed_rank_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(("num_slots", "stage"), [(1, 1), (2, 1)], ids=["one rank", "two that share"])
-def test_a_zero_1_trial_completes_through_the_master(tmp_path, num_slots, stage):
+def test_master_zero1_trial_completes_on_gpu(tmp_path, num_slots, stage):
     definitions = ROOT / "tests" / "programs"
     config = {
         "name": "on a GPU",

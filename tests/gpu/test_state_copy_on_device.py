@@ -14,7 +14,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_a_copy_from_the_device_is_written_as_the_state_of_then(tmp_path: pathlib.Path, pins: bool) -> None:
+def test_state_copy_writes_snapshot_of_device_state(tmp_path: pathlib.Path, pins: bool) -> None:
     for name in ("at once", "later"):
         (tmp_path / name).mkdir()
     buffers = HostBuffers(device=torch.device("cuda", 0) if pins else None)

@@ -12,7 +12,7 @@ from dstrial.telemetry.phase_timer import PhaseTimer
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 
-def test_events_of_the_device_time_what_it_did_and_nothing_synchronises():
+def test_device_events_time_phases_without_sync():
     timer = PhaseTimer(timed_events(get_accelerator()))
     assert timer.clock_name == "device events"
     matrix = torch.randn(2048, 2048, device="cuda")
@@ -33,7 +33,7 @@ def test_events_of_the_device_time_what_it_did_and_nothing_synchronises():
     assert all(0 < found["forward"] < 1 for found in (early, late) if found)
 
 
-def test_the_allocators_counters_are_told_beside_the_process():
+def test_memory_now_reports_allocator_and_process_memory():
     kept = torch.empty(2**20, device="cuda")
     found = memory_now(get_accelerator())
 

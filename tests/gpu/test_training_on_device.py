@@ -46,7 +46,7 @@ def nvml_uuids():
         pynvml.nvmlShutdown()
 
 
-def test_torch_and_nvml_name_the_same_devices_in_one_order():
+def test_torch_and_nvml_device_order_agree():
     uuids, instances = nvml_uuids()
     in_torch = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
     if not instances:
@@ -56,7 +56,7 @@ def test_torch_and_nvml_name_the_same_devices_in_one_order():
     assert float((ones @ ones).float().sum()) == 64.0**3
 
 
-def test_visible_devices_by_index_and_uuid_answer_deepspeed(tmp_path):
+def test_visible_devices_accept_index_and_uuid(tmp_path):
     uuids, instances = nvml_uuids()
     for value in ["0", uuids[0], *instances]:
         variables = {"CUDA_VISIBLE_DEVICES": value, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -65,7 +65,7 @@ def test_visible_devices_by_index_and_uuid_answer_deepspeed(tmp_path):
         assert re.search(r"cuda:0 has \d+ bytes", printed), printed
 
 
-def test_zero_stages_in_all_precisions_are_finite_and_fp16_overflows_once(tmp_path):
+def test_zero_stages_all_precisions_have_finite_losses(tmp_path):
     printed, status = launch("precision_program.py", 1, tmp_path=tmp_path, timeout_s=240)
     assert status == 0, printed
     rows = facts(printed)["rows"]
@@ -81,7 +81,7 @@ def test_zero_stages_in_all_precisions_are_finite_and_fp16_overflows_once(tmp_pa
 @pytest.mark.parametrize(
     ("operator", "optimizer"), [("cpu_adam", "DeepSpeedCPUAdam"), ("fused_adam", "FusedAdam")]
 )
-def test_compiled_optimizers_build_behind_the_lock_of_a_killed_build(tmp_path, operator, optimizer):
+def test_compiled_optimizer_builds_despite_stale_lock(tmp_path, operator, optimizer):
     folder = tmp_path / "extensions"
     (folder / operator).mkdir(parents=True)
     (folder / operator / "lock").touch()
@@ -101,7 +101,7 @@ def test_compiled_optimizers_build_behind_the_lock_of_a_killed_build(tmp_path, o
     assert all(map(math.isfinite, facts(printed)["losses"])), printed
 
 
-def test_torch_compile_keeps_the_losses(tmp_path):
+def test_torch_compile_keeps_losses(tmp_path):
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if importlib.util.find_spec("triton") is None or not shutil.which("cc") or not headers.exists():
         pytest.skip("Requires: [Triton, a C compiler, Python's headers]")
@@ -112,7 +112,7 @@ def test_torch_compile_keeps_the_losses(tmp_path):
     assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5)
 
 
-def test_saves_behind_the_loop_have_every_bit_and_a_short_stall(tmp_path):
+def test_background_save_is_bitwise_equal_with_short_stall(tmp_path):
     printed, status = launch("save_program.py", 1, "1024", tmp_path=tmp_path, timeout_s=240)
     assert status == 0, printed
     found = facts(printed)
@@ -121,7 +121,7 @@ def test_saves_behind_the_loop_have_every_bit_and_a_short_stall(tmp_path):
     assert found["stall_ratio"] < 0.2, found
 
 
-def test_out_of_memory_is_told_and_the_next_trial_trains(tmp_path):
+def test_out_of_memory_reported_and_next_run_trains(tmp_path):
     printed, status = launch("fault_program.py", 1, "memory:0", tmp_path=tmp_path)
     assert status != 0
     assert "out of memory" in printed, printed
@@ -130,7 +130,7 @@ def test_out_of_memory_is_told_and_the_next_trial_trains(tmp_path):
     assert all(map(math.isfinite, facts(printed)["losses"])), printed
 
 
-def test_a_killed_rank_of_two_on_one_device_is_named_within_15_s(tmp_path):
+def test_killed_rank_on_shared_device_named_within_15s(tmp_path):
     shared = {"DSTRIAL_SHARE_DEVICE": "1", "CUDA_VISIBLE_DEVICES": "0"}
     printed, status = launch("fault_program.py", 2, "kill:1", tmp_path=tmp_path, **shared)
     ended_s = time.time()
@@ -141,7 +141,7 @@ def test_a_killed_rank_of_two_on_one_device_is_named_within_15_s(tmp_path):
     assert ended_s - float(re.search(r"fails at ([\d.]+)", printed)[1]) < 15
 
 
-def test_predicted_memory_is_within_15_percent_of_the_measured_one(tmp_path):
+def test_predicted_memory_within_15_percent_of_measured(tmp_path):
     chosen = list(itertools.product(("fp32", "bf16"), (0, 1, 3)))
     requests = [
         DryRunRequest(
@@ -170,7 +170,7 @@ def test_predicted_memory_is_within_15_percent_of_the_measured_one(tmp_path):
     assert all(abs(ratio - 1) <= 0.15 for ratio in ratios), dict(zip(chosen, ratios, strict=True))
 
 
-def test_five_configurations_in_ranks_that_live_on_leave_nothing_behind(tmp_path):
+def test_persistent_ranks_restore_state_between_configurations(tmp_path):
     (tmp_path / "definition").mkdir()
     path = tmp_path / "experiment.yaml"
     path.write_text(json.dumps(experiment("search", TARGET, 1)))
@@ -185,7 +185,7 @@ def test_five_configurations_in_ranks_that_live_on_leave_nothing_behind(tmp_path
     assert not [row for row in rows if "does not come back to what it was" in row["respawned"]]
 
 
-def test_search_at_a_memory_limit_predicts_time_and_memory(tmp_path):
+def test_search_under_memory_limit_predicts_memory(tmp_path):
     limit_bytes = 2**30
     (tmp_path / "definition").mkdir()
     (tmp_path / "definition" / "model_def.py").write_text(
@@ -224,7 +224,7 @@ def test_search_at_a_memory_limit_predicts_time_and_memory(tmp_path):
     assert statistics.median(errors) <= 0.25
 
 
-def test_trials_that_are_forks_report_what_a_new_process_does(tmp_path):
+def test_forked_trial_losses_match_new_process(tmp_path):
     """The first trial is a new process (``warm: false``); of the others a second fork has to come, too."""
     says_how = (
         "import pathlib\n"

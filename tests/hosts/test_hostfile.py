@@ -27,7 +27,7 @@ def _problems(path: Path, **filters: str) -> list[str]:
     return [str(problem) for problem in raised.value.problems]
 
 
-def test_lines_comments_and_addresses(hostfile: Path) -> None:
+def test_read_hosts_parses_lines_comments_and_addresses(hostfile: Path) -> None:
     assert _slots(read_hosts(hostfile)) == {"host1": (0, 1), "host2": (0, 1, 2, 3), "10.0.0.3": (0,)}
 
 
@@ -40,7 +40,9 @@ def test_lines_comments_and_addresses(hostfile: Path) -> None:
         ("", "host2:0@host1:0,1", {"host2": (1, 2, 3), "10.0.0.3": (0,)}),
     ],
 )
-def test_filters(hostfile: Path, include: str, exclude: str, expected: dict[str, tuple[int, ...]]) -> None:
+def test_read_hosts_applies_include_and_exclude(
+    hostfile: Path, include: str, exclude: str, expected: dict[str, tuple[int, ...]]
+) -> None:
     hosts = read_hosts(hostfile, include=include, exclude=exclude)
     assert _slots(hosts) == expected
     assert all(
@@ -49,7 +51,7 @@ def test_filters(hostfile: Path, include: str, exclude: str, expected: dict[str,
     )
 
 
-def test_filters_mean_what_they_mean_to_deepspeed(hostfile: Path) -> None:
+def test_read_hosts_filters_match_deepspeed(hostfile: Path) -> None:
     from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
 
     for include, exclude in (("host2:0,2@host1", ""), ("", "host2:0@host1"), ("10.0.0.3", "")):
@@ -58,13 +60,13 @@ def test_filters_mean_what_they_mean_to_deepspeed(hostfile: Path) -> None:
         assert _slots(ours) == {name: tuple(slots) for name, slots in theirs.items()}
 
 
-def test_a_wrong_path_is_no_single_machine(tmp_path: Path) -> None:
+def test_read_hosts_missing_file_is_error(tmp_path: Path) -> None:
     (problem,) = _problems(tmp_path / "hots")
     assert "cannot be read (No such file or directory)" in problem
     assert str(Path.cwd()) in problem
 
 
-def test_all_wrong_lines_are_told_at_once(tmp_path: Path) -> None:
+def test_read_hosts_reports_all_invalid_lines(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text(
         "host1 slots=2\nhost1 slots=1\nhost2\n-oProxyCommand=x slots=1\nhost3 slots=0\nhost4 slots=x\n"
@@ -89,13 +91,15 @@ def test_all_wrong_lines_are_told_at_once(tmp_path: Path) -> None:
         ({"include": "host1:"}, ["slots 0 to 1 of host1"]),
     ],
 )
-def test_wrong_filters(hostfile: Path, filters: dict[str, str], named: list[str]) -> None:
+def test_read_hosts_rejects_invalid_filters(
+    hostfile: Path, filters: dict[str, str], named: list[str]
+) -> None:
     problems = _problems(hostfile, **filters)
     assert len(problems) == len(named)
     assert all(word in problem for word, problem in zip(named, problems, strict=True))
 
 
-def test_slots_that_the_user_has_written_count_and_the_default_does_not(tmp_path: Path) -> None:
+def test_given_slots_ignores_default_slots_per_trial(tmp_path: Path) -> None:
     config = tmp_path / "exp.yaml"
     config.write_text("resources: {slots_per_trial: 4}")
     assert given_slots(config) == 4

@@ -40,7 +40,7 @@ def _table(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
     return [(host, text) for host, text in rows]
 
 
-def test_hosts_that_are_right_as_a_table_and_as_json(three: Machines, tmp_path: Path) -> None:
+def test_hosts_check_prints_table_and_json(three: Machines, tmp_path: Path) -> None:
     hostfile = three.hostfile(tmp_path / "hosts", [1, 2, 1])
     done = _check(three[1], tmp_path, hostfile)
     assert done.returncode == 0, done.stdout
@@ -61,7 +61,7 @@ def test_hosts_that_are_right_as_a_table_and_as_json(three: Machines, tmp_path: 
     assert "cannot be read (No such file or directory)" in done.stdout
 
 
-def test_each_host_that_is_wrong_is_told_with_what_to_do_within_seconds(tmp_path: Path) -> None:
+def test_hosts_check_unreachable_hosts_reported_within_20s(tmp_path: Path) -> None:
     with machines(4) as four:
         four[2].refuse_keys()
         four[3].cut()
@@ -79,7 +79,7 @@ def test_each_host_that_is_wrong_is_told_with_what_to_do_within_seconds(tmp_path
         assert "no such name" in told["host9"]
 
 
-def test_other_interpreters_and_packages(three: Machines, tmp_path: Path) -> None:
+def test_hosts_check_reports_missing_python_and_packages(three: Machines, tmp_path: Path) -> None:
     hostfile = three.hostfile(tmp_path / "hosts")
     rows = _table(_check(three[1], tmp_path, hostfile, "--python", "/nix/python", "--exclude", "host1"))
     assert [(host, text.partition(".")[0]) for host, text in rows] == [
@@ -98,7 +98,7 @@ def test_other_interpreters_and_packages(three: Machines, tmp_path: Path) -> Non
     ]
 
 
-def test_hosts_that_share_no_directory_and_do_not_reach_each_other(tmp_path: Path) -> None:
+def test_hosts_check_reports_unshared_directory_and_broken_network(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     with machines(3) as three:
         hostfile = three.hostfile(tmp_path / "hosts")

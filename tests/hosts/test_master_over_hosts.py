@@ -64,7 +64,7 @@ def _trials_on(host: Machine) -> list[str]:
     return [words for words in left_on(host).values() if "fork_server" not in words and "sh -c" not in words]
 
 
-def test_agents_slots_and_a_command_on_a_host(quiet: MasterOnHosts) -> None:
+def test_det_lists_agents_and_runs_host_commands(quiet: MasterOnHosts) -> None:
     agents = quiet.det("agent", "list")
     assert re.search(r"host2 .*\| +2 \| +0 \| default +\| True +\| False +\| 10\.77\.0\.12", agents)
     assert quiet.det("slot", "list").count("FREE            | FREE") == 4
@@ -77,7 +77,7 @@ def test_agents_slots_and_a_command_on_a_host(quiet: MasterOnHosts) -> None:
     assert "resources.slots is 5; expected at most 2, the most slots of one machine" in refused.stdout
 
 
-def test_other_accounts_of_a_host_get_no_answer_and_no_secret_is_on_a_command_line(
+def test_host_relay_rejects_other_users_hides_secrets(
     quiet: MasterOnHosts,
 ) -> None:
     experiment = quiet.create(_slow(2, 60))
@@ -104,7 +104,7 @@ def test_other_accounts_of_a_host_get_no_answer_and_no_secret_is_on_a_command_li
     _nothing_is_left(host, 10)
 
 
-def test_a_rank_that_fails_is_named_by_its_own_error(started: MasterOnHosts) -> None:
+def test_failed_rank_error_names_rank_and_exception(started: MasterOnHosts) -> None:
     experiment = started.create({**_slow(2), "max_restarts": 0})
     started.wait_for_log(1, "batch 5 loss")
     for workdir in (started.place / "state" / "hosts").glob("*/host3/allocations/*/workdir"):
@@ -116,7 +116,7 @@ def test_a_rank_that_fails_is_named_by_its_own_error(started: MasterOnHosts) -> 
         _nothing_is_left(host, 10)
 
 
-def test_a_host_that_is_cut_off_is_named_and_its_trial_goes_on(started: MasterOnHosts) -> None:
+def test_trial_resumes_after_host_network_loss(started: MasterOnHosts) -> None:
     started.create(_slow(2))
     started.wait_for_log(1, "Reported checkpoint")
     cut = started.hosts[1]
@@ -147,7 +147,7 @@ def test_a_host_that_is_cut_off_is_named_and_its_trial_goes_on(started: MasterOn
     )
 
 
-def test_a_dropped_connection_runs_no_trial_twice(started: MasterOnHosts) -> None:
+def test_dropped_connection_leaves_no_duplicate_trial(started: MasterOnHosts) -> None:
     """The agent sees the end of its input, and the master cannot reconnect."""
     started.create(_slow(1, 2000))
     started.wait_for_log(1, "Reported checkpoint")
@@ -159,7 +159,7 @@ def test_a_dropped_connection_runs_no_trial_twice(started: MasterOnHosts) -> Non
     assert f"allocation lost: {host.name} is " in started.log(1)
 
 
-def test_a_cut_that_heals_an_agent_and_a_master_that_are_killed_end_no_trial(started: MasterOnHosts) -> None:
+def test_trial_survives_network_cut_agent_and_master_kill(started: MasterOnHosts) -> None:
     experiment = started.create(_slow(2, 300))
     started.wait_for_log(1, "Reported checkpoint")
     host = started.hosts[1]
@@ -188,7 +188,7 @@ def test_a_cut_that_heals_an_agent_and_a_master_that_are_killed_end_no_trial(sta
     assert len({batches.count(batch) for batch in set(batches)}) == 1  # no line twice
 
 
-def test_hosts_that_are_not_ready_start_no_master(tmp_path: Path) -> None:
+def test_up_with_unready_host_is_rejected(tmp_path: Path) -> None:
     with machines(3) as made:
         master = MasterOnHosts(made, tmp_path)
         made[3].stop_sshd()
@@ -210,7 +210,7 @@ def test_hosts_that_are_not_ready_start_no_master(tmp_path: Path) -> None:
         assert master.down().returncode == 0
 
 
-def test_a_stopped_rank_a_killed_supervisor_and_a_drained_host(started: MasterOnHosts) -> None:
+def test_trial_survives_stopped_rank_killed_supervisor_drained_host(started: MasterOnHosts) -> None:
     experiment = started.create(_slow(2, 150))
     started.wait_for_log(1, "Reported checkpoint")
     host = started.hosts[1]
@@ -243,7 +243,7 @@ def test_a_stopped_rank_a_killed_supervisor_and_a_drained_host(started: MasterOn
     assert "on agent host2, host3\n" in started.log(3)
 
 
-def test_what_hears_nothing_of_its_master_ends_and_begins_again(started: MasterOnHosts) -> None:
+def test_trial_ends_and_resumes_after_frozen_master(started: MasterOnHosts) -> None:
     experiment = started.create(_slow(1))
     started.wait_for_log(1, "Reported checkpoint")
     host = next(one for one in started.hosts if _trials_on(one))

@@ -37,7 +37,7 @@ def master(cluster: RayCluster, tmp_path: Path) -> Iterator[MasterOnHosts]:
     wait_until_nothing_is_left(cluster)
 
 
-def test_what_can_never_fit_is_refused_and_what_waits_says_for_what(master: MasterOnHosts) -> None:
+def test_ray_oversized_job_rejected_pending_job_explained(master: MasterOnHosts) -> None:
     said = master.up()
     assert said.returncode == 0, said.stdout
     for number in (1, 2, 3):
@@ -70,7 +70,7 @@ def test_what_can_never_fit_is_refused_and_what_waits_says_for_what(master: Mast
     assert "on agent 10.77.0.1" in master.log(waiting["id"])
 
 
-def test_what_an_experiment_cannot_have_is_told_once(master: MasterOnHosts) -> None:
+def test_ray_invalid_experiments_rejected_missing_python_reported(master: MasterOnHosts) -> None:
     (master.place / "master.yaml").write_text("hosts_python: /opt/nowhere/bin/python\n")
     assert master.up("--config-file", "master.yaml").returncode == 0
     print("\n".join(refused_at_submission(master)))
@@ -82,7 +82,7 @@ def test_what_an_experiment_cannot_have_is_told_once(master: MasterOnHosts) -> N
     assert "without Python at /opt/nowhere/bin/python. Put the environment" in line
 
 
-def test_what_needs_a_node_that_is_switched_off_waits_for_it(master: MasterOnHosts) -> None:
+def test_ray_trial_waits_for_disabled_node(master: MasterOnHosts) -> None:
     assert master.up().returncode == 0
     master.det("agent", "disable", "10.77.0.13")
     waits = master.create({"resources": {"slots_per_trial": 3}})
@@ -92,7 +92,7 @@ def test_what_needs_a_node_that_is_switched_off_waits_for_it(master: MasterOnHos
     master.wait_for_state(waits, ("COMPLETED",), within_s=180)
 
 
-def test_who_waits_longest_is_the_next(master: MasterOnHosts) -> None:
+def test_ray_pending_trials_start_in_submission_order(master: MasterOnHosts) -> None:
     """Ray itself begins with the group that was asked for last."""
     assert master.up().returncode == 0
     first = master.create(_HOLDS_ALL)
@@ -112,9 +112,7 @@ def test_who_waits_longest_is_the_next(master: MasterOnHosts) -> None:
     assert times == sorted(times)
 
 
-def test_removed_placement_group_ends_its_trial_which_resumes(
-    cluster: RayCluster, master: MasterOnHosts
-) -> None:
+def test_ray_trial_resumes_after_placement_group_removal(cluster: RayCluster, master: MasterOnHosts) -> None:
     """Ray kills the actor only: the agent ends the trial there, before another job gets the node."""
     assert master.up().returncode == 0
     experiment, trial = master.train(60, 0.1, resources={"slots_per_trial": 2})
@@ -138,7 +136,7 @@ def test_removed_placement_group_ends_its_trial_which_resumes(
     assert "resumed from checkpoint" in master.log(trial)
 
 
-def test_a_node_that_ray_drains_is_left_with_a_checkpoint(cluster: RayCluster, master: MasterOnHosts) -> None:
+def test_ray_node_drain_checkpoints_and_resumes_trial(cluster: RayCluster, master: MasterOnHosts) -> None:
     """The last: the node takes nothing more."""
     assert master.up().returncode == 0
     experiment, trial = master.train(

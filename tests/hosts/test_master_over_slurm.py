@@ -34,7 +34,7 @@ def master(cluster: SlurmCluster, tmp_path: Path) -> Iterator[MasterOnHosts]:
     assert cluster.run("squeue", "-h").stdout == ""
 
 
-def test_what_waits_says_for_which_job_and_why_and_what_never_fits_is_refused(
+def test_slurm_oversized_job_rejected_pending_job_explained(
     cluster: SlurmCluster, master: MasterOnHosts
 ) -> None:
     other = cluster.run(
@@ -76,7 +76,7 @@ def test_what_waits_says_for_which_job_and_why_and_what_never_fits_is_refused(
     assert f"job {det_job}:" not in master.command("dstrial", "status").stdout
 
 
-def test_trial_of_a_drained_node_is_refused_and_of_a_disabled_one_waits(
+def test_slurm_trial_rejected_if_drained_waits_if_disabled(
     cluster: SlurmCluster, master: MasterOnHosts
 ) -> None:
     six = {
@@ -100,7 +100,7 @@ def test_trial_of_a_drained_node_is_refused_and_of_a_disabled_one_waits(
     master.wait_for_state(waits, ("COMPLETED",))
 
 
-def test_preempted_it_saves_and_goes_on_in_another_job(cluster: SlurmCluster, master: MasterOnHosts) -> None:
+def test_slurm_preemption_checkpoints_and_resumes_trial(cluster: SlurmCluster, master: MasterOnHosts) -> None:
     assert master.up().returncode == 0
     experiment, trial = master.train(50, min_checkpoint_period={"batches": 1000})
     high = cluster.run(
@@ -114,9 +114,7 @@ def test_preempted_it_saves_and_goes_on_in_another_job(cluster: SlurmCluster, ma
     assert "resumed from checkpoint" in master.log(trial)
 
 
-def test_a_job_that_is_killed_or_cancelled_is_left_for_another_one(
-    cluster: SlurmCluster, master: MasterOnHosts
-) -> None:
+def test_slurm_killed_or_cancelled_job_is_replaced(cluster: SlurmCluster, master: MasterOnHosts) -> None:
     assert master.up().returncode == 0
     experiment, trial = master.train(80, slurm={"sbatch_args": ["--nodelist=host3"]})
     (first,) = cluster.run("squeue", "-h", "-o", "%i").stdout.split()
@@ -142,7 +140,7 @@ def test_a_job_that_is_killed_or_cancelled_is_left_for_another_one(
     )
 
 
-def test_near_its_time_limit_a_trial_saves_and_goes_on_in_another_job(master: MasterOnHosts) -> None:
+def test_slurm_time_limit_checkpoints_and_resumes_trial(master: MasterOnHosts) -> None:
     assert master.up().returncode == 0
     experiment, trial = master.train(
         80, 0.1, min_checkpoint_period={"batches": 1000}, slurm={"sbatch_args": ["--time=1"]}
@@ -158,7 +156,7 @@ def test_near_its_time_limit_a_trial_saves_and_goes_on_in_another_job(master: Ma
     master.wait_for_state(experiment, ("CANCELED",))
 
 
-def test_a_controller_that_is_away_is_told_of_and_waited_for(
+def test_slurm_controller_down_trial_waits_and_completes(
     cluster: SlurmCluster, master: MasterOnHosts
 ) -> None:
     assert master.up().returncode == 0
@@ -176,7 +174,7 @@ def test_a_controller_that_is_away_is_told_of_and_waited_for(
     assert master.log(trial["id"]).count("waiting for Slurm: ") == 1
 
 
-def test_what_cannot_be_is_refused_before_a_master_starts(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_up_invalid_slurm_setup_starts_no_master(cluster: SlurmCluster, tmp_path: Path) -> None:
     words = ["env", f"PATH={tmp_path}", sys.executable, "-m", "dstrial", "up", "--backend", "slurm"]
     said = cluster.run(*words, cwd=tmp_path, env={"DSTRIAL_STATE_DIR": str(tmp_path / "state")})
     assert said.returncode == 1
@@ -194,7 +192,7 @@ def test_what_cannot_be_is_refused_before_a_master_starts(cluster: SlurmCluster,
     assert master.command("dstrial", "status").returncode != 0, "nothing was started"
 
 
-def test_up_slurm_outside_an_allocation_is_refused(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_up_slurm_outside_allocation_is_rejected(cluster: SlurmCluster, tmp_path: Path) -> None:
     master = MasterOnHosts(cluster.machines, tmp_path, allocation={})
     said = master.up()
     assert said.returncode == 1
@@ -202,7 +200,7 @@ def test_up_slurm_outside_an_allocation_is_refused(cluster: SlurmCluster, tmp_pa
     assert master.command("dstrial", "status").returncode != 0, "nothing was started"
 
 
-def test_cut_node_is_lost_before_slurm_says_so(tmp_path: Path) -> None:
+def test_cut_node_disabled_before_slurm_reports_down(tmp_path: Path) -> None:
     with slurm_cluster(3, slurmd_timeout_s=200) as cluster:
         master = MasterOnHosts(cluster.machines, tmp_path, slurm=cluster.variables)
         assert master.up().returncode == 0
@@ -230,7 +228,7 @@ def test_cut_node_is_lost_before_slurm_says_so(tmp_path: Path) -> None:
         master.down("--now")
 
 
-def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
+def test_slurm_invalid_options_rejected_without_queued_job(
     cluster: SlurmCluster, master: MasterOnHosts
 ) -> None:
     assert master.up().returncode == 0
@@ -295,9 +293,7 @@ def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
     assert json.loads(master.det("tensorboard", "list", "--json")) == []
 
 
-def test_nodes_that_cannot_run_it_are_named_with_what_to_do(
-    cluster: SlurmCluster, master: MasterOnHosts
-) -> None:
+def test_slurm_unusable_node_named_with_remedy(cluster: SlurmCluster, master: MasterOnHosts) -> None:
     (master.place / "master.yaml").write_text("hosts_python: /opt/nowhere/bin/python\n")
     assert master.up("--config-file", "master.yaml").returncode == 0
     said = _why_it_never_starts(master, "host2")

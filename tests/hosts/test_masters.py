@@ -74,7 +74,7 @@ def _two_slots(entrypoint: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("entrypoint", ["small_trial:SmallTrial", "small_pipeline:SmallPipeline"])
-def test_two_nodes_compute_the_bits_of_one(
+def test_two_nodes_bitwise_equal_to_single_node(
     master: MasterOnHosts, local_losses: Callable[[str], list[str]], entrypoint: str
 ) -> None:
     experiment = master.create(_two_slots(entrypoint))
@@ -85,7 +85,7 @@ def test_two_nodes_compute_the_bits_of_one(
     assert losses(log) == local_losses(entrypoint)
 
 
-def test_killed_master_finds_its_trial(site: Hosts, master: MasterOnHosts) -> None:
+def test_killed_master_restart_completes_trial(site: Hosts, master: MasterOnHosts) -> None:
     experiment, trial = master.train(100, 0.1, resources={"slots_per_trial": 2})
     jobs = site.jobs()
     master.kill()
@@ -101,7 +101,7 @@ def test_killed_master_finds_its_trial(site: Hosts, master: MasterOnHosts) -> No
     assert log.count("Scheduling Trial") == 1 or "resumed from checkpoint" in log
 
 
-def test_search_completes_though_a_node_is_cut(site: Hosts, master: MasterOnHosts) -> None:
+def test_search_completes_after_node_loss(site: Hosts, master: MasterOnHosts) -> None:
     assert master.det("slot", "list").count("FREE            | FREE") == 3
     experiment = master.create(
         {
@@ -139,7 +139,7 @@ def test_search_completes_though_a_node_is_cut(site: Hosts, master: MasterOnHost
     assert "resumed from checkpoint" in master.log(lost)
 
 
-def test_elastic_trial_follows_the_nodes(site: Hosts, master: MasterOnHosts) -> None:
+def test_elastic_trial_resizes_with_available_nodes(site: Hosts, master: MasterOnHosts) -> None:
     """It goes on with the one node that is left, and with two again: by itself, or when it is activated."""
     section = {"min_slots": 1, "resize_period": 5}
     experiment, trial = master.train(200, 0.2, resources={"slots_per_trial": 2}, data={"dstrial": section})

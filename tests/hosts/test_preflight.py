@@ -39,7 +39,7 @@ def _other(**changes: object) -> Facts:
     return dataclasses.replace(GOOD, **{"machine": "boot/2", **changes})  # type: ignore[arg-type]
 
 
-def test_equal_hosts_are_right() -> None:
+def test_fact_problems_empty_for_equal_hosts() -> None:
     assert _problems(_other()) == []
 
 
@@ -57,17 +57,17 @@ def test_equal_hosts_are_right() -> None:
         ({"machine": "boot/1"}, "host2 is the same machine as host1."),
     ],
 )
-def test_a_host_that_differs_is_named_with_what_to_do(changes: dict[str, object], told: str) -> None:
+def test_fact_problems_name_host_and_remedy(changes: dict[str, object], told: str) -> None:
     (problem,) = _problems(_other(**changes))
     assert problem.startswith(told)
 
 
-def test_all_problems_of_a_host_are_told() -> None:
+def test_fact_problems_report_every_difference() -> None:
     problems = _problems(_other(python="3.8.1", skew_s=100.0, versions={}), interface="eth0")
     assert len(problems) == 5
 
 
-def test_devices_count_unless_the_training_is_on_cpus() -> None:
+def test_fact_problems_check_accelerators_unless_cpu() -> None:
     hosts, facts = HOSTS, [dataclasses.replace(GOOD, num_accelerators=2), _other()]
     found = fact_problems(hosts, facts, HERE, environ={}, interface=None)
     assert [(problem.host, problem.got) for problem in found] == [
@@ -80,7 +80,7 @@ def test_devices_count_unless_the_training_is_on_cpus() -> None:
     assert fact_problems(hosts, facts, HERE, environ={"DSTRIAL_SHARE_DEVICE": "1"}, interface=None) == []
 
 
-def test_a_named_interface_has_to_be_everywhere() -> None:
+def test_fact_problems_require_interface_on_all_hosts() -> None:
     (problem,) = _problems(_other(addresses=(("ib0", "10.1.0.2"),)), interface="eth0")
     assert "interface eth0 (it has ib0 10.1.0.2)" in problem
 
@@ -99,7 +99,7 @@ def test_a_named_interface_has_to_be_everywhere() -> None:
         ({"NCCL_SOCKET_IFNAME": "^eth0"}, None, ("10.77.0.11", "eth0")),
     ],
 )
-def test_only_one_exact_name_names_an_interface(
+def test_named_interface_accepts_single_exact_name(
     environ: dict[str, str], named: str | None, place: tuple[str, str]
 ) -> None:
     facts = _other(addresses=(*GOOD.addresses, ("ib0", "10.1.0.2")))
@@ -107,7 +107,7 @@ def test_only_one_exact_name_names_an_interface(
     assert place_of(facts, named) == place
 
 
-def test_link_local_addresses_are_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_sort_link_local_last(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"lo": "127.0.0.1", "usb0": "169.254.3.1", "eth0": "10.77.0.11"}
     names = iter(given)
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(given, 1)))
@@ -117,7 +117,7 @@ def test_link_local_addresses_are_last(monkeypatch: pytest.MonkeyPatch) -> None:
     assert remote.addresses() == [["eth0", "10.77.0.11"], ["usb0", "169.254.3.1"]]
 
 
-def test_host_that_does_not_answer_is_named() -> None:
+def test_connectivity_names_unresponsive_host() -> None:
     class Connection:
         def __init__(self, host: Host, *, answers: bool) -> None:
             self.host, self._answers = host, answers
@@ -153,13 +153,13 @@ def test_host_that_does_not_answer_is_named() -> None:
         (1, "what\nis this", "exit code 1): is this"),
     ],
 )
-def test_what_ssh_says_is_told_in_words(code: int | None, printed: str, told: str) -> None:
+def test_ssh_transport_explains_failures(code: int | None, printed: str, told: str) -> None:
     refusal = SshTransport().refusal("h", "/p/python", code, printed)
     assert told in refusal.got
     assert refusal.fix.endswith(".")
 
 
-def test_the_error_has_all_hosts_in_one_table() -> None:
+def test_host_error_lists_hosts_as_table() -> None:
     error = HostError([HostProblem("a", "down", "Start it."), HostProblem("host-b", "full", "Empty it.")], 3)
     assert str(error).splitlines() == [
         "2 of 3 hosts cannot train with the others; expected all to be ready, so nothing was started:",
@@ -168,7 +168,7 @@ def test_the_error_has_all_hosts_in_one_table() -> None:
     ]
 
 
-def test_what_belongs_to_a_machine_stays_there() -> None:
+def test_remote_environment_keeps_machine_variables() -> None:
     ours = {
         "HOME": "/here",
         "LINES": "a\nb",
@@ -183,7 +183,7 @@ def test_what_belongs_to_a_machine_stays_there() -> None:
     }  # fmt: skip
 
 
-def test_no_secret_stands_on_a_command_line() -> None:
+def test_remote_command_is_short_and_quotes_python() -> None:
     assert len(remote_command("/usr/bin/python3")) < 20_000
     words = shlex.split(remote_command("/my dir/python"))
     assert words[:3] == ["exec", "sh", "-c"]

@@ -122,7 +122,7 @@ def _await_nothing(machine: Machine) -> None:
     wait_until(lambda: not left(), left)
 
 
-def test_bytes_go_both_ways_and_the_exit_code_comes_back(engine: Engine) -> None:
+def test_ray_program_relays_streams_and_exit_code(engine: Engine) -> None:
     job_id, hosts = engine.running(4)
     data = random.Random(0).randbytes(8_000_000)
     for host in hosts:
@@ -132,7 +132,7 @@ def test_bytes_go_both_ways_and_the_exit_code_comes_back(engine: Engine) -> None
         assert err.decode().strip() == f"host{host[-1]}"
 
 
-def test_a_line_is_answered_while_the_program_goes_on(engine: Engine) -> None:
+def test_ray_program_streams_lines_interactively(engine: Engine) -> None:
     job_id, (host,) = engine.running(1)
     program = engine.program(job_id, host, "cat")
     assert program.stdin is not None
@@ -144,7 +144,7 @@ def test_a_line_is_answered_while_the_program_goes_on(engine: Engine) -> None:
     assert _end(program) == (b"", "", 0)
 
 
-def test_a_program_that_is_killed_or_not_there_says_so(engine: Engine, cluster: RayCluster) -> None:
+def test_ray_killed_or_missing_program_returns_exit_code(engine: Engine, cluster: RayCluster) -> None:
     job_id, (host,) = engine.running(2, excluded_nodes=[HOST1, HOST3])
     assert host == HOST2
     program = engine.program(job_id, host, "sh", "-c", "echo here; exec sleep 5401")
@@ -160,7 +160,7 @@ def test_a_program_that_is_killed_or_not_there_says_so(engine: Engine, cluster: 
     )
 
 
-def test_who_is_given_up_has_no_more_input(engine: Engine, cluster: RayCluster, tmp_path: Path) -> None:
+def test_ray_killed_relay_closes_program_input(engine: Engine, cluster: RayCluster, tmp_path: Path) -> None:
     job_id, (host,) = engine.running(1)
     program = engine.program(job_id, host, "sh", "-c", f"echo here; cat; touch {tmp_path}/ended")
     assert program.stdout is not None
@@ -172,7 +172,7 @@ def test_who_is_given_up_has_no_more_input(engine: Engine, cluster: RayCluster, 
     wait_until((tmp_path / "ended").exists)
 
 
-def test_a_program_has_the_devices_of_its_bundle(engine: Engine) -> None:
+def test_ray_program_sees_devices_of_bundle(engine: Engine) -> None:
     show = ("sh", "-c", 'echo "devices $CUDA_VISIBLE_DEVICES"')
     pair, hosts = engine.running(4, wants_devices=True)
     assert len(hosts) == 2
@@ -186,7 +186,7 @@ def test_a_program_has_the_devices_of_its_bundle(engine: Engine) -> None:
     assert seen == {b"devices 0\n", b"devices 1\n"}, "two jobs on a node share no device"
 
 
-def test_what_is_cancelled_leaves_nothing_on_any_node(engine: Engine, cluster: RayCluster) -> None:
+def test_ray_cancel_ends_programs_on_all_nodes(engine: Engine, cluster: RayCluster) -> None:
     job_id, hosts = engine.running(4, excluded_nodes=[HOST1])
     programs = [engine.program(job_id, host, *_AGENT_LIKE) for host in hosts]
     for program in programs:
@@ -206,7 +206,7 @@ def test_what_is_cancelled_leaves_nothing_on_any_node(engine: Engine, cluster: R
     assert (code, err) == (255, f"placement group {job_id} is over\n")
 
 
-def test_a_bridge_that_is_killed_is_begun_again(engine: Engine, cluster: RayCluster) -> None:
+def test_ray_killed_bridge_is_restarted(engine: Engine, cluster: RayCluster) -> None:
     job_id, (host,) = engine.running(1)
     bridge = cluster.machines[1].find("-m dstrial.ray.bridge")
     assert bridge is not None
@@ -223,7 +223,7 @@ def test_a_bridge_that_is_killed_is_begun_again(engine: Engine, cluster: RayClus
     assert _end(engine.program(job_id, host, "echo", "again")) == (b"again\n", "", 0)
 
 
-def test_where_no_cluster_is_that_is_the_answer(cluster: RayCluster) -> None:
+def test_ray_unreachable_cluster_raises_connection_error(cluster: RayCluster) -> None:
     process = cluster.popen([sys.executable, str(_THERE), f"{HOST1}:1", "c1"])
     out, _ = process.communicate('{"do": "nodes"}\n', timeout=120)
     said = json.loads(out.splitlines()[-1])

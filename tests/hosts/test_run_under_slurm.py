@@ -91,7 +91,9 @@ def place(tmp_path: Path, cluster: SlurmCluster) -> Iterator[Path]:
         ),
     ],
 )
-def test_two_nodes_compute_the_bits_of_one(cluster: SlurmCluster, place: Path, settings: list[str]) -> None:
+def test_two_nodes_bitwise_equal_to_single_node(
+    cluster: SlurmCluster, place: Path, settings: list[str]
+) -> None:
     overrides = [word for setting in settings for word in ("--config", setting)]
     code, two = SlurmRun(cluster, place, *overrides, *TWO_NODES).end()
     assert code == 0, two
@@ -103,7 +105,7 @@ def test_two_nodes_compute_the_bits_of_one(cluster: SlurmCluster, place: Path, s
     assert losses(one) == losses(two)
 
 
-def test_the_script_is_shown_and_is_what_is_submitted(cluster: SlurmCluster, place: Path) -> None:
+def test_print_sbatch_equals_submitted_script(cluster: SlurmCluster, place: Path) -> None:
     code, shown = SlurmRun(cluster, place, "--print-sbatch", *TWO_NODES).end()
     assert code == 0, shown
     assert not (place / "runs").exists(), "showing leaves nothing"
@@ -122,7 +124,7 @@ def _job_of(text: str) -> int:
     return int(re.findall(r"job (\d+): queued", text)[0])
 
 
-def test_a_preempted_job_goes_on_from_where_it_was(cluster: SlurmCluster, place: Path) -> None:
+def test_preempted_job_resumes_without_repeated_batches(cluster: SlurmCluster, place: Path) -> None:
     run = SlurmRun(cluster, place, *TWO_NODES, batches=50, pause_s=0.2)
     run.wait_for("batch 15 loss")
     urgent = cluster.popen(["srun", "-p", "high", "-N3", "-n6", "sleep", "2"])
@@ -137,7 +139,7 @@ def test_a_preempted_job_goes_on_from_where_it_was(cluster: SlurmCluster, place:
     assert "resuming from checkpoint" in text
 
 
-def test_a_job_out_of_time_is_saved_and_queued_again(cluster: SlurmCluster, place: Path) -> None:
+def test_job_at_time_limit_saved_and_requeued(cluster: SlurmCluster, place: Path) -> None:
     run = SlurmRun(cluster, place, *TWO_NODES, "--sbatch-arg=--time=2", batches=2000, pause_s=0.2)
     run.wait_for("is queued again, because its time is over", within_s=150)
     run.wait_for("resuming from checkpoint", within_s=60)
@@ -150,9 +152,7 @@ def test_a_job_out_of_time_is_saved_and_queued_again(cluster: SlurmCluster, plac
     assert code == 128 + signal.SIGTERM
 
 
-def test_a_job_without_a_checkpoint_in_its_time_is_not_started_for_ever(
-    cluster: SlurmCluster, place: Path
-) -> None:
+def test_job_without_checkpoint_is_not_requeued(cluster: SlurmCluster, place: Path) -> None:
     # Its first batch takes longer than it is given to stop, whenever the signal comes.
     run = SlurmRun(cluster, place, "--config", "preemption_timeout=3", batches=2, pause_s=600.0)
     run.wait_for("training the first batch")
@@ -164,9 +164,7 @@ def test_a_job_without_a_checkpoint_in_its_time_is_not_started_for_ever(
     assert "queued again" not in text
 
 
-def test_a_cancelled_job_is_saved_and_stays_so_until_it_is_resumed(
-    cluster: SlurmCluster, place: Path
-) -> None:
+def test_cancelled_job_saves_and_resumes_on_request(cluster: SlurmCluster, place: Path) -> None:
     run = SlurmRun(cluster, place, *TWO_NODES, batches=40, pause_s=0.2)
     run.wait_for("batch 15 loss")
     cluster.run("scancel", str(run.job_id))
@@ -182,7 +180,7 @@ def test_a_cancelled_job_is_saved_and_stays_so_until_it_is_resumed(
     assert len(list((place / "runs" / "small").iterdir())) == 1, "the same run goes on"
 
 
-def test_a_node_that_is_cut_off_is_named_and_the_rest_goes_on(cluster: SlurmCluster, place: Path) -> None:
+def test_run_continues_after_node_loss(cluster: SlurmCluster, place: Path) -> None:
     run = SlurmRun(cluster, place, *TWO_NODES, batches=60, pause_s=0.2)
     run.wait_for("batch 15 loss")
     cluster.machines[2].cut()
@@ -203,7 +201,7 @@ def test_a_node_that_is_cut_off_is_named_and_the_rest_goes_on(cluster: SlurmClus
     assert sizes == {12}, "the same global batch on one node and on two"
 
 
-def test_nodes_with_different_numbers_of_tasks(cluster: SlurmCluster, place: Path) -> None:
+def test_run_with_unequal_slots_per_node_completes(cluster: SlurmCluster, place: Path) -> None:
     settings = ["--config", "+hyperparameters.micro_batch_size=4"]
     code, text = SlurmRun(cluster, place, *settings, "--slots", "3").end()
     assert code == 0, text
@@ -211,7 +209,7 @@ def test_nodes_with_different_numbers_of_tasks(cluster: SlurmCluster, place: Pat
     assert "1 slot at" in text
 
 
-def test_in_an_allocation_no_job_is_submitted(cluster: SlurmCluster, place: Path) -> None:
+def test_run_inside_allocation_submits_no_job(cluster: SlurmCluster, place: Path) -> None:
     command = [sys.executable, "-m", "dstrial", "run", "exp.yaml", ".", "--slurm"]
     done = cluster.run("salloc", "-N2", "--ntasks-per-node=1", *command, cwd=place, env=ENVIRON, timeout=100)
     assert "state:         completed at batch 20 of 20" in done.stdout
@@ -237,7 +235,7 @@ def test_in_an_allocation_no_job_is_submitted(cluster: SlurmCluster, place: Path
         (("--hostfile", "hosts"), "Leave --hostfile out: Slurm names the nodes."),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_queued(
+def test_invalid_run_rejected_without_queued_job(
     cluster: SlurmCluster, place: Path, flags: tuple[str, ...], said: str
 ) -> None:
     code, text = SlurmRun(cluster, place, *flags).end(30)
@@ -247,7 +245,7 @@ def test_what_cannot_be_is_refused_before_anything_is_queued(
     assert not (place / "runs").exists()
 
 
-def test_a_controller_that_is_away_is_named(cluster: SlurmCluster, place: Path) -> None:
+def test_run_with_controller_down_is_rejected(cluster: SlurmCluster, place: Path) -> None:
     cluster.end_controller()
     try:
         code, text = SlurmRun(cluster, place).end(90)
@@ -259,7 +257,7 @@ def test_a_controller_that_is_away_is_named(cluster: SlurmCluster, place: Path) 
     assert cluster.run("squeue", "-h").stdout == ""
 
 
-def test_nodes_without_this_python_or_this_directory_say_so(cluster: SlurmCluster, place: Path) -> None:
+def test_node_without_python_or_directory_is_named(cluster: SlurmCluster, place: Path) -> None:
     code, text = SlurmRun(cluster, place, "--python", "/opt/nowhere/bin/python", "--sbatch-arg=-w host2").end(
         60
     )

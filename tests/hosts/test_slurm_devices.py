@@ -53,7 +53,7 @@ def _step(cluster: SlurmCluster, transport: SrunTransport, host: str) -> list[st
         (4, {"slots_per_node": 2}, ["--gres=gpu:2"], {"host1": 2, "host2": 2}),
     ],
 )
-def test_a_step_has_a_device_for_each_slot_of_its_node(
+def test_step_gets_device_per_slot(
     cluster: SlurmCluster,
     job: list[int],
     num_slots: int,
@@ -69,7 +69,7 @@ def test_a_step_has_a_device_for_each_slot_of_its_node(
         assert f"{host} has {','.join(map(str, range(count)))}\n" in said
 
 
-def test_steps_side_by_side_have_the_same_devices(cluster: SlurmCluster, job: list[int]) -> None:
+def test_concurrent_steps_get_same_devices(cluster: SlurmCluster, job: list[int]) -> None:
     job.append(_begin(cluster, request_lines({}, [], 4, wants_devices=True, where="exp.yaml")))
     transport = SrunTransport(job[0], cluster.env, devices={"host1": 2})
     # An agent is begun again while what its predecessor has started goes on.

@@ -51,9 +51,7 @@ def _log(place: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_preempted_job_is_saved_requeued_and_goes_on_where_it_was(
-    cluster: SlurmCluster, place: Path
-) -> None:
+def test_batch_script_preempted_job_requeues_and_resumes(cluster: SlurmCluster, place: Path) -> None:
     job = _submit(cluster, place)
     _wait_for(lambda: 15 in batches(_log(place)), place)
     urgent = cluster.popen(["srun", "-p", "high", "-N2", "-n4", "sleep", "3"])
@@ -70,7 +68,7 @@ def test_a_preempted_job_is_saved_requeued_and_goes_on_where_it_was(
     assert done["Restarts"] == "1"
 
 
-def test_a_cancelled_job_is_saved_and_stays_cancelled(cluster: SlurmCluster, place: Path) -> None:
+def test_batch_script_cancelled_job_resumes_when_resubmitted(cluster: SlurmCluster, place: Path) -> None:
     cluster.wait_for_idle(2, timeout=60)
     job = _submit(cluster, place)
     _wait_for(lambda: 15 in batches(_log(place)), place)

@@ -62,7 +62,7 @@ def _srun(
 
 
 @pytest.mark.parametrize("text", ["host[1-3]", "gpu[01-03,7],login", "n[098-101]", "a.b-c_d,e[5]"])
-def test_lists_are_expanded_as_by_scontrol(cluster: SlurmCluster, text: str) -> None:
+def test_expand_nodes_matches_scontrol(cluster: SlurmCluster, text: str) -> None:
     assert cluster.run("scontrol", "show", "hostnames", text).stdout.split() == expand_nodes(text)
 
 
@@ -88,7 +88,7 @@ _STEPS = {
 
 
 @pytest.mark.parametrize("step", _STEPS)
-def test_ranks_meet_and_train_the_bits_of_one_machine(
+def test_srun_layouts_losses_equal_single_machine(
     cluster: SlurmCluster, place: Path, losses_here: list[str], step: str
 ) -> None:
     (place / "hosts").write_text("host3\nhost3\nhost1\nhost1\n")
@@ -98,7 +98,7 @@ def test_ranks_meet_and_train_the_bits_of_one_machine(
     assert losses(said) == losses_here
 
 
-def test_a_trial_class_is_trained_by_a_launcher_a_node(
+def test_launcher_per_node_trains_trial_class(
     cluster: SlurmCluster, place: Path, losses_here: list[str]
 ) -> None:
     (place / "exp.yaml").write_text(yaml.safe_dump(CONFIG))
@@ -107,9 +107,7 @@ def test_a_trial_class_is_trained_by_a_launcher_a_node(
     assert losses(_said(cluster, place, *words)) == losses_here
 
 
-def test_ranks_that_cannot_be_divided_are_refused_before_any_starts(
-    cluster: SlurmCluster, place: Path
-) -> None:
+def test_indivisible_slots_rejected_before_ranks_start(cluster: SlurmCluster, place: Path) -> None:
     launch = [sys.executable, "-m", "dstrial.launch", "--slots", "3", "small_script.py"]
     for words, told in (
         (["srun", "-N2"], "one task on each of 2 nodes; expected a multiple of 2."),
@@ -124,7 +122,7 @@ def test_ranks_that_cannot_be_divided_are_refused_before_any_starts(
     assert not (place / "runs").exists()
 
 
-def test_one_script_begins_a_run_and_goes_on_with_it(cluster: SlurmCluster, place: Path) -> None:
+def test_same_script_starts_and_resumes_run(cluster: SlurmCluster, place: Path) -> None:
     first = _srun(cluster, place, "srun", "-N2", "-n4", script=("runs/mine", "10", "1"))
     rest = _srun(cluster, place, "srun", "-N2", "-n4", script=("runs/mine", "20", "1"))
     whole = _srun(cluster, place, "srun", "-N2", "-n4", script=("runs/other", "20", "1"))
@@ -132,9 +130,7 @@ def test_one_script_begins_a_run_and_goes_on_with_it(cluster: SlurmCluster, plac
     assert len(losses(rest)) == 2
 
 
-def test_a_run_directory_that_is_not_shared_is_named_with_the_node(
-    cluster: SlurmCluster, place: Path
-) -> None:
+def test_unshared_run_directory_error_names_node(cluster: SlurmCluster, place: Path) -> None:
     (place / "own").mkdir()
     cluster.machines[2].hide(place / "own")
     words = ["srun", "-N2", "-n2", "--kill-on-bad-exit=1", sys.executable, "small_script.py"]

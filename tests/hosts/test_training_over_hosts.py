@@ -56,7 +56,7 @@ def _steps_completed(place: Path) -> list[int]:
     return [row["steps_completed"] for row in rows if row["group"] == "training"]
 
 
-def test_run_directory_has_the_ranks_of_all_hosts(two: Machines, place: Path) -> None:
+def test_run_directory_contains_ranks_of_all_hosts(two: Machines, place: Path) -> None:
     code, text = _run(two[1], place, pause_s=0.0).end()
     assert code == 0, text
     assert "host2: 1 slot at 10.77.0.12 (eth0)" in text
@@ -74,7 +74,7 @@ def test_run_directory_has_the_ranks_of_all_hosts(two: Machines, place: Path) ->
     assert "has host1 slots=1, host2 slots=1; expected host1 slots=1. End it with `dstrial down`" in text
 
 
-def test_script_runs_on_every_slot_without_a_secret_on_a_command_line(two: Machines, place: Path) -> None:
+def test_script_runs_on_all_slots_without_leaking_token(two: Machines, place: Path) -> None:
     (place / "script.py").write_text(
         "import os, sys\n"
         "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:], flush=True)\n"
@@ -88,7 +88,7 @@ def test_script_runs_on_every_slot_without_a_secret_on_a_command_line(two: Machi
     assert "[rank 1] rank 1 of 2 ['--a', 'b c']" in text
 
 
-def test_run_goes_on_without_a_lost_host(two: Machines, place: Path) -> None:
+def test_run_continues_after_host_loss(two: Machines, place: Path) -> None:
     program = _run(two[1], place, batches=100)
     program.wait_for("batch 15 loss")
     two[2].cut()
@@ -101,7 +101,7 @@ def test_run_goes_on_without_a_lost_host(two: Machines, place: Path) -> None:
     assert (_run_directory(place) / "logs" / "attempt_2" / "rank_0").is_dir()
 
 
-def test_ctrl_c_stops_all_hosts_at_the_same_batch_and_resume_goes_on(two: Machines, place: Path) -> None:
+def test_ctrl_c_stops_hosts_and_run_resumes(two: Machines, place: Path) -> None:
     program = _run(two[1], place, batches=60)
     program.wait_for("batch 15 loss")
     pid = two[1].find("-m dstrial run")
@@ -117,7 +117,7 @@ def test_ctrl_c_stops_all_hosts_at_the_same_batch_and_resume_goes_on(two: Machin
     assert _steps_completed(place) == list(range(5, 61, 5))
 
 
-def test_two_batches_are_tried_and_a_host_that_is_not_ready_leaves_no_run(two: Machines, place: Path) -> None:
+def test_test_flag_passes_and_unready_host_rejected(two: Machines, place: Path) -> None:
     code, text = _run(two[1], place, "--test").end()
     assert code == 0, text
     assert "test passed: 2 batches, one validation" in text

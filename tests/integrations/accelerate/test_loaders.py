@@ -23,7 +23,7 @@ def share_of(num_records: int, num_ranks: int, *, drop_last: bool) -> DataLoader
 
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("num_records", [15, 16, 17, 31, 52, 53])
-def test_an_epoch_has_as_many_batches_on_any_number_of_ranks(num_records: int, drop_last: bool) -> None:
+def test_epoch_length_is_independent_of_rank_count(num_records: int, drop_last: bool) -> None:
     # Batches of 16 records, in micro batches of 4.
     if drop_last and num_records < 16:
         with pytest.raises(DataError, match="drops its last records"):
@@ -36,13 +36,13 @@ def test_an_epoch_has_as_many_batches_on_any_number_of_ranks(num_records: int, d
         )
 
 
-def test_loaders_of_which_one_ends_before_the_others_are_refused() -> None:
+def test_unequal_loader_lengths_are_rejected() -> None:
     require_equal_lengths([7, 7])
     with pytest.raises(DataError, match="have 7, 6 micro batches; expected as many on every rank"):
         require_equal_lengths([7, 6])
 
 
-def test_a_loader_without_a_length_or_without_records_is_refused() -> None:
+def test_loader_without_length_or_records_is_rejected() -> None:
     with pytest.raises(DataError, match="without a length"):
         length_of(iter([]))
     with pytest.raises(DataError, match="no micro batch"):

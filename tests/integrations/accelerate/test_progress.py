@@ -13,7 +13,7 @@ from dstrial.integrations.accelerate.trial_run import TrialRun
 @pytest.mark.parametrize(
     ("reports", "total", "expected"), [(False, 8, [0.25]), (True, 8, []), (False, None, [])]
 )
-def test_sync_point_without_a_report_sends_progress(
+def test_sync_point_without_report_sends_progress(
     reports: bool, total: int | None, expected: list[float]
 ) -> None:
     """A report sends the progress with its metrics."""

@@ -70,7 +70,7 @@ def resumed(whole: Launched, tmp_path_factory: pytest.TempPathFactory) -> Launch
     return launch(directory, PROGRAM, CONFIG, "--stop-at", "6", slots=1, run=run, **env)
 
 
-def test_all_ranks_train_with_deepspeed_to_the_end(whole: Launched) -> None:
+def test_reporter_trains_all_ranks_with_deepspeed(whole: Launched) -> None:
     assert whole.output.count("ranks=2 kind=DEEPSPEED") == 2
     assert whole.output.count("stopped=None at 9 of 9") == 2
     assert list(whole.rows("training")) == list(range(1, 10))
@@ -81,7 +81,7 @@ def test_all_ranks_train_with_deepspeed_to_the_end(whole: Launched) -> None:
     assert not (whole.run.parents[2] / "checkpoints").exists()
 
 
-def test_a_resume_finds_its_place_only_in_epochs_of_the_same_length(whole: Launched) -> None:
+def test_resume_rejects_changed_epoch_length(whole: Launched) -> None:
     saved = torch.load(whole.checkpoints[4] / "dstrial_rank1.pt", weights_only=False)
     assert saved["loop"]["epoch_length"] == 6
     tracker = ProgressTracker()
@@ -92,9 +92,7 @@ def test_a_resume_finds_its_place_only_in_epochs_of_the_same_length(whole: Launc
         tracker.epoch_length = 5
 
 
-def test_the_checkpoint_is_sharded_and_the_tools_read_it(
-    whole: Launched, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoint_is_sharded_and_exportable(whole: Launched, capsys: pytest.CaptureFixture[str]) -> None:
     path = whole.checkpoints[4]
     names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     assert {f"pytorch_model/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)} <= names
@@ -107,9 +105,7 @@ def test_the_checkpoint_is_sharded_and_the_tools_read_it(
     assert target.stat().st_size > 0
 
 
-def test_one_rank_goes_on_where_two_were_as_if_nothing_had_happened(
-    whole: Launched, resumed: Launched
-) -> None:
+def test_resume_two_ranks_on_single_rank_keeps_losses(whole: Launched, resumed: Launched) -> None:
     assert "ranks=1 kind=DEEPSPEED" in resumed.output
     before, after = whole.values("training", "loss"), resumed.values("training", "loss")
     assert list(after) == list(range(1, 8))
@@ -120,18 +116,18 @@ def test_one_rank_goes_on_where_two_were_as_if_nothing_had_happened(
     assert rates == pytest.approx({batch: 0.01 / (1 + 0.1 * batch) for batch in (3, 6)})
 
 
-def test_asked_to_stop_it_stops_with_a_checkpoint(resumed: Launched) -> None:
+def test_stop_signal_ends_training_with_checkpoint(resumed: Launched) -> None:
     assert "stopped=StopReason.SIGNAL at 7 of 9" in resumed.output
     assert max(resumed.checkpoints) == 9  # of the run before; that of batch 7 is beside it
     assert 7 in resumed.checkpoints
 
 
-def test_a_loop_that_does_not_resume_is_told_the_line_to_add(resumed: Launched) -> None:
+def test_step_before_resume_error_contains_fix(resumed: Launched) -> None:
     assert "before resume(): reporter.step() is called before reporter.resume()" in resumed.output
     assert "Add reporter.resume() after accelerator.prepare(...)" in resumed.output
 
 
-def test_loop_without_accumulate_is_refused_if_it_accumulates(whole: Launched, tmp_path: Path) -> None:
+def test_accumulating_loop_without_accumulate_is_rejected(whole: Launched, tmp_path: Path) -> None:
     """On two ranks a batch is one micro batch per rank; on one rank it is two, which would be two steps."""
     run = shutil.copytree(whole.run, tmp_path / "run")
     env = {"DSTRIAL_RUN_DIR": str(run), "DSTRIAL_RESUME": str(whole.checkpoints[4])}
@@ -139,7 +135,7 @@ def test_loop_without_accumulate_is_refused_if_it_accumulates(whole: Launched, t
     assert "the loop does not call accelerator.accumulate, and a batch has 2 micro batches" in refused.output
 
 
-def test_ranks_that_accelerate_does_not_see_are_refused() -> None:
+def test_ranks_unknown_to_accelerate_are_rejected() -> None:
     # Without dstrial.launch, and so without the backend: what torchrun alone does on the CPU. Its store is torchrun's: that
     # of rank 0 would go with it, while rank 1 may still read it.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -172,7 +168,7 @@ def run_under_a_master(
     return ended, experiment, sorted(trials, key=lambda trial: trial["id"])
 
 
-def test_what_would_train_without_deepspeed_is_refused(shared_master: MasterForTest, tmp_path: Path) -> None:
+def test_reporter_without_deepspeed_is_rejected(shared_master: MasterForTest, tmp_path: Path) -> None:
     ended, experiment, trials = run_under_a_master(shared_master, tmp_path, "--without-deepspeed")
 
     printed = ended.stdout + ended.stderr
@@ -190,9 +186,7 @@ def test_what_would_train_without_deepspeed_is_refused(shared_master: MasterForT
     assert experiment["state"] == "STATE_ERROR"
 
 
-def test_a_trial_that_the_searcher_stops_ends_as_completed(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
+def test_trial_stopped_by_searcher_is_completed(shared_master: MasterForTest, tmp_path: Path) -> None:
     # One after the other, each worse than the one before: the second is stopped where the first went on.
     searcher = {
         **{"name": "async_halving", "metric": "trial_id", "smaller_is_better": True, "max_trials": 2},

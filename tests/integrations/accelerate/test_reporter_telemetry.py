@@ -68,7 +68,7 @@ def require_whole(row: dict[str, Any]) -> None:
     assert parts == pytest.approx(row["batch_ms"], rel=0.01)
 
 
-def test_each_report_has_the_times_memory_and_speed_of_both_ranks(told: Launched) -> None:
+def test_telemetry_reports_times_memory_speed_per_rank(told: Launched) -> None:
     rows = told.rows("telemetry")
     assert sorted(rows) == [3, 6, 9]
     for row in rows.values():
@@ -86,7 +86,7 @@ def test_each_report_has_the_times_memory_and_speed_of_both_ranks(told: Launched
     assert len(totals_of(told)["ranks"]) == 2
 
 
-def test_flops_are_those_of_the_first_batch_and_no_validation_counts(told: Launched) -> None:
+def test_telemetry_flops_exclude_validation(told: Launched) -> None:
     row = told.rows("telemetry")[9]
     # The head's product forward, and two backward, for 2 micro batches of 4 records of 16 tokens on each device.
     flops = 3 * 2 * (2 * 4 * 16) * 16 * 32
@@ -96,12 +96,12 @@ def test_flops_are_those_of_the_first_batch_and_no_validation_counts(told: Launc
     assert 0 < totals_of(told)["mfu"] < 1
 
 
-def test_system_metrics_come_with_it(told: Launched) -> None:
+def test_telemetry_includes_system_metrics(told: Launched) -> None:
     rows = [json.loads(line) for line in (told.run / "metrics.jsonl").read_text().splitlines()]
     assert {"cpu", "memory", "disk", "network"} <= {row["group"] for row in rows}
 
 
-def test_training_is_the_same_bit_for_bit_without_instruments(told: Launched, tmp_path: Path) -> None:
+def test_training_without_telemetry_is_bitwise_equal(told: Launched, tmp_path: Path) -> None:
     silent = tell(tmp_path / "silent", cache=tmp_path, data={"dstrial": {"telemetry": False}})
 
     assert not silent.rows("telemetry")
@@ -110,9 +110,7 @@ def test_training_is_the_same_bit_for_bit_without_instruments(told: Launched, tm
     assert silent.values("training", "loss") == told.values("training", "loss")
 
 
-def test_waiting_for_data_is_seen_and_a_later_run_has_mfu_in_its_reports(
-    told: Launched, tmp_path: Path
-) -> None:
+def test_telemetry_second_run_reports_data_wait_and_mfu(told: Launched, tmp_path: Path) -> None:
     slow = tell(tmp_path / "slow", "--pause-s", "0.01", cache=told.run.parents[3] / "cache")
 
     row = slow.rows("telemetry")[9]
@@ -122,7 +120,7 @@ def test_waiting_for_data_is_seen_and_a_later_run_has_mfu_in_its_reports(
     assert row["hfu"] == row["mfu"]
 
 
-def test_a_script_that_draws_its_records_itself_has_waiting_and_flops_unknown(tmp_path: Path) -> None:
+def test_telemetry_own_data_loop_omits_wait_and_flops(tmp_path: Path) -> None:
     own = tell(tmp_path / "own", "--draws-itself", cache=tmp_path / "cache")
 
     rows = own.rows("telemetry")

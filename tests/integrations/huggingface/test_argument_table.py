@@ -66,7 +66,7 @@ ON_TWO_RANKS = plain_saved_run(replicas=2, micro=4, accumulation=1)
         (f"{MICRO} 5 {STEPS} 4", {"train_batch_size": 32}, 1, (32, 8, 4)),  # 5 does not divide the batch
     ],
 )
-def test_batch_is_solved_with_the_arguments(
+def test_reconcile_solves_batch_from_arguments(
     arguments: str, config: dict[str, Any], world_size: int, expected: tuple[int, int, int]
 ) -> None:
     found = reconciled(arguments, config, world_size=world_size)
@@ -79,7 +79,7 @@ def test_batch_is_solved_with_the_arguments(
         assert 'overwrite_deepspeed_args: {train_batch_size: "auto"}' in listed
 
 
-def test_a_batch_that_nothing_gives_is_left_to_the_trainer() -> None:
+def test_reconcile_leaves_unspecified_batch_auto() -> None:
     found = reconciled("--seed 1", {})
 
     assert sizes(found) == ("auto", "auto", "auto")
@@ -99,7 +99,7 @@ def test_a_batch_that_nothing_gives_is_left_to_the_trainer() -> None:
         (f"{MICRO} 16", AUTO_BATCH, None, 2, ON_ONE_RANK, ("16", "1")),  # changed on purpose
     ],
 )
-def test_batch_of_a_resumed_run_is_kept(
+def test_reconcile_resumed_run_keeps_unchanged_batch(
     arguments: str,
     config: dict[str, Any],
     overwrite: dict[str, Any] | None,
@@ -212,7 +212,7 @@ def test_reconcile_precedence(
     assert [decision.argument for decision in found.contradictions] == contradictions
 
 
-def test_batch_without_a_solution_is_refused() -> None:
+def test_reconcile_rejects_unsolvable_batch() -> None:
     with pytest.raises(ConfigError, match="train_batch_size is 9"):
         reconciled("", {"train_batch_size": 9}, world_size=2)
     with pytest.raises(ConfigError, match="train_batch_size is 0"):
@@ -222,7 +222,7 @@ def test_batch_without_a_solution_is_refused() -> None:
         reconciled("--per_device_train_batch_size 4", AUTO_BATCH, world_size=3, resumed=resumed)
 
 
-def test_abbreviated_flags_are_refused() -> None:
+def test_reconcile_rejects_abbreviated_flags() -> None:
     with pytest.raises(ConfigError) as raised:
         reconciled("--per-device-train-batch=8 --learning_r 1 --learning_rate 2 --learn 3 --log_level x", {})
     assert [str(one.got) for one in raised.value.problems] == ["an abbreviation"] * 2

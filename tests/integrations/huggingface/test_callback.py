@@ -190,7 +190,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "ddp"])
-def test_a_run_that_was_paused_has_the_losses_of_one_that_was_not(runs: Runs, kind: str) -> None:
+def test_trainer_paused_run_resumes_with_equal_losses(runs: Runs, kind: str) -> None:
     assert [fact["is_stopped"] for fact in runs.facts[kind]] == [False, False]
     assert runs.losses(f"{kind}-resumed") == runs.losses(kind)
     assert runs.evaluations(f"{kind}-resumed") == runs.evaluations(kind)
@@ -209,14 +209,12 @@ def test_a_run_that_was_paused_has_the_losses_of_one_that_was_not(runs: Runs, ki
         ("zero3-to-2", "alone-zero2"),
     ],
 )
-def test_a_run_goes_on_with_its_losses_on_another_number_of_ranks(
-    runs: Runs, resumed: str, whole: str
-) -> None:
+def test_trainer_resume_reshapes_ranks_and_stage(runs: Runs, resumed: str, whole: str) -> None:
     assert sorted(runs.losses(resumed)) == [1, 2, 3, 4, 5, 6]
     assert runs.losses(resumed) == pytest.approx(runs.losses(whole), rel=2e-6)
 
 
-def test_all_ranks_stop_at_the_step_in_which_they_are_asked_to(runs: Runs) -> None:
+def test_trainer_stop_request_ends_all_ranks_same_step(runs: Runs) -> None:
     for name in ("zero2-paused", "zero3-paused", "ddp-paused", "alone-zero2-paused"):
         assert all(fact["is_stopped"] and fact["ended_at"] == 3 for fact in runs.facts[name])
     assert runs.steps_of_checkpoints("zero2-paused") == [3, 6]
@@ -228,7 +226,7 @@ def test_all_ranks_stop_at_the_step_in_which_they_are_asked_to(runs: Runs) -> No
     assert runs.steps_of_checkpoints("ended") == [2]
 
 
-def test_a_wish_to_stop_in_the_last_step_leaves_the_run_complete(runs: Runs) -> None:
+def test_trainer_stop_in_last_step_completes_run(runs: Runs) -> None:
     (fact,) = runs.facts["late"]
     assert not fact["is_stopped"]
     assert sorted(runs.evaluations("late")) == [6]
@@ -237,7 +235,7 @@ def test_a_wish_to_stop_in_the_last_step_leaves_the_run_complete(runs: Runs) -> 
     assert any("eval_loss" in entry for entry in state["log_history"])
 
 
-def test_another_trials_checkpoint_gives_its_weights_and_counting_starts_at_0(runs: Runs) -> None:
+def test_trainer_warm_start_loads_weights_resets_steps(runs: Runs) -> None:
     for name, source in (("weights-zero3", "alone-zero2"), ("weights-alone", "ddp"), ("weights-init", "ddp")):
         evaluations = runs.evaluations(name)
         assert evaluations[0] == pytest.approx(runs.evaluations(source)[6], rel=1e-6)
@@ -245,20 +243,20 @@ def test_another_trials_checkpoint_gives_its_weights_and_counting_starts_at_0(ru
         assert all(fact["global_step"] == 1 for fact in runs.facts[name])
 
 
-def test_determineds_core_context_serves_outside_of_any_cluster(runs: Runs) -> None:
+def test_callback_works_with_determined_core_off_cluster(runs: Runs) -> None:
     (fact,) = runs.facts["anywhere"]
     assert (fact["global_step"], fact["length"]) == (2, 2)
     (stored,) = (runs.directory / "storage").iterdir()
     assert read_manifest(stored).steps_completed == 2
 
 
-def test_a_run_with_nothing_left_to_train_trains_nothing(runs: Runs) -> None:
+def test_trainer_resume_of_finished_run_trains_nothing(runs: Runs) -> None:
     (fact,) = runs.facts["zero2-again"]
     assert fact["global_step"] == 6
     assert sorted(runs.losses("zero2-to-1")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_reports_say_where_training_is_and_how_fast(runs: Runs) -> None:
+def test_trainer_reports_contain_progress_and_throughput(runs: Runs) -> None:
     metrics = runs.reports("zero2", "training")[3]
     assert (metrics["batches"], metrics["epochs"]) == (3, pytest.approx(0.3))
     assert metrics["samples_per_second"] > 0
@@ -270,7 +268,7 @@ def test_reports_say_where_training_is_and_how_fast(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", ["alone-zero2", "zero2", "zero3"])
-def test_the_chief_tells_of_its_time_memory_and_flops_at_each_line_of_the_log(runs: Runs, name: str) -> None:
+def test_trainer_telemetry_reported_at_each_log(runs: Runs, name: str) -> None:
     told = runs.reports(name, "telemetry")
     assert list(told) == list(runs.reports(name, "training"))
     row = told[max(told)]
@@ -285,19 +283,19 @@ def test_the_chief_tells_of_its_time_memory_and_flops_at_each_line_of_the_log(ru
     assert totals["num_batches"] == max(told) - 1, "the first step is left out"
 
 
-def test_a_trainer_that_a_callback_alone_watches_tells_nothing(runs: Runs) -> None:
+def test_callback_alone_reports_no_telemetry(runs: Runs) -> None:
     assert runs.reports("sets", "training")
     assert not runs.reports("sets", "telemetry")
 
 
-def test_evaluation_sets_are_reported_together_and_filtered_by_name(runs: Runs) -> None:
+def test_evaluation_sets_are_merged_and_filtered(runs: Runs) -> None:
     reports = runs.reports("sets", "validation")
     assert sorted(reports) == [3, 6]
     assert set(reports[3]) == {"eval_set1_loss", "eval_set1_samples_per_second", "batches", "epochs"}
     assert set(runs.reports("sets", "training")[1]) == {"samples_per_second", "batches", "epochs"}
 
 
-def test_a_checkpoint_is_the_directory_of_its_step_and_shares_its_files(runs: Runs) -> None:
+def test_checkpoint_shares_files_with_trainer_directory(runs: Runs) -> None:
     checkpoint = runs.checkpoint("zero3-resumed")
     names = {path.name for path in checkpoint.iterdir()}
     assert names == {"checkpoint-6", "manifest.json", "metadata.json", "load_data.json", "COMPLETE"}
@@ -310,7 +308,7 @@ def test_a_checkpoint_is_the_directory_of_its_step_and_shares_its_files(runs: Ru
     assert written.samefile(checkpoint / shard)
 
 
-def test_an_exported_checkpoint_is_a_model_that_transformers_loads(runs: Runs) -> None:
+def test_exported_checkpoint_loads_with_transformers(runs: Runs) -> None:
     (fact,) = runs.facts["exported"]
     assert (fact["wrong"], fact["width"]) == ([], 32)
 
@@ -350,7 +348,7 @@ def test_an_exported_checkpoint_is_a_model_that_transformers_loads(runs: Runs) -
         ),
     ],
 )
-def test_contradictory_run_fails_with_the_remedy(runs: Runs, name: str, fragments: list[str]) -> None:
+def test_contradictory_run_fails_with_remedy(runs: Runs, name: str, fragments: list[str]) -> None:
     (fact,) = runs.facts[name]
     assert [part for part in fragments if part not in fact["error"]] == [], fact["error"]
 
@@ -367,18 +365,18 @@ def test_contradictory_run_fails_with_the_remedy(runs: Runs, name: str, fragment
         ("sound", None),
     ],
 )
-def test_doubtful_run_is_warned_of(runs: Runs, name: str, warning: str | None) -> None:
+def test_questionable_run_logs_warning(runs: Runs, name: str, warning: str | None) -> None:
     (fact,) = runs.facts[name]
     found = [text for text in fact["warnings"] if warning and warning in text]
     assert len(found) == 1 if warning else fact["warnings"] == []
 
 
-def test_override_optimizer_counts_at_resume(runs: Runs) -> None:
+def test_override_optimizer_applies_at_resume(runs: Runs) -> None:
     names = ("decay-overridden", "decay-kept", "decay-ddp")
     assert [runs.facts[name][0]["weight_decay"] for name in names] == [0.5, 0.0, 0.0]
 
 
-def test_non_finite_losses_end_training_unless_allowed(runs: Runs) -> None:
+def test_non_finite_warn_mode_trains_to_end(runs: Runs) -> None:
     assert runs.facts["nan-warns"][0]["global_step"] == runs.facts["sound"][0]["global_step"] == 6
 
 
@@ -390,7 +388,7 @@ def test_non_finite_losses_end_training_unless_allowed(runs: Runs) -> None:
         ("started", 1, True, 1),
     ],
 )
-def test_stopped_run_evaluates_no_more(
+def test_stopped_run_skips_further_evaluation(
     runs: Runs, name: str, step: int, is_stopped: bool, evaluations: int
 ) -> None:
     (fact,) = runs.facts[name]

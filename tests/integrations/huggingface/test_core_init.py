@@ -53,9 +53,7 @@ def log_of(client: Any, trial: dict[str, Any]) -> str:
     return "".join(line["message"] for line in client.stream(f"/api/v1/trials/{trial['id']}/logs"))
 
 
-def test_a_plain_trainer_on_two_slots_is_paused_and_goes_on(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
+def test_plain_trainer_on_two_slots_pauses_and_resumes(shared_master: MasterForTest, tmp_path: Path) -> None:
     client = shared_master.client()
     config = {
         "name": "plain-trainer",

@@ -46,7 +46,7 @@ def saved_run(accumulation: int = 1) -> SavedRun:
         ({"max_length": {"batches": 1}, "max_time": 2, "time_metric": "batches"}, 100, 3.0, 2),
     ],
 )
-def test_lengths_have_to_agree(
+def test_length_problems_report_searcher_trainer_mismatch(
     searcher: dict[str, object], max_steps: int, epochs: float, num_problems: int
 ) -> None:
     found = length_problems(searcher, TrainerLength.of(max_steps, epochs), train_batch_size=8)
@@ -67,7 +67,7 @@ def test_lengths_have_to_agree(
         ({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}, [], None),
     ],
 )
-def test_numbers_in_the_deepspeed_config_count_before_the_arguments(
+def test_solve_sizes_prefers_deepspeed_config_over_arguments(
     config: dict[str, object], words: list[str], expected: tuple[int, int] | None
 ) -> None:
     solution, is_kept = solve_sizes(CommandLine.of(words), config, 1, saved_run(accumulation=2))
@@ -81,7 +81,7 @@ def arguments(micro: int, steps: int) -> CommandLine:
     )
 
 
-def test_solve_sizes_on_the_same_autotp_ranks_keeps_them() -> None:
+def test_solve_sizes_same_autotp_ranks_need_no_change() -> None:
     (engine,) = saved_run().engines
     cut = dataclasses.replace(engine, data_parallel_size=1, model_parallel_size=2)
     saved = dataclasses.replace(saved_run(), engines=(cut,))
@@ -89,7 +89,7 @@ def test_solve_sizes_on_the_same_autotp_ranks_keeps_them() -> None:
     assert batch_problems(4, 1, saved, num_ranks=2) == []
 
 
-def test_arguments_that_keep_the_batch_or_were_changed_on_purpose_are_left_alone() -> None:
+def test_solve_sizes_returns_equal_or_differing_batch_unchanged() -> None:
     assert not solve_sizes(arguments(8, 1), {}, 1, saved_run())[1]
     assert not solve_sizes(arguments(5, 1), {}, 1, saved_run())[1]
     assert batch_problems(8, 1, saved_run(), num_ranks=1) == []
@@ -97,14 +97,14 @@ def test_arguments_that_keep_the_batch_or_were_changed_on_purpose_are_left_alone
     assert "5 x 1 x 1 = 5; expected 8" in str(problem)
 
 
-def test_logs_are_sorted_by_their_names() -> None:
+def test_kind_of_classifies_trainer_logs() -> None:
     assert kind_of({"loss": 1.0, "epoch": 0.1, "train_runtime": 1.0}) is LogKind.TRAINING
     assert kind_of({"eval_loss": 1.0, "eval_runtime": 1.0}) is LogKind.EVALUATION
     assert kind_of({"train_runtime": 1.0, "train_loss": 2.0}) is LogKind.SUMMARY
     assert kind_of({"test_loss": 1.0}) is LogKind.OTHER
 
 
-def test_the_searchers_metrics_pass_every_filter() -> None:
+def test_reported_keeps_searcher_metrics_despite_filter() -> None:
     logs = {
         "eval_loss": 1.0,
         "eval_f1": 0.5,
@@ -117,13 +117,13 @@ def test_the_searchers_metrics_pass_every_filter() -> None:
     assert "epoch" in logs
 
 
-def test_missing_metrics_are_told_together_with_those_there_are() -> None:
+def test_missing_searcher_metrics_error_lists_available_metrics() -> None:
     wanted = [("searcher.metric", "eval_accuracy"), ("searcher.time_metric", "hours")]
     with pytest.raises(TrialContractError, match=r"eval_accuracy.*hours.*: batches, eval_loss"):
         require_searcher_metrics({"eval_loss": 1.0, "batches": 2}, wanted)
 
 
-def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
+def test_throughput_excludes_paused_time() -> None:
     clock = iter(
         (100.0, 102.0, 152.0, 154.0, 154.0)
     )  # start, pause, resume, and the end and start of a report
@@ -138,11 +138,11 @@ def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
     assert speed.report(4, 800.0, train_batch_size=10) == {}
 
 
-def test_throughput_that_was_not_started_reports_nothing() -> None:
+def test_throughput_before_start_reports_nothing() -> None:
     assert Throughput().report(4, 800.0, train_batch_size=10) == {}
 
 
-def test_a_named_checkpoint_that_the_core_context_does_not_know_of_is_refused(
+def test_resume_variable_with_plain_core_context_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DSTRIAL_RESUME", "/runs/one/checkpoints/c1")
@@ -164,7 +164,7 @@ def test_import_loads_neither_torch_nor_transformers() -> None:
 
 
 @pytest.mark.process
-def test_a_missing_library_is_an_error_with_the_line_to_run() -> None:
+def test_missing_transformers_error_contains_install_command() -> None:
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import importlib.util as u; found = u.find_spec\n"

@@ -35,7 +35,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_a_deepspeed_config_nothing_is_done() -> None:
+def test_hf_args_without_deepspeed_config_unchanged() -> None:
     given = ["--learning_rate", "1"]
 
     returned = dsat.get_hf_args_with_overwrites(given, {"learning_rate": 2, "overwrite_deepspeed_args": {}})
@@ -44,7 +44,7 @@ def test_without_a_deepspeed_config_nothing_is_done() -> None:
     assert returned is not given
 
 
-def test_the_arguments_name_an_effective_copy_and_the_file_stays_as_it_is(directory: Path) -> None:
+def test_hf_args_point_to_effective_config_copy(directory: Path) -> None:
     before = (directory / "ds_config.json").read_bytes()
     given = ["--output_dir", "out", "--deepspeed", "ds_config.json"]
     hparams = {
@@ -64,7 +64,7 @@ def test_the_arguments_name_an_effective_copy_and_the_file_stays_as_it_is(direct
 
 
 @pytest.mark.parametrize(("is_measured", "num_steps"), [(True, "1000"), (False, "40")])
-def test_a_measuring_trial_is_as_long_as_the_search_wants_it(
+def test_hf_args_measuring_trial_uses_search_length(
     directory: Path, is_measured: bool, num_steps: str
 ) -> None:
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 40}}
@@ -82,7 +82,7 @@ def test_a_measuring_trial_is_as_long_as_the_search_wants_it(
     assert effective["scheduler"]["params"]["total_num_steps"] == ("auto" if is_measured else 40)
 
 
-def test_overwrites_alone_change_the_config_that_the_arguments_name(directory: Path) -> None:
+def test_hf_args_overwrites_apply_to_config_in_arguments(directory: Path) -> None:
     returned = dsat.get_hf_args_with_overwrites(
         ["--deepspeed=ds_config.json"], {"overwrite_deepspeed_args": {"train_micro_batch_size_per_gpu": 2}}
     )
@@ -91,7 +91,7 @@ def test_overwrites_alone_change_the_config_that_the_arguments_name(directory: P
     assert returned[1:3] == ["--per_device_train_batch_size", "2"]
 
 
-def test_a_kept_batch_without_any_deepspeed_config_sets_the_flags_of_the_batch() -> None:
+def test_hf_args_batch_overwrite_without_config_sets_flags() -> None:
     kept = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     given = ["--per_device_train_batch_size=4", "--seed", "1"]
 
@@ -102,7 +102,7 @@ def test_a_kept_batch_without_any_deepspeed_config_sets_the_flags_of_the_batch()
     ]  # fmt: skip
 
 
-def test_contradictions_are_one_warning_of_rank_0(
+def test_hf_args_contradictions_warn_once_on_rank_0(
     directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--per_device_train_batch_size", "9", "--max_grad_norm", "2"]
@@ -122,16 +122,14 @@ def test_contradictions_are_one_warning_of_rank_0(
     assert "overwrite_deepspeed_args: gradient_clipping is 1 and --max_grad_norm is 2" in text
 
 
-def test_a_config_that_cannot_be_read_is_refused(directory: Path) -> None:
+def test_hf_args_missing_config_is_rejected(directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.json does not exist"):
         dsat.get_hf_args_with_overwrites([], {"deepspeed_config": "absent.json"})
     with pytest.raises(ConfigError, match="given without deepspeed_config"):
         dsat.get_hf_args_with_overwrites([], {"overwrite_deepspeed_args": {"gradient_clipping": 1}})
 
 
-def test_the_copy_is_kept_in_a_directory_of_this_user_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_effective_directory_is_private_to_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
 
@@ -169,7 +167,7 @@ ON_TWO_RANKS = ["--per_device_train_batch_size", "4", "--gradient_accumulation_s
 BEGAN_WITH = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
 
 
-def test_a_run_that_goes_on_off_a_cluster_keeps_the_batch_of_its_checkpoint(
+def test_hf_args_local_resume_keeps_checkpoint_batch(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DSTRIAL_RESUME", str(checkpoint_of_one_rank(directory, trial_id=0)))
@@ -181,7 +179,7 @@ def test_a_run_that_goes_on_off_a_cluster_keeps_the_batch_of_its_checkpoint(
 
 
 @pytest.mark.parametrize(("trial_id", "expected"), [(7, ON_TWO_RANKS), (8, BEGAN_WITH)])
-def test_a_trial_of_a_cluster_keeps_the_batch_of_its_own_checkpoint_only(
+def test_hf_args_cluster_trial_keeps_own_checkpoint_batch(
     directory: Path, monkeypatch: pytest.MonkeyPatch, trial_id: int, expected: list[str]
 ) -> None:
     monkeypatch.delenv("DSTRIAL_RUN_DIR")
@@ -198,7 +196,7 @@ def test_a_trial_of_a_cluster_keeps_the_batch_of_its_own_checkpoint_only(
 
 
 @pytest.mark.process
-def test_processes_that_write_the_same_copy_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+def test_effective_config_concurrent_writes_are_atomic(tmp_path: Path) -> None:
     code = (
         "import json, sys; from pathlib import Path\n"
         "from dstrial.integrations.huggingface.hf_args import write_effective_config\n"

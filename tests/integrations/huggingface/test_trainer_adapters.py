@@ -104,7 +104,7 @@ def test_trainer_lora_resumes_as_uninterrupted(runs: AdapterRuns) -> None:
         assert runs.losses(name) == pytest.approx(whole, abs=2e-4), name
 
 
-def test_trainer_frozen_parts_are_left_out_if_asked(runs: AdapterRuns) -> None:
+def test_trainer_checkpoint_omits_frozen_parameters(runs: AdapterRuns) -> None:
     assert runs.losses("frozen resumed") == runs.losses("frozen whole")
     (layout,) = read_manifest(runs.checkpoint("frozen whole")).layouts
     frozen = [place["name"] for place in layout["parameters"] if not place["trainable"]]
@@ -112,21 +112,21 @@ def test_trainer_frozen_parts_are_left_out_if_asked(runs: AdapterRuns) -> None:
     assert len(layout["frozen_checksums"]) == len(frozen) - 1  # the output layer is the embedding
 
 
-def test_trainer_lora_begins_with_weights_of_another_trial(runs: AdapterRuns) -> None:
+def test_trainer_lora_warm_start_loads_weights(runs: AdapterRuns) -> None:
     first, last = runs.losses("whole 1")[1], runs.losses("whole 1")[6]
     assert len(runs.losses("warm")) == 6
     assert abs(runs.losses("warm")[1] - first) > 1e-4  # the same records, with trained adapters
     assert last < first
 
 
-def test_trainer_lora_with_another_base_is_refused(runs: AdapterRuns) -> None:
+def test_trainer_lora_with_different_base_is_rejected(runs: AdapterRuns) -> None:
     for name in ("other base", "warm other base"):
         assert "holds no frozen parameters, and" in runs.errors[name]
         assert "Build the model from the same base weights" in runs.errors[name]
 
 
 @pytest.mark.parametrize("name", ["whole 1", "resumed 3"])
-def test_trainer_lora_checkpoint_exports_an_adapter(
+def test_trainer_lora_checkpoint_exports_adapter(
     runs: AdapterRuns,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

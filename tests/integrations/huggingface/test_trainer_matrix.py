@@ -42,7 +42,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
-def test_the_trainer_accepts_what_is_returned_in_every_case(rows: list[dict[str, Any]]) -> None:
+def test_trainer_accepts_hf_args_in_every_case(rows: list[dict[str, Any]]) -> None:
     refused = [(row["pair"], row["case"], row["verdict"]) for row in rows if row["verdict"] != "accepts"]
 
     assert len(rows) >= 95
@@ -51,12 +51,12 @@ def test_the_trainer_accepts_what_is_returned_in_every_case(rows: list[dict[str,
 
 
 @pytest.mark.ranks
-def test_no_given_argument_is_without_effect(rows: list[dict[str, Any]]) -> None:
+def test_hf_args_every_argument_takes_effect(rows: list[dict[str, Any]]) -> None:
     assert not [(row["pair"], row["case"], row["ignored"]) for row in rows if row["ignored"]]
 
 
 @pytest.mark.ranks
-def test_the_cases_are_ones_that_the_trainer_alone_refuses_or_gets_wrong(rows: list[dict[str, Any]]) -> None:
+def test_matrix_contradictions_fail_in_trainer_alone(rows: list[dict[str, Any]]) -> None:
     alone = {(row["pair"], row["case"]): row["alone"] for row in rows}
 
     contradictory = {key: verdict for key, verdict in alone.items() if "contradict" in key[1]}
@@ -66,12 +66,12 @@ def test_the_cases_are_ones_that_the_trainer_alone_refuses_or_gets_wrong(rows: l
 
 
 @pytest.mark.ranks
-def test_neither_the_arguments_nor_the_file_of_the_user_are_changed(rows: list[dict[str, Any]]) -> None:
+def test_hf_args_leave_user_input_untouched(rows: list[dict[str, Any]]) -> None:
     assert all(row["is_untouched"] for row in rows)
 
 
 @pytest.mark.ranks
-def test_everything_that_was_contradictory_is_listed_at_once(rows: list[dict[str, Any]]) -> None:
+def test_hf_args_list_all_contradictions_together(rows: list[dict[str, Any]]) -> None:
     (row,) = (row for row in rows if row["case"] == "everything contradictory")
 
     contradictions = {flag: text for flag, contradicts, text in row["outcomes"] if contradicts}

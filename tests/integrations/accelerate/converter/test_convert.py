@@ -56,9 +56,7 @@ def converting(source: Path, directory: Path, *options: str) -> int:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_converted_file_passes_the_check(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_file_passes_check(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     given = yaml.safe_load(config.read_text())
 
@@ -79,7 +77,7 @@ def test_converted_file_passes_the_check(
     assert checked.deepspeed_check.batch.train_micro_batch_size_per_gpu == 4
 
 
-def test_offload_to_nvme_keeps_its_paths() -> None:
+def test_convert_nvme_offload_keeps_paths() -> None:
     assert of_file("zero3_offload_nvme").deepspeed == {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
@@ -93,7 +91,7 @@ def test_offload_to_nvme_keeps_its_paths() -> None:
     }
 
 
-def test_clipping_accumulation_and_precision_become_keys_of_the_json() -> None:
+def test_convert_clipping_accumulation_precision_to_deepspeed_keys() -> None:
     half = of_file("zero2_offload_cpu_fp16").deepspeed
     assert half["gradient_clipping"] == 0.5
     assert half["fp16"] == {"enabled": True, "auto_cast": True}
@@ -101,7 +99,7 @@ def test_clipping_accumulation_and_precision_become_keys_of_the_json() -> None:
     assert of_file("zero1_bf16").deepspeed["gradient_accumulation_steps"] == 4
 
 
-def test_what_deepspeed_does_not_offload_in_a_stage_is_left_out_with_the_reason() -> None:
+def test_convert_unsupported_offload_dropped_with_reason() -> None:
     conversion = of_file("zero2_offload_everything")
     assert "offload_param" not in conversion.deepspeed["zero_optimization"]
     outcome, reason = explained(conversion, "deepspeed_config.offload_param_device")
@@ -111,7 +109,7 @@ def test_what_deepspeed_does_not_offload_in_a_stage_is_left_out_with_the_reason(
     assert "NVMe in stage 3 only" in explained(nvme, "deepspeed_config.offload_optimizer_device")[1]
 
 
-def test_what_the_json_cannot_hold_becomes_a_variable_that_accelerate_reads() -> None:
+def test_convert_accelerate_only_keys_to_environment_variables() -> None:
     assert of_file("dynamo_debug_moe").variables == {
         "ACCELERATE_DEBUG_MODE": "true",
         "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "MixtralSparseMoeBlock",
@@ -125,13 +123,13 @@ def test_what_the_json_cannot_hold_becomes_a_variable_that_accelerate_reads() ->
     assert of_file("zero3_init_save16").variables["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "true"
 
 
-def test_cpu_training_does_not_set_the_variable_that_turns_deepspeed_off() -> None:
+def test_convert_cpu_training_keeps_deepspeed_enabled() -> None:
     variables = of_file("multi_cpu").variables
     assert variables == {"DS_ACCELERATOR": "cpu"}
     assert of_file("multi_cpu").deepspeed["zero_optimization"] == {"stage": 0}
 
 
-def test_a_deepspeed_file_is_taken_over_whole_and_decides() -> None:
+def test_convert_deepspeed_file_overrides_plugin_keys() -> None:
     content = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -148,7 +146,7 @@ def test_a_deepspeed_file_is_taken_over_whole_and_decides() -> None:
     assert config["deepspeed_config"]["zero_stage"] == 3
 
 
-def test_deepspeed_section_without_deepspeed_is_ignored(
+def test_convert_unused_deepspeed_section_is_ignored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {**plugin(deepspeed_config_file="absent.json", zero_stage=3), "distributed_type": "NO"}
@@ -162,7 +160,7 @@ def test_deepspeed_section_without_deepspeed_is_ignored(
     assert json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"] == {"stage": 0}
 
 
-def test_table_names_the_json_only_for_what_the_json_has() -> None:
+def test_convert_table_lists_only_written_json_keys() -> None:
     keys = {
         "offload_optimizer_device": "none",
         "offload_param_nvme_path": "none",
@@ -183,7 +181,7 @@ def test_table_names_the_json_only_for_what_the_json_has() -> None:
     assert converted(fp8, deepspeed_file={"train_batch_size": 8}).variables == {}
 
 
-def test_wrong_values_are_refused_all_at_once() -> None:
+def test_convert_reports_all_invalid_values() -> None:
     config = {
         "compute_environment": "AMAZON_SAGEMAKER",
         "distributed_type": "FSDP",
@@ -198,7 +196,7 @@ def test_wrong_values_are_refused_all_at_once() -> None:
             converted(plugin(zero_stage=stage))
 
 
-def test_fp16_without_deepspeed_becomes_stage_1_and_the_old_key_is_refused() -> None:
+def test_convert_fp16_uses_stage1_and_rejects_old_key() -> None:
     config = {"distributed_type": "MULTI_GPU", "num_processes": 2, "fp16": True}
     with pytest.raises(ConfigError, match=r"fp16 is the old key.*Write mixed_precision: fp16"):
         converted(config)
@@ -209,14 +207,14 @@ def test_fp16_without_deepspeed_becomes_stage_1_and_the_old_key_is_refused() -> 
 
 
 @pytest.mark.parametrize("name", ["1e5", "08", "0o7", "true", "two: words", f"{'long ' * 40}end"])
-def test_experiment_yaml_names_are_read_back(name: str, tmp_path: Path) -> None:
+def test_experiment_yaml_name_round_trips(name: str, tmp_path: Path) -> None:
     text = experiment_yaml(converted(plugin(), Choices(None, 4, name)), "default_config.yaml")
     (tmp_path / "experiment.yaml").write_text(text)
 
     assert read_yaml(tmp_path / "experiment.yaml", "experiment.yaml").value["name"] == name
 
 
-def test_existing_files_are_replaced_only_when_asked_to(
+def test_convert_replaces_existing_files_only_with_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("")
@@ -231,9 +229,7 @@ def test_existing_files_are_replaced_only_when_asked_to(
     assert json.loads((tmp_path / "ds_config.json").read_text())["train_micro_batch_size_per_gpu"] == 2
 
 
-def test_a_deepspeed_file_that_is_not_there_is_an_error_that_names_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_missing_deepspeed_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "config_file.yaml"
     shutil.copy(Path(__file__).parent / "configs" / "config_file.yaml", source)
 
@@ -242,7 +238,7 @@ def test_a_deepspeed_file_that_is_not_there_is_an_error_that_names_it(
     assert "'ds_zero2.json', which does not exist" in capsys.readouterr().err
 
 
-def test_what_the_file_cannot_say_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_marks_values_to_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert converting(CONFIGS[-1], tmp_path) == 0
 
     text = (tmp_path / "experiment.yaml").read_text()
@@ -266,7 +262,7 @@ def test_what_the_file_cannot_say_is_marked(tmp_path: Path, capsys: pytest.Captu
     )
 
 
-def test_what_is_asked_for_and_has_to_be_done_elsewhere_is_said_again_below_the_table(
+def test_convert_unconverted_settings_repeated_as_notes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = Path(__file__).parent / "configs" / "two_machines_pdsh_hostfile.yaml"
@@ -281,7 +277,7 @@ def test_what_is_asked_for_and_has_to_be_done_elsewhere_is_said_again_below_the_
 
 
 @pytest.mark.parametrize("ids", [0, 1, "0,1"])
-def test_devices_are_left_to_the_user(ids: int | str) -> None:
+def test_convert_leaves_gpu_ids_to_user(ids: int | str) -> None:
     found = converted({"distributed_type": "NO", "gpu_ids": ids})
 
     assert {one.key: one.status for one in found.keys}["gpu_ids"] == "left"
@@ -295,7 +291,7 @@ def test_devices_are_left_to_the_user(ids: int | str) -> None:
         ("train.py --lr 1", "Pass its directory with -o"),
     ],
 )
-def test_an_entrypoint_that_cannot_run_is_refused_before_anything_is_written(
+def test_convert_invalid_entrypoint_writes_nothing(
     entrypoint: str,
     message: str,
     tmp_path: Path,
@@ -313,7 +309,7 @@ def test_an_entrypoint_that_cannot_run_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize("script", ["train.py", "not_written_yet.py"])
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda path: path.stem)
-def test_what_the_check_still_misses_is_a_next_step_and_no_failure(
+def test_convert_unmet_checks_become_next_steps(
     config: Path, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("import torch\n")  # of which nobody can see who fills in "auto"
@@ -355,7 +351,7 @@ def questionnaire() -> ModuleType:
 @needs_accelerate
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the terminal of another process for its mode")
-def test_answering_the_questionnaire_makes_the_stored_file(tmp_path: Path) -> None:
+def test_accelerate_config_questionnaire_reproduces_stored_file(tmp_path: Path) -> None:
     tool = questionnaire()
     name = "two_machines_slurm_inclusion"
 
