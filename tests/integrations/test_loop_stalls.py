@@ -68,7 +68,7 @@ def launch(directory: Path, loop: str, attack: str) -> subprocess.CompletedProce
 
 @both
 @pytest.mark.exhaustive("[trainer]")
-def test_silent_loader_is_named_with_its_rank(tmp_path: Path, loop: str) -> None:
+def test_stall_in_data_loader_is_reported_with_rank(tmp_path: Path, loop: str) -> None:
     run = launch(tmp_path, loop, "silent")
     assert run.returncode == 1, run.stdout
     (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.stdout)
@@ -80,7 +80,7 @@ def test_silent_loader_is_named_with_its_rank(tmp_path: Path, loop: str) -> None
 
 @both
 @pytest.mark.exhaustive("[reporter]")
-def test_slow_script_between_batches_is_no_stall(tmp_path: Path, loop: str) -> None:
+def test_slow_script_between_batches_is_not_stalled(tmp_path: Path, loop: str) -> None:
     run = launch(tmp_path, loop, "slow")
     assert run.returncode == 0, run.stdout
     assert f"rank 1 is at {'step' if loop == 'trainer' else 'batch'} 16" in run.stdout

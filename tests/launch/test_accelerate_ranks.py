@@ -38,7 +38,7 @@ for own in ({"deepspeed": "ds.json"}, {}):
 """
 
 
-def test_the_trainer_of_hugging_face_is_not_disturbed(tmp_path: Path) -> None:
+def test_hugging_face_trainer_trains_with_deepspeed_unchanged(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINER_SCRIPT)
     auto = dict.fromkeys(
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"

@@ -87,7 +87,7 @@ def shown_to_both() -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_the_names_of_determined_are_those_of_dstrial_in_a_module_of_their_own(
+def test_determined_deepspeed_names_resolve_to_dstrial(
     shown_to_both: subprocess.CompletedProcess[str],
 ) -> None:
     (line,) = [line for line in shown_to_both.stdout.splitlines() if line.startswith("{")]
@@ -102,7 +102,7 @@ def test_the_names_of_determined_are_those_of_dstrial_in_a_module_of_their_own(
     assert shown["pytorch_trial"] == "determined"
 
 
-def test_it_is_announced_in_one_line_that_names_the_switch(
+def test_import_redirection_is_logged_with_its_switch(
     shown_to_both: subprocess.CompletedProcess[str],
 ) -> None:
     told = [line for line in shown_to_both.stderr.splitlines() if "determined_imports" in line]
@@ -111,7 +111,7 @@ def test_it_is_announced_in_one_line_that_names_the_switch(
     assert last_line(shown_to_both) == "dstrial.trainer"
 
 
-def test_other_ranks_than_the_first_say_nothing() -> None:
+def test_import_redirection_is_logged_on_rank_0_only() -> None:
     done = run(SHOW, started_by_dstrial(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1"))
 
     assert done.returncode == 0, done.stderr
@@ -119,7 +119,7 @@ def test_other_ranks_than_the_first_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_switched_off", [False, True])
-def test_elsewhere_and_switched_off_determined_is_its_own(is_switched_off: bool) -> None:
+def test_determined_stays_unchanged_outside_dstrial_or_disabled(is_switched_off: bool) -> None:
     environ = {name: value for name, value in os.environ.items() if name != determined_imports.VARIABLE}
     if is_switched_off:
         environ = started_by_dstrial(**{determined_imports.VARIABLE: "0"})
@@ -135,9 +135,7 @@ def test_elsewhere_and_switched_off_determined_is_its_own(is_switched_off: bool)
         )
 
 
-def test_dsat_is_there_though_determined_no_longer_has_it(
-    shown_to_both: subprocess.CompletedProcess[str],
-) -> None:
+def test_determined_dsat_imports_are_provided(shown_to_both: subprocess.CompletedProcess[str]) -> None:
     homes = "determined.pytorch.dsat dstrial.dsat.rank.context dstrial.dsat.compat"
     assert homes in shown_to_both.stdout.splitlines()
     shown = run("", started_by_dstrial(), arguments=("-m", "determined.pytorch.dsat", "--help"))
@@ -145,7 +143,7 @@ def test_dsat_is_there_though_determined_no_longer_has_it(
     assert "asha" in shown.stdout
 
 
-def test_a_hand_made_experiment_config_switches_it_off() -> None:
+def test_import_redirection_is_disabled_by_experiment_config() -> None:
     config = {"data": {"dstrial": {"determined_imports": False}}}
     assert determined_imports.variables({}, config)[determined_imports.VARIABLE] == "0"
     assert (
@@ -155,7 +153,7 @@ def test_a_hand_made_experiment_config_switches_it_off() -> None:
     assert determined_imports.variables({}, {"data": None})[determined_imports.VARIABLE] == "1"
 
 
-def test_the_directory_of_start_up_code_is_first_on_the_path_and_there_once() -> None:
+def test_sitecustomize_directory_is_first_and_once_on_pythonpath() -> None:
     once = determined_imports.variables({"PYTHONPATH": "/a"})
     again = determined_imports.variables({"PYTHONPATH": once["PYTHONPATH"]})
     directory, rest = once["PYTHONPATH"].split(os.pathsep)

@@ -41,12 +41,12 @@ raise ValueError("the batch of rank 1 is broken")
 
 
 @pytest.mark.parametrize("said", _SAID)
-def test_what_nccl_says_of_lost_peers_is_known(said: str) -> None:
+def test_nccl_peer_errors_are_recognized(said: str) -> None:
     assert is_peer_error(said)
 
 
 @pytest.mark.process
-def test_the_rank_that_failed_is_named_and_not_the_one_that_waited_for_it(tmp_path: Path) -> None:
+def test_failed_rank_is_named_despite_watchdog_abort(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT.format(told=str(tmp_path / "told"), said=_SAID[0]))
     outcome = run_ranks(script_command([str(script)]), num_ranks=2, log_dir=tmp_path / "logs")

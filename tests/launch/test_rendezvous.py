@@ -55,7 +55,7 @@ pathlib.Path(sys.argv[2], f"{identity.rank}.json").write_text(json.dumps(told))
     "tests/trainer/test_stalls_of_two_launchers.py::test_launcher_of_waiting_ranks_leaves_the_end_to_the_straggler"
 )
 @pytest.mark.parametrize("who", ["dstrial", "torch"])
-def test_two_launchers_find_each_other_and_their_ranks_count_through(who: str, tmp_path: Path) -> None:
+def test_two_launchers_form_one_process_group(who: str, tmp_path: Path) -> None:
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     (tmp_path / "rank.py").write_text(RANK)
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DSTRIAL_SECRET": "of both"}
@@ -92,7 +92,7 @@ def test_two_launchers_find_each_other_and_their_ranks_count_through(who: str, t
 
 @pytest.mark.parametrize("serves_store", [True, False])
 @pytest.mark.parametrize("chosen", [None, "eth9"])
-def test_ranks_of_one_machine_get_a_secret_and_the_loopback_interface_unless_the_user_chose(
+def test_single_node_defaults_to_secret_and_loopback_interface(
     serves_store: bool, chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DSTRIAL_SECRET"):
@@ -136,7 +136,7 @@ class Early(DeepSpeedTrial):
 
 
 @pytest.mark.ranks
-def test_a_trial_that_makes_the_group_while_it_is_imported_meets_in_the_private_file(tmp_path: Path) -> None:
+def test_process_group_created_during_import_uses_filestore(tmp_path: Path) -> None:
     (tmp_path / "early.py").write_text(SCRIPT_OF_A_TRIAL)
     (tmp_path / "exp.yaml").write_text(
         "name: early\nentrypoint: early:Early\n"
@@ -160,7 +160,7 @@ print("met three times")
 
 
 @pytest.mark.ranks
-def test_the_same_ranks_meet_again_after_their_group_has_ended(tmp_path: Path) -> None:
+def test_process_group_is_recreated_after_shutdown(tmp_path: Path) -> None:
     """What the first group left in a store of the launcher's made the second one connect to ports that were closed."""
     (tmp_path / "again.py").write_text(AGAIN)
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

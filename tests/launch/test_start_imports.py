@@ -78,7 +78,7 @@ EXPERIMENT = {
 
 
 @pytest.mark.ranks
-def test_ranks_that_train_have_collected_nothing_while_importing(tmp_path: Path) -> None:
+def test_garbage_collector_is_paused_during_rank_imports(tmp_path: Path) -> None:
     # torch_adam without a fused kernel needs no compiler of C++, so that nothing but torch's own is looked at.
     (tmp_path / "model_def.py").write_text(TRIAL)
     (tmp_path / "exp.json").write_text(json.dumps(EXPERIMENT))

@@ -49,7 +49,7 @@ def test_policy_keeps_latest_and_best(
         ({"save_experiment_best": 2}, KeepPolicy(num_latest=1, num_best=2)),
     ],
 )
-def test_missing_fields_have_determineds_defaults_if_any_is_given(
+def test_keep_policy_missing_fields_use_determined_defaults(
     storage: dict[str, object] | None, policy: KeepPolicy | None
 ) -> None:
     assert KeepPolicy.from_config(storage) == policy
@@ -58,7 +58,7 @@ def test_missing_fields_have_determineds_defaults_if_any_is_given(
 @pytest.mark.parametrize(
     ("storage", "policy"), [("", None), ("checkpoint_storage: {save_trial_best: 1}", KeepPolicy(1, 1))]
 )
-def test_the_policy_of_an_experiment_config_is_what_its_file_gives(
+def test_keep_policy_is_read_from_experiment_file(
     storage: str, policy: KeepPolicy | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "exp.yaml"
@@ -74,7 +74,7 @@ def test_the_policy_of_an_experiment_config_is_what_its_file_gives(
     st.integers(0, 5),
     st.booleans(),
 )
-def test_the_newest_survives_and_at_most_latest_plus_best_are_kept(
+def test_policy_keeps_newest_and_bounded_count(
     steps: list[int], validations: dict[int, float], num_latest: int, num_best: int, smaller_is_better: bool
 ) -> None:
     checkpoints = [(f"uuid-{step}", step) for step in steps]

@@ -46,7 +46,7 @@ def run_directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
 
 
-def test_windows_are_reported_until_it_is_switched_off() -> None:
+def test_profiler_reports_samples_until_switched_off() -> None:
     told = Told()
     profiler = NodeProfiler("node", core.DummyDistributedContext(), told)
     profiler.on(sampling_interval=0.1, samples_per_report=2)
@@ -67,9 +67,7 @@ def test_windows_are_reported_until_it_is_switched_off() -> None:
     assert not collectors()
 
 
-def test_a_training_that_is_shorter_than_a_window_is_reported_at_its_end(
-    run_directory: RunDirectory,
-) -> None:
+def test_partial_samples_are_reported_at_training_end(run_directory: RunDirectory) -> None:
     with init(
         run_directory,
         distributed=core.DummyDistributedContext(),
@@ -90,7 +88,7 @@ def test_a_training_that_is_shorter_than_a_window_is_reported_at_its_end(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_cannot_be_reported_ends_the_collecting_and_nothing_else() -> None:
+def test_failed_report_ends_only_collector_thread() -> None:
     profiler = NodeProfiler("node", core.DummyDistributedContext(), Told(OSError("the disk is full")))
     profiler.on(sampling_interval=0.1, samples_per_report=1)
     wait_for(lambda: not collectors(), "it has ended")
@@ -98,7 +96,7 @@ def test_what_cannot_be_reported_ends_the_collecting_and_nothing_else() -> None:
 
 
 @pytest.mark.process
-def test_the_first_rank_of_a_node_collects_and_the_others_do_not(run_directory: RunDirectory) -> None:
+def test_only_first_rank_of_node_collects(run_directory: RunDirectory) -> None:
     def train(dist: core.DistributedContext, path: Path) -> int:
         with init(path, distributed=dist) as context:
             context.profiler.on(sampling_interval=0.1, samples_per_report=1)
@@ -109,7 +107,7 @@ def test_the_first_rank_of_a_node_collects_and_the_others_do_not(run_directory: 
     assert set(groups) == GROUPS
 
 
-def test_another_node_has_a_file_of_its_own(run_directory: RunDirectory) -> None:
+def test_each_node_writes_own_metrics_file(run_directory: RunDirectory) -> None:
     first = core.DummyDistributedContext()
     second = core.DummyDistributedContext()
     second.rank, second.size, second.cross_rank, second.cross_size = 1, 2, 1, 2

@@ -29,7 +29,7 @@ CONFIG = {
 }
 
 
-def test_reports_of_a_reporter_are_kept_and_how_it_ended(tmp_path: Path) -> None:
+def test_accelerate_reporter_logs_reports_and_final_state(tmp_path: Path) -> None:
     shutil.copy(PROGRAM, tmp_path)
     (tmp_path / "e.yaml").write_text(yaml.safe_dump(CONFIG))
     kept = {

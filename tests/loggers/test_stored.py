@@ -78,7 +78,7 @@ def newest(rows: Any) -> dict[tuple[int, str], float]:
     return {(step, name): value for step, metrics in rows for name, value in metrics.items()}
 
 
-def test_every_logger_keeps_the_record_after_a_kill_and_a_resume(tmp_path: Path) -> None:
+def test_loggers_match_record_after_kill_and_resume(tmp_path: Path) -> None:
     env = {"KILL_AT": "1:13", "KILL_MARKER": str(tmp_path / "killed")}
     first = train(tmp_path, "DataParallelTrial", config_of(), ranks=2, env=env)
     assert first.returncode != 0, first.output
@@ -133,7 +133,7 @@ def test_every_logger_keeps_the_record_after_a_kill_and_a_resume(tmp_path: Path)
         assert last[16, "epochs"] == 4.0
 
 
-def test_another_run_is_another_and_one_that_is_stopped_or_fails_says_so(tmp_path: Path) -> None:
+def test_each_run_is_logged_separately_with_state(tmp_path: Path) -> None:
     loggers = ["mlflow"]
     stopped = train(tmp_path, "DataParallelTrial", config_of(loggers, request_stop_at="0:5"))
     assert stopped.returncode == 0, stopped.output
@@ -153,7 +153,7 @@ def test_another_run_is_another_and_one_that_is_stopped_or_fails_says_so(tmp_pat
     assert {run["status"] for run in runs} == {"FINISHED"}
 
 
-def test_a_pipeline_is_logged_by_the_chief_alone(tmp_path: Path) -> None:
+def test_pipeline_is_logged_by_chief_only(tmp_path: Path) -> None:
     config = config_of(["trackio"], batches=4)
     config["data"]["dstrial"]["pipeline_stages"] = 2
     run = train(tmp_path, "PipelineTrial", config, ranks=2)
@@ -162,7 +162,7 @@ def test_a_pipeline_is_logged_by_the_chief_alone(tmp_path: Path) -> None:
     assert entries(kept["rows"]) == recorded(run)
 
 
-def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
+def test_loggers_do_not_change_training_metrics(tmp_path: Path) -> None:
     with_all = train(tmp_path / "with", "DataParallelTrial", config_of(batches=6))
     without = train(tmp_path / "without", "DataParallelTrial", config_of([], batches=6))
     assert with_all.reports("training") == without.reports("training")
@@ -170,9 +170,7 @@ def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_trial_of_a_master_goes_on_in_the_same_run_after_a_crash_and_a_fork_is_another(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
+def test_trial_restart_keeps_logged_run_unlike_fork(shared_master: MasterForTest, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     config = {
         **config_of([{"mlflow": {"tracking_uri": uri, "experiment_name": "on a master"}}]),

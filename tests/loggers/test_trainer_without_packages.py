@@ -26,7 +26,7 @@ def with_loggers(loggers: list[object]) -> dict[str, object]:
 
 
 @pytest.mark.skipif(is_installed("trackio"), reason="Requires: [no trackio]")
-def test_a_package_that_is_missing_costs_one_warning_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_continues_without_logger_package(caplog: pytest.LogCaptureFixture) -> None:
     outcome = fit(exp_conf=with_loggers(["trackio"]), reporting_period=Batch(2))
     assert sorted(outcome.rows("training")) == [2, 4]
     said = [record.getMessage() for record in caplog.records if record.name == "dstrial.loggers"]
@@ -38,7 +38,7 @@ def test_a_package_that_is_missing_costs_one_warning_at_the_start(caplog: pytest
     ]
 
 
-def test_what_is_only_tested_or_measured_is_not_logged(
+def test_loggers_are_disabled_in_test_mode(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(exp_conf=with_loggers(["trackio"]), test_mode=True)
@@ -47,7 +47,7 @@ def test_what_is_only_tested_or_measured_is_not_logged(
     assert [record for record in caplog.records if record.name == "dstrial.loggers"] == []
 
 
-def test_a_logger_that_does_not_exist_is_refused_before_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_logger_is_rejected_before_training(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO),
         pytest.raises(ConfigError, match="expected one of wandb, mlflow, trackio"),

@@ -63,7 +63,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_reports_come_in_order_on_a_thread_of_the_loggers_own() -> None:
+def test_reports_arrive_in_order_on_logger_thread() -> None:
     first, second = Kept(), Kept()
     with RunLoggers([("wandb", first), ("mlflow", second)]) as loggers:
         loggers.begin(RUN)
@@ -76,7 +76,7 @@ def test_reports_come_in_order_on_a_thread_of_the_loggers_own() -> None:
     assert first.states == second.states == ["completed"]
 
 
-def test_the_end_of_a_run_is_told() -> None:
+def test_loggers_receive_final_state() -> None:
     stopped, failed, left = Kept(), Kept(), Kept()
     with RunLoggers([("wandb", stopped)]) as loggers:
         loggers.begin(RUN)
@@ -90,9 +90,7 @@ def test_the_end_of_a_run_is_told() -> None:
     assert (stopped.states, failed.states, left.states) == (["stopped"], ["failed"], ["completed"])
 
 
-def test_a_logger_that_fails_is_warned_of_once_and_what_it_lost_is_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failing_logger_warns_once_and_counts_losses(caplog: pytest.LogCaptureFixture) -> None:
     has_kept_one = threading.Event()
 
     def fail_on_odd(reports: Sequence[Report]) -> None:
@@ -116,7 +114,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_what_it_lost_is_counted(
     assert bad.states == ["completed"]
 
 
-def test_one_that_cannot_begin_loses_everything_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_logger_begin_failure_loses_all_reports(caplog: pytest.LogCaptureFixture) -> None:
     def missing() -> None:
         raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
 
@@ -134,7 +132,7 @@ def test_one_that_cannot_begin_loses_everything_and_says_so_once(caplog: pytest.
     ]
 
 
-def test_a_password_in_an_address_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_omits_password_in_url(caplog: pytest.LogCaptureFixture) -> None:
     def refuse() -> None:
         raise OSError("https://me:hidden@tracking:5000/api does not answer")
 
@@ -144,9 +142,7 @@ def test_a_password_in_an_address_is_not_repeated(caplog: pytest.LogCaptureFixtu
     assert "OSError: https://tracking:5000/api does not answer" in warning
 
 
-def test_one_that_hangs_holds_up_neither_reports_nor_another_logger_and_is_left_behind(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_hanging_logger_blocks_neither_training_nor_others(caplog: pytest.LogCaptureFixture) -> None:
     is_released = threading.Event()
     hanging, good = Kept(lambda _: is_released.wait()), Kept()
     loggers = RunLoggers([("mlflow", hanging), ("wandb", good)], end_s=0.3, capacity=1000)
@@ -168,7 +164,7 @@ def test_one_that_hangs_holds_up_neither_reports_nor_another_logger_and_is_left_
         is_released.set()
 
 
-def test_one_that_begins_late_gets_what_waited(caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_logger_receives_queued_reports(caplog: pytest.LogCaptureFixture) -> None:
     may_begin = threading.Event()
     late = Kept(on_begin=may_begin.wait)
     with RunLoggers([("wandb", late)], begin_s=0.05) as loggers:
@@ -181,7 +177,7 @@ def test_one_that_begins_late_gets_what_waited(caplog: pytest.LogCaptureFixture)
     assert "logger wandb has not begun yet; training goes on" in warning
 
 
-def test_beginning_draws_no_random_numbers_from_training() -> None:
+def test_logger_begin_preserves_random_state() -> None:
     def draw() -> None:
         random.seed(9)
         np.random.seed(9)

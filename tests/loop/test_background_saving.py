@@ -57,14 +57,14 @@ def program(tmp_path_factory):
         yield Program(running, run_dirs)
 
 
-def test_the_loop_goes_on_while_the_storage_hangs(program):
+def test_training_continues_while_storage_hangs(program):
     for rank, (seen, fitted, complete) in enumerate(program.of_ranks("storage hangs")):
         assert seen == ([[]] if rank == 0 else []), "at batch 3, that of batch 2 is not complete"
         assert "batches_trained=8" in fitted
         assert complete == [2, 4, 6, 8]
 
 
-def test_a_write_that_fails_on_one_rank_fails_all_at_the_same_exchange_with_that_rank_named(program):
+def test_write_failure_fails_all_ranks_at_same_batch(program):
     last_batches = []
     for name, message, uuids, last_batch in program.of_ranks("one rank fails"):
         assert name == "CheckpointError"
@@ -78,14 +78,14 @@ def test_a_write_that_fails_on_one_rank_fails_all_at_the_same_exchange_with_that
     assert len(program.names("one rank fails")) == 1
 
 
-def test_a_failure_of_the_last_checkpoint_is_raised_at_the_end(program):
+def test_last_checkpoint_failure_is_raised_at_end(program):
     for name, message in program.of_ranks("end fails"):
         assert name == "CheckpointError"
         assert "at batch 3 cannot be written by rank 1" in message
     assert program.names("end fails") == []
 
 
-def test_a_rank_that_is_killed_in_the_middle_leaves_no_checkpoint_and_the_rest_is_removed(program):
+def test_killed_rank_leaves_removable_incomplete_checkpoint(program):
     chief, killed = program.of_ranks("rank dies")
     assert killed["error"] == "ended"
     assert isinstance(chief, str) or chief["error"] == "ended", "training went on without a rank"
@@ -98,11 +98,11 @@ def test_a_rank_that_is_killed_in_the_middle_leaves_no_checkpoint_and_the_rest_i
     assert program.names("rank dies") == [complete]
 
 
-def test_a_checkpoint_under_way_is_completed_when_user_code_fails(program):
+def test_pending_checkpoint_completes_when_user_code_fails(program):
     assert program.of_ranks("user code fails") == [["KeyError", [4]]]
 
 
-def test_files_equal_those_of_a_save_at_once_bit_by_bit(program):
+def test_background_files_equal_synchronous_save_bitwise(program):
     for result in program.of_ranks("written twice"):
         for kind, (num_files, differing) in result.items():
             assert num_files >= 4, kind

@@ -51,7 +51,7 @@ def hand_over(places, writer, *steps):
         writer.submit(functools.partial(places.write, step))
 
 
-def test_reports_are_written_in_order_once_on_one_other_thread(places, writer):
+def test_reports_are_written_in_order_on_thread(places, writer):
     hand_over(places, writer, *range(100))
     writer.flush()
     assert places.recorded == places.published == list(range(100))
@@ -59,7 +59,7 @@ def test_reports_are_written_in_order_once_on_one_other_thread(places, writer):
     assert threading.get_ident() not in places.threads
 
 
-def test_the_caller_does_not_wait_for_what_hangs(places, writer):
+def test_submit_does_not_block_on_hanging_write(places, writer):
     places.may_go_on.clear()
     hand_over(places, writer, 1, 2, 3)
     assert places.recorded == []
@@ -68,7 +68,7 @@ def test_the_caller_does_not_wait_for_what_hangs(places, writer):
     assert places.recorded == [1, 2, 3]
 
 
-def test_a_full_queue_holds_the_caller_up_until_there_is_room(places, writer):
+def test_submit_blocks_while_queue_is_full(places, writer):
     places.may_go_on.clear()
     hand_over(places, writer, 1, 2, 3, 4)
     threading.Timer(0.3, places.may_go_on.set).start()
@@ -79,7 +79,7 @@ def test_a_full_queue_holds_the_caller_up_until_there_is_room(places, writer):
     assert places.recorded == [1, 2, 3, 4, 5]
 
 
-def test_waiting_has_a_deadline(places):
+def test_flush_has_deadline(places):
     writer = ReportWriter(deadline_s=0.2)
     places.may_go_on.clear()
     hand_over(places, writer, 1, 2)
@@ -90,7 +90,7 @@ def test_waiting_has_a_deadline(places):
 
 
 @pytest.mark.parametrize("at", ["record", "publish"])
-def test_failure_ends_writing_and_is_raised_once(places, writer, at):
+def test_failure_ends_writing_and_is_returned_once(places, writer, at):
     """A report that is recorded is not written again because a sink has failed."""
     error = places.fails_at[at, 2] = OSError(28, "No space left on device")
     hand_over(places, writer, 1, 2, 3)
@@ -105,7 +105,7 @@ def test_failure_ends_writing_and_is_raised_once(places, writer, at):
     assert writer.take_error() is None
 
 
-def test_a_call_waits_for_what_came_before_and_raises_here(places, writer):
+def test_call_waits_for_queue_and_raises_errors(places, writer):
     places.may_go_on.clear()
     hand_over(places, writer, 1)
     threading.Timer(0.1, places.may_go_on.set).start()
@@ -115,7 +115,7 @@ def test_a_call_waits_for_what_came_before_and_raises_here(places, writer):
     assert writer.failure is None
 
 
-def test_closing_writes_what_is_left_and_logs_what_nobody_was_told(places, caplog):
+def test_close_writes_queue_and_logs_unreported_error(places, caplog):
     writer = ReportWriter(deadline_s=60)
     places.fails_at["record", 3] = OSError(28, "No space left on device")
     hand_over(places, writer, 1, 2, 3)
@@ -126,7 +126,7 @@ def test_closing_writes_what_is_left_and_logs_what_nobody_was_told(places, caplo
     assert not any(thread.name == "dstrial-reports" for thread in threading.enumerate())
 
 
-def test_no_thread_is_started_where_nothing_is_written(places):
+def test_no_thread_without_reports(places):
     writer = ReportWriter(deadline_s=60)
     writer.flush()
     writer.close()

@@ -121,9 +121,7 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         one.close()
 
 
-def test_a_rank_in_its_loader_is_named_with_the_stacks_of_all(
-    ranks: Callable[..., Ranks], tmp_path: Path
-) -> None:
+def test_loader_stall_is_reported_with_all_stacks(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
     both.say(1, "data")
@@ -140,7 +138,7 @@ def test_a_rank_in_its_loader_is_named_with_the_stacks_of_all(
 
 @pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("last_words", [(), ("end",)], ids=["killed", "ended"])
-def test_ranks_that_go_on_and_end_before_the_next_look_are_told_to_have_gone_on(
+def test_progress_before_exit_is_reported_as_recovery(
     ranks: Callable[..., Ranks], last_words: tuple[str, ...], looks: bool
 ) -> None:
     both = ranks(timeout_s=20.0)
@@ -161,7 +159,7 @@ def test_ranks_that_go_on_and_end_before_the_next_look_are_told_to_have_gone_on(
 
 
 @pytest.mark.parametrize("last_words", [(), ("end",)], ids=["killed", "ended"])
-def test_ranks_that_end_where_they_stood_are_not_told_to_have_gone_on(
+def test_exit_without_progress_is_not_reported_as_recovery(
     ranks: Callable[..., Ranks], last_words: tuple[str, ...]
 ) -> None:
     both = ranks(timeout_s=20.0)
@@ -178,9 +176,7 @@ def test_ranks_that_end_where_they_stood_are_not_told_to_have_gone_on(
     assert not [line for line in both.lines if "no longer" in line]
 
 
-def test_a_stopped_rank_is_told_before_the_timeout_and_ever_more_rarely(
-    ranks: Callable[..., Ranks],
-) -> None:
+def test_stopped_rank_is_reported_early_with_backoff(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=2000.0)
     both.train(0, 1, 2)
     pid = both.processes[1].pid
@@ -197,7 +193,7 @@ def test_a_stopped_rank_is_told_before_the_timeout_and_ever_more_rarely(
     assert both.lines[-1] == "stalled: no longer; training is at batch 3"
 
 
-def test_time_in_which_the_launcher_itself_was_stopped_does_not_count(ranks: Callable[..., Ranks]) -> None:
+def test_time_launcher_was_stopped_does_not_count(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
     both.now_s += 3600
@@ -206,7 +202,7 @@ def test_time_in_which_the_launcher_itself_was_stopped_does_not_count(ranks: Cal
     assert both.lines == []
 
 
-def test_ranks_are_ended_once_and_not_in_a_slow_first_batch(ranks: Callable[..., Ranks]) -> None:
+def test_restart_action_ends_ranks_once_after_first_batch(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=5.0, action="restart")
     both.train(0)
     both.pass_time(35)  # less than eight timeouts
@@ -219,7 +215,7 @@ def test_ranks_are_ended_once_and_not_in_a_slow_first_batch(ranks: Callable[...,
     assert both.ended == [1]
 
 
-def test_ranks_without_straggler_are_ended_later_with_other_nodes(ranks: Callable[..., Ranks]) -> None:
+def test_ranks_without_straggler_end_later_on_multiple_nodes(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=5.0, action="restart", has_other_nodes=True)
     both.train(0, 1, 2)
     both.pass_time(9)
@@ -230,7 +226,7 @@ def test_ranks_without_straggler_are_ended_later_with_other_nodes(ranks: Callabl
     assert both.ended == [None]
 
 
-def test_rank_left_too_long_ago_is_ended_once(ranks: Callable[..., Ranks]) -> None:
+def test_rank_lingering_after_program_end_is_ended_once(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1)
     for rank in range(2):
@@ -246,9 +242,7 @@ def test_rank_left_too_long_ago_is_ended_once(ranks: Callable[..., Ranks]) -> No
     assert both.ended == []
 
 
-def test_a_process_that_does_not_catch_the_signal_never_gets_it(
-    ranks: Callable[..., Ranks], tmp_path: Path
-) -> None:
+def test_signal_is_not_sent_to_process_without_handler(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     (tmp_path / "1.stacks").mkdir()  # so that rank 1 cannot have its stacks written
     both = ranks(timeout_s=5.0)
     both.train(0, 1, 2)

@@ -38,14 +38,14 @@ def states(master: Master) -> dict[int, str]:
     return {row["id"]: row["state"] for row in master.rows("SELECT id, state FROM experiments ORDER BY id")}
 
 
-def test_bulk_actions_refuse_filters(fresh_master: Master) -> None:
+def test_bulk_actions_reject_filters(fresh_master: Master) -> None:
     body = {"projectId": 1, "experimentIds": [], "filters": {"userIds": [1]}}
     answer = fresh_master.send("POST", "/api/v1/projects/-1/experiments/pause", body, token="determined")
     assert answer.status == 400
     assert "filters is" in answer.error
 
 
-def test_bulk_actions_answer_for_each_experiment(session: api.Session, fresh_master: Master) -> None:
+def test_bulk_actions_return_result_per_experiment(session: api.Session, fresh_master: Master) -> None:
     ids = {"projectId": -1, "experimentIds": [1, 2, 99, 4]}
 
     def act(verb: str, method: str = "POST", token: str = "determined", **body: Any) -> dict[int, str]:
@@ -75,7 +75,7 @@ def test_bulk_actions_answer_for_each_experiment(session: api.Session, fresh_mas
     assert states(fresh_master) == {1: "ACTIVE", 2: "DELETING", 3: "DELETING", 4: "PAUSED"}
 
 
-def test_old_logs_are_deleted_at_once_when_asked_for(session: api.Session, fresh_master: Master) -> None:
+def test_cleanup_logs_deletes_expired_logs(session: api.Session, fresh_master: Master) -> None:
     for trial_id in (1, 2):
         fresh_master.change(
             "INSERT INTO logs (task_id, trial_id, time_us, source, log) VALUES ('t', ?, 1, 'task', 'x')",
@@ -94,9 +94,7 @@ def test_old_logs_are_deleted_at_once_when_asked_for(session: api.Session, fresh
     ] == [2]
 
 
-def test_experiments_last_in_seconds_up_to_now_and_trials_say_what_they_did_last(
-    session: api.Session, fresh_master: Master
-) -> None:
+def test_experiment_duration_and_trial_runner_state(session: api.Session, fresh_master: Master) -> None:
     fresh_master.change("UPDATE trials SET start_us = 1, end_us = 90500001 WHERE id = 1")
     fresh_master.change("UPDATE experiments SET start_us = 1, end_us = 91500001 WHERE id = 1")
     started = "CAST(strftime('%s', 'now') AS INTEGER) * 1000000 - 3600000000"

@@ -61,7 +61,7 @@ def stored(master: Master, experiment_id: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("searcher", SEARCHERS)
-def test_an_experiment_goes_on_with_the_config_that_it_has(
+def test_continue_uses_current_config(
     det: DetHere, fresh_master: Master, tmp_path: Path, searcher: str
 ) -> None:
     experiment_id, submitted = ended(det, fresh_master, tmp_path, searcher)
@@ -82,7 +82,7 @@ def test_an_experiment_goes_on_with_the_config_that_it_has(
     ]
 
 
-def test_a_changed_config_is_laid_over_the_one_that_it_has(
+def test_continue_merges_override_into_current_config(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:
     experiment_id, submitted = ended(det, fresh_master, tmp_path, "single")
@@ -111,7 +111,7 @@ def test_a_changed_config_is_laid_over_the_one_that_it_has(
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "null", "# nothing\n"])
-def test_an_override_without_a_field_changes_nothing(
+def test_continue_with_empty_override_is_accepted(
     det: DetHere, fresh_master: Master, tmp_path: Path, text: str
 ) -> None:
     experiment_id, _ = ended(det, fresh_master, tmp_path, "grid")
@@ -122,7 +122,7 @@ def test_an_override_without_a_field_changes_nothing(
     assert answer.status == 200, answer.content
 
 
-def test_a_search_of_several_trials_takes_no_other_config(
+def test_continue_rejects_override_for_multi_trial_search(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:
     experiment_id, _ = ended(det, fresh_master, tmp_path, "random")
@@ -133,7 +133,9 @@ def test_a_search_of_several_trials_takes_no_other_config(
     assert stored(fresh_master, experiment_id)["state"] == "CANCELED"
 
 
-def test_an_override_moves_no_experiment(det: DetHere, fresh_master: Master, tmp_path: Path) -> None:
+def test_continue_rejects_workspace_and_project_override(
+    det: DetHere, fresh_master: Master, tmp_path: Path
+) -> None:
     experiment_id, _ = ended(det, fresh_master, tmp_path, "single")
 
     text = det.refused(
@@ -144,7 +146,7 @@ def test_an_override_moves_no_experiment(det: DetHere, fresh_master: Master, tmp
     assert stored(fresh_master, experiment_id)["state"] == "CANCELED"
 
 
-def test_a_config_of_an_older_release_with_fewer_fields_goes_on(fresh_master: Master) -> None:
+def test_continue_accepts_config_of_older_release(fresh_master: Master) -> None:
     """The experiment of the fixture has no log_policies, labels and environment."""
     fresh_master.change("UPDATE allocations SET state = 'TERMINATED', end_us = 2 WHERE trial_id = 1")
     assert fresh_master.send("POST", "/api/v1/experiments/1/kill", {}, token="determined").status == 200

@@ -42,7 +42,7 @@ def resources() -> dict[str, int]:
     }
 
 
-def test_reports_of_checkpoints_use_up_nothing(fresh_master: Master, tmp_path: Path) -> None:
+def test_checkpoint_reports_leak_no_resources(fresh_master: Master, tmp_path: Path) -> None:
     storage_of(fresh_master, tmp_path / "storage")
 
     def reported(count: int) -> dict[str, int]:
@@ -60,9 +60,7 @@ def test_reports_of_checkpoints_use_up_nothing(fresh_master: Master, tmp_path: P
     ), (before, after)
 
 
-def test_a_checkpoint_is_refused_while_its_storage_is_away_and_taken_when_it_is_back(
-    fresh_master: Master, tmp_path: Path
-) -> None:
+def test_checkpoint_report_requires_existing_storage(fresh_master: Master, tmp_path: Path) -> None:
     root, name = tmp_path / "storage", str(uuid.uuid4())
     storage_of(fresh_master, root)
 
@@ -78,7 +76,7 @@ def test_a_checkpoint_is_refused_while_its_storage_is_away_and_taken_when_it_is_
     assert len(fresh_master.rows("SELECT uuid FROM checkpoints WHERE uuid = ?", name)) == 1
 
 
-def test_a_deleted_checkpoint_of_a_bucket_is_not_found(fresh_master: Master) -> None:
+def test_download_of_deleted_bucket_checkpoint_is_404(fresh_master: Master) -> None:
     uuid_, storage = fresh_master.checkpoints[1], '{"type": "s3", "bucket": "b"}'
     fresh_master.change(
         "UPDATE experiments SET config = json_set(config, '$.checkpoint_storage', json(?))", storage
