@@ -1,4 +1,4 @@
-"""A stalled Trainer or Accelerate loop is reported as a DeepSpeedTrial is, and one that is only slow is not."""
+"""Stall reports for Hugging Face Trainer and Accelerate training loops."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ both = pytest.mark.parametrize("loop", PROGRAMS)
 
 
 def launch(directory: Path, loop: str, attack: str) -> subprocess.CompletedProcess[str]:
-    """Launch the program of a loop; its ranks are ended 2 seconds after their last progress."""
+    """Train ``loop`` on two ranks with a stall timeout of 2 seconds."""
     program = PROGRAMS[loop]
-    (directory / "ds_config.json").write_text(json.dumps(AUTO))  # which the Trainer names
+    (directory / "ds_config.json").write_text(json.dumps(AUTO))  # read by stalling_trainer.py
     shutil.copy(program, directory)
     experiment = {
         "name": "stalling",

@@ -1,4 +1,4 @@
-"""What the ranks of a script are told for Accelerate, and what of the user's stays as it is."""
+"""Environment variables that configure Accelerate in launched scripts."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def test_variables_enable_deepspeed_and_name_config_file(tmp_path: Path) -> None
 
 
 def test_gradient_accumulation_is_derived_from_batch_size(tmp_path: Path) -> None:
+    """Accelerate sets gradient_accumulation_steps to 1 if the config has none."""
     variables(tmp_path)
     assert written(tmp_path)["gradient_accumulation_steps"] == 2
     variables(tmp_path, num_ranks=4)

@@ -1,4 +1,4 @@
-"""Which rank failed first, and what its record says."""
+"""Choice of the first failed rank, error files and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank knows itself under the launchers that people already use."""
+"""Ranks read rank and world size from the variables of common launchers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_rank_identity_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeeds_launcher_trains_the_same")
 def test_rank_identity_under_deepspeed_launcher(tmp_path: Path) -> None:
-    # Its CPU accelerator counts LOCAL_SIZE devices; without the variable it starts one rank per NUMA node.
+    # DeepSpeed's CPU accelerator has LOCAL_SIZE devices; without the variable, one per NUMA node.
     deepspeed = str(Path(sys.executable).with_name("deepspeed"))
     command = [sys.executable, deepspeed, "--master_port", str(free_port()), "--no_local_rank"]
     assert {t["launcher"] for t in _run(command, tmp_path, LOCAL_SIZE="2")} == {"deepspeed"}

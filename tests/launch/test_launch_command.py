@@ -1,4 +1,4 @@
-"""``python -m dstrial.launch`` as a user types it: real ranks, real signals."""
+"""``python -m dstrial.launch`` with real rank processes and signals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def launch(*words: str, cwd: Path, has_threads: bool = True) -> subprocess.Compl
 
 @pytest.mark.parametrize("module", ["dstrial.launch", "dstrial"])
 def test_command_beside_checkout_runs_or_explains_import_error(module: str, tmp_path: Path) -> None:
-    """Which of the two depends on how dstrial is installed; a fork has imported it already."""
+    """The result depends on how dstrial is installed."""
     (tmp_path / "dstrial").mkdir()
     ended = subprocess.run(
         [sys.executable, "-m", module, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -166,13 +166,13 @@ def test_peer_loss_after_stop_request_is_not_failure(tmp_path: Path) -> None:
 
 
 def test_sigterm_to_ranks_and_launcher_is_stop(tmp_path: Path) -> None:
-    """As systemd and Slurm send it: to all processes of a job."""
+    """systemd and Slurm send SIGTERM to all processes of a job."""
     (tmp_path / "sleeps.py").write_text(
         "import os, pathlib, time\npathlib.Path('ready.' + os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
     with launched("--slots", "2", "sleeps.py", cwd=tmp_path) as process:
         wait_until(lambda: len([p for p in tmp_path.glob("ready.*") if p.read_text()]) == 2)
-        process.send_signal(signal.SIGSTOP)  # so that it finds the ranks ended before it can signal them
+        process.send_signal(signal.SIGSTOP)  # so that the ranks end before the launcher can signal them
         for rank in range(2):
             pid = int((tmp_path / f"ready.{rank}").read_text())
             os.kill(pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A rank that NCCL's watchdog ends is no cause: the rank that the others waited for is."""
+"""A rank aborted by NCCL's watchdog is not reported as the first failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dstrial.launch.failures import is_peer_error
 from dstrial.launch.local_ranks import run_ranks
 from dstrial.launch.rank_main import script_command
 
-# As printed by torch 2.6 to 2.13 with NCCL.
+# Messages of torch 2.6 to 2.13 about lost peers.
 _SAID = (
     "[rank0]:[E1122 10:11:12.0 ProcessGroupNCCL.cpp:685] [Rank 0] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600081 milliseconds",

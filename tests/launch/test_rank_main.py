@@ -1,4 +1,4 @@
-"""What a launched rank runs, and where a launch takes its size from."""
+"""Commands of launched ranks, number of slots, and recorded errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher compares the checkpoint of a cluster's trial with its config before it starts ranks."""
+"""The launcher checks config and checkpoint for conflicts before ranks start."""
 
 from __future__ import annotations
 

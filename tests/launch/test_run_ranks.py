@@ -1,4 +1,4 @@
-"""``run_ranks`` as other parts of the package call it."""
+"""``run_ranks``: output callback, log files and outcome."""
 
 from __future__ import annotations
 

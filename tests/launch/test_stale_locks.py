@@ -1,4 +1,4 @@
-"""Locks of extension builds: those of the dead are removed, those of the living stay."""
+"""Locks of torch extension builds: stale locks are removed, held locks stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="only /proc tells what is open"),
 ]
 
-# The baton of torch, taken as a build takes it and never given back.
+# Acquires torch's build lock and never releases it.
 HOLDER = """
 import sys, time
 from torch.utils.file_baton import FileBaton
@@ -37,7 +37,7 @@ import sys
 from torch.utils.file_baton import FileBaton
 FileBaton(sys.argv[1]).wait()
 """
-# The same given back, on a machine so busy that something comes between its two steps: the file is closed, then removed.
+# Releases the lock, but pauses between the two steps of torch: it closes the file, then removes it.
 RELEASER = """
 import os, sys, time
 from torch.utils import file_baton
@@ -104,7 +104,7 @@ def test_lock_being_released_is_not_removed(tmp_path: Path, monkeypatch: pytest.
         printed: list[str] = []
         monkeypatch.setattr(time, "sleep", lambda _: printed.append(builder.communicate("go on\n")[1]))
         assert remove_stale_locks(tmp_path) == []
-    assert (builder.returncode, printed) == (0, [""])  # torch raises where its file has gone
+    assert (builder.returncode, printed) == (0, [""])  # torch raises if the lock file is missing
 
 
 def test_lock_of_new_build_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Starting is told: which phase, for how long, which operator is compiled; rarely enough to be read."""
+"""Log lines and status file for slow startup phases and operator builds."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_build_is_not_reported_while_all_ranks_train(tmp_path: Path, monkeypatch
         phases[0].write_text(json.dumps({"phase": TRAINING, "since_s": time.time()}))
         phases[1].write_text(json.dumps({"phase": TRAINING, "since_s": time.time()}))
         with watched_start(lambda: phases, told.append, root=lock.parents[1], every_s=0.02):
-            time.sleep(0.5)  # longer than anything is silent
+            time.sleep(0.5)  # longer than _SILENCE_S
             assert told == []
             phases[1].write_text(json.dumps({"phase": "", "since_s": time.time()}))
             wait_for(lambda: told)

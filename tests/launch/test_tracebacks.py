@@ -1,4 +1,4 @@
-"""What of an exception is shown: the user's frames, a count of the others, and causes that add something."""
+"""Shortened tracebacks: user frames, counts of other frames, useful causes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ HEAD = "Traceback (most recent call last):"
 
 
 def raised(directory: Path, text: str) -> BaseException:
-    """Run a user's file, which raises, and return what it raised."""
+    """Run ``text`` as a file and return the exception it raises."""
     path = directory / "users.py"
     path.write_text(text)
-    with pytest.raises(BaseException) as caught:  # whatever the text raises
+    with pytest.raises(BaseException) as caught:
         runpy.run_path(str(path))
     return caught.value
 
 
 def short(directory: Path, text: str) -> ShortTraceback:
-    """Shorten what a user's file raises; frames of this file and of pytest are counted with runpy's as others."""
+    """Return the short traceback of ``text``, without frames of pytest and runpy."""
     error = raised(directory, text)
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename != str(directory / "users.py"):
         frame = frame.tb_next
     found = short_traceback(error.with_traceback(frame), directory)
-    traceback.clear_frames(error.__traceback__)  # which hold a loader, and its workers with it
+    traceback.clear_frames(error.__traceback__)  # frees data loaders and their workers
     return found
 
 

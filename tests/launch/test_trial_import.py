@@ -1,4 +1,4 @@
-"""Importing the user's trial class, and what is said when that fails."""
+"""Import of the user's trial class, and its error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrial.launch.trial_import import import_trial, is_determined_trial
 
 
 @pytest.fixture(autouse=True)
-def _modules_are_forgotten() -> Iterator[None]:
+def _restore_sys_modules() -> Iterator[None]:
     path, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path

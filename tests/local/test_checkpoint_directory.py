@@ -1,3 +1,5 @@
+"""Selection of checkpoints to delete by KeepPolicy."""
+
 from __future__ import annotations
 
 import math
@@ -18,10 +20,10 @@ CHECKPOINTS = [("a", 100), ("b", 200), ("c", 300), ("d", 400)]
     [
         ({100: 0.5, 200: 0.1, 300: 0.3, 400: 0.4}, 1, 1, True, ["a", "c"]),
         ({100: 0.5, 200: 0.1, 300: 0.3, 400: 0.4}, 1, 1, False, ["b", "c"]),
-        ({100: 0.5, 400: 0.1}, 1, 1, True, ["a", "b", "c"]),  # the latest is the best
-        ({}, 0, 0, True, ["a", "b", "c"]),  # the newest is always kept
-        ({100: math.nan, 200: math.inf}, 1, 4, True, ["a", "c"]),  # without a metric or with NaN never best
-        ({100: 0.1, 200: 0.1, 300: 0.1}, 1, 1, True, ["b", "c"]),  # of equal ones the earlier
+        ({100: 0.5, 400: 0.1}, 1, 1, True, ["a", "b", "c"]),  # the latest checkpoint is also the best
+        ({}, 0, 0, True, ["a", "b", "c"]),  # the newest checkpoint is always kept
+        ({100: math.nan, 200: math.inf}, 1, 4, True, ["a", "c"]),  # NaN or no metric is never best
+        ({100: 0.1, 200: 0.1, 300: 0.1}, 1, 1, True, ["b", "c"]),  # the earliest of equal metrics is best
     ],
 )
 def test_policy_keeps_latest_and_best(

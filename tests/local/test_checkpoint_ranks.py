@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks save together: real processes, Determined's own gathers."""
+"""Sharded checkpoints of two ranks in separate processes."""
 
 from __future__ import annotations
 

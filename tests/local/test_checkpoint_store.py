@@ -1,3 +1,5 @@
+"""The local checkpoint store of a run directory."""
+
 from __future__ import annotations
 
 import os
@@ -148,7 +150,7 @@ def test_invalid_completion_marker_is_damaged_checkpoint_error(tmp_path: Path) -
 
 
 class OneOfTwoRanks(core.DummyDistributedContext):  # type: ignore[misc]  # mypy does not follow determined
-    """A rank whose peer gives the same answer to every gather."""
+    """Context of one of two ranks; its peer returns ``peer_answer`` in every gather."""
 
     def __init__(self, rank: int, peer_answer: Any) -> None:
         super().__init__()
@@ -367,7 +369,7 @@ def test_keep_policy_is_applied_after_each_checkpoint(
 
 @pytest.mark.parametrize("form", ["{other}", "../{run}", "../b/{run}"])
 def test_delete_checkpoint_by_path_is_rejected(tmp_path: Path, form: str) -> None:
-    """A store deletes its own checkpoints only, by name; a path may lead anywhere."""
+    """A store accepts only UUIDs of its own checkpoints for deletion."""
     other = tmp_path / "a" / save(local_store(tmp_path / "a"), 7)
     store = local_store(tmp_path / "b")
     own = save(store, 1)

@@ -1,3 +1,5 @@
+"""The local implementation of Determined's core context."""
+
 from __future__ import annotations
 
 import warnings

@@ -1,3 +1,5 @@
+"""Reading, writing and repair of JSON and JSON Lines files."""
+
 from __future__ import annotations
 
 import json
@@ -66,7 +68,7 @@ def test_repair_json_lines_removes_torn_last_line(tmp_path: Path) -> None:
     assert repair_json_lines(path)
     append_json_line(path, {"a": 3})
     assert [row["a"] for row in read_json_lines(path)] == [1, 2, 3]
-    path.write_text('{"a": 1}\n{"a": 2}')  # whole, without its line break
+    path.write_text('{"a": 1}\n{"a": 2}')  # a complete last line without line break
     assert repair_json_lines(path)
     assert [row["a"] for row in read_json_lines(path)] == [1, 2]
     assert not repair_json_lines(path)

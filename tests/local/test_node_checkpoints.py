@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket of a real S3 server, saved and loaded by ranks of one node and of two."""
+"""Checkpoints in a bucket of an S3 server, from ranks on one or two nodes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_objects_of_killed_save_are_deleted_at_start(
 def test_checkpoint_is_found_by_uuid_only_if_complete(
     tmp_path: Path, bucket: Bucket, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run finds a complete checkpoint by its UUID; one without the marker does not exist."""
+    """Another run finds a checkpoint only if it has the COMPLETE marker."""
     first = opened(core.DummyDistributedContext(), tmp_path / "first" / "runs" / "a" / "b", storage)
     name = save(first, 0, 3)
     monkeypatch.setattr(checkpoint_store, "_written_here", {})  # as in another process

@@ -1,3 +1,5 @@
+"""System metrics that NodeProfiler collects."""
+
 from __future__ import annotations
 
 import datetime
@@ -19,8 +21,8 @@ from dstrial.local.run_directory import RunDirectory
 GROUPS = {"cpu", "memory", "disk", "network"}
 
 
-class Told:
-    """Keeps what it is told, and fails if it should."""
+class FakeSink:
+    """Records system metrics; raises ``failure`` in ``report`` if given."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.rows: list[tuple[str, Mapping[str, Any]]] = []
@@ -47,22 +49,22 @@ def run_directory(tmp_path: Path) -> RunDirectory:
 
 
 def test_profiler_reports_samples_until_switched_off() -> None:
-    told = Told()
-    profiler = NodeProfiler("node", core.DummyDistributedContext(), told)
+    sink = FakeSink()
+    profiler = NodeProfiler("node", core.DummyDistributedContext(), sink)
     profiler.on(sampling_interval=0.1, samples_per_report=2)
     profiler.on()
     assert len(collectors()) == 1, "it was on"
-    wait_for(lambda: len(told.rows) >= 2 * len(GROUPS), "two windows")
+    wait_for(lambda: len(sink.rows) >= 2 * len(GROUPS), "two windows")
     profiler.off()
     profiler.off()
 
     assert not collectors()
-    num_rows = len(told.rows)
-    assert {group for group, _ in told.rows} == GROUPS
-    assert all(set(metrics) == {"node"} for _, metrics in told.rows)
-    assert told.num_closed == 1
+    num_rows = len(sink.rows)
+    assert {group for group, _ in sink.rows} == GROUPS
+    assert all(set(metrics) == {"node"} for _, metrics in sink.rows)
+    assert sink.num_closed == 1
     profiler.on(sampling_interval=0.1, samples_per_report=1)
-    wait_for(lambda: len(told.rows) > num_rows, "a report after it is on again")
+    wait_for(lambda: len(sink.rows) > num_rows, "a report after it is on again")
     profiler._close()
     assert not collectors()
 
@@ -89,7 +91,7 @@ def test_partial_samples_are_reported_at_training_end(run_directory: RunDirector
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_failed_report_ends_only_collector_thread() -> None:
-    profiler = NodeProfiler("node", core.DummyDistributedContext(), Told(OSError("the disk is full")))
+    profiler = NodeProfiler("node", core.DummyDistributedContext(), FakeSink(OSError("the disk is full")))
     profiler.on(sampling_interval=0.1, samples_per_report=1)
     wait_for(lambda: not collectors(), "it has ended")
     profiler.off()

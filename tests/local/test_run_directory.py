@@ -1,3 +1,5 @@
+"""Creation, records and locks of run directories."""
+
 from __future__ import annotations
 
 import os

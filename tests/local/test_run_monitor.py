@@ -1,3 +1,5 @@
+"""Progress and reports that RunMonitor reads from a run directory."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""Reports, progress and rewinding of LocalTrainContext."""
+
 from __future__ import annotations
 
 import datetime

@@ -1,4 +1,4 @@
-"""Servers that are away or hang, a full disk, metrics that are refused: one warning, what is lost, training goes on."""
+"""Real loggers with failing servers, a full disk or unsupported metrics."""
 
 from __future__ import annotations
 
@@ -121,6 +121,7 @@ def test_concurrent_processes_share_new_mlflow_database(tmp_path: Path) -> None:
 
 
 def test_mlflow_adapts_unsupported_names_and_numbers(tmp_path: Path) -> None:
+    """W&B and Trackio store the same names and numbers unchanged."""
     output = run(tmp_path, "odd", 300, {"wandb": {"mode": "offline"}, "mlflow": {}, "trackio": {}})
     assert output.count("loggers are not told of text: not a number") == 1
 

@@ -1,4 +1,4 @@
-"""What loggers are told: plain numbers, flat names."""
+"""Conversion of metrics to the names and numbers that loggers accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dstrial check` and `dstrial run` know loggers: what is missing is said before anything starts, what is there is used."""
+"""Loggers in `dstrial check` and `dstrial run`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written(tmp_path: Path, loggers: Any, **fields: Any) -> Path:
 def test_check_reports_missing_logger_package(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Nothing of these can be found, whatever this environment has; and nothing of them is imported.
+    # Hide installed logger packages; the check must not import them.
     monkeypatch.setattr(sys, "path", [place for place in sys.path if not Path(place, "wandb").is_dir()])
     imported = {"wandb", "mlflow", "trackio"} & sys.modules.keys()
     path = written(tmp_path, ["wandb", {"mlflow": {"uri": "x"}}])

@@ -1,4 +1,4 @@
-"""A training whose logger is not there goes on; one whose config is wrong does not begin."""
+"""Trainer.fit with missing, disabled or unknown loggers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(autouse=True)
-def _definitions_and_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _temporary_runs_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DSTRIAL_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
 
@@ -33,7 +33,7 @@ def test_training_continues_without_logger_package(caplog: pytest.LogCaptureFixt
     assert said == [
         "logger trackio cannot begin: trackio is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[trackio]'. "
         "Nothing of this run is kept there; training goes on.",
-        # Two of training, one of validation, and what the run tells of itself with each of training.
+        # Two training reports with telemetry each, and one validation report.
         "logger trackio: 5 of 5 reports are lost",
     ]
 

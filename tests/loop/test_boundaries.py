@@ -1,3 +1,5 @@
+"""Batches at which reports, validations and checkpoints are due."""
+
 import math
 
 import pytest

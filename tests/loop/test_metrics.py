@@ -1,3 +1,5 @@
+"""Accumulation and reduction of metrics over batches and ranks."""
+
 import math
 
 import numpy as np
@@ -42,11 +44,11 @@ def test_mean_of_losses_1_and_5_is_3(values):
 
 
 def test_combine_averages_losses_of_two_ranks():
-    shares = [
+    totals = [
         window_of({"loss": torch.tensor(1.0)}).totals(),
         window_of({"loss": torch.tensor(5.0)}).totals(),
     ]
-    assert combine(shares, "train_batch") == {"loss": 3.0}
+    assert combine(totals, "train_batch") == {"loss": 3.0}
 
 
 def test_totals_survive_pack_and_unpack():
@@ -83,7 +85,7 @@ def test_bfloat16_array_is_averaged():
 def test_add_does_not_synchronize_device_values():
     window = window_of(*[{"loss": torch.ones((), device="meta"), "map": torch.ones(2, device="meta")}] * 3)
     window.add({"loss": torch.ones((), device="meta"), "map": torch.ones(2, device="meta")}, weight=2)
-    with pytest.raises(NotImplementedError):  # which a read of this device would have raised above
+    with pytest.raises(NotImplementedError):  # any read of a meta tensor raises this error
         window.totals()
 
 
@@ -144,10 +146,10 @@ def test_changed_metric_names_are_rejected():
 
 
 def test_combine_rejects_different_names_between_ranks():
-    shares = [window_of({"loss": 1.0}).totals(), None, window_of({"acc": 1.0}).totals()]
+    totals = [window_of({"loss": 1.0}).totals(), None, window_of({"acc": 1.0}).totals()]
     with pytest.raises(TrialContractError, match=r"\['acc'\] on rank 2 and \['loss'\] on rank 0"):
-        combine(shares, "train_batch")
-    assert combine([None, shares[0]], "train_batch") == {"loss": 1.0}
+        combine(totals, "train_batch")
+    assert combine([None, totals[0]], "train_batch") == {"loss": 1.0}
 
 
 def test_metric_window_survives_checkpoint():
@@ -167,7 +169,7 @@ def test_batches_are_kept_only_on_request():
 
 def test_async_totals_exclude_later_metrics():
     window = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(math.nan)}, watches_losses=True)
-    window._totals["held"] = torch.tensor(4.0, dtype=torch.float64)  # as on a device
+    window._totals["held"] = torch.tensor(4.0, dtype=torch.float64)  # like the totals on an accelerator
     leaving = window.async_totals()
     window.reset()
     window.add({"loss": torch.tensor(8.0)})

@@ -1,3 +1,5 @@
+"""Detection of non-finite losses and of skipped optimizer steps."""
+
 import math
 
 import torch
@@ -18,7 +20,7 @@ def guard(mode="fail", patience=3, **options):
 
 
 def judge(watch, *reports, scale=lambda _idx: 1.0, skips=lambda _idx: False):
-    """Hand in reports of two batches each; returns the batch of the report that failed, or None."""
+    """Return the batch at which the guard fails, or None; a report has two batches."""
     num_skipped = 0
     for idx, finite in enumerate(reports):
         num_skipped += 2 * skips(idx)
@@ -66,7 +68,7 @@ def test_metric_window_tracks_finite_losses():
     assert window.newest_is_finite() is False
     window.reset()
     assert window.newest_is_finite() is False
-    window.add({"nll": NAN, "lr": 0.1})  # without a loss by name every metric counts
+    window.add({"nll": NAN, "lr": 0.1})  # if no name contains "loss", all metrics count
     assert window.totals().finite == {"nll": False, "lr": True}
 
 

@@ -1,7 +1,7 @@
-"""What the wait for metric reports relies on in Determined's client, which has no public way to wait for them.
+"""PendingReports with the private API of Determined's metrics client.
 
-``PendingReports`` counts posts by replacing ``_post_metrics`` of the client's thread and reads the thread's queue. Another
-release of determined must fail here, not lose metrics in a crash.
+The client has no public method to wait for its reports, so ``PendingReports`` replaces ``_post_metrics`` of the client's thread
+and reads the thread's queue. If a release of Determined changes these, this test must fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A user's reducers are kept aside and checkpointed whatever they hold; old callbacks are warned of."""
+"""Snapshots and checkpoint state of user reducers; deprecated callbacks."""
 
 import threading
 

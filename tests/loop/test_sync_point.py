@@ -1,3 +1,5 @@
+"""Intervals and results of the sync points between ranks."""
+
 import concurrent.futures
 import contextlib
 
@@ -66,7 +68,7 @@ def test_begin_and_end_equal_agree():
 
 
 def test_begin_and_end_use_determined_context():
-    """Ranks that `init(distributed=...)` was given a context for, which is no control channel."""
+    """A user may pass Determined's DistributedContext to `init(distributed=...)`."""
 
     def exchange(rank):
         with contextlib.closing(

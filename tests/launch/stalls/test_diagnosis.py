@@ -1,4 +1,4 @@
-"""When ranks count as stalled, who holds the others up, and what is said of it."""
+"""Stall detection, the choice of the straggler, and the stall message."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def test_stall_of_waiting_rank_uses_peers_longest_batch() -> None:
 
 
 def test_stall_in_first_phase_certain_after_eight_timeouts() -> None:
+    """No batch, checkpoint or validation has ended, so its usual duration is unknown."""
     found = find_stall([view(0, batch=0)], {}, SETTINGS)
     assert found is not None
     assert (found.is_certain, found.longest_s) == (False, None)

@@ -1,4 +1,4 @@
-"""What faulthandler writes of a rank tells whether it waits for other ranks, for its data, or works."""
+"""Find in a rank's faulthandler stacks what the rank waits for."""
 
 from __future__ import annotations
 
@@ -210,6 +210,7 @@ def test_reading_device_value_is_wait_for_device(text: str) -> None:
 
 
 def test_collective_takes_precedence_over_device_synchronization() -> None:
+    """Other source lines, such as `self.items()`, are no wait for a device."""
     both = dump(f"{SITE}/torch/cuda/streams.py:100 synchronize", *BARRIER)
     place = place_of(parse_stacks(both), 0x7F01, line_of)
     assert place is not None

@@ -1,4 +1,4 @@
-"""The watch over ranks: real processes that write heartbeats and stacks, and a launcher that did not look for a while."""
+"""StallWatch with real rank processes that write heartbeats and stacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
 
 pytestmark = pytest.mark.process
 
-# Says each batch that it is told on its standard input; `data` is a wait for its loader, `end` the end of training.
+# Program of a rank. Each line of standard input sets its heartbeat: a batch number, `data` (waits for the data loader),
+# `end` (training has ended) or `leave` (the program has ended, but a thread goes on).
 RANK = """
 import sys
 import threading
@@ -44,7 +45,7 @@ while word := read_records():
 
 
 class Ranks:
-    """Two real ranks, and a watch over them with a clock of the test's."""
+    """Two rank processes and a StallWatch whose clock the test advances."""
 
     def __init__(self, directory: Path, settings: StallSettings, *, has_other_nodes: bool = False) -> None:
         self.lines: list[str] = []
@@ -136,10 +137,10 @@ def test_loader_stall_is_reported_with_all_stacks(ranks: Callable[..., Ranks], t
     assert both.lines[-1] == "stalled: no longer; training is at batch 3"
 
 
-@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("polls_again", [True, False])
 @pytest.mark.parametrize("last_words", [(), ("end",)], ids=["killed", "ended"])
 def test_progress_before_exit_is_reported_as_recovery(
-    ranks: Callable[..., Ranks], last_words: tuple[str, ...], looks: bool
+    ranks: Callable[..., Ranks], last_words: tuple[str, ...], polls_again: bool
 ) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
@@ -150,7 +151,7 @@ def test_progress_before_exit_is_reported_as_recovery(
         both.say(0, word)
         both.say(1, word)
     both.close()
-    if looks:
+    if polls_again:
         both.pass_time(0.5)
     both.watch.close()
     assert [line for line in both.lines if "no longer" in line] == [
@@ -243,7 +244,7 @@ def test_rank_lingering_after_program_end_is_ended_once(ranks: Callable[..., Ran
 
 
 def test_signal_is_not_sent_to_process_without_handler(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    (tmp_path / "1.stacks").mkdir()  # so that rank 1 cannot have its stacks written
+    (tmp_path / "1.stacks").mkdir()  # a directory, so that rank 1 cannot write its stacks
     both = ranks(timeout_s=5.0)
     both.train(0, 1, 2)
     both.pass_time(20)

@@ -1,3 +1,5 @@
+"""Order of records, and their division into batches and micro batches."""
+
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Where a rank goes on reading, and how many micro batches that is now."""
+"""Data positions of a checkpoint that resumes with another layout."""
 
 import dataclasses
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Reading records in loader workers: seeds of their own, and nothing of ours in the user's way."""
+"""Seeds and worker_init_fn of records that loader workers read."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 
 
 class Noise(data.Dataset):
-    """Answers with random numbers of all three generators; remembers what a worker wrote on it."""
+    """Dataset of random numbers from torch and NumPy, and of its attribute ``opened``."""
 
     opened = 0.0
 

@@ -1,4 +1,4 @@
-"""Access tokens, asked for with the unmodified ``det`` command and used by scripts."""
+"""Access tokens, managed with Determined's ``det`` command."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""API of agents, slots and resource pools."""
+
 from __future__ import annotations
 
 import pytest

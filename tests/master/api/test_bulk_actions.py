@@ -1,4 +1,4 @@
-"""Many experiments at once, each with its own result."""
+"""Bulk actions on experiments, log cleanup and durations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def session_of(master: Master, username: str = "determined") -> api.Session:
 
 @pytest.fixture
 def session(fresh_master: Master) -> api.Session:
-    """Of the user determined, on a master whose experiments 1 and 2 are active, 3 paused and 4 of another project."""
+    """Session of user determined; experiments 1, 2 active, 3 paused, 4 in project p."""
     body = {
         "config": "entrypoint: 'true'\nsearcher: {name: single, metric: loss}\nlabels: [mine]\n",
         "activate": False,
@@ -105,6 +105,6 @@ def test_experiment_duration_and_trial_runner_state(session: api.Session, fresh_
 
     assert bindings.get_GetExperiment(session, experimentId=1).experiment.duration == 91
     assert 3600 <= (bindings.get_GetExperiment(session, experimentId=2).experiment.duration or 0) < 7200
-    # What `det experiment create --test` compares with.
+    # `det experiment create --test` reads runnerState.
     assert bindings.get_GetTrial(session, trialId=1).trial.runnerState == "validating"
     assert bindings.get_GetTrial(session, trialId=2).trial.runnerState == "UNSPECIFIED"

@@ -1,4 +1,4 @@
-"""Requests for checkpoints and experiments: what a trial may change, what belongs to whom, and downloads that break off."""
+"""API of checkpoints and experiments: permissions, metrics and downloads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dstrial.file_writes import remove_tree
 
 pytestmark = pytest.mark.process
 
-_LARGE_BYTES = 2**24  # more than the buffers between an archive and its client hold
+_LARGE_BYTES = 2**24  # larger than all buffers between server and client
 NEW_UUID = "b3b4a7b8-0000-4000-8000-000000000001"
 
 
@@ -149,13 +149,13 @@ def test_model_definition_path_too_long_is_rejected(served: Master, path: str) -
 
 
 def _large_checkpoint(master: Master, tmp_path: Path) -> Path:
-    """Put a large file into the checkpoint of trial 1."""
+    """Write a large file to trial 1's checkpoint and return its path."""
     master.change(
         "UPDATE experiments SET config = json_set(config, '$.checkpoint_storage.host_path', ?)", str(tmp_path)
     )
     directory = tmp_path / master.checkpoints[1]
     directory.mkdir()
-    (directory / "large").write_bytes(os.urandom(_LARGE_BYTES))  # gzip cannot make it smaller
+    (directory / "large").write_bytes(os.urandom(_LARGE_BYTES))  # gzip cannot compress it
     return directory / "large"
 
 
@@ -184,7 +184,7 @@ def test_download_of_unusual_names_and_times_is_complete(fresh_master: Master, t
         content = io.BytesIO(answer.read())
         connection.close()
     finally:
-        remove_tree(directory)  # pytest cannot remove so deep a tree
+        remove_tree(directory)  # pytest fails on a directory tree this deep
 
     with tarfile.open(fileobj=content) as tar:
         found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr] # files only
@@ -203,7 +203,7 @@ def test_download_of_changed_file_is_aborted(fresh_master: Master, tmp_path: Pat
     small.touch()
     downloads = [_download(fresh_master) for _ in range(8)]
     for _, answer in downloads:
-        answer.read(1024)  # the files are listed
+        answer.read(1024)  # the server has listed the files now
     if change == "pipe":
         small.unlink()
         os.mkfifo(small)
@@ -227,7 +227,7 @@ def test_download_ends_when_client_disconnects(fresh_master: Master, tmp_path: P
 
 
 def test_archived_project_or_workspace_archives_experiments(fresh_master: Master) -> None:
-    """As Determined 0.38.1, e2e_tests/tests/experiment, asks of ``archived=false``."""
+    """End-to-end tests of Determined 0.38.1 expect this of ``archived=false``."""
 
     def post(path: str, body: object = None) -> Any:
         answer = fresh_master.send("POST", f"/api/v1/{path}", body, token="determined")

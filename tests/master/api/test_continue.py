@@ -1,4 +1,4 @@
-"""``det experiment continue``: what goes on is the config as it is now, whatever was submitted once."""
+"""``det experiment continue`` and the config of the continued experiment."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ max_restarts: 3
 SNAPSHOT = json.dumps({name: [] for name in ("closed", "failed", "cancelled", "stopped")})
 
 
-def ended(det: DetHere, master: Master, directory: Path, searcher: str) -> tuple[int, str]:
-    """Return an experiment that was killed before it ran, with its config changed meanwhile, and what was submitted."""
+def killed_experiment(det: DetHere, master: Master, directory: Path, searcher: str) -> tuple[int, str]:
+    """Create, edit and kill an experiment; return its ID and submitted config."""
     text = SUBMITTED + yaml.safe_dump({"searcher": SEARCHERS[searcher]})
     path = directory / "submitted.yaml"
     path.write_text(text)
@@ -64,7 +64,7 @@ def stored(master: Master, experiment_id: int) -> dict[str, Any]:
 def test_continue_uses_current_config(
     det: DetHere, fresh_master: Master, tmp_path: Path, searcher: str
 ) -> None:
-    experiment_id, submitted = ended(det, fresh_master, tmp_path, searcher)
+    experiment_id, submitted = killed_experiment(det, fresh_master, tmp_path, searcher)
     before = stored(fresh_master, experiment_id)
 
     det.ok("e", "continue", str(experiment_id))
@@ -85,7 +85,7 @@ def test_continue_uses_current_config(
 def test_continue_merges_override_into_current_config(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:
-    experiment_id, submitted = ended(det, fresh_master, tmp_path, "single")
+    experiment_id, submitted = killed_experiment(det, fresh_master, tmp_path, "single")
     before = stored(fresh_master, experiment_id)["config"]
     changes = {
         "max_restarts": 1,
@@ -114,7 +114,7 @@ def test_continue_merges_override_into_current_config(
 def test_continue_with_empty_override_is_accepted(
     det: DetHere, fresh_master: Master, tmp_path: Path, text: str
 ) -> None:
-    experiment_id, _ = ended(det, fresh_master, tmp_path, "grid")
+    experiment_id, _ = killed_experiment(det, fresh_master, tmp_path, "grid")
 
     body = {"id": experiment_id, "overrideConfig": text}
     answer = fresh_master.send("POST", "/api/v1/experiments/continue", body, token="determined")
@@ -125,7 +125,7 @@ def test_continue_with_empty_override_is_accepted(
 def test_continue_rejects_override_for_multi_trial_search(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:
-    experiment_id, _ = ended(det, fresh_master, tmp_path, "random")
+    experiment_id, _ = killed_experiment(det, fresh_master, tmp_path, "random")
 
     text = det.refused("e", "continue", str(experiment_id), "--config", "max_restarts=9")
 
@@ -136,7 +136,7 @@ def test_continue_rejects_override_for_multi_trial_search(
 def test_continue_rejects_workspace_and_project_override(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:
-    experiment_id, _ = ended(det, fresh_master, tmp_path, "single")
+    experiment_id, _ = killed_experiment(det, fresh_master, tmp_path, "single")
 
     text = det.refused(
         "e", "continue", str(experiment_id), "--config", "workspace=w", "--config", "project=p"
@@ -147,7 +147,7 @@ def test_continue_rejects_workspace_and_project_override(
 
 
 def test_continue_accepts_config_of_older_release(fresh_master: Master) -> None:
-    """The experiment of the fixture has no log_policies, labels and environment."""
+    """Experiment 1 of the fixture has no log_policies, labels or environment."""
     fresh_master.change("UPDATE allocations SET state = 'TERMINATED', end_us = 2 WHERE trial_id = 1")
     assert fresh_master.send("POST", "/api/v1/experiments/1/kill", {}, token="determined").status == 200
     fresh_master.change(

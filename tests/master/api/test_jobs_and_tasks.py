@@ -1,3 +1,5 @@
+"""API of the job queue and of tasks."""
+
 from __future__ import annotations
 
 import base64

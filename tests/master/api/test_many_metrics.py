@@ -1,4 +1,4 @@
-"""Answers about trials with many metric names and many reports come in pages, to Determined's own client."""
+"""Pages of metrics and workloads of trials with many reports."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""API of the master's version, config, log and health."""
+
 from __future__ import annotations
 
 import logging

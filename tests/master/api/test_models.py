@@ -1,4 +1,4 @@
-"""The model registry, by the real SDK and the real ``det`` command."""
+"""The model registry, used with Determined's SDK and ``det`` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that Determined's own end-to-end tests look at, in the form that its master of release 0.38.1 gives them."""
+"""Responses that end-to-end tests of Determined 0.38.1 check."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_checkpoint_gc_task_stays_listed_after_end(fresh_master: Master, session
     database.write(lambda tx: background_jobs.done(tx, row.id))
     with database.read() as connection:
         assert background_jobs.next_pending(connection) is None
-    # Clients wait for it to appear and to disappear, and look twice a second.
+    # Clients poll twice a second for the task, so it stays listed for some seconds.
     assert name in names()
     fresh_master.change("UPDATE work SET ended_us = ended_us - 3000000")
     assert name not in names()
@@ -70,7 +70,7 @@ def test_experiment_needs_no_model_definition(det: DetHere, tmp_path: Path) -> N
 
     assert "Created experiment 3" in det.ok("e", "create", str(tmp_path / "c.yaml"), "--paused")
 
-    # One that is sent has to have what the entrypoint names.
+    # A model definition must contain the file of the entrypoint.
     (tmp_path / "context").mkdir()
     (tmp_path / "context" / "other.py").touch()
     text = det.refused("e", "create", str(tmp_path / "c.yaml"), str(tmp_path / "context"))
@@ -86,7 +86,7 @@ def test_command_needs_no_entrypoint(session: api.Session) -> None:
 
 
 def test_allocations_csv_keeps_workspace_at_start(fresh_master: Master, session: api.Session) -> None:
-    """The trials' allocations began in Uncategorized, and their experiment has been moved since."""
+    """Experiment 1 moves to another workspace; a task has no experiment ID."""
     fresh_master.change("UPDATE allocations SET workspace_name = 'Uncategorized' WHERE trial_id > 0")
     workspace = bindings.post_PostWorkspace(
         session, body=bindings.v1PostWorkspaceRequest(name="later")

@@ -1,4 +1,4 @@
-"""System metrics: what Determined's profiler and ours report is found again by Determined's client."""
+"""System metrics from Determined's profiler and from NodeProfiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def session(fresh_master: Master) -> api.Session:
 
 
 def reported(session: api.Session) -> dict[str, list[float]]:
-    """Return the readings of each system metric of trial 1, whatever its node."""
+    """Return system metric name -> values of trial 1, from all nodes."""
     found: dict[str, list[float]] = {}
     for group in ("cpu", "memory", "disk", "network"):
         for answer in bindings.get_GetMetrics(session, trialIds=[1], group=group):

@@ -1,4 +1,4 @@
-"""How long logs are kept, and who may use the pool."""
+"""Log retention and workspaces bound to the resource pool."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Access to routes by token, host, origin and cookie."""
+
 from __future__ import annotations
 
 import re
@@ -22,7 +24,7 @@ _OWN = {
 }
 _SCOPED = re.compile(r"\{(trial_id|run_id|experiment_id|task_id|allocation_id|checkpoint_uuid)[:}]")
 
-# Routes open to trials whose path names nothing: what a trial's own request looks like, as a body or as a query.
+# Route -> body or query of a trial's own request, for routes of trials without an ID in the path.
 _OWN_BODIES: dict[str, Any] = {
     "POST /api/v1/runs/start": {
         "runId": 1,
@@ -89,13 +91,13 @@ def test_public_routes_are_known_requests_and_page_assets() -> None:
         "GET /health",
         "GET /api/v1/master",
         "POST /api/v1/auth/login",
-        "GET /login",  # a page without data, whose script spends the code of a login link
+        "GET /login",  # a page without data; its script redeems the code of a login link
         "POST /api/v1/auth/link",
     }
 
 
 def test_owner_routes_reject_every_token_over_tcp(served: Master) -> None:
-    """This server has no socket of a state directory, and nothing that a request says stands for one."""
+    """Owner routes accept only the UNIX socket in the state directory."""
     assert {_name(route) for route in _routes(OWNER)} == {
         "POST /owner/login",
         "POST /owner/link",
@@ -156,7 +158,7 @@ def test_all_users_can_use_remaining_routes(fresh_master: Master) -> None:
             if _name(route) == "POST /api/v1/auth/logout" or "{user_id" in route.path:
                 continue
             if route.path == "/page/events":
-                continue  # It does not end.
+                continue  # an endless stream
             assert _ask(fresh_master, route, token, nothing) not in (401, 403, 500), (_name(route), token)
 
 

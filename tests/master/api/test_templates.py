@@ -1,4 +1,4 @@
-"""Templates, by the real ``det`` command, and experiments that are made with them."""
+"""Config templates, and experiments created with them."""
 
 from __future__ import annotations
 

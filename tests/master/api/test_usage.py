@@ -1,4 +1,4 @@
-"""Reports of usage, by the real ``det resources``: seconds and slots that were allocated, also to what is deleted."""
+"""Usage reports of ``det resources``: allocated seconds and slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOUR_US = DAY_US // 24
 
 @pytest.fixture
 def used(fresh_master: Master) -> Master:
-    """Trial 1 had one slot for three hours, over a checkpoint; trial 2 two slots over midnight, for two hours."""
+    """Trial 1 used a slot for 3 h with a checkpoint, trial 2 two slots over midnight."""
     fresh_master.change("UPDATE experiments SET labels = ? WHERE id = 1", json.dumps(["a,b", "c"]))
     fresh_master.change(
         "UPDATE allocations SET state = 'TERMINATED', start_us = ?, end_us = ? WHERE trial_id = 1",
