@@ -1,4 +1,4 @@
-"""The launcher's watches poll until the ranks end, even after an exception, and write their status file."""
+"""Polling by the launcher's watches, and their status file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of ``Trainer.fit``: lines in a script, a table with curves in a notebook."""
+"""Progress of ``Trainer.fit``: lines in a script, a table in a notebook."""
 
 from __future__ import annotations
 
