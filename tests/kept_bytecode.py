@@ -1,10 +1,10 @@
-"""Let Python keep the bytecode of what tests import, from the first import on, where its environment says otherwise."""
+"""Write bytecode files during test collection despite PYTHONDONTWRITEBYTECODE."""
 
 from __future__ import annotations
 
 import sys
 
-# As Python has it at its start, by PYTHONDONTWRITEBYTECODE.
+# Whether PYTHONDONTWRITEBYTECODE disabled bytecode files; conftest.py restores this state.
 WAS_OFF = sys.dont_write_bytecode
-# Until all test files are imported, each by every worker, and what pytest rewrites for the libraries of its plugins.
+# Every pytest-xdist worker imports all test files, so cached bytecode saves time.
 sys.dont_write_bytecode = False

@@ -1,4 +1,4 @@
-"""A stalled Trainer or Accelerate loop is reported as a DeepSpeedTrial is, and one that is only slow is not."""
+"""Stall reports for Hugging Face Trainer and Accelerate training loops."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ both = pytest.mark.parametrize("loop", PROGRAMS)
 
 
 def launch(directory: Path, loop: str, attack: str) -> subprocess.CompletedProcess[str]:
-    """Launch the program of a loop; its ranks are ended 2 seconds after their last progress."""
+    """Train ``loop`` on two ranks with a stall timeout of 2 seconds."""
     program = PROGRAMS[loop]
-    (directory / "ds_config.json").write_text(json.dumps(AUTO))  # which the Trainer names
+    (directory / "ds_config.json").write_text(json.dumps(AUTO))  # read by stalling_trainer.py
     shutil.copy(program, directory)
     experiment = {
         "name": "stalling",
@@ -68,7 +68,7 @@ def launch(directory: Path, loop: str, attack: str) -> subprocess.CompletedProce
 
 @both
 @pytest.mark.exhaustive("[trainer]")
-def test_silent_loader_is_named_with_its_rank(tmp_path: Path, loop: str) -> None:
+def test_stall_in_data_loader_is_reported_with_rank(tmp_path: Path, loop: str) -> None:
     run = launch(tmp_path, loop, "silent")
     assert run.returncode == 1, run.stdout
     (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.stdout)
@@ -80,7 +80,7 @@ def test_silent_loader_is_named_with_its_rank(tmp_path: Path, loop: str) -> None
 
 @both
 @pytest.mark.exhaustive("[reporter]")
-def test_slow_script_between_batches_is_no_stall(tmp_path: Path, loop: str) -> None:
+def test_slow_script_between_batches_is_not_stalled(tmp_path: Path, loop: str) -> None:
     run = launch(tmp_path, loop, "slow")
     assert run.returncode == 0, run.stdout
     assert f"rank 1 is at {'step' if loop == 'trainer' else 'batch'} 16" in run.stdout

@@ -1,4 +1,4 @@
-"""What the launched ranks of these tests run; imports torch only where a rank has to lose a peer."""
+"""Programs for launched ranks, by function name; only some import torch."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ def raise_on_rank_0_while_rank_1_hangs() -> None:
 
 
 def raise_on_rank_0_while_rank_1_works_in_another_thread() -> None:
-    """Its first thread alone has ended: the kernel calls rank 1 a zombie."""
+    """End only the main thread of rank 1, which /proc then lists as a zombie."""
     import ctypes
     import platform
     import threading
@@ -100,7 +100,7 @@ def stop_when_asked() -> None:
 
 
 def stop_before_rank_0() -> None:
-    """Rank 1 has trained nothing and ends at once, which rank 0 sees in a collective."""
+    """End rank 1 on SIGTERM without cleanup; rank 0 then fails in a collective."""
     from dstrial.ranks.stop_signals import StopSignals
 
     meet()

@@ -1,4 +1,4 @@
-"""What the ranks of a script are told for Accelerate, and what of the user's stays as it is."""
+"""Environment variables that configure Accelerate in launched scripts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def written(tmp_path: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_script_is_told_to_use_deepspeed_and_from_which_file(tmp_path: Path) -> None:
+def test_variables_enable_deepspeed_and_name_config_file(tmp_path: Path) -> None:
     assert variables(tmp_path) == {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "deepspeed_config.json"),
@@ -39,16 +39,15 @@ def test_a_script_is_told_to_use_deepspeed_and_from_which_file(tmp_path: Path) -
     }
 
 
-def test_a_given_batch_is_solved_because_accelerate_would_take_one_step_of_accumulation(
-    tmp_path: Path,
-) -> None:
+def test_gradient_accumulation_is_derived_from_batch_size(tmp_path: Path) -> None:
+    """Accelerate sets gradient_accumulation_steps to 1 if the config has none."""
     variables(tmp_path)
     assert written(tmp_path)["gradient_accumulation_steps"] == 2
     variables(tmp_path, num_ranks=4)
     assert written(tmp_path)["gradient_accumulation_steps"] == 1
 
 
-def test_what_the_script_is_to_fill_in_stays_auto(tmp_path: Path) -> None:
+def test_auto_values_stay_auto_in_config_copy(tmp_path: Path) -> None:
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -59,7 +58,7 @@ def test_what_the_script_is_to_fill_in_stays_auto(tmp_path: Path) -> None:
     assert sorted(told) == ["ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_USE_DEEPSPEED"]
 
 
-def test_the_copy_has_the_overwrites_and_the_file_of_the_user_stays(tmp_path: Path) -> None:
+def test_config_copy_has_overwrites_and_leaves_user_file(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(BASE))
     told = accelerate_variables(
         {
@@ -76,7 +75,7 @@ def test_the_copy_has_the_overwrites_and_the_file_of_the_user_stays(tmp_path: Pa
     assert json.loads((tmp_path / "ds.json").read_text()) == BASE
 
 
-def test_a_value_of_the_users_own_wins(tmp_path: Path) -> None:
+def test_user_environment_variables_take_precedence(tmp_path: Path) -> None:
     own = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "mine.json", "ACCELERATE_MIXED_PRECISION": "no"}
     assert variables(tmp_path, environ=own) == {
         "ACCELERATE_USE_DEEPSPEED": "true",
@@ -85,17 +84,17 @@ def test_a_value_of_the_users_own_wins(tmp_path: Path) -> None:
     assert variables(tmp_path, environ={"ACCELERATE_USE_DEEPSPEED": "false"}) == {}
 
 
-def test_an_experiment_without_a_deepspeed_config_is_told_nothing(tmp_path: Path) -> None:
+def test_no_variables_without_deepspeed_config(tmp_path: Path) -> None:
     assert accelerate_variables({"lr": 1}, num_ranks=2, directory=tmp_path, environ={}) == {}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_batch_that_the_ranks_cannot_share_is_an_error_with_the_numbers(tmp_path: Path) -> None:
+def test_batch_size_not_divisible_by_ranks_is_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train_batch_size is 16"):
         variables(tmp_path, num_ranks=3)
 
 
-def test_a_run_that_goes_on_keeps_its_batch_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_resume_on_fewer_ranks_keeps_batch_size(tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     saved = plain_saved_run(replicas=2, micro=4, accumulation=1, given=config)
     variables(tmp_path, config, num_ranks=1, resumed=saved)

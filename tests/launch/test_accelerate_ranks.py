@@ -1,4 +1,4 @@
-"""Scripts that know nothing of dstrial train with DeepSpeed on all CPU ranks: Accelerate's variables reach them and fit."""
+"""Hugging Face Trainer scripts without dstrial code use DeepSpeed when launched."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ for own in ({"deepspeed": "ds.json"}, {}):
 """
 
 
-def test_the_trainer_of_hugging_face_is_not_disturbed(tmp_path: Path) -> None:
+def test_hugging_face_trainer_trains_with_deepspeed_unchanged(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINER_SCRIPT)
     auto = dict.fromkeys(
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
@@ -64,7 +64,7 @@ def test_the_trainer_of_hugging_face_is_not_disturbed(tmp_path: Path) -> None:
     )
 
     assert ended.returncode == 0, ended.stdout
-    # With --deepspeed of its own, and with what the launcher exports; micro batches of 2, in 2 steps, on 2 ranks.
+    # The script passes its own DeepSpeed config or uses the launcher's; batch 8 = micro batch 2 x accumulation 2 x 2 ranks.
     for own in ("{'deepspeed': 'ds.json'}", "{}"):
         assert ended.stdout.count(f"{own}: DeepSpeedEngine, 2 ranks, 8 records") == 2, ended.stdout
     assert json.loads((tmp_path / "ds.json").read_text()) == config

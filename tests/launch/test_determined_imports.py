@@ -1,4 +1,4 @@
-"""Unchanged code: what `import determined.pytorch.deepspeed` gives in processes that dstrial starts, and elsewhere."""
+"""Redirection of imports such as `determined.pytorch.deepspeed` to dstrial."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from determined.pytorch import dsat
 from determined.pytorch.dsat import dsat_reporting_context, get_ds_config_from_hparams, get_hf_args_with_overwrites
 print(dsat.__name__, dsat_reporting_context.__module__, get_ds_config_from_hparams.__module__)
 """
-SHOW_ALL_AND_HAVE_A_CHILD = f"""
+SHOW_ALL_AND_START_CHILD = f"""
 {SHOW}
 {DSAT}
 sys.stdout.flush()
@@ -75,26 +75,24 @@ def run(
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return what the program printed, below what DeepSpeed prints of its accelerator."""
+    """Return the program's own output, which follows DeepSpeed's messages."""
     return done.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
-def shown_to_both() -> subprocess.CompletedProcess[str]:
-    """What a process that dstrial starts has shown and what a child of it has, in this order."""
-    done = run(SHOW_ALL_AND_HAVE_A_CHILD, started_by_dstrial())
+def process_outputs() -> subprocess.CompletedProcess[str]:
+    """Output of a process started by dstrial, followed by that of its child."""
+    done = run(SHOW_ALL_AND_START_CHILD, started_by_dstrial())
     assert done.returncode == 0, done.stderr
     return done
 
 
-def test_the_names_of_determined_are_those_of_dstrial_in_a_module_of_their_own(
-    shown_to_both: subprocess.CompletedProcess[str],
+def test_determined_deepspeed_names_resolve_to_dstrial(
+    process_outputs: subprocess.CompletedProcess[str],
 ) -> None:
-    (line,) = [line for line in shown_to_both.stdout.splitlines() if line.startswith("{")]
+    (line,) = [line for line in process_outputs.stdout.splitlines() if line.startswith("{")]
     shown = json.loads(line)
-    assert (
-        shown["homes"].pop("DeepSpeedTrialController") == "determined"
-    )  # made for the name, by the stand-in itself
+    assert shown["homes"].pop("DeepSpeedTrialController") == "determined"  # defined in the redirected module
     assert set(shown["homes"].values()) == {"dstrial"}
     assert all(shown["submodules"])
     assert shown["name"] == shown["spec"] == "determined.pytorch.deepspeed"
@@ -102,16 +100,16 @@ def test_the_names_of_determined_are_those_of_dstrial_in_a_module_of_their_own(
     assert shown["pytorch_trial"] == "determined"
 
 
-def test_it_is_announced_in_one_line_that_names_the_switch(
-    shown_to_both: subprocess.CompletedProcess[str],
+def test_import_redirection_is_logged_with_its_switch(
+    process_outputs: subprocess.CompletedProcess[str],
 ) -> None:
-    told = [line for line in shown_to_both.stderr.splitlines() if "determined_imports" in line]
+    told = [line for line in process_outputs.stderr.splitlines() if "determined_imports" in line]
     assert len(told) == 1
     assert "data.dstrial.determined_imports: false" in told[0]
-    assert last_line(shown_to_both) == "dstrial.trainer"
+    assert last_line(process_outputs) == "dstrial.trainer"
 
 
-def test_other_ranks_than_the_first_say_nothing() -> None:
+def test_import_redirection_is_logged_on_rank_0_only() -> None:
     done = run(SHOW, started_by_dstrial(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1"))
 
     assert done.returncode == 0, done.stderr
@@ -119,7 +117,7 @@ def test_other_ranks_than_the_first_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_switched_off", [False, True])
-def test_elsewhere_and_switched_off_determined_is_its_own(is_switched_off: bool) -> None:
+def test_determined_stays_unchanged_outside_dstrial_or_disabled(is_switched_off: bool) -> None:
     environ = {name: value for name, value in os.environ.items() if name != determined_imports.VARIABLE}
     if is_switched_off:
         environ = started_by_dstrial(**{determined_imports.VARIABLE: "0"})
@@ -135,17 +133,15 @@ def test_elsewhere_and_switched_off_determined_is_its_own(is_switched_off: bool)
         )
 
 
-def test_dsat_is_there_though_determined_no_longer_has_it(
-    shown_to_both: subprocess.CompletedProcess[str],
-) -> None:
+def test_determined_dsat_imports_are_provided(process_outputs: subprocess.CompletedProcess[str]) -> None:
     homes = "determined.pytorch.dsat dstrial.dsat.rank.context dstrial.dsat.compat"
-    assert homes in shown_to_both.stdout.splitlines()
+    assert homes in process_outputs.stdout.splitlines()
     shown = run("", started_by_dstrial(), arguments=("-m", "determined.pytorch.dsat", "--help"))
     assert shown.returncode == 0, shown.stderr
     assert "asha" in shown.stdout
 
 
-def test_a_hand_made_experiment_config_switches_it_off() -> None:
+def test_import_redirection_is_disabled_by_experiment_config() -> None:
     config = {"data": {"dstrial": {"determined_imports": False}}}
     assert determined_imports.variables({}, config)[determined_imports.VARIABLE] == "0"
     assert (
@@ -155,7 +151,7 @@ def test_a_hand_made_experiment_config_switches_it_off() -> None:
     assert determined_imports.variables({}, {"data": None})[determined_imports.VARIABLE] == "1"
 
 
-def test_the_directory_of_start_up_code_is_first_on_the_path_and_there_once() -> None:
+def test_sitecustomize_directory_is_first_and_once_on_pythonpath() -> None:
     once = determined_imports.variables({"PYTHONPATH": "/a"})
     again = determined_imports.variables({"PYTHONPATH": once["PYTHONPATH"]})
     directory, rest = once["PYTHONPATH"].split(os.pathsep)

@@ -1,4 +1,4 @@
-"""Which rank failed first, and what its record says."""
+"""Choice of the first failed rank, error files and exit codes."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def _ending(rank: int, time_s: float, *, is_consequence: bool = False) -> RankEn
     return RankEnding(RankFailure(rank, rank, 100 + rank, 1, None, "here", "text"), time_s, is_consequence)
 
 
-def test_the_earliest_failure_is_the_first() -> None:
+def test_first_ending_is_earliest_failure() -> None:
     ending = first_ending([_ending(0, 2.0), _ending(1, 1.0), _ending(2, 3.0)])
     assert ending is not None
     assert ending.failure.rank == 1
 
 
-def test_a_lost_peer_is_no_cause_even_if_it_was_noticed_earlier() -> None:
+def test_first_ending_ignores_earlier_lost_peer() -> None:
     ending = first_ending([_ending(0, 1.0, is_consequence=True), _ending(1, 2.0)])
     assert ending is not None
     assert ending.failure.rank == 1
 
 
-def test_only_lost_peers_still_name_the_earliest() -> None:
+def test_first_ending_of_lost_peers_only_is_earliest() -> None:
     ending = first_ending([_ending(0, 2.0, is_consequence=True), _ending(1, 1.0, is_consequence=True)])
     assert ending is not None
     assert ending.failure.rank == 1
     assert first_ending([]) is None
 
 
-def test_a_record_comes_back_and_the_first_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_exception_keeps_first_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     record_exception(ValueError("first"), "its traceback")
@@ -56,7 +56,7 @@ def test_a_record_comes_back_and_the_first_one_stays(tmp_path: Path, monkeypatch
     assert [p.name for p in tmp_path.iterdir()] == ["error.json"]
 
 
-def test_torchruns_own_record_is_understood(tmp_path: Path) -> None:
+def test_torchrun_error_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     extra = {"py_callstack": "Traceback ...", "timestamp": "1700000000"}
     path.write_text(
@@ -71,14 +71,14 @@ def test_torchruns_own_record_is_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"message": {}}', '{"message": {"message": "x", "extraInfo": 1}}']
 )
-def test_a_damaged_record_is_none(text: str, tmp_path: Path) -> None:
+def test_read_record_damaged_file_returns_none(text: str, tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(text)
     assert read_record(path) is None
     assert read_record(tmp_path / "absent") is None
 
 
-def test_signals_are_told_as_shells_do() -> None:
+def test_signal_exit_codes_follow_shell_convention() -> None:
     assert (shell_exit_code(-9), signal_name(-9)) == (137, "SIGKILL")
     assert (shell_exit_code(3), signal_name(3)) == (3, None)
     killed = RankFailure(2, 0, 7, 137, "SIGKILL", "node1", "")
@@ -96,7 +96,7 @@ FAILURE = RankFailure(rank=1, local_rank=1, pid=7, exit_code=3, signal_name=None
         LaunchOutcome(3, FAILURE, (137, 3), "SIGTERM", (0,), ended_at_once=True),
     ],
 )
-def test_an_outcome_survives_its_file(outcome: LaunchOutcome) -> None:
+def test_launch_outcome_survives_json_round_trip(outcome: LaunchOutcome) -> None:
     assert LaunchOutcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
 
 
@@ -105,7 +105,7 @@ class _Closed(io.StringIO):
         raise OSError(5, "Input/output error")
 
 
-def test_launcher_names_killed_ranks_and_exits_with_their_code_though_its_terminal_is_closed(
+def test_launcher_reports_failure_and_survives_closed_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failure = RankFailure(1, 1, 7, 3, None, "here", "Traceback\nValueError: x")

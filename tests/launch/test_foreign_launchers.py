@@ -1,4 +1,4 @@
-"""A rank knows itself under the launchers that people already use."""
+"""Ranks read rank and world size from the variables of common launchers."""
 
 from __future__ import annotations
 
@@ -57,26 +57,26 @@ def _run(command: list[str], directory: Path, **variables: str) -> list[dict[str
 
 
 @pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeeds_launcher_trains_the_same")
-def test_under_torchrun(tmp_path: Path) -> None:
+def test_rank_identity_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert {t["launcher"] for t in _run(command, tmp_path)} == {"torchrun"}
 
 
 @pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeeds_launcher_trains_the_same")
-def test_under_deepspeeds_launcher(tmp_path: Path) -> None:
-    # Its CPU accelerator counts LOCAL_SIZE devices; without the variable it starts one rank per NUMA node.
+def test_rank_identity_under_deepspeed_launcher(tmp_path: Path) -> None:
+    # DeepSpeed's CPU accelerator has LOCAL_SIZE devices; without the variable, one per NUMA node.
     deepspeed = str(Path(sys.executable).with_name("deepspeed"))
     command = [sys.executable, deepspeed, "--master_port", str(free_port()), "--no_local_rank"]
     assert {t["launcher"] for t in _run(command, tmp_path, LOCAL_SIZE="2")} == {"deepspeed"}
 
 
-def test_under_dstrials_launcher(tmp_path: Path) -> None:
+def test_rank_identity_under_dstrial_launcher(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dstrial.launch", "--slots", "2"]
     assert {t["launcher"] for t in _run(command, tmp_path)} == {"torchrun"}
 
 
 @pytest.mark.skipif(shutil.which("mpiexec") is None, reason="Requires: [mpiexec]")
-def test_under_mpiexec(tmp_path: Path) -> None:
+def test_rank_identity_under_mpiexec(tmp_path: Path) -> None:
     command = ["mpiexec", "-n", "2", sys.executable]
     allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     oversubscribe = {

@@ -1,4 +1,4 @@
-"""``python -m dstrial.launch`` as a user types it: real ranks, real signals."""
+"""``python -m dstrial.launch`` with real rank processes and signals."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def launch(*words: str, cwd: Path, has_threads: bool = True) -> subprocess.Compl
 
 
 @pytest.mark.parametrize("module", ["dstrial.launch", "dstrial"])
-def test_command_beside_a_checkout_works_or_says_why(module: str, tmp_path: Path) -> None:
-    """Which of the two depends on how dstrial is installed; a fork has imported it already."""
+def test_command_beside_checkout_runs_or_explains_import_error(module: str, tmp_path: Path) -> None:
+    """The result depends on how dstrial is installed."""
     (tmp_path / "dstrial").mkdir()
     ended = subprocess.run(
         [sys.executable, "-m", module, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -78,19 +78,19 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_two_ranks_talk_and_the_exit_code_is_0(tmp_path: Path) -> None:
+def test_launch_two_ranks_all_reduce_and_exit_0(tmp_path: Path) -> None:
     result = launch("--slots", "2", str(PROGRAMS), "exchange", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["rank 0 total 3", "rank 1 total 3"]
 
 
-def test_ranks_compute_with_one_thread_where_the_user_has_said_nothing(tmp_path: Path) -> None:
+def test_omp_num_threads_defaults_to_1(tmp_path: Path) -> None:
     result = launch("--slots", "2", str(PROGRAMS), "show_threads", cwd=tmp_path, has_threads=False)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["rank 0 threads 1", "rank 1 threads 1"]
 
 
-def test_the_first_failing_rank_is_named_with_its_traceback_last(tmp_path: Path) -> None:
+def test_first_failing_rank_is_printed_with_traceback_last(tmp_path: Path) -> None:
     result = launch("--slots", "2", str(PROGRAMS), "raise_on_rank_1", cwd=tmp_path)
     assert result.returncode == 1
     assert "Connection closed by peer" not in result.stderr, "a consequence is told beside its cause"
@@ -101,9 +101,7 @@ def test_the_first_failing_rank_is_named_with_its_traceback_last(tmp_path: Path)
     assert "rank_main" not in last
 
 
-def test_a_traceback_that_is_shown_shortened_lies_as_a_whole_in_a_file_of_this_account(
-    tmp_path: Path,
-) -> None:
+def test_full_traceback_is_written_to_private_file(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text("import torch\n\ntorch.nn.Linear(3, 4)(torch.zeros(2, 2))\n")
     result = launch("--slots", "1", "wrong.py", cwd=tmp_path)
     assert result.returncode == 1
@@ -115,19 +113,19 @@ def test_a_traceback_that_is_shown_shortened_lies_as_a_whole_in_a_file_of_this_a
     assert whole.stat().st_mode & 0o077 == whole.parent.stat().st_mode & 0o077 == 0
 
 
-def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+def test_killed_rank_is_reported_with_signal(tmp_path: Path) -> None:
     result = launch("--slots", "2", str(PROGRAMS), "kill_rank_1", cwd=tmp_path)
     assert result.returncode == 128 + signal.SIGKILL
     assert "rank 1 failed first (killed by SIGKILL, host " in result.stderr
 
 
-def test_an_exit_code_without_a_traceback_is_passed_on(tmp_path: Path) -> None:
+def test_exit_code_without_traceback_is_returned(tmp_path: Path) -> None:
     result = launch("--slots", "2", str(PROGRAMS), "exit_with_7_on_rank_1", cwd=tmp_path)
     assert result.returncode == 7
     assert "rank 1 failed first (exit code 7, host " in result.stderr
 
 
-def test_rank_that_exits_0_early_is_named_first(tmp_path: Path) -> None:
+def test_rank_exiting_0_early_is_first_failure(tmp_path: Path) -> None:
     result = launch("--slots", "2", str(PROGRAMS), "leave_on_rank_1", cwd=tmp_path)
     assert result.returncode == 1
     assert "rank 1 failed first (exit code 0, host " in result.stderr
@@ -136,7 +134,7 @@ def test_rank_that_exits_0_early_is_named_first(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive("[hangs]")
 @pytest.mark.parametrize("how", ["hangs", "works_in_another_thread"])
-def test_a_rank_that_hangs_after_a_failure_is_killed_and_not_blamed(how: str, tmp_path: Path) -> None:
+def test_rank_hanging_after_peer_failure_is_killed(how: str, tmp_path: Path) -> None:
     result = launch("--slots", "2", str(PROGRAMS), f"raise_on_rank_0_while_rank_1_{how}", cwd=tmp_path)
     assert result.returncode == 1
     assert "rank 0 failed first" in result.stderr
@@ -145,7 +143,7 @@ def test_a_rank_that_hangs_after_a_failure_is_killed_and_not_blamed(how: str, tm
 
 @pytest.mark.exhaustive("[SIGTERM]", "[SIGINT]")
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
-def test_a_request_to_stop_reaches_the_ranks_alone_as_sigterm(asked: signal.Signals, tmp_path: Path) -> None:
+def test_stop_signal_is_forwarded_to_ranks_as_sigterm(asked: signal.Signals, tmp_path: Path) -> None:
     with launched("--slots", "2", str(PROGRAMS), "stop_when_asked", cwd=tmp_path) as process:
         wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2)
         process.send_signal(asked)
@@ -158,7 +156,7 @@ def test_a_request_to_stop_reaches_the_ranks_alone_as_sigterm(asked: signal.Sign
         wait_until(lambda pid=int(helper): not is_running(pid))
 
 
-def test_a_rank_lost_to_one_that_stopped_before_its_first_batch_is_no_failure(tmp_path: Path) -> None:
+def test_peer_loss_after_stop_request_is_not_failure(tmp_path: Path) -> None:
     with launched("--slots", "2", str(PROGRAMS), "stop_before_rank_0", cwd=tmp_path) as process:
         wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2)
         process.send_signal(signal.SIGTERM)
@@ -167,14 +165,14 @@ def test_a_rank_lost_to_one_that_stopped_before_its_first_batch_is_no_failure(tm
     assert "failed first" not in stderr
 
 
-def test_sigterm_to_ranks_and_launcher_at_once_is_a_stop(tmp_path: Path) -> None:
-    """As systemd and Slurm send it: to all processes of a job."""
+def test_sigterm_to_ranks_and_launcher_is_stop(tmp_path: Path) -> None:
+    """systemd and Slurm send SIGTERM to all processes of a job."""
     (tmp_path / "sleeps.py").write_text(
         "import os, pathlib, time\npathlib.Path('ready.' + os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
     with launched("--slots", "2", "sleeps.py", cwd=tmp_path) as process:
         wait_until(lambda: len([p for p in tmp_path.glob("ready.*") if p.read_text()]) == 2)
-        process.send_signal(signal.SIGSTOP)  # so that it finds the ranks ended before it can signal them
+        process.send_signal(signal.SIGSTOP)  # so that the ranks end before the launcher can signal them
         for rank in range(2):
             pid = int((tmp_path / f"ready.{rank}").read_text())
             os.kill(pid, signal.SIGTERM)
@@ -186,7 +184,7 @@ def test_sigterm_to_ranks_and_launcher_at_once_is_a_stop(tmp_path: Path) -> None
     assert "failed first" not in stderr
 
 
-def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(tmp_path: Path) -> None:
+def test_second_sigint_kills_ranks(tmp_path: Path) -> None:
     with launched("--slots", "2", str(PROGRAMS), "never_stop", cwd=tmp_path) as process:
         wait_until(lambda: all(path.read_text() for path in tmp_path.glob("ready.*")))
         wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2)
@@ -201,7 +199,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(tmp_path: Path) -> None:
     assert not any(map(is_running, pids))
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_end_when_launcher_is_killed(tmp_path: Path) -> None:
     with launched("--slots", "2", str(PROGRAMS), "never_stop", cwd=tmp_path) as process:
         wait_until(lambda: len([p for p in tmp_path.glob("ready.*") if p.read_text()]) == 2)
         process.kill()
@@ -210,7 +208,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         wait_until(lambda pid=pid: not is_running(pid))
 
 
-def test_paths_and_arguments_are_not_interpreted(tmp_path: Path) -> None:
+def test_script_path_and_arguments_are_passed_literally(tmp_path: Path) -> None:
     directory = tmp_path / 'it\'s a "dir" $HOME'
     directory.mkdir()
     script = directory / "my script.py"
@@ -221,13 +219,13 @@ def test_paths_and_arguments_are_not_interpreted(tmp_path: Path) -> None:
         assert result.stdout == f"{[str(script), *words]} __main__ {directory}\n", result.stderr
 
 
-def test_a_script_has_future_statements_of_its_own_only(tmp_path: Path) -> None:
+def test_script_inherits_no_future_statements(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def f(lr: float): pass\nprint(f.__annotations__)\n")
     result = launch("--slots", "1", "train.py", cwd=tmp_path)
     assert result.stdout == "{'lr': <class 'float'>}\n", result.stderr
 
 
-def test_a_module_and_a_plain_program_run_too(tmp_path: Path) -> None:
+def test_launch_runs_module_and_plain_program(tmp_path: Path) -> None:
     (tmp_path / "my_module.py").write_text("import os\nprint('module', os.environ['RANK'])\n")
     assert launch("--slots", "1", "-m", "my_module", cwd=tmp_path).stdout == "module 0\n"
     program = launch("--slots", "1", "sh", "-c", "echo program $RANK; exit 3", cwd=tmp_path)
@@ -238,7 +236,7 @@ TRIAL_CONFIG = "searcher: {name: single, metric: loss, max_length: {batches: 1}}
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "runs"), ("elsewhere", "elsewhere")])
-def test_ranks_keep_runs_below_the_launchers_directory_not_their_own(
+def test_runs_directory_is_relative_to_launcher_directory(
     given: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if given is not None:
@@ -255,7 +253,7 @@ def test_ranks_keep_runs_below_the_launchers_directory_not_their_own(
     assert result.stdout == f"{context_dir} {tmp_path / expected}\n", result.stderr
 
 
-def test_a_trial_that_cannot_be_imported_is_told_of_once(tmp_path: Path) -> None:
+def test_trial_import_error_is_printed_once(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(TRIAL_CONFIG)
     (tmp_path / "model_def.py").write_text("raise ValueError('bad model')\n")
     result = launch("--slots", "2", "--config", "exp.yaml", "--trial", "model_def:MyTrial", cwd=tmp_path)
@@ -277,14 +275,14 @@ def test_a_trial_that_cannot_be_imported_is_told_of_once(tmp_path: Path) -> None
         (["no-such-program"], "the command is 'no-such-program'"),
     ],
 )
-def test_a_wrong_command_line_is_one_clear_error(words: list[str], message: str, tmp_path: Path) -> None:
+def test_invalid_command_line_exits_2_with_message(words: list[str], message: str, tmp_path: Path) -> None:
     result = launch(*words, cwd=tmp_path)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_hostfile_names_the_command_that_takes_one(tmp_path: Path) -> None:
+def test_hostfile_option_error_names_run_command(tmp_path: Path) -> None:
     done = launch("--hostfile", "hosts", "train.py", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (

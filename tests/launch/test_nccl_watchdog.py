@@ -1,4 +1,4 @@
-"""A rank that NCCL's watchdog ends is no cause: the rank that the others waited for is."""
+"""A rank aborted by NCCL's watchdog is not reported as the first failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dstrial.launch.failures import is_peer_error
 from dstrial.launch.local_ranks import run_ranks
 from dstrial.launch.rank_main import script_command
 
-# As printed by torch 2.6 to 2.13 with NCCL.
+# Messages of torch 2.6 to 2.13 about lost peers.
 _SAID = (
     "[rank0]:[E1122 10:11:12.0 ProcessGroupNCCL.cpp:685] [Rank 0] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600081 milliseconds",
@@ -41,12 +41,12 @@ raise ValueError("the batch of rank 1 is broken")
 
 
 @pytest.mark.parametrize("said", _SAID)
-def test_what_nccl_says_of_lost_peers_is_known(said: str) -> None:
+def test_nccl_peer_errors_are_recognized(said: str) -> None:
     assert is_peer_error(said)
 
 
 @pytest.mark.process
-def test_the_rank_that_failed_is_named_and_not_the_one_that_waited_for_it(tmp_path: Path) -> None:
+def test_failed_rank_is_named_despite_watchdog_abort(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT.format(told=str(tmp_path / "told"), said=_SAID[0]))
     outcome = run_ranks(script_command([str(script)]), num_ranks=2, log_dir=tmp_path / "logs")

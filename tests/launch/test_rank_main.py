@@ -1,4 +1,4 @@
-"""What a launched rank runs, and where a launch takes its size from."""
+"""Commands of launched ranks, number of slots, and recorded errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrial.launch.failures import read_record
 from dstrial.launch.rank_main import script_command, trial_command
 
 
-def test_a_trial_command_holds_absolute_paths_and_every_option(
+def test_trial_command_has_absolute_paths_and_all_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -46,16 +46,16 @@ def test_a_trial_command_holds_absolute_paths_and_every_option(
         (["python", "-m", "pkg.train"], ["--module", "pkg.train"]),
     ],
 )
-def test_python_programs_run_where_their_traceback_is_recorded(words: list[str], kind: list[str]) -> None:
+def test_script_command_runs_python_in_rank_main(words: list[str], kind: list[str]) -> None:
     assert script_command(words) == [sys.executable, "-m", "dstrial.launch.rank_main", *kind]
 
 
-def test_other_programs_run_as_they_are() -> None:
+def test_script_command_leaves_other_programs_unchanged() -> None:
     assert script_command(["bash", "run.sh", "x y"]) == ["bash", "run.sh", "x y"]
     assert script_command(["python3"]) == ["python3"]
 
 
-def test_a_python_file_that_ranks_would_not_find_is_named_before_they_start(tmp_path: Path) -> None:
+def test_script_command_missing_python_file_is_error(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     assert script_command(["python3", "train.py"], directory=tmp_path)[-1] == "train.py"
     with pytest.raises(LaunchError, match=r"the script is 'nope\.py'; expected a Python file"):
@@ -75,7 +75,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.process
-def test_ranks_are_quiet_about_deepspeeds_old_names_of_collectives_only(tmp_path: Path) -> None:
+def test_only_torch_collective_deprecation_warnings_are_hidden(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(OLD_NAMES_SCRIPT)
     command = script_command([str(script)])
@@ -96,7 +96,7 @@ def test_ranks_are_quiet_about_deepspeeds_old_names_of_collectives_only(tmp_path
         ),
     ],
 )
-def test_a_trial_that_cannot_be_used_is_one_message(source: str, message: str, tmp_path: Path) -> None:
+def test_unusable_trial_prints_trial_import_error(source: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "trial_rank_def.py").write_text(source)
     command = trial_command("trial_rank_def:MyTrial", context_dir=tmp_path)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -108,9 +108,7 @@ def test_a_trial_that_cannot_be_used_is_one_message(source: str, message: str, t
 
 
 @pytest.mark.process
-def test_slots_come_from_the_command_line_then_the_config_then_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_num_slots_prefers_command_line_then_config(monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrial.launch.slots import num_slots
 
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -123,7 +121,7 @@ def test_slots_come_from_the_command_line_then_the_config_then_the_machine(
 
 
 @pytest.mark.process
-def test_containers_of_a_cluster_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_placement_uses_first_container_address(monkeypatch: pytest.MonkeyPatch) -> None:
     import determined
     from determined import _info
 
@@ -150,7 +148,7 @@ def test_containers_of_a_cluster_meet_at_the_first(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.process
 @pytest.mark.parametrize("raised", ["raise ValueError(text)", "sys.exit(text)", "raise ConfigError([text])"])
-def test_error_of_fifty_megabytes_is_recorded_cut(raised: str, tmp_path: Path) -> None:
+def test_error_of_50_megabytes_is_truncated(raised: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nfrom dstrial.errors import ConfigError\ntext = 'a' * 25_000_000 + 'é' * 25_000_000\n{raised}\n"

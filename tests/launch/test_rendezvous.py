@@ -1,4 +1,4 @@
-"""How launchers and ranks find each other: alone, as two machines, and in scripts that ask torch for it."""
+"""Process groups of launched ranks: one node, two nodes, and torch scripts."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ pathlib.Path(sys.argv[2], f"{identity.rank}.json").write_text(json.dumps(told))
 """
 
 
-# Both ranks of dstrial and those that ask torch import it, in processes of their own; the stand-in's are forks.
+# Slow: ranks import torch in new processes. The exhaustive stand-in starts its ranks as forks.
 @pytest.mark.exhaustive(
     "tests/trainer/test_stalls_of_two_launchers.py::test_launcher_of_waiting_ranks_leaves_the_end_to_the_straggler"
 )
 @pytest.mark.parametrize("who", ["dstrial", "torch"])
-def test_two_launchers_find_each_other_and_their_ranks_count_through(who: str, tmp_path: Path) -> None:
+def test_two_launchers_form_one_process_group(who: str, tmp_path: Path) -> None:
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     (tmp_path / "rank.py").write_text(RANK)
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DSTRIAL_SECRET": "of both"}
@@ -84,7 +84,7 @@ def test_two_launchers_find_each_other_and_their_ranks_count_through(who: str, t
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert [one["ranks"] for one in told] == [[[0, 0], [1, 0], [2, 1]]] * 3
     assert [one["local"] for one in told] == [[0, 1], [0, 1], [2]]
-    # Other machines are not reached through loopback, and know no secret that this one makes.
+    # With two nodes, no loopback interface is set, and both use the secret of the environment.
     assert {json.dumps(one["interfaces"]) for one in told} == {"[null, null]"}
     assert [one["secret"] for one in told] == ["of both"] * 3
     assert not any(one["store"] for one in told)
@@ -92,7 +92,7 @@ def test_two_launchers_find_each_other_and_their_ranks_count_through(who: str, t
 
 @pytest.mark.parametrize("serves_store", [True, False])
 @pytest.mark.parametrize("chosen", [None, "eth9"])
-def test_ranks_of_one_machine_get_a_secret_and_the_loopback_interface_unless_the_user_chose(
+def test_single_node_defaults_to_secret_and_loopback_interface(
     serves_store: bool, chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DSTRIAL_SECRET"):
@@ -115,10 +115,10 @@ def test_ranks_of_one_machine_get_a_secret_and_the_loopback_interface_unless_the
     assert (str(place["port"]), place["num_ranks"]) == (seen[0]["MASTER_PORT"], 2)
 
 
-SCRIPT_OF_A_TRIAL = """
+TRIAL_SCRIPT = """
 import pathlib
 import torch.distributed
-# While it is imported, before dstrial has made anything.
+# At import, before dstrial creates its process group.
 torch.distributed.init_process_group("gloo")
 store = torch.distributed.distributed_c10d._get_default_store()
 while hasattr(store, "underlying_store"):
@@ -136,8 +136,8 @@ class Early(DeepSpeedTrial):
 
 
 @pytest.mark.ranks
-def test_a_trial_that_makes_the_group_while_it_is_imported_meets_in_the_private_file(tmp_path: Path) -> None:
-    (tmp_path / "early.py").write_text(SCRIPT_OF_A_TRIAL)
+def test_process_group_created_during_import_uses_filestore(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(TRIAL_SCRIPT)
     (tmp_path / "exp.yaml").write_text(
         "name: early\nentrypoint: early:Early\n"
         "searcher: {name: single, metric: loss, max_length: {batches: 1}}\n"
@@ -150,7 +150,7 @@ def test_a_trial_that_makes_the_group_while_it_is_imported_meets_in_the_private_
     assert "RuntimeError: the ranks are [0, 1]" in done.stderr
 
 
-AGAIN = """
+INIT_THREE_TIMES = """
 import dstrial
 for turn in range(3):
     with dstrial.init(hparams={}, exp_conf={"name": "again"}) as context:
@@ -160,9 +160,9 @@ print("met three times")
 
 
 @pytest.mark.ranks
-def test_the_same_ranks_meet_again_after_their_group_has_ended(tmp_path: Path) -> None:
-    """What the first group left in a store of the launcher's made the second one connect to ports that were closed."""
-    (tmp_path / "again.py").write_text(AGAIN)
+def test_process_group_is_recreated_after_shutdown(tmp_path: Path) -> None:
+    """Regression: keys of the old group in the launcher's store named closed ports."""
+    (tmp_path / "again.py").write_text(INIT_THREE_TIMES)
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = warm_start.run(["dstrial.launch", "--slots", "2", "again.py"], cwd=tmp_path, env=env, timeout=200)
 

@@ -1,4 +1,4 @@
-"""The launcher compares the checkpoint of a cluster's trial with its config before it starts ranks."""
+"""The launcher checks config and checkpoint for conflicts before ranks start."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def problems(storage: dict[str, Any], num_slots: int, **changes: Any) -> list[st
     return [str(problem) for problem in resumption_problems(info, Path(storage["container_path"]).parent)]
 
 
-def test_ranks_that_share_the_batch_may_start(storage: dict[str, Any]) -> None:
+def test_resume_check_accepts_divisible_batch(storage: dict[str, Any]) -> None:
     assert problems(storage, 2) == []
     assert problems(storage, 3) == []
 
 
-def test_what_cannot_go_on_is_said_before_a_rank_starts(storage: dict[str, Any]) -> None:
+def test_resume_check_reports_incompatible_config(storage: dict[str, Any]) -> None:
     (undivided,) = problems(storage, 5)
     assert "which 5 data-parallel replicas cannot share evenly" in undivided
     overwrite = {"train_batch_size": 32, "optimizer": {"type": "Lion"}}
@@ -62,17 +62,17 @@ def test_what_cannot_go_on_is_said_before_a_rank_starts(storage: dict[str, Any])
     assert "data.dstrial.model_parallel_size is 2; expected 1" in model
 
 
-def test_another_trials_checkpoint_gives_weights_for_any_batch(storage: dict[str, Any]) -> None:
+def test_resume_check_skips_checkpoint_of_another_trial(storage: dict[str, Any]) -> None:
     assert problems(storage, 5, trial_id=8) == []
 
 
-def test_a_checkpoint_that_is_elsewhere_is_left_to_the_ranks(storage: dict[str, Any]) -> None:
+def test_resume_check_skips_unreachable_checkpoint(storage: dict[str, Any]) -> None:
     assert problems(storage, 5, latest_checkpoint="c2") == []
     assert problems(storage, 5, latest_checkpoint=None) == []
     assert problems({**storage, "type": "s3"}, 5) == []
 
 
-def test_a_run_directorys_checkpoint_is_named_by_the_environment(
+def test_resume_check_reads_checkpoint_from_environment(
     storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checkpoint = tmp_path / "checkpoints" / "c1"
@@ -83,9 +83,7 @@ def test_a_run_directorys_checkpoint_is_named_by_the_environment(
     assert len(problems(storage, 5, latest_checkpoint=None)) == 1
 
 
-def test_the_layout_of_the_manifest_counts_where_metadata_differs(
-    storage: dict[str, Any], tmp_path: Path
-) -> None:
+def test_saved_run_prefers_manifest_layout_over_metadata(storage: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "c1"
     layout = dataclasses.replace(LAYOUT, world_size=2, data_parallel_size=2, micro_batch_size=4).to_json()
     write_manifest(checkpoint, Manifest.build(steps_completed=10, layouts=[layout], files={}))

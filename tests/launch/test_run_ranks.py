@@ -1,4 +1,4 @@
-"""``run_ranks`` as other parts of the package call it."""
+"""``run_ranks``: output callback, log files and outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 PROGRAMS = Path(__file__).with_name("launch_programs.py")
 
 
-def test_lines_arrive_by_rank_and_stream_and_logs_are_kept(tmp_path: Path) -> None:
+def test_run_ranks_passes_lines_and_writes_logs(tmp_path: Path) -> None:
     lines: list[tuple[int, str, str]] = []
     outcome = run_ranks(
         [sys.executable, str(PROGRAMS), "show_arguments", "$x", "a b"],
@@ -45,7 +45,7 @@ def test_lines_arrive_by_rank_and_stream_and_logs_are_kept(tmp_path: Path) -> No
     assert "MARK" not in os.environ
 
 
-def test_lines_arrive_without_a_log_directory_too() -> None:
+def test_run_ranks_passes_lines_without_log_directory() -> None:
     lines: list[tuple[int, str, str]] = []
     script = "import os\nfor i in range(3000): print('line', i, 'x' * 100)"
     outcome = run_ranks(
@@ -58,7 +58,7 @@ def test_lines_arrive_without_a_log_directory_too() -> None:
         assert [text for r, _, text in lines if r == rank] == [f"line {i} {'x' * 100}" for i in range(3000)]
 
 
-def test_a_failure_without_a_record_shows_the_end_of_its_log(tmp_path: Path) -> None:
+def test_failure_without_record_shows_log_tail(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAMS), "exit_with_7_on_rank_1"]
     outcome = run_ranks(command, num_ranks=2, log_dir=tmp_path)
     assert outcome.exit_code == 7
@@ -66,7 +66,7 @@ def test_a_failure_without_a_record_shows_the_end_of_its_log(tmp_path: Path) -> 
     assert (outcome.first_failure.rank, outcome.first_failure.error) == (1, "about to give up")
 
 
-def test_it_runs_in_another_thread() -> None:
+def test_run_ranks_works_in_non_main_thread() -> None:
     codes: list[int] = []
     thread = threading.Thread(
         target=lambda: codes.append(run_ranks([sys.executable, "-c", ""], num_ranks=1).exit_code)
@@ -76,7 +76,7 @@ def test_it_runs_in_another_thread() -> None:
     assert codes == [0]
 
 
-def test_an_error_in_the_callback_is_raised_after_the_ranks_have_ended() -> None:
+def test_callback_exception_is_raised_from_run_ranks() -> None:
     def fail(rank: int, stream: str, line: str) -> None:
         raise KeyError(line)
 
@@ -84,13 +84,13 @@ def test_an_error_in_the_callback_is_raised_after_the_ranks_have_ended() -> None
         run_ranks([sys.executable, "-c", "print('hello')"], num_ranks=1, on_line=fail)
 
 
-def test_fewer_ranks_than_one_are_refused() -> None:
+def test_run_ranks_rejects_zero_ranks() -> None:
     with pytest.raises(LaunchError, match="number of ranks is 0; expected at least 1"):
         run_ranks([sys.executable], num_ranks=0)
 
 
 @pytest.mark.parametrize("maker", ["from_deepspeed", "from_torch_distributed"])
-def test_a_core_api_script_finds_its_ranks_as_under_determined(maker: str, tmp_path: Path) -> None:
+def test_core_api_script_gets_distributed_context(maker: str, tmp_path: Path) -> None:
     script = (
         "from determined import core\n"
         f"ranks = core.DistributedContext.{maker}()\n"
@@ -104,7 +104,7 @@ def test_a_core_api_script_finds_its_ranks_as_under_determined(maker: str, tmp_p
 
 
 @pytest.mark.parametrize(("error", "is_consequence"), [("Connection closed by peer", True), ("no", False)])
-def test_outcome_says_whether_a_rank_only_lost_a_peer(error: str, is_consequence: bool) -> None:
+def test_outcome_marks_peer_loss_as_consequence(error: str, is_consequence: bool) -> None:
     code = (
         "import json, os, sys\n"
         f"json.dump({{'message': {error!r}}}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"

@@ -1,4 +1,4 @@
-"""Locks of extension builds: those of the dead are removed, those of the living stay."""
+"""Locks of torch extension builds: stale locks are removed, held locks stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="only /proc tells what is open"),
 ]
 
-# The baton of torch, taken as a build takes it and never given back.
+# Acquires torch's build lock and never releases it.
 HOLDER = """
 import sys, time
 from torch.utils.file_baton import FileBaton
@@ -37,7 +37,7 @@ import sys
 from torch.utils.file_baton import FileBaton
 FileBaton(sys.argv[1]).wait()
 """
-# The same given back, on a machine so busy that something comes between its two steps: the file is closed, then removed.
+# Releases the lock, but pauses between the two steps of torch: it closes the file, then removes it.
 RELEASER = """
 import os, sys, time
 from torch.utils import file_baton
@@ -75,7 +75,7 @@ def _make_older(lock: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["operator", "py311_cpu/operator"])
-def test_a_lock_stays_while_its_holder_lives_and_goes_when_it_was_killed(
+def test_stale_lock_is_removed_after_holder_is_killed(
     below: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock = tmp_path / below / "lock"
@@ -94,9 +94,7 @@ def test_a_lock_stays_while_its_holder_lives_and_goes_when_it_was_killed(
     assert str(lock) in caplog.text
 
 
-def test_a_lock_stays_that_its_living_holder_is_about_to_remove(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_being_released_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "operator" / "lock"
     lock.parent.mkdir()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -106,12 +104,10 @@ def test_a_lock_stays_that_its_living_holder_is_about_to_remove(
         printed: list[str] = []
         monkeypatch.setattr(time, "sleep", lambda _: printed.append(builder.communicate("go on\n")[1]))
         assert remove_stale_locks(tmp_path) == []
-    assert (builder.returncode, printed) == (0, [""])  # torch raises where its file has gone
+    assert (builder.returncode, printed) == (0, [""])  # torch raises if the lock file is missing
 
 
-def test_a_lock_of_another_build_that_began_meanwhile_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_of_new_build_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "operator" / "lock"
     lock.parent.mkdir()
     lock.touch()
@@ -128,7 +124,7 @@ def test_a_lock_of_another_build_that_began_meanwhile_stays(
     assert lock.exists()
 
 
-def test_a_lock_that_was_made_this_moment_stays(tmp_path: Path) -> None:
+def test_recent_lock_is_not_removed(tmp_path: Path) -> None:
     lock = tmp_path / "operator" / "lock"
     lock.parent.mkdir()
     lock.touch()
@@ -136,7 +132,7 @@ def test_a_lock_that_was_made_this_moment_stays(tmp_path: Path) -> None:
     assert lock.exists()
 
 
-def test_other_files_stay_and_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+def test_other_files_and_missing_directory_are_ignored(tmp_path: Path) -> None:
     built = tmp_path / "operator" / "operator.so"
     built.parent.mkdir()
     built.touch()
@@ -146,9 +142,7 @@ def test_other_files_stay_and_a_folder_that_is_not_there_is_no_error(tmp_path: P
     assert built.exists()
 
 
-def test_a_launched_program_does_not_wait_for_a_lock_of_the_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_removes_stale_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrial.launch.local_ranks import run_ranks
 
     lock = tmp_path / "operator" / "lock"
@@ -161,9 +155,7 @@ def test_a_launched_program_does_not_wait_for_a_lock_of_the_dead(
     assert not lock.exists()
 
 
-def test_a_build_that_ranks_wait_for_is_told_once_with_its_process_and_the_way_round_it(
-    tmp_path: Path,
-) -> None:
+def test_running_build_is_reported_once_with_workaround(tmp_path: Path) -> None:
     lock = tmp_path / "py312_cu130" / "fused_adam" / "lock"
     holder = _hold(lock)
     try:
@@ -185,7 +177,7 @@ def test_a_build_that_ranks_wait_for_is_told_once_with_its_process_and_the_way_r
         holder.communicate()
 
 
-def test_a_build_that_dies_while_ranks_wait_for_it_holds_nobody_up(tmp_path: Path) -> None:
+def test_lock_of_killed_build_does_not_block_ranks(tmp_path: Path) -> None:
     lock = tmp_path / "cpu_adam" / "lock"
     holder = _hold(lock)
     _make_older(lock)
@@ -200,7 +192,7 @@ def test_a_build_that_dies_while_ranks_wait_for_it_holds_nobody_up(tmp_path: Pat
             waiter.wait()
 
 
-def test_nothing_of_the_watch_is_left() -> None:
+def test_watched_start_leaves_no_thread() -> None:
     before = threading.active_count()
     with watched_start(list, print, every_s=60.0):
         assert threading.active_count() == before + 1

@@ -1,4 +1,4 @@
-"""What real processes have loaded when they are done; none is a fork, which would have its origin's modules."""
+"""Modules that launcher and ranks import, in new processes without forks."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ EXPERIMENT = {
 
 
 @pytest.mark.ranks
-def test_ranks_that_train_have_collected_nothing_while_importing(tmp_path: Path) -> None:
-    # torch_adam without a fused kernel needs no compiler of C++, so that nothing but torch's own is looked at.
+def test_garbage_collector_is_paused_during_rank_imports(tmp_path: Path) -> None:
+    # torch_adam needs no C++ compiler.
     (tmp_path / "model_def.py").write_text(TRIAL)
     (tmp_path / "exp.json").write_text(json.dumps(EXPERIMENT))
     command = ["-c", LAUNCHER, "--config", "exp.json", "--trial", "model_def:Trial"]
@@ -107,6 +107,6 @@ def test_ranks_that_train_have_collected_nothing_while_importing(tmp_path: Path)
         seen = set(found["modules"])
         assert {"torch", "deepspeed", "dstrial.trainer"} <= seen
         assert "onnx" not in seen
-        # The collector stood still while torch was imported, and serves the user as ever.
+        # Imports ran without garbage collection, and their objects are frozen; collection is enabled for the trial.
         assert found["collector"].pop("kept at import") > 100_000
         assert found["collector"] == {"at import": True, "in a batch": True, "trials found": 1}

@@ -1,4 +1,4 @@
-"""Starting is told: which phase, for how long, which operator is compiled; rarely enough to be read."""
+"""Log lines and status file for slow startup phases and operator builds."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ def test_phase_is_logged_within_five_seconds_then_rarely() -> None:
     assert len(told) == 7  # in 20 minutes
 
 
-def test_short_phases_together_end_the_silence() -> None:
+def test_is_due_counts_silence_across_short_phases() -> None:
     assert is_due(1.0, None, 4.5)
     assert not is_due(1.0, None, 2.0)
 
 
-def test_the_phase_that_has_lasted_longest_is_told_until_every_rank_trains() -> None:
+def test_activity_is_longest_phase_until_all_ranks_train() -> None:
     assert activity([None, ("building", 20.0)], 10.0) == Activity("creating the processes", 10.0)
     assert activity([("building", 20.0), ("importing", 15.0)], 10.0) == Activity("importing", 15.0)
     assert activity([("", 30.0), ("building", 20.0)], 10.0) == Activity("building", 20.0)
     assert activity([("", 30.0), ("", 31.0)], 10.0) is None
 
 
-def test_what_a_rank_says_reaches_the_one_who_reads_and_needs_no_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_phase_file_is_optional_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin_phase("importing model_def")
     path = tmp_path / "rank_0.phase.json"
     assert read_phase(path) is None
@@ -55,7 +53,7 @@ def test_what_a_rank_says_reaches_the_one_who_reads_and_needs_no_launcher(
     assert read_phase(path) is None
 
 
-def test_the_present_phase_lies_in_the_allocations_directory_until_the_ranks_have_started(
+def test_starting_phase_is_written_to_allocation_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DSTRIAL_ALLOCATION_DIR", str(tmp_path))
@@ -73,9 +71,7 @@ def test_the_present_phase_lies_in_the_allocations_directory_until_the_ranks_hav
     assert told[0].startswith("starting: importing model_def, for 6")
 
 
-def test_what_somebody_else_compiles_is_told_to_those_who_may_wait_for_it_and_not_to_those_who_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_is_not_reported_while_all_ranks_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dstrial.launch.start_watch._SILENCE_S", 0.1)
     monkeypatch.setenv("DSTRIAL_ALLOCATION_DIR", str(tmp_path))
     lock = tmp_path / "operators" / "fused_adam" / "lock"
@@ -87,7 +83,7 @@ def test_what_somebody_else_compiles_is_told_to_those_who_may_wait_for_it_and_no
         phases[0].write_text(json.dumps({"phase": TRAINING, "since_s": time.time()}))
         phases[1].write_text(json.dumps({"phase": TRAINING, "since_s": time.time()}))
         with watched_start(lambda: phases, told.append, root=lock.parents[1], every_s=0.02):
-            time.sleep(0.5)  # longer than anything is silent
+            time.sleep(0.5)  # longer than _SILENCE_S
             assert told == []
             phases[1].write_text(json.dumps({"phase": "", "since_s": time.time()}))
             wait_for(lambda: told)

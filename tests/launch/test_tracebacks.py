@@ -1,4 +1,4 @@
-"""What of an exception is shown: the user's frames, a count of the others, and causes that add something."""
+"""Shortened tracebacks: user frames, counts of other frames, useful causes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ HEAD = "Traceback (most recent call last):"
 
 
 def raised(directory: Path, text: str) -> BaseException:
-    """Run a user's file, which raises, and return what it raised."""
+    """Run ``text`` as a file and return the exception it raises."""
     path = directory / "users.py"
     path.write_text(text)
-    with pytest.raises(BaseException) as caught:  # whatever the text raises
+    with pytest.raises(BaseException) as caught:
         runpy.run_path(str(path))
     return caught.value
 
 
 def short(directory: Path, text: str) -> ShortTraceback:
-    """Shorten what a user's file raises; frames of this file and of pytest are counted with runpy's as others."""
+    """Return the short traceback of ``text``, without frames of pytest and runpy."""
     error = raised(directory, text)
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename != str(directory / "users.py"):
         frame = frame.tb_next
     found = short_traceback(error.with_traceback(frame), directory)
-    traceback.clear_frames(error.__traceback__)  # which hold a loader, and its workers with it
+    traceback.clear_frames(error.__traceback__)  # frees data loaders and their workers
     return found
 
 
-def test_the_users_frames_stay_and_those_of_packages_become_a_count(tmp_path: Path) -> None:
+def test_short_traceback_keeps_user_frames_and_counts_others(tmp_path: Path) -> None:
     found = short(tmp_path, "import torch\ndef f():\n    torch.nn.Linear(3, 4)(torch.zeros(2, 2))\n\n\nf()\n")
     lines = found.text.splitlines()
     assert lines[0] == HEAD
@@ -52,7 +52,7 @@ def test_the_users_frames_stay_and_those_of_packages_become_a_count(tmp_path: Pa
     assert not found.is_whole
 
 
-def test_an_error_of_the_users_own_alone_is_shown_as_a_whole(tmp_path: Path) -> None:
+def test_short_traceback_of_user_code_only_is_whole(tmp_path: Path) -> None:
     found = short(tmp_path, "{}['a']\n")
     assert found.is_whole
     assert found.summary == "KeyError: 'a'"
@@ -60,7 +60,7 @@ def test_an_error_of_the_users_own_alone_is_shown_as_a_whole(tmp_path: Path) -> 
 
 
 @pytest.mark.process
-def test_an_error_in_a_loaders_worker_is_one_traceback_that_ends_in_the_users_line(tmp_path: Path) -> None:
+def test_loader_worker_error_is_merged_into_one_traceback(tmp_path: Path) -> None:
     found = short(
         tmp_path,
         "import torch\nclass Records(torch.utils.data.Dataset):\n    def __len__(self): return 4\n"
@@ -110,33 +110,35 @@ def test_an_error_in_a_loaders_worker_is_one_traceback_that_ends_in_the_users_li
         ),
     ],
 )
-def test_only_what_adds_a_cause_is_chained(text: str, shown: str, left_out: str, tmp_path: Path) -> None:
+def test_short_traceback_chains_only_informative_causes(
+    text: str, shown: str, left_out: str, tmp_path: Path
+) -> None:
     found = short(tmp_path, text).text
     assert shown in found
     if left_out:
         assert left_out not in found
 
 
-def test_endless_recursion_is_cut_in_its_middle(tmp_path: Path) -> None:
+def test_recursion_traceback_is_cut_in_middle(tmp_path: Path) -> None:
     found = short(tmp_path, "def f(): g()\ndef g(): f()\nf()\n")
     assert found.text.count("File ") == 16
     assert "more frames of your code]" in found.text
     assert found.text.splitlines()[-1].startswith("RecursionError")
 
 
-def test_an_error_of_dstrials_own_without_a_line_of_the_users_is_its_message(tmp_path: Path) -> None:
+def test_dstrial_error_without_user_frames_is_message_only(tmp_path: Path) -> None:
     found = short_traceback(TrialContractError("train_batch is x; expected y. Return y."), tmp_path)
     assert found.text == "TrialContractError: train_batch is x; expected y. Return y."
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with 3.11")
-def test_a_group_of_exceptions_keeps_its_members(tmp_path: Path) -> None:
+def test_exception_group_keeps_members(tmp_path: Path) -> None:
     found = short(tmp_path, "raise ExceptionGroup('two', [ValueError('a'), KeyError('b')])\n")
     assert "ValueError: a" in found.text
     assert "KeyError: 'b'" in found.text
 
 
-def test_long_message_is_cut_in_its_middle(tmp_path: Path) -> None:
+def test_long_message_is_cut_in_middle(tmp_path: Path) -> None:
     found = short(tmp_path, "raise ValueError('begin' + 'x' * 50_000_000 + 'end')\n")
 
     assert not found.is_whole
@@ -145,7 +147,7 @@ def test_long_message_is_cut_in_its_middle(tmp_path: Path) -> None:
         assert re.search(r"ValueError: beginx+ \[… 49,9\d\d,\d\d\d bytes are cut …\] x+end\Z", text)
 
 
-def test_a_shortage_of_memory_is_recognised_wherever_it_is_in_the_chain() -> None:
+def test_memory_shortage_is_recognized_in_exception_chain() -> None:
     with pytest.raises(RuntimeError) as of_torch:
         torch.empty(1 << 50)
     assert is_memory_shortage(of_torch.value)
@@ -156,7 +158,7 @@ def test_a_shortage_of_memory_is_recognised_wherever_it_is_in_the_chain() -> Non
     assert memory_advice(ValueError("shape")) == ""
 
 
-def test_what_was_held_is_counted_by_what_it_was() -> None:
+def test_memory_advice_lists_tensor_sizes_by_role() -> None:
     model = torch.nn.Linear(1024, 1024, bias=False)
     model(torch.zeros(1, 1024)).sum().backward()
     optimizer = torch.optim.Adam(model.parameters())

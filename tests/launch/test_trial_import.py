@@ -1,4 +1,4 @@
-"""Importing the user's trial class, and what is said when that fails."""
+"""Import of the user's trial class, and its error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrial.launch.trial_import import import_trial, is_determined_trial
 
 
 @pytest.fixture(autouse=True)
-def _modules_are_forgotten() -> Iterator[None]:
+def _restore_sys_modules() -> Iterator[None]:
     path, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path
@@ -28,7 +28,7 @@ def _write(directory: Path, text: str, name: str) -> str:
     return name
 
 
-def test_the_class_is_found_and_its_neighbours_too(tmp_path: Path) -> None:
+def test_import_trial_finds_sibling_modules(tmp_path: Path) -> None:
     _write(tmp_path, "VALUE = 3\n", "trial_import_helper")
     name = _write(
         tmp_path,
@@ -39,7 +39,7 @@ def test_the_class_is_found_and_its_neighbours_too(tmp_path: Path) -> None:
     assert sys.path[0] == str(tmp_path)
 
 
-def test_an_error_in_the_users_module_shows_their_line_and_not_ours(tmp_path: Path) -> None:
+def test_import_error_shows_only_user_frames(tmp_path: Path) -> None:
     name = _write(tmp_path, "x = 1\n\ny = undefined_name\n", "trial_import_bad")
     with pytest.raises(TrialImportError) as caught:
         import_trial(f"{name}:MyTrial", tmp_path)
@@ -58,7 +58,7 @@ def test_an_error_in_the_users_module_shows_their_line_and_not_ours(tmp_path: Pa
         ("raise SystemExit(3)\n", "SystemExit"),
     ],
 )
-def test_whatever_the_module_raises_is_a_trial_import_error(source: str, error: str, tmp_path: Path) -> None:
+def test_any_exception_on_import_is_trial_import_error(source: str, error: str, tmp_path: Path) -> None:
     name = _write(tmp_path, source, f"trial_import_{error.lower()}")
     with pytest.raises(TrialImportError, match=f"importing it fails with {error}"):
         import_trial(f"{name}:MyTrial", tmp_path)
@@ -74,13 +74,13 @@ def test_whatever_the_module_raises_is_a_trial_import_error(source: str, error: 
         ("trial_import_absent.sub:MyTrial", "has no module trial_import_absent.sub"),
     ],
 )
-def test_a_wrong_name_is_told_with_the_right_one(spec: str, message: str, tmp_path: Path) -> None:
+def test_wrong_trial_spec_error_suggests_correction(spec: str, message: str, tmp_path: Path) -> None:
     _write(tmp_path, "from pathlib import Path\nclass MyTrial: ...\n", "trial_import_named")
     with pytest.raises(TrialImportError, match=re.escape(message)):
         import_trial(spec, tmp_path)
 
 
-def test_determineds_own_classes_are_told_from_dstrials() -> None:
+def test_is_determined_trial_excludes_dstrial_trials() -> None:
     theirs = type("Base", (), {"__module__": "determined.pytorch._pytorch_trial"})
     ours = type("Ours", (theirs,), {"__module__": "dstrial.trial"})
     assert is_determined_trial(type("MyTrial", (theirs,), {"__module__": "model_def"}))

@@ -1,4 +1,4 @@
-"""The launcher's watches poll until the ranks end, even after an exception, and write their status file."""
+"""Polling by the launcher's watches, and their status file."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def test_polling_logs_equal_exceptions_once_and_continues(caplog: pytest.LogCapt
     assert [record.message for record in caplog.records] == ["dstrial-test-watch failed once; it continues"]
 
 
-def test_a_start_is_told_of_though_a_line_could_not_be_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watched_start_continues_after_broken_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dstrial.launch.start_watch._SILENCE_S", 0.1)
     phase, told = tmp_path / "phase.json", []
 
@@ -54,7 +52,7 @@ def test_a_start_is_told_of_though_a_line_could_not_be_printed(
             wait_for(lambda text=text: any(text in line for line in told))  # type: ignore[misc]
 
 
-def test_what_is_shown_is_replaced_and_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_file_is_replaced_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOCATION_DIR_VARIABLE, str(tmp_path))
     shown = StatusFile("seen.json")
     shown.write(None)

@@ -1,4 +1,4 @@
-"""Run a function on real ranks: forked processes joined by Determined's own DistributedContext."""
+"""Run a function on forked ranks with Determined's DistributedContext."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def _rank_main(
 def on_ranks(
     size: int, function: Callable[..., Any], *args: Any, num_nodes: int = 1, deadline_s: float = DEADLINE_S
 ) -> list[Any]:
-    """Call ``function(dist, *args)`` on every rank; its result, or the exception, by rank.
+    """Return the result or exception of ``function(dist, *args)`` of every rank.
 
-    Fails if a rank has not answered within ``deadline_s``, which is how a hang shows.
+    Raises AssertionError if a rank has no result after ``deadline_s``.
     """
     fork = multiprocessing.get_context("fork")
     results = fork.Queue()

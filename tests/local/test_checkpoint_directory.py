@@ -1,3 +1,5 @@
+"""Selection of checkpoints to delete by KeepPolicy."""
+
 from __future__ import annotations
 
 import math
@@ -18,10 +20,10 @@ CHECKPOINTS = [("a", 100), ("b", 200), ("c", 300), ("d", 400)]
     [
         ({100: 0.5, 200: 0.1, 300: 0.3, 400: 0.4}, 1, 1, True, ["a", "c"]),
         ({100: 0.5, 200: 0.1, 300: 0.3, 400: 0.4}, 1, 1, False, ["b", "c"]),
-        ({100: 0.5, 400: 0.1}, 1, 1, True, ["a", "b", "c"]),  # the latest is the best
-        ({}, 0, 0, True, ["a", "b", "c"]),  # the newest is always kept
-        ({100: math.nan, 200: math.inf}, 1, 4, True, ["a", "c"]),  # without a metric or with NaN never best
-        ({100: 0.1, 200: 0.1, 300: 0.1}, 1, 1, True, ["b", "c"]),  # of equal ones the earlier
+        ({100: 0.5, 400: 0.1}, 1, 1, True, ["a", "b", "c"]),  # the latest checkpoint is also the best
+        ({}, 0, 0, True, ["a", "b", "c"]),  # the newest checkpoint is always kept
+        ({100: math.nan, 200: math.inf}, 1, 4, True, ["a", "c"]),  # NaN or no metric is never best
+        ({100: 0.1, 200: 0.1, 300: 0.1}, 1, 1, True, ["b", "c"]),  # the earliest of equal metrics is best
     ],
 )
 def test_policy_keeps_latest_and_best(
@@ -49,7 +51,7 @@ def test_policy_keeps_latest_and_best(
         ({"save_experiment_best": 2}, KeepPolicy(num_latest=1, num_best=2)),
     ],
 )
-def test_missing_fields_have_determineds_defaults_if_any_is_given(
+def test_keep_policy_missing_fields_use_determined_defaults(
     storage: dict[str, object] | None, policy: KeepPolicy | None
 ) -> None:
     assert KeepPolicy.from_config(storage) == policy
@@ -58,7 +60,7 @@ def test_missing_fields_have_determineds_defaults_if_any_is_given(
 @pytest.mark.parametrize(
     ("storage", "policy"), [("", None), ("checkpoint_storage: {save_trial_best: 1}", KeepPolicy(1, 1))]
 )
-def test_the_policy_of_an_experiment_config_is_what_its_file_gives(
+def test_keep_policy_is_read_from_experiment_file(
     storage: str, policy: KeepPolicy | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "exp.yaml"
@@ -74,7 +76,7 @@ def test_the_policy_of_an_experiment_config_is_what_its_file_gives(
     st.integers(0, 5),
     st.booleans(),
 )
-def test_the_newest_survives_and_at_most_latest_plus_best_are_kept(
+def test_policy_keeps_newest_and_bounded_count(
     steps: list[int], validations: dict[int, float], num_latest: int, num_best: int, smaller_is_better: bool
 ) -> None:
     checkpoints = [(f"uuid-{step}", step) for step in steps]

@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks save together: real processes, Determined's own gathers."""
+"""Sharded checkpoints of two ranks in separate processes."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def save_twice_with_a_full_disk_between(
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_next_checkpoint_works(
-    tmp_path: Path, failing_rank: int
-) -> None:
+def test_full_disk_on_one_rank_fails_all_ranks(tmp_path: Path, failing_rank: int) -> None:
     answers = on_ranks(2, save_twice_with_a_full_disk_between, tmp_path, failing_rank)
     for first, message, left, third in answers:
         assert message.startswith(f"a checkpoint could not be saved in {tmp_path}")
@@ -139,11 +137,8 @@ METADATA = "refusing to upload with metadata conflicts"
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip
-def test_failure_on_one_rank_fails_all_and_leaves_nothing(
-    tmp_path: Path,
-    fail: Callable[..., None],
-    kinds: tuple[type[Exception], ...],
-    messages: tuple[str, ...],
+def test_failure_on_one_rank_fails_all_without_leftovers(
+    tmp_path: Path, fail: Callable[..., None], kinds: tuple[type[Exception], ...], messages: tuple[str, ...]
 ) -> None:
     for rank, error in enumerate(on_ranks(2, fail, tmp_path)):
         assert type(error) is kinds[rank]
@@ -165,9 +160,7 @@ def upload_together(dist: core.DistributedContext, path: Path, contents: list[di
 
 
 @pytest.mark.parametrize("first", [{"a": "1", "same": "s"}, None])
-def test_an_upload_is_the_union_of_the_ranks_directories(
-    tmp_path: Path, first: dict[str, str] | None
-) -> None:
+def test_sharded_upload_is_union_of_rank_directories(tmp_path: Path, first: dict[str, str] | None) -> None:
     second = {"b": "2", "same": "s"}
     name, _ = on_ranks(2, upload_together, tmp_path, [first, second])
     stored = tmp_path / "store" / name

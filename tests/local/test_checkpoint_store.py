@@ -1,3 +1,5 @@
+"""The local checkpoint store of a run directory."""
+
 from __future__ import annotations
 
 import os
@@ -43,7 +45,7 @@ def save(store: core.CheckpointContext, steps_completed: int, *, shard: bool = F
 
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("make_store", [local_store, determined_store])
-def test_store_does_what_determineds_own_does(
+def test_store_behaves_like_determined_store(
     make_store: Callable[[Path], core.CheckpointContext], tmp_path: Path, shard: bool
 ) -> None:
     store = make_store(tmp_path / "store")
@@ -78,14 +80,14 @@ def test_store_does_what_determineds_own_does(
         pass
 
 
-def test_the_uploaded_directory_is_not_changed(tmp_path: Path) -> None:
+def test_upload_does_not_modify_source_directory(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a").write_text("a")
     local_store(tmp_path / "store").upload(tmp_path / "source", {"steps_completed": 1})
     assert names_in(tmp_path / "source") == ["a"]
 
 
-def test_metadata_can_be_read_and_is_written_when_the_block_ends(tmp_path: Path) -> None:
+def test_metadata_is_written_when_store_path_exits(tmp_path: Path) -> None:
     store = local_store(tmp_path)
     metadata: dict[str, Any] = {"steps_completed": 3}
     with store.store_path(metadata) as (_, storage_id):
@@ -93,7 +95,7 @@ def test_metadata_can_be_read_and_is_written_when_the_block_ends(tmp_path: Path)
     assert store.get_metadata(storage_id) == {"steps_completed": 3, "note": "late"}
 
 
-def test_checkpoints_are_listed_by_batches_and_the_newest_is_the_last_completed(tmp_path: Path) -> None:
+def test_list_sorts_by_steps_and_newest_by_completion(tmp_path: Path) -> None:
     store = local_store(tmp_path)
     late, early = save(store, 300), save(store, 100)
     assert [(entry.uuid, entry.steps_completed) for entry in store.list()] == [(early, 100), (late, 300)]
@@ -102,7 +104,7 @@ def test_checkpoints_are_listed_by_batches_and_the_newest_is_the_last_completed(
     assert newest.uuid == early
 
 
-def test_a_checkpoint_does_not_exist_before_the_block_has_ended(tmp_path: Path) -> None:
+def test_checkpoint_does_not_exist_before_store_path_exits(tmp_path: Path) -> None:
     store = local_store(tmp_path)
     with store.store_path({"steps_completed": 1}) as (path, storage_id):
         assert path.is_dir()
@@ -113,7 +115,7 @@ def test_a_checkpoint_does_not_exist_before_the_block_has_ended(tmp_path: Path) 
     assert names_in(tmp_path) == [storage_id]
 
 
-def test_a_name_that_does_not_exist_lists_those_that_do(tmp_path: Path) -> None:
+def test_unknown_checkpoint_error_lists_existing_checkpoints(tmp_path: Path) -> None:
     store = local_store(tmp_path)
     storage_id = save(store, 1)
     with pytest.raises(
@@ -122,13 +124,13 @@ def test_a_name_that_does_not_exist_lists_those_that_do(tmp_path: Path) -> None:
         store.get_metadata("nonsense")
 
 
-def test_a_checkpoint_of_another_run_is_restored_by_its_path(tmp_path: Path) -> None:
+def test_checkpoint_of_another_run_restores_by_path(tmp_path: Path) -> None:
     storage_id = save(local_store(tmp_path / "a"), 7)
     with local_store(tmp_path / "b").restore_path(str(tmp_path / "a" / storage_id)) as path:
         assert (path / "state").read_text() == "7"
 
 
-def test_a_checkpoint_downloaded_from_a_cluster_is_restored_by_its_path(tmp_path: Path) -> None:
+def test_downloaded_cluster_checkpoint_restores_by_path(tmp_path: Path) -> None:
     downloaded = tmp_path / "downloaded"
     downloaded.mkdir()
     store = local_store(tmp_path / "store")
@@ -139,7 +141,7 @@ def test_a_checkpoint_downloaded_from_a_cluster_is_restored_by_its_path(tmp_path
         assert path == downloaded
 
 
-def test_a_completion_mark_of_something_else_is_named(tmp_path: Path) -> None:
+def test_invalid_completion_marker_is_damaged_checkpoint_error(tmp_path: Path) -> None:
     store = local_store(tmp_path)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "COMPLETE").write_text('{"a": 1}')
@@ -148,7 +150,7 @@ def test_a_completion_mark_of_something_else_is_named(tmp_path: Path) -> None:
 
 
 class OneOfTwoRanks(core.DummyDistributedContext):  # type: ignore[misc]  # mypy does not follow determined
-    """A rank whose peer gives the same answer to every gather."""
+    """Context of one of two ranks; its peer returns ``peer_answer`` in every gather."""
 
     def __init__(self, rank: int, peer_answer: Any) -> None:
         super().__init__()
@@ -162,7 +164,7 @@ class OneOfTwoRanks(core.DummyDistributedContext):  # type: ignore[misc]  # mypy
         return [stuff, self._peer_answer] if self.rank == 0 else [self._peer_answer, stuff]
 
 
-def test_checkpoint_that_a_peer_cannot_begin_is_removed(tmp_path: Path) -> None:
+def test_checkpoint_is_removed_if_peer_cannot_begin(tmp_path: Path) -> None:
     store = open_checkpoint_store(OneOfTwoRanks(0, ("rank 1: no storage", None)), tmp_path)
     with (
         pytest.raises(CheckpointError, match="rank 1: no storage"),
@@ -172,14 +174,14 @@ def test_checkpoint_that_a_peer_cannot_begin_is_removed(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_only_the_chief_creates_and_removes_a_checkpoint(tmp_path: Path) -> None:
+def test_only_chief_creates_and_removes_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "of the chief.saving").mkdir()
     store = open_checkpoint_store(OneOfTwoRanks(1, None), tmp_path)
     store._storage_manager.pre_store_path("of the chief")
     assert names_in(tmp_path) == ["of the chief.saving"]
 
 
-def test_failing_rank_logs_its_error_before_the_gather(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_rank_logs_error_before_gather(caplog: pytest.LogCaptureFixture) -> None:
     logged: list[list[str]] = []
 
     class Gathering(OneOfTwoRanks):
@@ -192,7 +194,7 @@ def test_failing_rank_logs_its_error_before_the_gather(caplog: pytest.LogCapture
     assert logged == [["rank 1: full"]]
 
 
-def test_saving_without_shards_off_the_chief_is_refused(tmp_path: Path) -> None:
+def test_unsharded_save_on_worker_is_rejected(tmp_path: Path) -> None:
     store = open_checkpoint_store(OneOfTwoRanks(1, None), tmp_path)
     with (
         pytest.raises(RankError, match=r"store_path\(shard=False\) is called on rank 1; .* Pass shard=True"),
@@ -201,7 +203,7 @@ def test_saving_without_shards_off_the_chief_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_upload_of_an_empty_directory_is_a_checkpoint(tmp_path: Path) -> None:
+def test_upload_of_empty_directory_creates_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     store = local_store(tmp_path / "store")
     uploaded = store.upload(tmp_path / "source", {"steps_completed": 1})
@@ -209,7 +211,7 @@ def test_upload_of_an_empty_directory_is_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("source", "message"), [(None, "ckpt_dir is None"), ("absent", "No such file")])
-def test_upload_of_no_directory_is_refused(tmp_path: Path, source: str | None, message: str) -> None:
+def test_upload_of_missing_directory_is_rejected(tmp_path: Path, source: str | None, message: str) -> None:
     store = local_store(tmp_path / "store")
     with pytest.raises(CheckpointError, match=message):
         store.upload(source and tmp_path / source, {"steps_completed": 1})
@@ -238,7 +240,7 @@ def fill_disk(_path: Path) -> None:
         ),
     ],
 )
-def test_failed_save_says_why_and_leaves_nothing(
+def test_failed_save_reports_cause_and_leaves_nothing(
     tmp_path: Path,
     metadata: dict[str, Any],
     fail: Callable[[Path], None],
@@ -255,9 +257,7 @@ def test_failed_save_says_why_and_leaves_nothing(
         assert (path / "state").read_text() == "1"
 
 
-def test_a_directory_that_is_made_anew_during_a_save_is_not_taken_for_the_one_that_went_away(
-    tmp_path: Path,
-) -> None:
+def test_recreated_storage_directory_is_not_accepted(tmp_path: Path) -> None:
     root, away = tmp_path / "checkpoints", tmp_path / "away"
     store = local_store(root)
     first = save(store, 1)
@@ -299,7 +299,7 @@ with store.store_path({"steps_completed": 2}) as (path, _):
 
 
 @pytest.mark.process
-def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_incomplete_checkpoint_of_killed_process_is_removed(tmp_path: Path) -> None:
     kept = save(local_store(tmp_path), 1)
     killed = subprocess.run(
         [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path), "die"], stdout=subprocess.PIPE
@@ -314,7 +314,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path)
 
 
 @pytest.mark.process
-def test_what_a_living_process_is_saving_is_left_alone(tmp_path: Path) -> None:
+def test_incomplete_checkpoint_of_running_process_is_kept(tmp_path: Path) -> None:
     saving = subprocess.Popen(
         [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path), "live"],
         stdin=subprocess.PIPE,
@@ -332,7 +332,7 @@ def test_what_a_living_process_is_saving_is_left_alone(tmp_path: Path) -> None:
     assert [entry.steps_completed for entry in local_store(tmp_path).list()] == [2]
 
 
-def test_a_pid_in_use_again_does_not_protect_what_a_dead_process_left(tmp_path: Path) -> None:
+def test_reused_pid_does_not_protect_incomplete_checkpoint(tmp_path: Path) -> None:
     name = "123e4567-e89b-42d3-a456-426614174000"
     (tmp_path / name).mkdir()
     (tmp_path / name / "half").write_bytes(b"x" * 700)
@@ -345,7 +345,7 @@ def test_a_pid_in_use_again_does_not_protect_what_a_dead_process_left(tmp_path: 
     assert names_in(tmp_path) == []
 
 
-def test_a_directory_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+def test_directory_without_checkpoint_is_kept(tmp_path: Path) -> None:
     (tmp_path / "my notes").mkdir()
     events = tmp_path / "123e4567-e89b-42d3-a456-426614174000" / "tensorboard" / "events"
     events.parent.mkdir(parents=True)
@@ -368,8 +368,8 @@ def test_keep_policy_is_applied_after_each_checkpoint(
 
 
 @pytest.mark.parametrize("form", ["{other}", "../{run}", "../b/{run}"])
-def test_delete_checkpoint_by_path_is_refused(tmp_path: Path, form: str) -> None:
-    """A store deletes its own checkpoints only, by name; a path may lead anywhere."""
+def test_delete_checkpoint_by_path_is_rejected(tmp_path: Path, form: str) -> None:
+    """A store accepts only UUIDs of its own checkpoints for deletion."""
     other = tmp_path / "a" / save(local_store(tmp_path / "a"), 7)
     store = local_store(tmp_path / "b")
     own = save(store, 1)

@@ -1,3 +1,5 @@
+"""The local implementation of Determined's core context."""
+
 from __future__ import annotations
 
 import warnings
@@ -25,7 +27,7 @@ def local_context(run_directory: RunDirectory | Path, max_length: Any = None) ->
     return init(run_directory, {"searcher": searcher}, distributed=core.DummyDistributedContext())
 
 
-def test_it_is_determineds_context_and_keeps_what_it_is_told(run_directory: RunDirectory) -> None:
+def test_local_context_implements_determined_core_context(run_directory: RunDirectory) -> None:
     with local_context(run_directory.path) as context:
         assert isinstance(context, core.Context)
         context.train.report_validation_metrics(3, {"loss": 0.25})
@@ -38,33 +40,33 @@ def test_it_is_determineds_context_and_keeps_what_it_is_told(run_directory: RunD
     assert [entry.steps_completed for entry in context.checkpoint.list()] == [3]
 
 
-def test_closing_writes_the_progress_that_was_held_back(run_directory: RunDirectory) -> None:
+def test_close_writes_throttled_progress(run_directory: RunDirectory) -> None:
     with local_context(run_directory) as context:
         for batch in range(5):
             context.train.report_batches(batch, 100)
     assert read_json(run_directory.progress_path)["batches_trained"] == 4
 
 
-def test_invalid_hyperparameters_are_on_record(run_directory: RunDirectory) -> None:
+def test_invalid_hp_is_recorded_as_early_exit(run_directory: RunDirectory) -> None:
     with pytest.raises(SystemExit), local_context(run_directory):
         raise det.InvalidHP
     assert read_json(run_directory.status_path)["early_exit"] == "INVALID_HP"
 
 
-def test_a_path_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+def test_init_rejects_path_without_run_directory(tmp_path: Path) -> None:
     with pytest.raises(LaunchError):
         local_context(tmp_path)
 
 
 class TestSearcher:
-    def test_without_max_length_it_says_so_as_on_a_cluster(self, run_directory: RunDirectory) -> None:
+    def test_operations_without_max_length_raises(self, run_directory: RunDirectory) -> None:
         with (
             local_context(run_directory) as context,
             pytest.raises(ValueError, match=r"searcher\.max_length"),
         ):
             list(context.searcher.operations())
 
-    def test_it_yields_the_configured_length_once(self, run_directory: RunDirectory) -> None:
+    def test_operations_yields_configured_length_once(self, run_directory: RunDirectory) -> None:
         with local_context(run_directory, max_length={"batches": 40}) as context:
             lengths = []
             with warnings.catch_warnings():
@@ -78,7 +80,7 @@ class TestSearcher:
         assert read_json(run_directory.progress_path)["progress"] == 0.25
 
     @pytest.mark.filterwarnings("ignore::FutureWarning")
-    def test_an_operation_must_be_completed(self, run_directory: RunDirectory) -> None:
+    def test_operations_requires_report_completed(self, run_directory: RunDirectory) -> None:
         with (
             local_context(run_directory, max_length=1) as context,
             pytest.raises(RuntimeError, match=r"op\.report_completed\(\)"),
@@ -87,7 +89,7 @@ class TestSearcher:
 
 
 class TestPreempt:
-    def test_it_follows_the_function(self) -> None:
+    def test_should_preempt_follows_stop_function(self) -> None:
         reasons: list[str] = []
         preempt = LocalPreemptContext(
             core.DummyDistributedContext(), lambda: reasons[0] if reasons else None
@@ -97,11 +99,11 @@ class TestPreempt:
         assert preempt.should_preempt()
         preempt.acknowledge_preemption_signal()
 
-    def test_asking_before_the_start_is_an_error(self) -> None:
+    def test_should_preempt_before_start_raises(self) -> None:
         with pytest.raises(RuntimeError, match=r"before PreemptContext\.start"):
             LocalPreemptContext(core.DummyDistributedContext(), lambda: None).should_preempt()
 
-    def test_a_second_start_is_an_error(self) -> None:
+    def test_second_start_raises(self) -> None:
         with pytest.raises(RuntimeError, match="multiple times"):
             LocalPreemptContext(core.DummyDistributedContext(), lambda: None).start().start()
 
@@ -112,7 +114,7 @@ def ask_whether_to_stop(dist: core.DistributedContext, mode: core.PreemptMode) -
 
 
 @pytest.mark.process
-def test_the_chiefs_answer_counts_for_all_ranks() -> None:
+def test_preempt_mode_selects_stopping_ranks() -> None:
     assert on_ranks(2, ask_whether_to_stop, core.PreemptMode.WorkersAskChief) == [False, False]
     assert on_ranks(2, ask_whether_to_stop, core.PreemptMode.WorkersAskMaster) == [False, True]
     chief, worker = on_ranks(2, ask_whether_to_stop, core.PreemptMode.ChiefOnly)
@@ -131,5 +133,5 @@ def train_to_the_searchers_length(dist: core.DistributedContext, path: Path) -> 
 
 
 @pytest.mark.process
-def test_every_rank_gets_the_searchers_length(run_directory: RunDirectory) -> None:
+def test_every_rank_gets_searcher_length(run_directory: RunDirectory) -> None:
     assert on_ranks(2, train_to_the_searchers_length, run_directory.path) == [[7], [7]]

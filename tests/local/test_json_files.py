@@ -1,3 +1,5 @@
+"""Reading, writing and repair of JSON and JSON Lines files."""
+
 from __future__ import annotations
 
 import json
@@ -22,7 +24,7 @@ from dstrial.local.json_files import (
 )
 
 
-def test_numbers_json_does_not_have_are_written_as_strings_and_read_back(tmp_path: Path) -> None:
+def test_non_finite_numbers_round_trip_as_strings(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     append_json_line(path, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5, "e": "a\nb"})
 
@@ -39,7 +41,7 @@ def test_numbers_json_does_not_have_are_written_as_strings_and_read_back(tmp_pat
     assert metric_number(True) is None
 
 
-def test_numpy_values_and_nested_arrays_become_plain_json() -> None:
+def test_to_strict_json_converts_numpy_values() -> None:
     value = {
         "loss": np.float32(0.5),
         "n": np.int64(3),
@@ -54,25 +56,25 @@ def test_numpy_values_and_nested_arrays_become_plain_json() -> None:
     }
 
 
-def test_a_value_without_json_form_is_named_with_its_place() -> None:
+def test_unserializable_value_error_names_its_path() -> None:
     with pytest.raises(TrialContractError, match=r"metrics\['a'\]\[1\] is .*of type set"):
         to_strict_json({"a": [1, {2}]}, "metrics")
 
 
-def test_a_torn_last_line_is_cut_and_whole_lines_stay(tmp_path: Path) -> None:
+def test_repair_json_lines_removes_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n{"a": ')
     assert [row["a"] for row in read_json_lines(path)] == [1, 2]
     assert repair_json_lines(path)
     append_json_line(path, {"a": 3})
     assert [row["a"] for row in read_json_lines(path)] == [1, 2, 3]
-    path.write_text('{"a": 1}\n{"a": 2}')  # whole, without its line break
+    path.write_text('{"a": 1}\n{"a": 2}')  # a complete last line without line break
     assert repair_json_lines(path)
     assert [row["a"] for row in read_json_lines(path)] == [1, 2]
     assert not repair_json_lines(path)
 
 
-def test_damage_is_named_with_its_line(tmp_path: Path) -> None:
+def test_damaged_json_error_names_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\nnonsense\n{"a": 2}\n')
     with pytest.raises(DstrialError, match=r"rows\.jsonl:2 is 'nonsense'; expected a JSON object"):
@@ -83,7 +85,7 @@ def test_damage_is_named_with_its_line(tmp_path: Path) -> None:
     assert read_json(tmp_path / "missing.json") is None
 
 
-def test_a_row_that_does_not_fit_on_the_disk_leaves_no_torn_line(tmp_path: Path) -> None:
+def test_append_on_full_disk_leaves_no_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     append_json_line(path, {"a": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -96,7 +98,7 @@ def test_a_row_that_does_not_fit_on_the_disk_leaves_no_torn_line(tmp_path: Path)
     assert path.read_text() == '{"a": 1}\n'
 
 
-def test_a_document_that_does_not_fit_leaves_the_old_one_and_no_litter(tmp_path: Path) -> None:
+def test_atomic_write_on_full_disk_keeps_old_file(tmp_path: Path) -> None:
     path = tmp_path / "document.json"
     write_json_atomically(path, {"a": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -111,7 +113,7 @@ def test_a_document_that_does_not_fit_leaves_the_old_one_and_no_litter(tmp_path:
 
 
 class TestJsonLinesTail:
-    def test_it_reads_each_row_once_and_waits_for_whole_lines(self, tmp_path: Path) -> None:
+    def test_poll_returns_each_complete_line_once(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         tail = JsonLinesTail(path)
         assert tail.poll() == (False, [])
@@ -124,7 +126,7 @@ class TestJsonLinesTail:
             file.write("2}\n")
         assert tail.poll() == (False, [{"a": 2}])
 
-    def test_it_starts_over_when_the_file_is_replaced(self, tmp_path: Path) -> None:
+    def test_poll_restarts_when_file_is_replaced(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         tail = JsonLinesTail(path)
         append_json_line(path, {"a": 1})

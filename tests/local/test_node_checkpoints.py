@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket of a real S3 server, saved and loaded by ranks of one node and of two."""
+"""Checkpoints in a bucket of an S3 server, from ranks on one or two nodes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def save_and_restore(dist: core.DistributedContext, path: Path, storage: dict[st
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_each_node_uploads_its_files_and_downloads_all(
+def test_each_node_uploads_own_files_downloads_all(
     tmp_path: Path, bucket: Bucket, storage: dict[str, Any], num_nodes: int
 ) -> None:
     for node in range(num_nodes):
@@ -87,7 +87,7 @@ def die_in_a_save(dist: core.DistributedContext, path: Path, storage: dict[str, 
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_objects_of_a_killed_save_are_deleted_at_the_next_start(
+def test_objects_of_killed_save_are_deleted_at_start(
     tmp_path: Path, bucket: Bucket, storage: dict[str, Any]
 ) -> None:
     child = os.fork()
@@ -109,10 +109,10 @@ def test_objects_of_a_killed_save_are_deleted_at_the_next_start(
     store.close()
 
 
-def test_checkpoint_without_record_or_marker(
+def test_checkpoint_is_found_by_uuid_only_if_complete(
     tmp_path: Path, bucket: Bucket, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run finds a complete checkpoint by its UUID; one without the marker does not exist."""
+    """Another run finds a checkpoint only if it has the COMPLETE marker."""
     first = opened(core.DummyDistributedContext(), tmp_path / "first" / "runs" / "a" / "b", storage)
     name = save(first, 0, 3)
     monkeypatch.setattr(checkpoint_store, "_written_here", {})  # as in another process
@@ -129,7 +129,7 @@ def test_checkpoint_without_record_or_marker(
         store.close()
 
 
-def test_a_storage_that_cannot_be_written_is_an_error_on_all_ranks(
+def test_unwritable_storage_fails_on_all_ranks(
     tmp_path: Path, bucket: Bucket, storage: dict[str, Any]
 ) -> None:
     answers = on_ranks(2, opened, tmp_path, storage | {"bucket": "missing"}, deadline_s=300)

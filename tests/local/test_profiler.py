@@ -1,3 +1,5 @@
+"""System metrics that NodeProfiler collects."""
+
 from __future__ import annotations
 
 import datetime
@@ -19,8 +21,8 @@ from dstrial.local.run_directory import RunDirectory
 GROUPS = {"cpu", "memory", "disk", "network"}
 
 
-class Told:
-    """Keeps what it is told, and fails if it should."""
+class FakeSink:
+    """Records system metrics; raises ``failure`` in ``report`` if given."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.rows: list[tuple[str, Mapping[str, Any]]] = []
@@ -46,30 +48,28 @@ def run_directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
 
 
-def test_windows_are_reported_until_it_is_switched_off() -> None:
-    told = Told()
-    profiler = NodeProfiler("node", core.DummyDistributedContext(), told)
+def test_profiler_reports_samples_until_switched_off() -> None:
+    sink = FakeSink()
+    profiler = NodeProfiler("node", core.DummyDistributedContext(), sink)
     profiler.on(sampling_interval=0.1, samples_per_report=2)
     profiler.on()
     assert len(collectors()) == 1, "it was on"
-    wait_for(lambda: len(told.rows) >= 2 * len(GROUPS), "two windows")
+    wait_for(lambda: len(sink.rows) >= 2 * len(GROUPS), "two windows")
     profiler.off()
     profiler.off()
 
     assert not collectors()
-    num_rows = len(told.rows)
-    assert {group for group, _ in told.rows} == GROUPS
-    assert all(set(metrics) == {"node"} for _, metrics in told.rows)
-    assert told.num_closed == 1
+    num_rows = len(sink.rows)
+    assert {group for group, _ in sink.rows} == GROUPS
+    assert all(set(metrics) == {"node"} for _, metrics in sink.rows)
+    assert sink.num_closed == 1
     profiler.on(sampling_interval=0.1, samples_per_report=1)
-    wait_for(lambda: len(told.rows) > num_rows, "a report after it is on again")
+    wait_for(lambda: len(sink.rows) > num_rows, "a report after it is on again")
     profiler._close()
     assert not collectors()
 
 
-def test_a_training_that_is_shorter_than_a_window_is_reported_at_its_end(
-    run_directory: RunDirectory,
-) -> None:
+def test_partial_samples_are_reported_at_training_end(run_directory: RunDirectory) -> None:
     with init(
         run_directory,
         distributed=core.DummyDistributedContext(),
@@ -90,15 +90,15 @@ def test_a_training_that_is_shorter_than_a_window_is_reported_at_its_end(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_cannot_be_reported_ends_the_collecting_and_nothing_else() -> None:
-    profiler = NodeProfiler("node", core.DummyDistributedContext(), Told(OSError("the disk is full")))
+def test_failed_report_ends_only_collector_thread() -> None:
+    profiler = NodeProfiler("node", core.DummyDistributedContext(), FakeSink(OSError("the disk is full")))
     profiler.on(sampling_interval=0.1, samples_per_report=1)
     wait_for(lambda: not collectors(), "it has ended")
     profiler.off()
 
 
 @pytest.mark.process
-def test_the_first_rank_of_a_node_collects_and_the_others_do_not(run_directory: RunDirectory) -> None:
+def test_only_first_rank_of_node_collects(run_directory: RunDirectory) -> None:
     def train(dist: core.DistributedContext, path: Path) -> int:
         with init(path, distributed=dist) as context:
             context.profiler.on(sampling_interval=0.1, samples_per_report=1)
@@ -109,7 +109,7 @@ def test_the_first_rank_of_a_node_collects_and_the_others_do_not(run_directory: 
     assert set(groups) == GROUPS
 
 
-def test_another_node_has_a_file_of_its_own(run_directory: RunDirectory) -> None:
+def test_each_node_writes_own_metrics_file(run_directory: RunDirectory) -> None:
     first = core.DummyDistributedContext()
     second = core.DummyDistributedContext()
     second.rank, second.size, second.cross_rank, second.cross_size = 1, 2, 1, 2

@@ -1,3 +1,5 @@
+"""Creation, records and locks of run directories."""
+
 from __future__ import annotations
 
 import os
@@ -29,7 +31,7 @@ def create(runs_dir: Path, name: str = "digits", context_dir: Path = Path("ctx")
     )
 
 
-def test_a_new_run_is_recorded_as_running_with_its_config(tmp_path: Path) -> None:
+def test_create_writes_running_record_and_config(tmp_path: Path) -> None:
     run_directory = create(tmp_path / "my runs", "my: experiment/1")
     assert run_directory.path.parent == tmp_path / "my runs" / "my-experiment-1"
     record = run_directory.read_record()
@@ -44,11 +46,11 @@ def test_a_new_run_is_recorded_as_running_with_its_config(tmp_path: Path) -> Non
     assert run_directory.attempt_logs_path(1) == run_directory.path / "logs" / "attempt_1"
 
 
-def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path: Path) -> None:
+def test_create_in_same_second_makes_distinct_directories(tmp_path: Path) -> None:
     assert len({create(tmp_path).path for _ in range(20)}) == 20
 
 
-def test_attempts_are_counted_and_their_end_is_recorded(tmp_path: Path) -> None:
+def test_attempts_are_counted_and_ends_recorded(tmp_path: Path) -> None:
     run_directory = create(tmp_path)
     run_directory.end_attempt(RunState.FAILED, "rank 1: boom")
     record = run_directory.read_record()
@@ -65,7 +67,7 @@ def test_attempts_are_counted_and_their_end_is_recorded(tmp_path: Path) -> None:
     assert record.command[-1] == "--resume"
 
 
-def test_the_runs_of_a_name_and_context_are_found_newest_first(tmp_path: Path) -> None:
+def test_find_runs_filters_and_sorts_newest_first(tmp_path: Path) -> None:
     assert find_runs(tmp_path, "digits", tmp_path / "a") == []
     mine = [create(tmp_path, "digits", tmp_path / "a") for _ in range(3)]
     create(tmp_path, "digits", tmp_path / "b")
@@ -74,7 +76,7 @@ def test_the_runs_of_a_name_and_context_are_found_newest_first(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"name": "x"}', b"\x00\xff"])
-def test_a_run_whose_record_is_damaged_is_left_out_with_a_warning(
+def test_find_runs_skips_damaged_record_with_warning(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sound, damaged = create(tmp_path), create(tmp_path)
@@ -83,7 +85,7 @@ def test_a_run_whose_record_is_damaged_is_left_out_with_a_warning(
     assert f"the run {damaged.path} is left out" in caplog.text
 
 
-def test_a_runs_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+def test_create_in_invalid_runs_directory_is_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
         LaunchError, match=r"cannot be made \(Not a directory\); expected .* --runs-dir or DSTRIAL_RUNS_DIR"
@@ -91,7 +93,7 @@ def test_a_runs_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path)
         create(tmp_path / "file" / "runs")
 
 
-def test_names_that_share_a_directory_are_told_apart(tmp_path: Path) -> None:
+def test_find_runs_distinguishes_names_with_same_slug(tmp_path: Path) -> None:
     assert experiment_slug("a b") == experiment_slug("a/b")
     mine = create(tmp_path, "a b")
     create(tmp_path, "a/b")
@@ -101,22 +103,22 @@ def test_names_that_share_a_directory_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "slug"), [("../../etc", "etc"), ("..", "experiment"), ("", "experiment"), ("a.b-c_1", "a.b-c_1")]
 )
-def test_a_name_never_leaves_the_runs_directory(name: str, slug: str) -> None:
+def test_experiment_slug_contains_no_path_traversal(name: str, slug: str) -> None:
     assert experiment_slug(name) == slug
 
 
-def test_opening_something_else_says_what_was_expected(tmp_path: Path) -> None:
+def test_open_without_run_json_is_error(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"expected a directory with a run\.json"):
         RunDirectory.open(tmp_path)
 
 
-def test_a_foreign_run_json_is_named(tmp_path: Path) -> None:
+def test_read_record_invalid_run_json_is_error(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"name": "x"}')
     with pytest.raises(DstrialError, match=r"run\.json is .*expected the record of a run"):
         RunDirectory.open(tmp_path).read_record()
 
 
-def test_the_runs_directory_is_the_option_then_the_variable_then_runs(
+def test_default_runs_dir_prefers_option_then_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -128,7 +130,7 @@ def test_the_runs_directory_is_the_option_then_the_variable_then_runs(
 
 
 @pytest.mark.process
-def test_a_run_is_owned_by_one_process_until_that_process_dies(tmp_path: Path) -> None:
+def test_lock_is_exclusive_until_owner_dies(tmp_path: Path) -> None:
     run_directory = create(tmp_path)
     program = (
         "import sys, time\nfrom dstrial.local.run_directory import RunDirectory\n"
@@ -154,7 +156,7 @@ def test_a_run_is_owned_by_one_process_until_that_process_dies(tmp_path: Path) -
         pass
 
 
-def test_launchers_of_an_allocation_write_one_attempt(tmp_path: Path) -> None:
+def test_begin_logs_shares_attempt_per_allocation(tmp_path: Path) -> None:
     run_directory = RunDirectory.create(tmp_path, name="x", context_dir=tmp_path, command=["x"], config={})
     first = run_directory.attempt_logs_path(1)
     assert [run_directory.begin_logs("1.1") for _ in range(2)] == [first, first]

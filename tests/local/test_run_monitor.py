@@ -1,3 +1,5 @@
+"""Progress and reports that RunMonitor reads from a run directory."""
+
 from __future__ import annotations
 
 import math
@@ -20,12 +22,12 @@ def report(run_directory: RunDirectory, group: str, steps: int, metrics: dict[st
     append_json_line(run_directory.metrics_path, row)
 
 
-def test_nothing_is_known_of_a_run_that_has_written_nothing(run_directory: RunDirectory) -> None:
+def test_poll_empty_run_returns_none_values(run_directory: RunDirectory) -> None:
     view = RunMonitor(run_directory, metric="accuracy", since="2026").poll()
     assert (view.batches_trained, view.batches_total, view.loss, view.new_reports) == (None, None, None, ())
 
 
-def test_it_shows_progress_loss_searcher_metric_and_speed(run_directory: RunDirectory) -> None:
+def test_poll_returns_progress_loss_metric_and_speed(run_directory: RunDirectory) -> None:
     monitor = RunMonitor(run_directory, metric="accuracy", since="2026")
     progress = {"batches_trained": 12, "batches_total": 100, "time": "2027-01"}
     write_json_atomically(run_directory.progress_path, progress)
@@ -47,7 +49,7 @@ def test_it_shows_progress_loss_searcher_metric_and_speed(run_directory: RunDire
     assert monitor.poll().validation == ("accuracy", 0.9)
 
 
-def test_what_earlier_attempts_wrote_is_not_told_again(run_directory: RunDirectory) -> None:
+def test_poll_ignores_reports_of_earlier_attempts(run_directory: RunDirectory) -> None:
     write_json_atomically(
         run_directory.progress_path, {"batches_trained": 50, "batches_total": 100, "time": "2026-01"}
     )
@@ -59,7 +61,7 @@ def test_what_earlier_attempts_wrote_is_not_told_again(run_directory: RunDirecto
     assert [entry.steps_completed for entry in monitor.poll().new_reports] == [20]
 
 
-def test_progress_that_is_held_back_never_takes_back_what_a_report_said(run_directory: RunDirectory) -> None:
+def test_throttled_progress_never_falls_behind_reports(run_directory: RunDirectory) -> None:
     monitor = RunMonitor(run_directory, metric=None, since="2026")
     progress = {"batches_trained": 30, "batches_total": 100, "time": "2027-01"}
     write_json_atomically(run_directory.progress_path, progress)
@@ -69,7 +71,7 @@ def test_progress_that_is_held_back_never_takes_back_what_a_report_said(run_dire
     assert monitor.poll().batches_trained == 45
 
 
-def test_a_file_rewritten_by_a_resume_tells_nothing_twice(run_directory: RunDirectory) -> None:
+def test_poll_rewritten_file_returns_only_new_reports(run_directory: RunDirectory) -> None:
     monitor = RunMonitor(run_directory, metric=None, since="2026-01")
     report(run_directory, "training", 10, {"loss": 1.0}, "2026-02")
     assert len(monitor.poll().new_reports) == 1
@@ -89,13 +91,13 @@ def test_a_file_rewritten_by_a_resume_tells_nothing_twice(run_directory: RunDire
         ({"batches": 3.0}, "loss", None),
     ],
 )
-def test_the_metric_to_show_is_the_preferred_then_the_loss_then_the_first(
+def test_named_metric_prefers_given_name_then_loss(
     metrics: dict[str, float], preferred: str | None, expected: tuple[str, float] | None
 ) -> None:
     assert named_metric(Report("training", 1, metrics), preferred) == expected
 
 
-def test_validations_are_read_by_batch_and_the_last_report_counts(run_directory: RunDirectory) -> None:
+def test_read_validations_keeps_last_report_per_batch(run_directory: RunDirectory) -> None:
     report(run_directory, "validation", 10, {"accuracy": 0.1}, "2026")
     report(run_directory, "validation", 10, {"accuracy": 0.2}, "2026")
     report(run_directory, "validation", 20, {"other": 0.2}, "2026")
@@ -103,7 +105,7 @@ def test_validations_are_read_by_batch_and_the_last_report_counts(run_directory:
     assert read_validations(run_directory, "accuracy") == {10: 0.2}
 
 
-def test_what_a_machine_does_is_no_report_of_training(run_directory: RunDirectory) -> None:
+def test_poll_excludes_system_metrics(run_directory: RunDirectory) -> None:
     row = {"group": "cpu", "steps_completed": None, "metrics": {"node": {"cpu_util_simple": 1.0}}}
     append_json_line(run_directory.metrics_path, {**row, "time": "2027-09"})
     report(run_directory, "training", 10, {"loss": 0.5}, "2027-01")

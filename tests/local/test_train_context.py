@@ -1,3 +1,5 @@
+"""Reports, progress and rewinding of LocalTrainContext."""
+
 from __future__ import annotations
 
 import datetime
@@ -31,7 +33,7 @@ def steps(run_directory: RunDirectory) -> list[tuple[str, int | None]]:
     return [(row["group"], row["steps_completed"]) for row in read_json_lines(run_directory.metrics_path)]
 
 
-def test_reports_are_lines_in_the_order_of_the_calls(run_directory: RunDirectory) -> None:
+def test_reports_are_written_in_call_order(run_directory: RunDirectory) -> None:
     train = opened(run_directory)
     train.report_training_metrics(10, {"loss": np.float32(0.5), "per_class": np.array([1, 2])})
     train.report_validation_metrics(10, {"accuracy": 0.9, "worst": math.nan})
@@ -45,7 +47,7 @@ def test_reports_are_lines_in_the_order_of_the_calls(run_directory: RunDirectory
     assert all(row["time"].endswith("+00:00") for row in rows)
 
 
-def test_system_metrics_stay_when_a_run_goes_back(run_directory: RunDirectory) -> None:
+def test_rewind_keeps_system_metrics(run_directory: RunDirectory) -> None:
     train = opened(run_directory)
     now = datetime.datetime.now(datetime.timezone.utc)
     for batch in (1, 2, 3):
@@ -56,7 +58,7 @@ def test_system_metrics_stay_when_a_run_goes_back(run_directory: RunDirectory) -
     assert train.rewind_to(1) == 0
 
 
-def test_wrong_reports_are_refused(run_directory: RunDirectory) -> None:
+def test_invalid_reports_are_rejected(run_directory: RunDirectory) -> None:
     with pytest.raises(RankError, match="expected the chief"):
         opened(run_directory, is_chief=False).report_training_metrics(1, {"loss": 1.0})
     with pytest.raises(TrialContractError, match=r"metric group is 'a\.b'"):
@@ -65,9 +67,7 @@ def test_wrong_reports_are_refused(run_directory: RunDirectory) -> None:
         opened(run_directory).report_progress(1.5)
 
 
-def test_bytes_are_left_out_of_a_validation_and_the_metrics_are_not_changed(
-    run_directory: RunDirectory,
-) -> None:
+def test_validation_report_omits_bytes_without_mutation(run_directory: RunDirectory) -> None:
     metrics = {"image": b"png", "accuracy": 0.5, "b": 1}
     opened(run_directory).report_validation_metrics(1, metrics)
     assert metrics == {"image": b"png", "accuracy": 0.5, "b": 1}
@@ -76,7 +76,7 @@ def test_bytes_are_left_out_of_a_validation_and_the_metrics_are_not_changed(
 
 class TestBestValidation:
     @pytest.mark.parametrize(("smaller_is_better", "best"), [(False, 0.9), (True, 0.2)])
-    def test_it_follows_the_direction_and_skips_nan(
+    def test_best_follows_direction_and_skips_nan(
         self, run_directory: RunDirectory, smaller_is_better: bool, best: float
     ) -> None:
         train = opened(run_directory, smaller_is_better=smaller_is_better)
@@ -88,7 +88,7 @@ class TestBestValidation:
         assert train.get_experiment_best_validation() == best
         assert train._get_last_validation() == 3
 
-    def test_it_counts_the_attempts_before_also_on_a_worker(self, run_directory: RunDirectory) -> None:
+    def test_best_includes_earlier_attempts_on_every_rank(self, run_directory: RunDirectory) -> None:
         worker = opened(run_directory, is_chief=False)
         assert worker.get_experiment_best_validation() is None
         opened(run_directory).report_validation_metrics(10, {"accuracy": 0.9})
@@ -98,7 +98,7 @@ class TestBestValidation:
         assert worker.get_experiment_best_validation() == 0.9
         assert again._get_last_validation() == 20
 
-    def test_without_a_searcher_metric_there_is_none(self, run_directory: RunDirectory) -> None:
+    def test_best_without_searcher_metric_is_none(self, run_directory: RunDirectory) -> None:
         train = opened(run_directory, metric=None)
         train.report_validation_metrics(10, {"accuracy": 0.9})
         assert train.get_experiment_best_validation() is None
@@ -106,9 +106,7 @@ class TestBestValidation:
 
 
 class TestRewind:
-    def test_reports_beyond_the_checkpoint_move_aside_and_none_is_lost(
-        self, run_directory: RunDirectory
-    ) -> None:
+    def test_rewind_moves_later_reports_to_superseded_file(self, run_directory: RunDirectory) -> None:
         train = opened(run_directory)
         for step in (10, 20, 30):
             train.report_training_metrics(step, {"loss": step})
@@ -127,7 +125,7 @@ class TestRewind:
         assert again.get_experiment_best_validation() == 20
         assert again._get_last_validation() == 20
 
-    def test_a_second_resume_adds_to_what_moved_aside(self, run_directory: RunDirectory) -> None:
+    def test_second_rewind_appends_to_superseded_file(self, run_directory: RunDirectory) -> None:
         train = opened(run_directory)
         for loss in (0.1, 0.2):
             train.report_training_metrics(30, {"loss": loss})
@@ -136,7 +134,7 @@ class TestRewind:
         aside = read_json_lines(run_directory.superseded_metrics_path)
         assert [row["metrics"]["loss"] for row in aside] == [0.1, 0.2]
 
-    def test_nothing_beyond_and_a_worker_change_nothing(self, run_directory: RunDirectory) -> None:
+    def test_rewind_is_noop_without_later_reports_or_chief(self, run_directory: RunDirectory) -> None:
         train = opened(run_directory)
         train.report_training_metrics(10, {"loss": 1})
         assert train.rewind_to(10) == 0
@@ -144,7 +142,7 @@ class TestRewind:
         assert steps(run_directory) == [("training", 10)]
         assert not run_directory.superseded_metrics_path.exists()
 
-    def test_a_torn_line_of_the_killed_attempt_is_mended_first(self, run_directory: RunDirectory) -> None:
+    def test_torn_line_of_killed_attempt_is_removed(self, run_directory: RunDirectory) -> None:
         opened(run_directory).report_training_metrics(10, {"loss": 1})
         with run_directory.metrics_path.open("a") as file:
             file.write('{"group": "trai')
@@ -161,7 +159,7 @@ class Clock:
 
 
 class TestProgress:
-    def test_it_is_written_at_most_once_per_period_and_at_the_end(self, run_directory: RunDirectory) -> None:
+    def test_progress_is_throttled_and_written_at_end(self, run_directory: RunDirectory) -> None:
         clock = Clock()
         train = opened(run_directory, clock=clock)
 
@@ -180,7 +178,7 @@ class TestProgress:
         assert read_json(run_directory.progress_path)["progress"] == 1.0
         assert written() == 100
 
-    def test_what_the_throttle_holds_back_is_written_on_flush(self, run_directory: RunDirectory) -> None:
+    def test_flush_writes_throttled_progress(self, run_directory: RunDirectory) -> None:
         clock = Clock()
         train = opened(run_directory, clock=clock)
         train.report_progress(0.1)
@@ -189,7 +187,7 @@ class TestProgress:
         train.flush_progress()
         assert read_json(run_directory.progress_path)["progress"] == 0.2
 
-    def test_a_worker_writes_nothing(self, run_directory: RunDirectory) -> None:
+    def test_worker_writes_no_progress_or_status(self, run_directory: RunDirectory) -> None:
         worker = opened(run_directory, is_chief=False)
         worker.report_batches(1, 1)
         worker.set_status("x")
@@ -199,7 +197,7 @@ class TestProgress:
         assert not run_directory.status_path.exists()
 
 
-def test_the_first_early_exit_stands_and_a_new_attempt_forgets_it(run_directory: RunDirectory) -> None:
+def test_first_early_exit_is_kept_until_new_attempt(run_directory: RunDirectory) -> None:
     train = opened(run_directory)
     train.set_status("validating")
     train.report_early_exit(core.EarlyExitReason.INVALID_HP)
@@ -209,7 +207,7 @@ def test_the_first_early_exit_stands_and_a_new_attempt_forgets_it(run_directory:
     assert opened(run_directory).get_early_exit() is None
 
 
-def test_metadata_is_replaced_as_a_whole(run_directory: RunDirectory) -> None:
+def test_set_metadata_replaces_all_metadata(run_directory: RunDirectory) -> None:
     train = opened(run_directory)
     assert train.get_metadata() is None
     assert train.set_metadata({"a": {"b": 1}}) == {"a": {"b": 1}}

@@ -1,4 +1,4 @@
-"""Tests of loggers: those marked `loggers` need all packages, which `make test-loggers` installs."""
+"""Skip tests marked `loggers` unless all logger packages are installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ sys.path.insert(0, str(TRAINER))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs packages that are not here."""
     missing = [name for name in LOGGERS if not is_installed(name)]
     if missing:
         skipped = pytest.mark.skip(reason=f"Requires: [{', '.join(missing)}] (make test-loggers)")

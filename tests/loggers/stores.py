@@ -1,6 +1,6 @@
-"""Read what loggers have stored: W&B and MLflow by their own packages, in a process of their own; Trackio's SQLite file.
+"""Read runs from the files of W&B, MLflow and Trackio.
 
-python stores.py wandb DIRECTORY | python stores.py mlflow URI
+A child process reads W&B and MLflow: python stores.py wandb DIRECTORY | python stores.py mlflow URI
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 Rows = list[tuple[int, dict[str, float]]]
-"""Batches trained, and the metrics that were stored for them; in the order of the store."""
+"""(batches trained, metric name -> value) in stored order."""
 
 
 def read(kind: str, where: object) -> Any:
@@ -25,7 +25,7 @@ def read(kind: str, where: object) -> Any:
 
 
 def read_trackio(directory: Path) -> dict[str, Any]:
-    """Return what the only project of a directory has of each run."""
+    """Return run ID -> name, config and rows of the directory's only project."""
     (path,) = directory.glob("*.db")
     database = sqlite3.connect(path)
     try:

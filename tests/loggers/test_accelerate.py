@@ -1,4 +1,4 @@
-"""A loop written with Accelerate is logged like a trial."""
+"""Loggers of an Accelerate training loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = {
 }
 
 
-def test_reports_of_a_reporter_are_kept_and_how_it_ended(tmp_path: Path) -> None:
+def test_accelerate_reporter_logs_reports_and_final_state(tmp_path: Path) -> None:
     shutil.copy(PROGRAM, tmp_path)
     (tmp_path / "e.yaml").write_text(yaml.safe_dump(CONFIG))
     kept = {
@@ -50,7 +50,7 @@ def test_reports_of_a_reporter_are_kept_and_how_it_ended(tmp_path: Path) -> None
                 f"{row['group']}/{name}": value
                 for name, value in row["metrics"].items()
                 if (row["group"] == "training" or name not in ("batches", "epochs"))
-                and isinstance(value, int | float)  # telemetry says by what, and has lists by rank
+                and isinstance(value, int | float)  # loggers omit text and lists
             },
         )
         for row in rows

@@ -1,4 +1,4 @@
-"""Servers that are away or hang, a full disk, metrics that are refused: one warning, what is lost, training goes on."""
+"""Real loggers with failing servers, a full disk or unsupported metrics."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def closed_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_a_server_that_is_not_there(tmp_path: Path, closed_port: int) -> None:
+def test_unreachable_server_warns_and_training_continues(tmp_path: Path, closed_port: int) -> None:
     address = f"http://127.0.0.1:{closed_port}"
     output = run(
         tmp_path,
@@ -77,7 +77,7 @@ def test_a_server_that_is_not_there(tmp_path: Path, closed_port: int) -> None:
     assert lost == "WARNING: logger mlflow: 2 of 2 reports are lost"
 
 
-def test_a_missing_key_keeps_the_run_on_disk(tmp_path: Path) -> None:
+def test_missing_api_key_keeps_run_on_disk(tmp_path: Path) -> None:
     output = run(tmp_path, "plain", 300, {"wandb": {"mode": "online"}})
     (warning,) = warnings(output, "wandb")
     assert "there is no WANDB_API_KEY, so the run is kept on disk" in warning
@@ -86,7 +86,7 @@ def test_a_missing_key_keeps_the_run_on_disk(tmp_path: Path) -> None:
     assert kept["axes"] == {f"{group}/*": "batches" for group in ("training", "validation", "telemetry")}
 
 
-def test_a_server_that_never_answers_is_left_behind(tmp_path: Path) -> None:
+def test_hanging_server_is_abandoned_and_losses_counted(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         output = run(
             tmp_path, "plain", 2, {"mlflow": {"tracking_uri": f"http://127.0.0.1:{server.getsockname()[1]}"}}
@@ -96,7 +96,7 @@ def test_a_server_that_never_answers_is_left_behind(tmp_path: Path) -> None:
     assert "is left behind: 2 of 2 reports are lost (the reports of batches 1 to 3000)" in left
 
 
-def test_a_full_disk_is_told_by_each_logger(tmp_path: Path) -> None:
+def test_full_disk_is_reported_by_each_logger(tmp_path: Path) -> None:
     words = unshare("--mount", probe=f"mount -t tmpfs small {tmp_path}")
     output = run(tmp_path, "full", 300, {"wandb": {"mode": "offline"}, "mlflow": {}, "trackio": {}}, words)
     for name, why in (
@@ -112,7 +112,7 @@ def test_a_full_disk_is_told_by_each_logger(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_processes_that_begin_at_once_share_a_new_file(tmp_path: Path) -> None:
+def test_concurrent_processes_share_new_mlflow_database(tmp_path: Path) -> None:
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         outputs = list(pool.map(lambda _: run(tmp_path, "plain", 300, {"mlflow": {}}), range(3)))
     assert [warnings(output, "mlflow") for output in outputs] == [[], [], []]
@@ -120,7 +120,8 @@ def test_processes_that_begin_at_once_share_a_new_file(tmp_path: Path) -> None:
     assert {(step, metrics["training/loss"]) for step, metrics in found["rows"]} == {(1, 0.5), (3000, 0.25)}
 
 
-def test_names_and_numbers_that_a_logger_refuses(tmp_path: Path) -> None:
+def test_mlflow_adapts_unsupported_names_and_numbers(tmp_path: Path) -> None:
+    """W&B and Trackio store the same names and numbers unchanged."""
     output = run(tmp_path, "odd", 300, {"wandb": {"mode": "offline"}, "mlflow": {}, "trackio": {}})
     assert output.count("loggers are not told of text: not a number") == 1
 

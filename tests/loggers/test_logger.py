@@ -1,4 +1,4 @@
-"""What loggers are told: plain numbers, flat names."""
+"""Conversion of metrics to the names and numbers that loggers accept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dstrial.loggers.mlflow_logger import accepted_name
 from dstrial.loggers.wandb_logger import next_step
 
 
-def test_numbers_are_plain_whatever_they_were() -> None:
+def test_numbers_of_converts_to_plain_numbers() -> None:
     numbers, others = numbers_of(
         {
             "float": np.float32(0.5),
@@ -42,24 +42,24 @@ def test_numbers_are_plain_whatever_they_were() -> None:
     assert others == ["none", "text", "vector", "tensor", "huge"]
 
 
-def test_names_tell_the_group() -> None:
+def test_row_names_are_prefixed_with_group() -> None:
     assert Report("validation", 3, None, {"loss": 1.0}).row() == {"validation/loss": 1.0}
     assert Report("training", 3, 0.5, {"loss": 1.0}).row() == {"training/loss": 1.0, "epochs": 0.5}
 
 
-def test_nested_values_have_dotted_names() -> None:
+def test_flat_joins_nested_names_with_dots() -> None:
     assert flat({"a": 1, "b": {"c": {"d": [1]}, "e": {}}}) == {"a": 1, "b.c.d": [1], "b.e": {}}
 
 
 @given(st.text(max_size=300))
-def test_mlflow_takes_every_accepted_name_as_it_is(name: str) -> None:
+def test_accepted_name_is_idempotent_and_bounded(name: str) -> None:
     accepted = accepted_name(f"training/{name}")
     assert accepted_name(accepted) == accepted
     assert 0 < len(accepted) <= 251
     assert not {"", ".", ".."} & set(accepted.split("/"))
 
 
-def test_a_name_that_mlflow_takes_stays() -> None:
+def test_accepted_name_keeps_valid_mlflow_names() -> None:
     assert accepted_name("training/loss of: a-b_c.1") == "training/loss of: a-b_c.1"
     assert accepted_name("training/a☃[0]") == "training/a__0_"
 
@@ -72,9 +72,7 @@ def test_a_name_that_mlflow_takes_stays() -> None:
         pytest.param(1000, [998, 999, 1000, 1001], [1001, 1002, 1003, 1004], id="each batch reported"),
     ],
 )
-def test_a_step_is_the_batch_or_the_next_that_is_free(
-    seen: int, batches: list[int], steps: list[int]
-) -> None:
+def test_wandb_step_is_batch_or_next_free(seen: int, batches: list[int], steps: list[int]) -> None:
     step, before, found = seen, None, []
     for batch in batches:
         step = next_step(step, before, batch)

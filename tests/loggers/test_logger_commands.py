@@ -1,4 +1,4 @@
-"""`dstrial check` and `dstrial run` know loggers: what is missing is said before anything starts, what is there is used."""
+"""Loggers in `dstrial check` and `dstrial run`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def written(tmp_path: Path, loggers: Any, **fields: Any) -> Path:
     return path
 
 
-def test_check_names_what_to_install_with_every_other_problem(
+def test_check_reports_missing_logger_package(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Nothing of these can be found, whatever this environment has; and nothing of them is imported.
+    # Hide installed logger packages; the check must not import them.
     monkeypatch.setattr(sys, "path", [place for place in sys.path if not Path(place, "wandb").is_dir()])
     imported = {"wandb", "mlflow", "trackio"} & sys.modules.keys()
     path = written(tmp_path, ["wandb", {"mlflow": {"uri": "x"}}])
@@ -43,7 +43,7 @@ def test_check_names_what_to_install_with_every_other_problem(
 
 
 @pytest.mark.skipif(is_installed("trackio"), reason="Requires: [no trackio]")
-def test_run_refuses_a_logger_that_is_not_installed_before_it_makes_anything(
+def test_run_rejects_missing_logger_before_creating_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -55,7 +55,7 @@ def test_run_refuses_a_logger_that_is_not_installed_before_it_makes_anything(
     assert not (tmp_path / "runs").exists()
 
 
-def test_run_takes_only_loggers_that_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_rejects_unknown_logger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         dstrial(["run", str(written(tmp_path, None)), str(DEFINITIONS), "--logger", "tensorboard"])
     assert raised.value.code == 2
@@ -66,7 +66,7 @@ def test_run_takes_only_loggers_that_there_are(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.ranks
 @pytest.mark.process
 @pytest.mark.timeout(600)
-def test_run_logs_to_what_the_config_and_the_command_line_name_and_goes_on_there(
+def test_run_uses_all_loggers_and_continues_on_resume(
     shared_master: MasterForTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"sqlite:///{tmp_path / 'own.db'}"

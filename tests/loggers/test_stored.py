@@ -1,4 +1,4 @@
-"""What each logger has stored is what the run's record has, value by value, after a kill and a resume too."""
+"""Each logger stores exactly the metrics of the run's own record."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ALL = ["wandb", "mlflow", "trackio"]
 
 
 @pytest.fixture(autouse=True)
-def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Have loggers find no key, and keep what they store in the test's directory."""
+def _no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hide API keys, and let loggers store runs in the test's directory."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -48,25 +48,25 @@ def config_of(loggers: list[Any] | None = None, batches: int = 16, **hparams: An
 
 
 def entries(rows: Any) -> collections.Counter[tuple[int, str, str]]:
-    """Return every value with its place, however the store divides them into rows."""
+    """Count (step, metric name, value) entries, however rows are divided."""
     found: collections.Counter[tuple[int, str, str]] = collections.Counter()
     for step, metrics in rows:
         for name, value in metrics.items():
-            is_number = isinstance(value, int | float)  # telemetry has lists by rank as well
+            is_number = isinstance(value, int | float)  # telemetry also has lists
             if name.startswith(("training/", "validation/", "telemetry/")) and is_number:
                 found[step, name, repr(float(value))] += 1
     return found
 
 
 def recorded(run: Run, *, with_superseded: bool = True) -> collections.Counter[tuple[int, str, str]]:
-    """Return the same of the record: what was trained again included, as loggers forget nothing."""
+    """Return ``entries`` of the run's record, with metrics superseded by a resume."""
     paths = [run.directory.metrics_path]
     if with_superseded and run.directory.superseded_metrics_path.exists():
         paths.append(run.directory.superseded_metrics_path)
     rows = []
     for path in paths:
         for row in map(json.loads, path.read_text().splitlines()):
-            added = ("batches", "epochs") if row["group"] == "validation" else ()  # by the record alone
+            added = ("batches", "epochs") if row["group"] == "validation" else ()  # loggers do not get these
             metrics = {
                 f"{row['group']}/{name}": value for name, value in row["metrics"].items() if name not in added
             }
@@ -78,7 +78,7 @@ def newest(rows: Any) -> dict[tuple[int, str], float]:
     return {(step, name): value for step, metrics in rows for name, value in metrics.items()}
 
 
-def test_every_logger_keeps_the_record_after_a_kill_and_a_resume(tmp_path: Path) -> None:
+def test_loggers_match_record_after_kill_and_resume(tmp_path: Path) -> None:
     env = {"KILL_AT": "1:13", "KILL_MARKER": str(tmp_path / "killed")}
     first = train(tmp_path, "DataParallelTrial", config_of(), ranks=2, env=env)
     assert first.returncode != 0, first.output
@@ -112,7 +112,7 @@ def test_every_logger_keeps_the_record_after_a_kill_and_a_resume(tmp_path: Path)
     assert (killed["exit"], killed["summary"]["state"]) == (
         1,
         "failed",
-    )  # the chief has heard of the rank that was killed
+    )  # the chief notices the killed rank
     assert entries([*killed["rows"], *resumed["rows"]]) == expected
     assert (resumed["project"], resumed["group"], resumed["name"]) == (
         "small",
@@ -133,7 +133,7 @@ def test_every_logger_keeps_the_record_after_a_kill_and_a_resume(tmp_path: Path)
         assert last[16, "epochs"] == 4.0
 
 
-def test_another_run_is_another_and_one_that_is_stopped_or_fails_says_so(tmp_path: Path) -> None:
+def test_each_run_is_logged_separately_with_state(tmp_path: Path) -> None:
     loggers = ["mlflow"]
     stopped = train(tmp_path, "DataParallelTrial", config_of(loggers, request_stop_at="0:5"))
     assert stopped.returncode == 0, stopped.output
@@ -153,7 +153,7 @@ def test_another_run_is_another_and_one_that_is_stopped_or_fails_says_so(tmp_pat
     assert {run["status"] for run in runs} == {"FINISHED"}
 
 
-def test_a_pipeline_is_logged_by_the_chief_alone(tmp_path: Path) -> None:
+def test_pipeline_is_logged_by_chief_only(tmp_path: Path) -> None:
     config = config_of(["trackio"], batches=4)
     config["data"]["dstrial"]["pipeline_stages"] = 2
     run = train(tmp_path, "PipelineTrial", config, ranks=2)
@@ -162,7 +162,7 @@ def test_a_pipeline_is_logged_by_the_chief_alone(tmp_path: Path) -> None:
     assert entries(kept["rows"]) == recorded(run)
 
 
-def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
+def test_loggers_do_not_change_training_metrics(tmp_path: Path) -> None:
     with_all = train(tmp_path / "with", "DataParallelTrial", config_of(batches=6))
     without = train(tmp_path / "without", "DataParallelTrial", config_of([], batches=6))
     assert with_all.reports("training") == without.reports("training")
@@ -170,9 +170,7 @@ def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_trial_of_a_master_goes_on_in_the_same_run_after_a_crash_and_a_fork_is_another(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
+def test_trial_restart_keeps_logged_run_unlike_fork(shared_master: MasterForTest, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     config = {
         **config_of([{"mlflow": {"tracking_uri": uri, "experiment_name": "on a master"}}]),
@@ -203,7 +201,7 @@ def test_a_trial_of_a_master_goes_on_in_the_same_run_after_a_crash_and_a_fork_is
     (run,) = stores.read("mlflow", uri)
     assert (run["name"], run["experiment"]) == (f"trial {crashed['id']}", "on a master")
     losses = {step for step, metrics in run["rows"] if "training/loss" in metrics}
-    assert losses >= {12, 14, 16}  # what waits when the chief is killed is not there
+    assert losses >= {12, 14, 16}  # reports queued when the chief was killed are lost
     reported = client.get(f"/api/v1/trials/{crashed['id']}")["trial"]["latestValidation"]["metrics"][
         "avgMetrics"
     ]

@@ -1,4 +1,4 @@
-"""A training whose logger is not there goes on; one whose config is wrong does not begin."""
+"""Trainer.fit with missing, disabled or unknown loggers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(autouse=True)
-def _definitions_and_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _temporary_runs_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DSTRIAL_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
 
@@ -26,19 +26,19 @@ def with_loggers(loggers: list[object]) -> dict[str, object]:
 
 
 @pytest.mark.skipif(is_installed("trackio"), reason="Requires: [no trackio]")
-def test_a_package_that_is_missing_costs_one_warning_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_continues_without_logger_package(caplog: pytest.LogCaptureFixture) -> None:
     outcome = fit(exp_conf=with_loggers(["trackio"]), reporting_period=Batch(2))
     assert sorted(outcome.rows("training")) == [2, 4]
     said = [record.getMessage() for record in caplog.records if record.name == "dstrial.loggers"]
     assert said == [
         "logger trackio cannot begin: trackio is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[trackio]'. "
         "Nothing of this run is kept there; training goes on.",
-        # Two of training, one of validation, and what the run tells of itself with each of training.
+        # Two training reports with telemetry each, and one validation report.
         "logger trackio: 5 of 5 reports are lost",
     ]
 
 
-def test_what_is_only_tested_or_measured_is_not_logged(
+def test_loggers_are_disabled_in_test_mode(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(exp_conf=with_loggers(["trackio"]), test_mode=True)
@@ -47,7 +47,7 @@ def test_what_is_only_tested_or_measured_is_not_logged(
     assert [record for record in caplog.records if record.name == "dstrial.loggers"] == []
 
 
-def test_a_logger_that_does_not_exist_is_refused_before_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_logger_is_rejected_before_training(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO),
         pytest.raises(ConfigError, match="expected one of wandb, mlflow, trackio"),

@@ -1,4 +1,4 @@
-"""A logger works behind training: what it does badly is warned of once, and what it loses is counted."""
+"""RunLoggers: order, failures and lost reports of loggers in their threads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ RUN = LoggedRun("0" * 16, "run", "group", "project", {}, {}, Path("run"), Path("
 
 
 @pytest.fixture(autouse=True)
-def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_poll_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_loggers, "POLL_S", 0.02)
 
 
-class Kept:
-    """The smallest logger there is; `on_log` and `on_begin` are called before it keeps anything."""
+class FakeLogger:
+    """Logger that stores rows in memory; calls ``on_begin`` and ``on_log`` first."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_reports_come_in_order_on_a_thread_of_the_loggers_own() -> None:
-    first, second = Kept(), Kept()
+def test_reports_arrive_in_order_on_logger_thread() -> None:
+    first, second = FakeLogger(), FakeLogger()
     with RunLoggers([("wandb", first), ("mlflow", second)]) as loggers:
         loggers.begin(RUN)
         for batch in range(1, 200):
@@ -76,8 +76,8 @@ def test_reports_come_in_order_on_a_thread_of_the_loggers_own() -> None:
     assert first.states == second.states == ["completed"]
 
 
-def test_the_end_of_a_run_is_told() -> None:
-    stopped, failed, left = Kept(), Kept(), Kept()
+def test_loggers_receive_final_state() -> None:
+    stopped, failed, left = FakeLogger(), FakeLogger(), FakeLogger()
     with RunLoggers([("wandb", stopped)]) as loggers:
         loggers.begin(RUN)
         loggers.note_stop()
@@ -90,16 +90,14 @@ def test_the_end_of_a_run_is_told() -> None:
     assert (stopped.states, failed.states, left.states) == (["stopped"], ["failed"], ["completed"])
 
 
-def test_a_logger_that_fails_is_warned_of_once_and_what_it_lost_is_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failing_logger_warns_once_and_counts_losses(caplog: pytest.LogCaptureFixture) -> None:
     has_kept_one = threading.Event()
 
     def fail_on_odd(reports: Sequence[Report]) -> None:
         if any(report.batches_trained % 2 for report in reports):
             raise OSError(28, "No space left on device")
 
-    bad, good = Kept(fail_on_odd), Kept(lambda _: has_kept_one.set())
+    bad, good = FakeLogger(fail_on_odd), FakeLogger(lambda _: has_kept_one.set())
     with caplog.at_level("INFO"), RunLoggers([("mlflow", bad), ("wandb", good)]) as loggers:
         loggers.begin(RUN)
         for batch in (1, 3, 4):
@@ -107,7 +105,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_what_it_lost_is_counted(
             loggers.report("training", batch, {"loss": 1.0})
             assert has_kept_one.wait(60)
     assert [row[1] for row in good.rows] == [1, 3, 4]
-    assert [row[1] for row in bad.rows] in ([4], [])  # it may have been given them together
+    assert [row[1] for row in bad.rows] in ([4], [])  # batches 3 and 4 may come in one call, which then fails
     lost = 3 - len(bad.rows)
     first, last = warnings(caplog)
     assert "logger mlflow: OSError: [Errno 28] No space left on device. Lost: the report" in first
@@ -116,11 +114,11 @@ def test_a_logger_that_fails_is_warned_of_once_and_what_it_lost_is_counted(
     assert bad.states == ["completed"]
 
 
-def test_one_that_cannot_begin_loses_everything_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_logger_begin_failure_loses_all_reports(caplog: pytest.LogCaptureFixture) -> None:
     def missing() -> None:
         raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
 
-    bad = Kept(on_begin=missing)
+    bad = FakeLogger(on_begin=missing)
     with RunLoggers([("wandb", bad)]) as loggers:
         loggers.begin(RUN)
         loggers.report("training", 1, {"loss": 1.0})
@@ -134,26 +132,24 @@ def test_one_that_cannot_begin_loses_everything_and_says_so_once(caplog: pytest.
     ]
 
 
-def test_a_password_in_an_address_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_omits_password_in_url(caplog: pytest.LogCaptureFixture) -> None:
     def refuse() -> None:
         raise OSError("https://me:hidden@tracking:5000/api does not answer")
 
-    with RunLoggers([("mlflow", Kept(on_begin=refuse))]) as loggers:
+    with RunLoggers([("mlflow", FakeLogger(on_begin=refuse))]) as loggers:
         loggers.begin(RUN)
     (warning,) = warnings(caplog)
     assert "OSError: https://tracking:5000/api does not answer" in warning
 
 
-def test_one_that_hangs_holds_up_neither_reports_nor_another_logger_and_is_left_behind(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_hanging_logger_blocks_neither_training_nor_others(caplog: pytest.LogCaptureFixture) -> None:
     is_released = threading.Event()
-    hanging, good = Kept(lambda _: is_released.wait()), Kept()
+    hanging, good = FakeLogger(lambda _: is_released.wait()), FakeLogger()
     loggers = RunLoggers([("mlflow", hanging), ("wandb", good)], end_s=0.3, capacity=1000)
     try:
         with loggers:
             loggers.begin(RUN)
-            for batch in range(1, 2501):  # more than one can have taken and more that may wait
+            for batch in range(1, 2501):  # exceeds the queue's capacity
                 loggers.report("training", batch, {"loss": 1.0})
                 wait_until(lambda batch=batch: len(good.rows) > batch - 500)
             wait_until(lambda: len(good.rows) == 2500)
@@ -168,9 +164,9 @@ def test_one_that_hangs_holds_up_neither_reports_nor_another_logger_and_is_left_
         is_released.set()
 
 
-def test_one_that_begins_late_gets_what_waited(caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_logger_receives_queued_reports(caplog: pytest.LogCaptureFixture) -> None:
     may_begin = threading.Event()
-    late = Kept(on_begin=may_begin.wait)
+    late = FakeLogger(on_begin=may_begin.wait)
     with RunLoggers([("wandb", late)], begin_s=0.05) as loggers:
         loggers.begin(RUN)
         loggers.report("training", 1, {"loss": 1.0})
@@ -181,7 +177,7 @@ def test_one_that_begins_late_gets_what_waited(caplog: pytest.LogCaptureFixture)
     assert "logger wandb has not begun yet; training goes on" in warning
 
 
-def test_beginning_draws_no_random_numbers_from_training() -> None:
+def test_logger_begin_preserves_random_state() -> None:
     def draw() -> None:
         random.seed(9)
         np.random.seed(9)
@@ -191,6 +187,6 @@ def test_beginning_draws_no_random_numbers_from_training() -> None:
     expected = random.random(), float(np.random.rand())
     random.seed(1)
     np.random.seed(1)
-    with RunLoggers([("wandb", Kept(on_begin=draw))]) as loggers:
+    with RunLoggers([("wandb", FakeLogger(on_begin=draw))]) as loggers:
         loggers.begin(RUN)
         assert (random.random(), float(np.random.rand())) == expected

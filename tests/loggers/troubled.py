@@ -1,4 +1,4 @@
-"""Real loggers in trouble, without training: python troubled.py WORK full|odd|plain SECONDS LOGGER=JSON..."""
+"""Log without training: troubled.py WORK full|odd|plain SECONDS LOGGER=JSON..."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main() -> None:
         loggers.begin(run)
         loggers.report("training", 1, {"loss": 0.5})
         if what == "full":
-            time.sleep(3)  # what is written now only shows that it was possible
+            time.sleep(3)  # let the loggers write before the disk is full
             fill(disk / "filler")
             time.sleep(1)
             fill(disk / "rest")
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def fill(path: Path) -> None:
-    """Write until nothing more fits, to the last byte."""
+    """Fill the disk to the last byte."""
     try:
         with path.open("wb", buffering=0) as file:
             for size in (65536, 512, 1):

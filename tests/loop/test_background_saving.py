@@ -1,4 +1,4 @@
-"""Checkpoints are written behind the loop: it goes on, nothing is lost, and no failure is silent."""
+"""Background checkpoints: slow storage, write failures and killed ranks."""
 
 import json
 import pathlib
@@ -17,13 +17,13 @@ SCENARIOS = ["storage hangs", "one rank fails", "end fails", "rank dies", "user 
 
 
 class Program:
-    """The running scenarios and their run directories."""
+    """A program on two ranks that runs SCENARIOS, and its run directories."""
 
     def __init__(self, running, run_dirs):
         self.running = running
         self.run_dirs = run_dirs
 
-    def of_ranks(self, name):
+    def results_by_rank(self, name):
         results = self.running.result(name)
         for rank, result in enumerate(results):
             if isinstance(result, dict) and "error" in result and result["error"] != "ended":
@@ -57,16 +57,16 @@ def program(tmp_path_factory):
         yield Program(running, run_dirs)
 
 
-def test_the_loop_goes_on_while_the_storage_hangs(program):
-    for rank, (seen, fitted, complete) in enumerate(program.of_ranks("storage hangs")):
+def test_training_continues_while_storage_hangs(program):
+    for rank, (seen, fitted, complete) in enumerate(program.results_by_rank("storage hangs")):
         assert seen == ([[]] if rank == 0 else []), "at batch 3, that of batch 2 is not complete"
         assert "batches_trained=8" in fitted
         assert complete == [2, 4, 6, 8]
 
 
-def test_a_write_that_fails_on_one_rank_fails_all_at_the_same_exchange_with_that_rank_named(program):
+def test_write_failure_fails_all_ranks_at_same_batch(program):
     last_batches = []
-    for name, message, uuids, last_batch in program.of_ranks("one rank fails"):
+    for name, message, uuids, last_batch in program.results_by_rank("one rank fails"):
         assert name == "CheckpointError"
         assert "at batch 4 cannot be written by rank 1" in message
         assert "Is a directory" in message
@@ -78,15 +78,15 @@ def test_a_write_that_fails_on_one_rank_fails_all_at_the_same_exchange_with_that
     assert len(program.names("one rank fails")) == 1
 
 
-def test_a_failure_of_the_last_checkpoint_is_raised_at_the_end(program):
-    for name, message in program.of_ranks("end fails"):
+def test_last_checkpoint_failure_is_raised_at_end(program):
+    for name, message in program.results_by_rank("end fails"):
         assert name == "CheckpointError"
         assert "at batch 3 cannot be written by rank 1" in message
     assert program.names("end fails") == []
 
 
-def test_a_rank_that_is_killed_in_the_middle_leaves_no_checkpoint_and_the_rest_is_removed(program):
-    chief, killed = program.of_ranks("rank dies")
+def test_killed_rank_leaves_removable_incomplete_checkpoint(program):
+    chief, killed = program.results_by_rank("rank dies")
     assert killed["error"] == "ended"
     assert isinstance(chief, str) or chief["error"] == "ended", "training went on without a rank"
     assert program.steps("rank dies") == [2]
@@ -98,12 +98,12 @@ def test_a_rank_that_is_killed_in_the_middle_leaves_no_checkpoint_and_the_rest_i
     assert program.names("rank dies") == [complete]
 
 
-def test_a_checkpoint_under_way_is_completed_when_user_code_fails(program):
-    assert program.of_ranks("user code fails") == [["KeyError", [4]]]
+def test_pending_checkpoint_completes_when_user_code_fails(program):
+    assert program.results_by_rank("user code fails") == [["KeyError", [4]]]
 
 
-def test_files_equal_those_of_a_save_at_once_bit_by_bit(program):
-    for result in program.of_ranks("written twice"):
+def test_background_files_equal_synchronous_save_bitwise(program):
+    for result in program.results_by_rank("written twice"):
         for kind, (num_files, differing) in result.items():
             assert num_files >= 4, kind
             assert differing == [], kind

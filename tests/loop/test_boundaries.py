@@ -1,3 +1,5 @@
+"""Batches at which reports, validations and checkpoints are due."""
+
 import math
 
 import pytest
@@ -22,24 +24,24 @@ def positions(period, total, epoch_length=None):
     return [n for n in range(1, total + 1) if Period.from_train_unit(period).is_due(n, epoch_length)]
 
 
-def test_a_period_in_batches_fires_at_its_multiples():
+def test_batch_period_is_due_at_multiples():
     assert positions(pytorch.Batch(250), 1000) == [250, 500, 750, 1000]
 
 
-def test_a_list_means_exactly_these_positions():
+def test_batch_list_is_due_at_exact_positions():
     assert positions(pytorch.Batch([5, 30, 45]), 100) == [5, 30, 45]
 
 
-def test_a_period_in_epochs_fires_at_epoch_ends_only():
+def test_epoch_period_is_due_at_epoch_ends():
     assert positions(pytorch.Epoch(2), 50, epoch_length=10) == [20, 40]
     assert positions(pytorch.Epoch([1, 3]), 50, epoch_length=10) == [10, 30]
 
 
-def test_a_period_in_epochs_never_fires_when_the_epoch_length_is_unknown():
+def test_epoch_period_without_epoch_length_is_never_due():
     assert positions(pytorch.Epoch(1), 50) == []
 
 
-def test_a_number_without_a_unit_is_refused():
+def test_period_without_unit_is_rejected():
     with pytest.raises(TypeError, match=r"expected Batch\(\.\.\.\) or Epoch"):
         Period.from_train_unit(100)
     with pytest.raises(TypeError, match="expected an int or a list"):
@@ -47,7 +49,7 @@ def test_a_number_without_a_unit_is_refused():
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 30), st.integers(1, 200))
-def test_each_boundary_fires_at_its_own_period_whatever_the_others_are(report, validate, checkpoint, total):
+def test_each_boundary_is_due_at_own_period(report, validate, checkpoint, total):
     periods = {
         Boundary.REPORT: Period("batches", every=report),
         Boundary.VALIDATE: Period("batches", every=validate),
@@ -70,7 +72,7 @@ def test_each_boundary_fires_at_its_own_period_whatever_the_others_are(report, v
     st.integers(1, 60),
     st.sampled_from([None, 5, 9]),
 )
-def test_nothing_is_due_before_the_next_due_batch(report, validate, listed, total, epoch_length):
+def test_nothing_is_due_before_next_due(report, validate, listed, total, epoch_length):
     periods = {
         Boundary.REPORT: Period("batches", every=report),
         Boundary.VALIDATE: Period(validate[0], every=validate[1]),
@@ -85,7 +87,7 @@ def test_nothing_is_due_before_the_next_due_batch(report, validate, listed, tota
         batches = following
 
 
-def test_the_length_of_a_run_is_counted_in_batches():
+def test_total_batches_converts_epochs():
     assert total_batches(pytorch.Batch(7), None) == 7
     assert total_batches(pytorch.Epoch(3), 40) == 120
 
@@ -99,7 +101,7 @@ def test_the_length_of_a_run_is_counted_in_batches():
         (10, 10, r"Batch\(int\)"),
     ],
 )
-def test_a_length_that_says_nothing_is_refused(length, epoch_length, error):
+def test_total_batches_rejects_invalid_length(length, epoch_length, error):
     with pytest.raises((TypeError, ValueError), match=error):
         total_batches(length, epoch_length)
 
@@ -118,11 +120,11 @@ def test_a_length_that_says_nothing_is_refused(length, epoch_length, error):
         ("best", 3.0, 2.0, False, True),
     ],
 )
-def test_a_validation_asks_for_a_checkpoint_by_the_policy(policy, now, before, smaller, saves):
+def test_asks_for_checkpoint_follows_policy(policy, now, before, smaller, saves):
     assert asks_for_checkpoint(policy, now, before, smaller_is_better=smaller) is saves
 
 
-def test_lengths_in_records_are_whole_batches_and_at_least_one():
+def test_record_lengths_round_to_at_least_one_batch():
     for length, batches in ((100, 3), (5, 1)):
         unit = train_unit(Length(length, "records"), 32)
         assert isinstance(unit, pytorch.Batch)

@@ -1,4 +1,4 @@
-"""Progress of ``Trainer.fit``: lines in a script, a table with curves in a notebook."""
+"""Progress of ``Trainer.fit``: lines in a script, a table in a notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def test_lines_and_newest_metrics_of_each_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_progress_prints_lines_and_keeps_newest(capsys: pytest.CaptureFixture[str]) -> None:
     live = LiveProgress(20, "accuracy", is_silent=False)
     live.open(None)  # type: ignore[arg-type]  # the context is not read
     for report in REPORTS:
@@ -30,7 +30,7 @@ def test_lines_and_newest_metrics_of_each_group(capsys: pytest.CaptureFixture[st
     assert live.newest == {group: metrics for group, _, metrics in REPORTS}
 
 
-def test_notebook_display_has_a_curve_per_group() -> None:
+def test_notebook_display_has_curve_per_group() -> None:
     class Handle:
         shown = ""
 
@@ -47,7 +47,7 @@ def test_notebook_display_has_a_curve_per_group() -> None:
     assert "<b>" not in live._handle.shown
 
 
-def test_output_that_nobody_reads_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_pipe_does_not_end_training(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def write(self, text: str) -> None:
             raise BrokenPipeError(text)
@@ -60,7 +60,7 @@ def test_output_that_nobody_reads_does_not_end_the_training(monkeypatch: pytest.
     assert live.newest["training"] == REPORTS[2][2]
 
 
-def test_curve_leaves_out_what_is_not_finite() -> None:
+def test_curve_omits_non_finite_values() -> None:
     live = LiveProgress(None, None, is_silent=False)
     live._handle = type("Handle", (), {"update": lambda *_: None})()
     for batch, loss in enumerate((0.5, float("nan"), float("inf"), 0.25)):

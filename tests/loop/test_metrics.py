@@ -1,3 +1,5 @@
+"""Accumulation and reduction of metrics over batches and ranks."""
+
 import math
 
 import numpy as np
@@ -16,11 +18,11 @@ def window_of(*sets, **options):
     return window
 
 
-def test_a_bare_tensor_is_the_loss():
+def test_as_mapping_treats_tensor_as_loss():
     assert as_mapping(torch.tensor(2.0), "train_batch").keys() == {"loss"}
 
 
-def test_anything_else_is_refused():
+def test_as_mapping_rejects_other_types():
     with pytest.raises(
         TrialContractError, match=r"train_batch must return a dictionary .* returned 3\.0 of type float"
     ):
@@ -36,20 +38,20 @@ def test_anything_else_is_refused():
         (torch.tensor(1.0), torch.tensor([4.0, 6.0])),
     ],
 )
-def test_losses_1_and_5_are_reported_as_3(values):
+def test_mean_of_losses_1_and_5_is_3(values):
     totals = window_of({"loss": values[0]}, {"loss": values[1]}).totals()
     assert combine([totals], "train_batch") == {"loss": 3.0}
 
 
-def test_two_ranks_with_losses_1_and_5_report_3():
-    shares = [
+def test_combine_averages_losses_of_two_ranks():
+    totals = [
         window_of({"loss": torch.tensor(1.0)}).totals(),
         window_of({"loss": torch.tensor(5.0)}).totals(),
     ]
-    assert combine(shares, "train_batch") == {"loss": 3.0}
+    assert combine(totals, "train_batch") == {"loss": 3.0}
 
 
-def test_unpacked_totals_equal_the_packed_ones():
+def test_totals_survive_pack_and_unpack():
     window = MetricWindow("train_batch", watches_losses=True)
     window.add({"loss": torch.tensor(math.nan), "note": "words"})
     totals = window.totals()
@@ -57,17 +59,17 @@ def test_unpacked_totals_equal_the_packed_ones():
     assert (repr(unpacked), unpacked.finite) == (repr(totals), {"loss": False})
 
 
-def test_nested_lists_count_with_their_mean_and_words_are_kept_as_none():
+def test_nested_lists_are_averaged_and_text_is_none():
     totals = window_of({"a": [[1, 2], [3, 4]], "word": "x", "ragged": [[1], [2, 3]]}).totals()
     assert combine([totals], "train_batch") == {"a": 2.5, "word": None, "ragged": None}
 
 
-def test_nan_is_reported_not_hidden():
+def test_mean_with_nan_is_nan():
     totals = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(math.nan)}).totals()
     assert math.isnan(combine([totals], "train_batch")["loss"])
 
 
-def test_what_was_added_is_not_changed_by_later_writes_to_the_tensor():
+def test_add_copies_tensor_values():
     loss = torch.tensor(1.0)
     window = window_of({"loss": loss})
     loss.fill_(100.0)
@@ -75,20 +77,20 @@ def test_what_was_added_is_not_changed_by_later_writes_to_the_tensor():
     assert combine([window.totals()], "train_batch") == {"loss": 2.0}
 
 
-def test_arrays_of_any_precision_count_with_their_mean():
+def test_bfloat16_array_is_averaged():
     totals = window_of({"loss": torch.tensor([1.0, 2.0], dtype=torch.bfloat16)}).totals()
     assert combine([totals], "t") == {"loss": 1.5}
 
 
-def test_values_on_an_accelerator_are_never_read_before_the_report():
+def test_add_does_not_synchronize_device_values():
     window = window_of(*[{"loss": torch.ones((), device="meta"), "map": torch.ones(2, device="meta")}] * 3)
     window.add({"loss": torch.ones((), device="meta"), "map": torch.ones(2, device="meta")}, weight=2)
-    with pytest.raises(NotImplementedError):  # which a read of this device would have raised above
+    with pytest.raises(NotImplementedError):  # any read of a meta tensor raises this error
         window.totals()
 
 
 @pytest.mark.parametrize("reducer", list(pytorch.Reducer))
-def test_values_combine_on_a_device_as_they_do_on_the_host(reducer):
+def test_device_reduction_equals_host_reduction(reducer):
     host, device = (MetricWindow("evaluate_batch", lambda _name: reducer) for _ in range(2))
     for value, weight in [(3.0, 2), (-1.0, 1), (7.5, 4)]:
         host.add({"m": value}, weight)
@@ -102,14 +104,14 @@ def test_values_combine_on_a_device_as_they_do_on_the_host(reducer):
 
 
 @pytest.mark.parametrize("reducer", [pytorch.Reducer.MAX, pytorch.Reducer.MIN])
-def test_the_largest_and_smallest_do_not_hide_nan(reducer):
+def test_max_and_min_propagate_nan(reducer):
     window = MetricWindow("evaluate_batch", lambda _name: reducer)
     for value in (1.0, math.nan, 2.0):
         window.add({"m": value})
     assert math.isnan(combine([window.totals()], "e", lambda _name: reducer)["m"])
 
 
-def test_a_graph_is_not_kept_alive():
+def test_window_does_not_keep_autograd_graph():
     weight = torch.ones(1, requires_grad=True)
     window = window_of({"loss": (weight * 2).sum()})
     assert not any(getattr(total, "requires_grad", False) for total in window.state_dict()["totals"].values())
@@ -121,14 +123,14 @@ def test_low_precision_losses_are_summed_in_double():
     assert combine([window.totals()], "train_batch")["loss"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_mean_is_weighted():
+def test_mean_is_weighted():
     window = MetricWindow("evaluate_batch")
     window.add({"loss": torch.tensor(1.0)}, weight=30)
     window.add({"loss": 5.0 * torch.ones(())}, weight=10)
     assert combine([window.totals()], "evaluate_batch") == {"loss": 2.0}
 
 
-def test_reducers_other_than_the_mean_ignore_weights():
+def test_non_mean_reducers_ignore_weights():
     chosen = {"s": pytorch.Reducer.SUM, "hi": pytorch.Reducer.MAX, "lo": pytorch.Reducer.MIN}
     windows = [MetricWindow("evaluate_batch", chosen.__getitem__) for _ in range(2)]
     for window, values in zip(windows, [(1.0, 4.0), (2.0, -3.0)], strict=True):
@@ -138,19 +140,19 @@ def test_reducers_other_than_the_mean_ignore_weights():
     assert combined == {"s": 4.0, "hi": 4.0, "lo": -3.0}
 
 
-def test_names_may_not_change_from_call_to_call():
+def test_changed_metric_names_are_rejected():
     with pytest.raises(TrialContractError, match=r"returned the metrics \['accuracy'\]; expected \['loss'\]"):
         window_of({"loss": 1.0}, {"accuracy": 1.0})
 
 
-def test_names_may_not_differ_between_ranks_and_ranks_that_do_not_report_are_left_out():
-    shares = [window_of({"loss": 1.0}).totals(), None, window_of({"acc": 1.0}).totals()]
+def test_combine_rejects_different_names_between_ranks():
+    totals = [window_of({"loss": 1.0}).totals(), None, window_of({"acc": 1.0}).totals()]
     with pytest.raises(TrialContractError, match=r"\['acc'\] on rank 2 and \['loss'\] on rank 0"):
-        combine(shares, "train_batch")
-    assert combine([None, shares[0]], "train_batch") == {"loss": 1.0}
+        combine(totals, "train_batch")
+    assert combine([None, totals[0]], "train_batch") == {"loss": 1.0}
 
 
-def test_an_open_window_survives_a_checkpoint():
+def test_metric_window_survives_checkpoint():
     window = window_of({"loss": torch.tensor(1.0), "host": 2.0})
     restored = MetricWindow("train_batch")
     restored.load_state_dict(window.state_dict(), torch.device("cpu"))
@@ -159,15 +161,15 @@ def test_an_open_window_survives_a_checkpoint():
     assert combine([window.totals()], "t") == combine([restored.totals()], "t") == {"loss": 1.5, "host": 3.0}
 
 
-def test_sets_are_kept_only_when_asked():
+def test_batches_are_kept_only_on_request():
     assert window_of({"loss": 1.0}).batches() == []
     kept = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(2.0)}, keep_batches=True)
     assert [float(batch["loss"]) for batch in kept.batches()] == [1.0, 2.0]
 
 
-def test_totals_that_are_leaving_are_those_of_their_window():
+def test_async_totals_exclude_later_metrics():
     window = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(math.nan)}, watches_losses=True)
-    window._totals["held"] = torch.tensor(4.0, dtype=torch.float64)  # as on a device
+    window._totals["held"] = torch.tensor(4.0, dtype=torch.float64)  # like the totals on an accelerator
     leaving = window.async_totals()
     window.reset()
     window.add({"loss": torch.tensor(8.0)})

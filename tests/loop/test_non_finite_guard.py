@@ -1,3 +1,5 @@
+"""Detection of non-finite losses and of skipped optimizer steps."""
+
 import math
 
 import torch
@@ -18,7 +20,7 @@ def guard(mode="fail", patience=3, **options):
 
 
 def judge(watch, *reports, scale=lambda _idx: 1.0, skips=lambda _idx: False):
-    """Hand in reports of two batches each; returns the batch of the report that failed, or None."""
+    """Return the batch at which the guard fails, or None; a report has two batches."""
     num_skipped = 0
     for idx, finite in enumerate(reports):
         num_skipped += 2 * skips(idx)
@@ -30,7 +32,7 @@ def judge(watch, *reports, scale=lambda _idx: 1.0, skips=lambda _idx: False):
     return None
 
 
-def test_bad_reports_are_counted_in_a_row():
+def test_guard_fails_after_consecutive_non_finite_reports():
     one, none = [{"loss": GOOD}], [{"loss": BAD}]
     assert judge(guard(), none, none, none) == 6
     assert judge(guard(), none, none, one, none, none, one) is None
@@ -38,27 +40,27 @@ def test_bad_reports_are_counted_in_a_row():
     assert judge(guard("warn"), *[none] * 9) is None
 
 
-def test_bad_reports_at_the_end_are_a_warning(caplog):
+def test_guard_warns_about_non_finite_last_reports(caplog):
     watch = guard()
     for idx, finite in enumerate([[{"loss": GOOD}], [{"loss": BAD}], [{"loss": BAD}]]):
         watch.judge(finite, {"loss": NAN}, [StepCounts(2 * (idx + 1), 0, 1.0)], 2 * idx, is_last=idx == 2)
     assert "no finite loss (loss is nan) since batch 3: 2 reports in a row" in caplog.text
 
 
-def test_one_finite_loss_on_any_rank_or_of_any_name_is_enough():
+def test_guard_accepts_one_finite_loss():
     assert judge(guard(), *[[{"loss": BAD}, {"loss": GOOD}]] * 5) is None
     assert judge(guard(), *[[{"d_loss": BAD, "g_loss": GOOD}]] * 5) is None
     assert judge(guard(), *[[{"d_loss": BAD, "g_loss": BAD}]] * 3) == 6
 
 
-def test_a_loss_scale_on_its_way_down_is_how_loss_scaling_begins():
+def test_decreasing_loss_scale_is_not_failure():
     one = [{"loss": GOOD}]
     assert judge(guard(), *[one] * 9, skips=lambda _: True, scale=lambda idx: 2.0 ** -(idx + 1)) is None
     assert judge(guard(), *[one] * 9, skips=lambda _: True) == 6
     assert judge(guard(), *[one] * 9, skips=lambda idx: idx % 3 != 0) is None
 
 
-def test_a_window_says_whether_any_loss_is_finite():
+def test_metric_window_tracks_finite_losses():
     window = MetricWindow("train_batch", watches_losses=True)
     for value in (1.0, NAN, 2.0, math.inf, NAN):
         window.add({"loss": torch.tensor(value), "lr": 0.1})
@@ -66,11 +68,11 @@ def test_a_window_says_whether_any_loss_is_finite():
     assert window.newest_is_finite() is False
     window.reset()
     assert window.newest_is_finite() is False
-    window.add({"nll": NAN, "lr": 0.1})  # without a loss by name every metric counts
+    window.add({"nll": NAN, "lr": 0.1})  # if no name contains "loss", all metrics count
     assert window.totals().finite == {"nll": False, "lr": True}
 
 
-def test_a_loss_that_is_an_element_of_a_large_tensor_does_not_keep_it():
+def test_window_does_not_keep_large_base_tensor():
     window = MetricWindow("train_batch", watches_losses=True)
     large = torch.zeros(10_000, device="meta")
     window.add({"loss": large[0]})
@@ -78,7 +80,7 @@ def test_a_loss_that_is_an_element_of_a_large_tensor_does_not_keep_it():
     assert held.untyped_storage().nbytes() <= 64
 
 
-def test_what_speaks_against_a_state():
+def test_unsafe_to_save_reason_and_lost_weight():
     good, no_loss, lost = StateEvidence(None, True), StateEvidence(None, False), StateEvidence("w", True)
     silent = StateEvidence(None, None)
     assert unsafe_to_save_reason([good, no_loss]) is None

@@ -1,7 +1,7 @@
-"""What the wait for metric reports relies on in Determined's client, which has no public way to wait for them.
+"""PendingReports with the private API of Determined's metrics client.
 
-``PendingReports`` counts posts by replacing ``_post_metrics`` of the client's thread and reads the thread's queue. Another
-release of determined must fail here, not lose metrics in a crash.
+The client has no public method to wait for its reports, so ``PendingReports`` replaces ``_post_metrics`` of the client's thread
+and reads the thread's queue. If a release of Determined changes these, this test must fail.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def train_context(metrics: Any) -> core.TrainContext:
     )  # fmt: skip
 
 
-def test_a_train_context_on_a_cluster_has_that_client() -> None:
+def test_cluster_train_context_has_known_metrics_client() -> None:
     context = _metrics._MetricsContext(None, 1, 1)
     assert train_context(context)._metrics is context
     assert PendingReports(train_context(context)).wait()
 
 
-def test_a_client_of_another_kind_is_refused() -> None:
+def test_unknown_metrics_client_is_rejected() -> None:
     with pytest.raises(DstrialError, match=r"metrics client of determined .* is unknown"):
         PendingReports(train_context(metrics=object()))
 
 
-def test_off_a_cluster_nothing_is_awaited() -> None:
+def test_wait_off_cluster_returns_immediately() -> None:
     assert PendingReports(core.DummyTrainContext()).wait()

@@ -1,4 +1,4 @@
-"""What is written behind the loop: in order, once, with failures that the loop hears of."""
+"""ReportWriter: order, blocking and failures of background writes."""
 
 import functools
 import logging
@@ -11,8 +11,8 @@ from dstrial.errors import DstrialError
 from dstrial.loop.metric_sinks import ReportWriter
 
 
-class Places:
-    """Where reports go; fails or hangs when told to."""
+class FakeSink:
+    """Records written steps; fails at steps in ``fails_at``, blocks on ``may_go_on``."""
 
     def __init__(self):
         self.recorded = []
@@ -34,99 +34,99 @@ class Places:
 
 
 @pytest.fixture
-def places():
-    return Places()
+def sink():
+    return FakeSink()
 
 
 @pytest.fixture
-def writer(places):
+def writer(sink):
     writer = ReportWriter(deadline_s=60, capacity=4)
     yield writer
-    places.may_go_on.set()
+    sink.may_go_on.set()
     writer.close()
 
 
-def hand_over(places, writer, *steps):
+def submit(sink, writer, *steps):
     for step in steps:
-        writer.submit(functools.partial(places.write, step))
+        writer.submit(functools.partial(sink.write, step))
 
 
-def test_reports_are_written_in_order_once_on_one_other_thread(places, writer):
-    hand_over(places, writer, *range(100))
+def test_reports_are_written_in_order_on_thread(sink, writer):
+    submit(sink, writer, *range(100))
     writer.flush()
-    assert places.recorded == places.published == list(range(100))
-    assert len(places.threads) == 1
-    assert threading.get_ident() not in places.threads
+    assert sink.recorded == sink.published == list(range(100))
+    assert len(sink.threads) == 1
+    assert threading.get_ident() not in sink.threads
 
 
-def test_the_caller_does_not_wait_for_what_hangs(places, writer):
-    places.may_go_on.clear()
-    hand_over(places, writer, 1, 2, 3)
-    assert places.recorded == []
-    places.may_go_on.set()
+def test_submit_does_not_block_on_hanging_write(sink, writer):
+    sink.may_go_on.clear()
+    submit(sink, writer, 1, 2, 3)
+    assert sink.recorded == []
+    sink.may_go_on.set()
     writer.flush()
-    assert places.recorded == [1, 2, 3]
+    assert sink.recorded == [1, 2, 3]
 
 
-def test_a_full_queue_holds_the_caller_up_until_there_is_room(places, writer):
-    places.may_go_on.clear()
-    hand_over(places, writer, 1, 2, 3, 4)
-    threading.Timer(0.3, places.may_go_on.set).start()
+def test_submit_blocks_while_queue_is_full(sink, writer):
+    sink.may_go_on.clear()
+    submit(sink, writer, 1, 2, 3, 4)
+    threading.Timer(0.3, sink.may_go_on.set).start()
     began_s = time.monotonic()
-    hand_over(places, writer, 5)
+    submit(sink, writer, 5)
     assert time.monotonic() - began_s > 0.2
     writer.flush()
-    assert places.recorded == [1, 2, 3, 4, 5]
+    assert sink.recorded == [1, 2, 3, 4, 5]
 
 
-def test_waiting_has_a_deadline(places):
+def test_flush_has_deadline(sink):
     writer = ReportWriter(deadline_s=0.2)
-    places.may_go_on.clear()
-    hand_over(places, writer, 1, 2)
+    sink.may_go_on.clear()
+    submit(sink, writer, 1, 2)
     with pytest.raises(DstrialError, match=r"2 reports .* not written after 0.2 s"):
         writer.flush()
-    places.may_go_on.set()
+    sink.may_go_on.set()
     writer.close()
 
 
 @pytest.mark.parametrize("at", ["record", "publish"])
-def test_failure_ends_writing_and_is_raised_once(places, writer, at):
-    """A report that is recorded is not written again because a sink has failed."""
-    error = places.fails_at[at, 2] = OSError(28, "No space left on device")
-    hand_over(places, writer, 1, 2, 3)
+def test_failure_ends_writing_and_is_returned_once(sink, writer, at):
+    """A recorded report is not written again if its publication fails."""
+    error = sink.fails_at[at, 2] = OSError(28, "No space left on device")
+    submit(sink, writer, 1, 2, 3)
     writer.flush()
-    hand_over(places, writer, 4)
+    submit(sink, writer, 4)
     assert writer.failure == "OSError: [Errno 28] No space left on device"
     assert writer.call(lambda: "closed") == "closed"
-    assert places.recorded == ([1] if at == "record" else [1, 2])
-    assert places.published == [1]
+    assert sink.recorded == ([1] if at == "record" else [1, 2])
+    assert sink.published == [1]
     assert writer.take_error() is error
     assert writer.failure is None
     assert writer.take_error() is None
 
 
-def test_a_call_waits_for_what_came_before_and_raises_here(places, writer):
-    places.may_go_on.clear()
-    hand_over(places, writer, 1)
-    threading.Timer(0.1, places.may_go_on.set).start()
-    assert writer.call(lambda: list(places.recorded)) == [1]
+def test_call_waits_for_queue_and_raises_errors(sink, writer):
+    sink.may_go_on.clear()
+    submit(sink, writer, 1)
+    threading.Timer(0.1, sink.may_go_on.set).start()
+    assert writer.call(lambda: list(sink.recorded)) == [1]
     with pytest.raises(ZeroDivisionError):
         writer.call(lambda: 1 / 0)
     assert writer.failure is None
 
 
-def test_closing_writes_what_is_left_and_logs_what_nobody_was_told(places, caplog):
+def test_close_writes_queue_and_logs_unreported_error(sink, caplog):
     writer = ReportWriter(deadline_s=60)
-    places.fails_at["record", 3] = OSError(28, "No space left on device")
-    hand_over(places, writer, 1, 2, 3)
+    sink.fails_at["record", 3] = OSError(28, "No space left on device")
+    submit(sink, writer, 1, 2, 3)
     with caplog.at_level(logging.ERROR, logger="dstrial.loop"):
         writer.close()
-    assert places.recorded == [1, 2]
+    assert sink.recorded == [1, 2]
     assert "a report could not be written: OSError: [Errno 28] No space left" in caplog.text
     assert not any(thread.name == "dstrial-reports" for thread in threading.enumerate())
 
 
-def test_no_thread_is_started_where_nothing_is_written(places):
+def test_no_thread_without_reports(sink):
     writer = ReportWriter(deadline_s=60)
     writer.flush()
     writer.close()

@@ -1,4 +1,4 @@
-"""A user's reducers are kept aside and checkpointed whatever they hold; old callbacks are warned of."""
+"""Snapshots and checkpoint state of user reducers; deprecated callbacks."""
 
 import threading
 
@@ -18,7 +18,7 @@ class Holding:
         self.fn = lambda values: values
 
 
-def test_a_snapshot_restores_values_and_keeps_what_cannot_be_copied():
+def test_snapshot_restores_values_and_keeps_uncopyable_objects():
     reducer = Holding()
     lock, model = reducer.lock, reducer.model
     snapshot = Snapshot([reducer])
@@ -31,7 +31,7 @@ def test_a_snapshot_restores_values_and_keeps_what_cannot_be_copied():
     assert reducer.model is model
 
 
-def test_a_checkpoint_holds_state_and_leaves_models_functions_and_locks_to_the_trial(caplog):
+def test_reducer_state_excludes_models_functions_and_locks(caplog):
     reducer = Holding()
     state = reducer_state(reducer)
     assert state == {"values": [1]}
@@ -42,7 +42,7 @@ def test_a_checkpoint_holds_state_and_leaves_models_functions_and_locks_to_the_t
     assert fresh.values == [1]
 
 
-def test_old_callback_is_warned_of_once():
+def test_deprecated_callback_warns_once():
     class Old(pytorch.PyTorchCallback):
         def on_checkpoint_end(self, checkpoint_dir):
             del checkpoint_dir

@@ -1,3 +1,5 @@
+"""Intervals and results of the sync points between ranks."""
+
 import concurrent.futures
 import contextlib
 
@@ -33,7 +35,7 @@ def silent(_clock):
     return None
 
 
-def test_agreements_grow_apart_to_about_five_seconds():
+def test_sync_interval_grows_to_five_seconds():
     agreed = [batches for batches, _ in points_at(0.01, 3000, silent)]
     gaps = [b - a for a, b in zip(agreed, agreed[1:], strict=False)]
     assert agreed[0] == 1
@@ -41,22 +43,22 @@ def test_agreements_grow_apart_to_about_five_seconds():
     assert set(gaps[2:]) <= {499, 500, 501}
 
 
-def test_slow_batches_agree_after_every_one():
+def test_slow_batches_sync_after_every_batch():
     assert [batches for batches, _ in points_at(20.0, 5, silent)] == [1, 2, 3, 4, 5]
 
 
-def test_stop_request_on_one_rank_ends_that_batch():
+def test_stop_request_stops_after_current_batch():
     stop_request = lambda clock: StopReason.SIGNAL if clock.now_s > 1.005 else None  # noqa: E731
     assert points_at(0.01, 3000, stop_request)[-1] == (101, StopReason.SIGNAL)
 
 
-def test_payloads_come_back_by_rank():
+def test_agree_returns_payloads_by_rank():
     points = SyncPoints(core.DummyDistributedContext(), lambda: None, Clock())
     points.start(0)
     assert points.agree(1, payload={"a": 1}).payloads == [{"a": 1}]
 
 
-def test_an_exchange_in_two_steps_decides_as_one_does():
+def test_begin_and_end_equal_agree():
     points = SyncPoints(core.DummyDistributedContext(), lambda: StopReason.REQUESTED, Clock())
     points.start(0)
     points.begin(1, payload="mine")
@@ -65,8 +67,8 @@ def test_an_exchange_in_two_steps_decides_as_one_does():
     assert points.next_batch == 9
 
 
-def test_begin_end_gather_over_determineds_own_context():
-    """Ranks that `init(distributed=...)` was given a context for, which is no control channel."""
+def test_begin_and_end_use_determined_context():
+    """A user may pass Determined's DistributedContext to `init(distributed=...)`."""
 
     def exchange(rank):
         with contextlib.closing(
@@ -85,7 +87,7 @@ def test_begin_end_gather_over_determineds_own_context():
         assert list(ranks.map(exchange, range(2))) == [([0, 1], StopReason.REQUESTED, False)] * 2
 
 
-def test_only_fast_batches_may_go_on_before_the_end_of_an_exchange():
+def test_may_wait_is_true_only_for_fast_batches():
     def may_wait(seconds_per_batch):
         clock = Clock()
         points = SyncPoints(core.DummyDistributedContext(), lambda: None, clock)

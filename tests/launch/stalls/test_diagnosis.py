@@ -1,4 +1,4 @@
-"""When ranks count as stalled, who holds the others up, and what is said of it."""
+"""Stall detection, the choice of the straggler, and the stall message."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ IN_ALL_REDUCE = Place(Wait.RANKS, "all_reduce", Frame("/home/me/model_def.py", 4
 WORKS = Place(Wait.UNKNOWN, "", Frame("/home/me/model_def.py", 31, "forward"))
 
 
-def test_ranks_have_stalled_when_none_has_moved_for_the_timeout_and_the_longest_so_far() -> None:
+def test_stall_requires_timeout_plus_longest_batch() -> None:
     longest_s = {Phase.BATCH: 20.0}
     assert find_stall([view(0, age_s=139), view(1, age_s=150)], longest_s, SETTINGS) is None
     found = find_stall([view(0, age_s=141), view(1, age_s=150)], longest_s, SETTINGS)
@@ -55,7 +55,7 @@ def test_ranks_have_stalled_when_none_has_moved_for_the_timeout_and_the_longest_
     assert find_stall([view(0, phase=Phase.NONE, age_s=1e9)], longest_s, SETTINGS) is None
 
 
-def test_who_waits_in_an_exchange_may_wait_as_long_as_the_batch_of_the_others() -> None:
+def test_stall_of_waiting_rank_uses_peers_longest_batch() -> None:
     longest_s = {Phase.BATCH: 600.0}
     views = [view(0, phase=Phase.BETWEEN, batch=82, age_s=400), view(1, age_s=400)]
     assert find_stall(views, longest_s, SETTINGS) is None
@@ -65,7 +65,8 @@ def test_who_waits_in_an_exchange_may_wait_as_long_as_the_batch_of_the_others() 
     assert (found.kind, found.batch, found.is_certain) == (Phase.BATCH, 81, True)
 
 
-def test_before_a_first_of_its_kind_has_ended_a_stall_is_certain_after_eight_timeouts() -> None:
+def test_stall_in_first_phase_certain_after_eight_timeouts() -> None:
+    """No batch, checkpoint or validation has ended, so its usual duration is unknown."""
     found = find_stall([view(0, batch=0)], {}, SETTINGS)
     assert found is not None
     assert (found.is_certain, found.longest_s) == (False, None)
@@ -86,7 +87,7 @@ def test_before_a_first_of_its_kind_has_ended_a_stall_is_certain_after_eight_tim
     )
 
 
-def test_what_a_script_does_between_batches_is_told_as_slow_at_most() -> None:
+def test_script_between_batches_is_slow_not_stalled() -> None:
     longest_s = {Phase.BATCH: 1.0, Phase.SCRIPT: 30.0}
     views = [view(0), view(1, phase=Phase.SCRIPT)]
     assert find_stall(views, longest_s, SETTINGS) is None
@@ -104,7 +105,7 @@ def test_what_a_script_does_between_batches_is_told_as_slow_at_most() -> None:
     assert certain.is_certain
 
 
-def test_a_stopped_rank_is_told_however_long_batches_take() -> None:
+def test_stopped_rank_is_stall_despite_long_batches() -> None:
     longest_s = {Phase.BATCH: 3600.0}
     views = [view(0, age_s=12), view(1, age_s=12, state="T", stopped_s=STOPPED_AFTER_S)]
     found = find_stall(views, longest_s, SETTINGS)
@@ -119,7 +120,7 @@ def test_a_stopped_rank_is_told_however_long_batches_take() -> None:
     assert find_stall(short, longest_s, SETTINGS) is None
 
 
-def test_a_rank_in_a_debugger_or_in_the_kernel_is_told_from_one_that_was_stopped() -> None:
+def test_diagnose_distinguishes_debugger_and_kernel_wait() -> None:
     assert "rank 1 is held by a debugger at" in diagnose([view(1, state="t")], {}).text
     told = diagnose([view(0), view(1, state="D", kernel_function="nfs_wait")], {0: IN_ALL_REDUCE})
     assert told.text.startswith(
@@ -128,7 +129,7 @@ def test_a_rank_in_a_debugger_or_in_the_kernel_is_told_from_one_that_was_stopped
     assert told.straggler == 1
 
 
-def test_who_waits_for_its_loader_holds_the_others_up() -> None:
+def test_rank_waiting_for_loader_is_straggler() -> None:
     views = [view(rank, waits_for_data=rank == 2) for rank in range(4)]
     told = diagnose(views, dict.fromkeys([0, 1, 3], IN_ALL_REDUCE))
     assert told.straggler == 2
@@ -138,12 +139,12 @@ def test_who_waits_for_its_loader_holds_the_others_up() -> None:
     )
 
 
-def test_a_loader_that_itself_waits_for_other_ranks_is_not_to_blame() -> None:
+def test_loader_waiting_in_collective_is_not_straggler() -> None:
     views = [view(0, waits_for_data=True), view(1)]
     assert diagnose(views, {0: IN_ALL_REDUCE, 1: WORKS}).straggler == 1
 
 
-def test_who_works_while_all_others_wait_holds_them_up() -> None:
+def test_only_working_rank_is_straggler() -> None:
     told = diagnose([view(0), view(1)], {0: IN_ALL_REDUCE, 1: WORKS})
     assert told.straggler == 1
     assert told.text.startswith(
@@ -151,7 +152,7 @@ def test_who_works_while_all_others_wait_holds_them_up() -> None:
     )
 
 
-def test_who_waits_for_its_device_is_not_to_blame_and_who_does_not_is() -> None:
+def test_rank_waiting_for_device_is_not_straggler() -> None:
     on_device = Place(Wait.DEVICE, "", Frame("/home/me/model_def.py", 45, "train_batch"))
     views = [view(rank) for rank in range(3)]
     told = diagnose(views, {0: on_device, 1: WORKS, 2: IN_ALL_REDUCE})
@@ -171,7 +172,7 @@ def test_who_waits_for_its_device_is_not_to_blame_and_who_does_not_is() -> None:
     assert diagnose(ahead, {0: on_device, 1: IN_ALL_REDUCE}).straggler is None
 
 
-def test_nobody_is_blamed_where_no_rank_is_seen_to_wait_for_another() -> None:
+def test_no_straggler_when_no_rank_waits_for_another() -> None:
     told = diagnose([view(0), view(1)], {0: WORKS, 1: WORKS})
     assert told.straggler is None
     assert told.text == "; ".join(
@@ -180,7 +181,7 @@ def test_nobody_is_blamed_where_no_rank_is_seen_to_wait_for_another() -> None:
     assert diagnose([view(0)], {0: WORKS}).straggler == 0
 
 
-def test_ranks_in_different_collectives_are_told_with_both_places() -> None:
+def test_different_collectives_are_reported_with_both_places() -> None:
     barrier = Place(Wait.RANKS, "barrier", Frame("/home/me/model_def.py", 31, "train_batch"))
     told = diagnose([view(0), view(1)], {0: barrier, 1: IN_ALL_REDUCE})
     assert told.text == (
@@ -194,27 +195,27 @@ def test_ranks_in_different_collectives_are_told_with_both_places() -> None:
     assert ahead.straggler == 1
 
 
-def test_all_ranks_in_one_collective_wait_for_another_machine() -> None:
+def test_all_ranks_in_same_collective_blame_other_machine() -> None:
     told = diagnose([view(0), view(1)], {0: IN_ALL_REDUCE, 1: IN_ALL_REDUCE})
     assert told.text.startswith("all 2 ranks are in all_reduce of")
     assert told.straggler is None
     assert "another machine" in told.hint
 
 
-def test_without_stacks_only_places_are_told() -> None:
+def test_diagnose_without_stacks_reports_only_positions() -> None:
     told = diagnose([view(0), view(1, batch=80)], {})
     assert told == diagnose([view(0), view(1, batch=80)], {})
     assert told.text == "rank 0 is at batch 81 in train_batch; rank 1 is at batch 80 in train_batch"
 
 
-def test_background_save_that_never_ends_is_a_stall() -> None:
+def test_endless_background_save_is_stall() -> None:
     assert find_stall([saving(1)], {Phase.SAVE: 20.0, Phase.BATCH: 1.0}, SETTINGS) is None
     found = find_stall([saving(1)], {Phase.SAVE: 5.0, Phase.BATCH: 1.0}, SETTINGS)
     assert found == Stall(Phase.SAVE, 80, 130, 5.0, True)
     assert "It has not ended for 130 s" in sentence(found, diagnose([saving(1)], {}))
 
 
-def test_straggler_of_a_background_save_is_named() -> None:
+def test_background_save_straggler_is_named() -> None:
     views = [saving(rank) for rank in range(3)]
     writes = Place(Wait.UNKNOWN, "", Frame("/opt/dstrial/engine/state_copy.py", 325, "_save"))
     waits = Place(Wait.RANKS, "allgather")
@@ -230,14 +231,14 @@ def test_straggler_of_a_background_save_is_named() -> None:
     assert asks.is_of_master
 
 
-def test_the_longest_of_each_phase_is_that_of_any_rank() -> None:
+def test_longest_phase_is_maximum_over_ranks() -> None:
     slow = (0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0, 0.0)
     slower = (0.0, 0.0, 0.0, 11.0, 2.0, 0.0, 0.0, 0.0)
     found = find_longest([view(0, longest_s=slow), view(1, longest_s=slower)], 3.0)
     assert found == {Phase.BATCH: 3.0, Phase.VALIDATION: 11.0, Phase.SAVE: 2.0}
 
 
-def test_wait_for_the_master_is_no_fault_of_ranks() -> None:
+def test_wait_for_master_is_attributed_to_master() -> None:
     views = [view(0, phase=Phase.BETWEEN), view(1, phase=Phase.BETWEEN)]
     told = diagnose(views, {0: Place(Wait.MASTER), 1: IN_ALL_REDUCE})
     assert told.text == (
@@ -248,7 +249,7 @@ def test_wait_for_the_master_is_no_fault_of_ranks() -> None:
     assert told.is_of_master
 
 
-def test_settings_come_from_the_config_and_wrong_ones_are_named() -> None:
+def test_settings_from_config_reject_invalid_values() -> None:
     def read(section: dict[str, object]) -> StallSettings:
         return StallSettings.from_config({"data": {"dstrial": section}})
 
@@ -265,7 +266,7 @@ def test_settings_come_from_the_config_and_wrong_ones_are_named() -> None:
         read({"stall_action": "kill"})
 
 
-def test_ranks_that_gather_weights_of_zero_3_are_told_of_leaf_modules() -> None:
+def test_stalled_zero3_gather_hints_at_leaf_modules() -> None:
     gathers = dataclasses.replace(IN_ALL_REDUCE, operation="all_gather", gathers_weights=True)
     for other in (gathers, IN_ALL_REDUCE):
         found = diagnose([view(0), view(1)], {0: gathers, 1: other})

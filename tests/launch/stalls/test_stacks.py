@@ -1,4 +1,4 @@
-"""What faulthandler writes of a rank tells whether it waits for other ranks, for its data, or works."""
+"""Find in a rank's faulthandler stacks what the rank waits for."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ WORKER = dump(
 )
 
 
-def test_a_rank_in_a_collective_is_found_with_its_operation_and_the_users_call() -> None:
+def test_collective_is_found_with_operation_and_user_call() -> None:
     place = place_of(parse_stacks(WORKER + dump(*BARRIER)), 0x7F01)
     assert place is not None
     assert (place.wait, place.operation) == (Wait.RANKS, "barrier")
     assert place.call == "train_batch (model_def.py:31)"
 
 
-def test_names_of_what_wraps_a_collective_are_left_out() -> None:
+def test_collective_wrapper_frames_are_ignored() -> None:
     reduce = (
         f"{SITE}/torch/distributed/distributed_c10d.py:2810 all_reduce",
         f"{SITE}/torch/distributed/c10d_logger.py:83 wrapper",
@@ -71,7 +71,7 @@ def test_names_of_what_wraps_a_collective_are_left_out() -> None:
     )
 
 
-def test_a_hook_of_a_backward_pass_in_another_thread_is_the_ranks_own_wait() -> None:
+def test_collective_in_backward_thread_counts_as_rank_wait() -> None:
     backward = dump(
         f"{SITE}/torch/autograd/graph.py:841 _engine_run_backward", "/home/me/model_def.py:40 train_batch"
     )
@@ -81,7 +81,7 @@ def test_a_hook_of_a_backward_pass_in_another_thread_is_the_ranks_own_wait() -> 
     assert place.wait is Wait.RANKS
 
 
-def test_who_waits_for_reports_to_be_written_waits_for_what_the_writer_waits_for() -> None:
+def test_report_flush_takes_wait_of_writer_thread() -> None:
     writer = dump(
         "/usr/lib/python3.12/ssl.py:1166 read",
         f"{SITE}/determined/common/api/_session.py:120 _do_request",
@@ -104,7 +104,7 @@ def test_who_waits_for_reports_to_be_written_waits_for_what_the_writer_waits_for
     assert place.wait is Wait.UNKNOWN
 
 
-def test_a_save_in_the_background_is_not_what_training_waits_for() -> None:
+def test_background_save_is_not_wait_of_training() -> None:
     save = dump(
         *BARRIER[:2],
         "/usr/lib/python3.12/threading.py:1012 run",
@@ -131,13 +131,13 @@ def test_a_save_in_the_background_is_not_what_training_waits_for() -> None:
         ),
     ],
 )
-def test_a_rank_in_its_loader_waits_for_data(frames: tuple[str, ...]) -> None:
+def test_loader_frames_are_wait_for_data(frames: tuple[str, ...]) -> None:
     place = place_of(parse_stacks(dump(*frames, "/home/me/model_def.py:30 train_batch")), 0x7F01)
     assert place is not None
     assert place.wait is Wait.DATA
 
 
-def test_what_is_no_dump_has_no_place() -> None:
+def test_invalid_stack_dump_has_no_place() -> None:
     assert parse_stacks("Fatal Python error\n  nothing") == []
     assert place_of([], 1) is None
     assert stack_of([], 1) is None
@@ -155,7 +155,7 @@ threading.Event().wait()
 
 
 @pytest.mark.process
-def test_a_rank_writes_its_stacks_while_it_is_blocked_and_what_it_waits_for_goes_on(tmp_path: Path) -> None:
+def test_signal_dumps_stacks_without_ending_blocked_rank(tmp_path: Path) -> None:
     path = tmp_path / "stacks"
     env = {**os.environ, STACKS_FILE_VARIABLE: str(path)}
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -202,16 +202,15 @@ def line_of(file: str, line: int) -> str:
 
 
 @pytest.mark.parametrize("text", [SYNCHRONIZE, ITEM, OVERFLOW])
-def test_who_asks_for_a_value_of_the_device_waits_for_the_device(text: str) -> None:
+def test_reading_device_value_is_wait_for_device(text: str) -> None:
     place = place_of(parse_stacks(text), 0x7F01, line_of)
     assert place is not None
     assert place.wait is Wait.DEVICE
     assert place.call.startswith("train_batch (model_def.py:4")
 
 
-def test_a_collective_that_synchronizes_its_device_is_a_wait_for_ranks_and_no_word_alone_is_one_for_a_device() -> (
-    None
-):
+def test_collective_takes_precedence_over_device_synchronization() -> None:
+    """Other source lines, such as `self.items()`, are no wait for a device."""
     both = dump(f"{SITE}/torch/cuda/streams.py:100 synchronize", *BARRIER)
     place = place_of(parse_stacks(both), 0x7F01, line_of)
     assert place is not None
@@ -222,7 +221,7 @@ def test_a_collective_that_synchronizes_its_device_is_a_wait_for_ranks_and_no_wo
         assert place.wait is Wait.UNKNOWN
 
 
-def test_a_gather_of_zero_3_for_a_module_is_known() -> None:
+def test_zero3_weight_gather_is_recognized() -> None:
     gather = (
         f"{SITE}/deepspeed/runtime/zero/partition_parameters.py:120 wait",
         f"{SITE}/deepspeed/utils/nvtx.py:20 wrapped_fn",

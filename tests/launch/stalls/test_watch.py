@@ -1,4 +1,4 @@
-"""The watch over ranks: real processes that write heartbeats and stacks, and a launcher that did not look for a while."""
+"""StallWatch with real rank processes that write heartbeats and stacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
 
 pytestmark = pytest.mark.process
 
-# Says each batch that it is told on its standard input; `data` is a wait for its loader, `end` the end of training.
+# Program of a rank. Each line of standard input sets its heartbeat: a batch number, `data` (waits for the data loader),
+# `end` (training has ended) or `leave` (the program has ended, but a thread goes on).
 RANK = """
 import sys
 import threading
@@ -44,7 +45,7 @@ while word := read_records():
 
 
 class Ranks:
-    """Two real ranks, and a watch over them with a clock of the test's."""
+    """Two rank processes and a StallWatch whose clock the test advances."""
 
     def __init__(self, directory: Path, settings: StallSettings, *, has_other_nodes: bool = False) -> None:
         self.lines: list[str] = []
@@ -121,9 +122,7 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         one.close()
 
 
-def test_a_rank_in_its_loader_is_named_with_the_stacks_of_all(
-    ranks: Callable[..., Ranks], tmp_path: Path
-) -> None:
+def test_loader_stall_is_reported_with_all_stacks(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
     both.say(1, "data")
@@ -138,10 +137,10 @@ def test_a_rank_in_its_loader_is_named_with_the_stacks_of_all(
     assert both.lines[-1] == "stalled: no longer; training is at batch 3"
 
 
-@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("polls_again", [True, False])
 @pytest.mark.parametrize("last_words", [(), ("end",)], ids=["killed", "ended"])
-def test_ranks_that_go_on_and_end_before_the_next_look_are_told_to_have_gone_on(
-    ranks: Callable[..., Ranks], last_words: tuple[str, ...], looks: bool
+def test_progress_before_exit_is_reported_as_recovery(
+    ranks: Callable[..., Ranks], last_words: tuple[str, ...], polls_again: bool
 ) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
@@ -152,7 +151,7 @@ def test_ranks_that_go_on_and_end_before_the_next_look_are_told_to_have_gone_on(
         both.say(0, word)
         both.say(1, word)
     both.close()
-    if looks:
+    if polls_again:
         both.pass_time(0.5)
     both.watch.close()
     assert [line for line in both.lines if "no longer" in line] == [
@@ -161,7 +160,7 @@ def test_ranks_that_go_on_and_end_before_the_next_look_are_told_to_have_gone_on(
 
 
 @pytest.mark.parametrize("last_words", [(), ("end",)], ids=["killed", "ended"])
-def test_ranks_that_end_where_they_stood_are_not_told_to_have_gone_on(
+def test_exit_without_progress_is_not_reported_as_recovery(
     ranks: Callable[..., Ranks], last_words: tuple[str, ...]
 ) -> None:
     both = ranks(timeout_s=20.0)
@@ -178,9 +177,7 @@ def test_ranks_that_end_where_they_stood_are_not_told_to_have_gone_on(
     assert not [line for line in both.lines if "no longer" in line]
 
 
-def test_a_stopped_rank_is_told_before_the_timeout_and_ever_more_rarely(
-    ranks: Callable[..., Ranks],
-) -> None:
+def test_stopped_rank_is_reported_early_with_backoff(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=2000.0)
     both.train(0, 1, 2)
     pid = both.processes[1].pid
@@ -197,7 +194,7 @@ def test_a_stopped_rank_is_told_before_the_timeout_and_ever_more_rarely(
     assert both.lines[-1] == "stalled: no longer; training is at batch 3"
 
 
-def test_time_in_which_the_launcher_itself_was_stopped_does_not_count(ranks: Callable[..., Ranks]) -> None:
+def test_time_launcher_was_stopped_does_not_count(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
     both.now_s += 3600
@@ -206,7 +203,7 @@ def test_time_in_which_the_launcher_itself_was_stopped_does_not_count(ranks: Cal
     assert both.lines == []
 
 
-def test_ranks_are_ended_once_and_not_in_a_slow_first_batch(ranks: Callable[..., Ranks]) -> None:
+def test_restart_action_ends_ranks_once_after_first_batch(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=5.0, action="restart")
     both.train(0)
     both.pass_time(35)  # less than eight timeouts
@@ -219,7 +216,7 @@ def test_ranks_are_ended_once_and_not_in_a_slow_first_batch(ranks: Callable[...,
     assert both.ended == [1]
 
 
-def test_ranks_without_straggler_are_ended_later_with_other_nodes(ranks: Callable[..., Ranks]) -> None:
+def test_ranks_without_straggler_end_later_on_multiple_nodes(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=5.0, action="restart", has_other_nodes=True)
     both.train(0, 1, 2)
     both.pass_time(9)
@@ -230,7 +227,7 @@ def test_ranks_without_straggler_are_ended_later_with_other_nodes(ranks: Callabl
     assert both.ended == [None]
 
 
-def test_rank_left_too_long_ago_is_ended_once(ranks: Callable[..., Ranks]) -> None:
+def test_rank_lingering_after_program_end_is_ended_once(ranks: Callable[..., Ranks]) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1)
     for rank in range(2):
@@ -246,10 +243,8 @@ def test_rank_left_too_long_ago_is_ended_once(ranks: Callable[..., Ranks]) -> No
     assert both.ended == []
 
 
-def test_a_process_that_does_not_catch_the_signal_never_gets_it(
-    ranks: Callable[..., Ranks], tmp_path: Path
-) -> None:
-    (tmp_path / "1.stacks").mkdir()  # so that rank 1 cannot have its stacks written
+def test_signal_is_not_sent_to_process_without_handler(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    (tmp_path / "1.stacks").mkdir()  # a directory, so that rank 1 cannot write its stacks
     both = ranks(timeout_s=5.0)
     both.train(0, 1, 2)
     both.pass_time(20)

@@ -1,3 +1,5 @@
+"""Order of records, and their division into batches and micro batches."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,7 +35,7 @@ def all_micro_batches(num_records, split, batch_idx, seed=3, keep_tail=True):
 
 @settings(max_examples=40)
 @given(st.integers(12, 100), st.integers(0, 20), st.sampled_from(SPLITS))
-def test_the_records_of_a_batch_do_not_depend_on_how_it_is_cut_up(num_records, batch_idx, split):
+def test_batch_records_are_independent_of_split(num_records, batch_idx, split):
     one, whole = all_micro_batches(num_records, (12, 1, 1), batch_idx)
     other, parts = all_micro_batches(num_records, split, batch_idx)
     assert one.epoch_length == other.epoch_length
@@ -42,7 +44,7 @@ def test_the_records_of_a_batch_do_not_depend_on_how_it_is_cut_up(num_records, b
 
 @settings(max_examples=40)
 @given(st.integers(12, 100), st.sampled_from(SPLITS))
-def test_every_record_is_seen_once_in_an_epoch(num_records, split):
+def test_every_record_is_seen_once_per_epoch(num_records, split):
     batches, _ = all_micro_batches(num_records, split, 0)
     seen = []
     for batch_idx in range(batches.epoch_length):
@@ -55,25 +57,25 @@ def test_every_record_is_seen_once_in_an_epoch(num_records, split):
 
 
 @given(st.integers(12, 100), st.integers(0, 40), st.integers(0, 40), st.booleans())
-def test_the_records_of_a_stretch_are_those_of_its_batches(num_records, first, length, keep_tail):
+def test_num_records_equals_sum_over_batches(num_records, first, length, keep_tail):
     batches, _ = all_micro_batches(num_records, (12, 1, 1), 0, keep_tail=keep_tail)
     counted = sum(len(batches.records(batch_idx)) for batch_idx in range(first, first + length))
     assert batches.num_records(first, first + length) == counted
 
 
-def test_an_epoch_larger_than_a_block_is_read_in_order():
+def test_epoch_larger_than_block_is_read_in_order():
     batches = GlobalBatches(lambda _epoch: range(10_000), 10_000, BatchGeometry(7, 1, 1), keep_tail=True)
     seen = [record for batch_idx in range(batches.epoch_length) for record in batches.records(batch_idx)]
     assert seen == list(range(10_000))
     assert list(batches.records(3)) == list(range(21, 28))
 
 
-def test_full_micro_batches_hold_exactly_the_micro_batch_size():
+def test_full_micro_batches_have_micro_batch_size():
     _, parts = all_micro_batches(24, (3, 2, 2), 1)
     assert [len(part) for part in parts] == [3, 3, 3, 3]
 
 
-def test_the_tail_is_dealt_out_evenly_and_no_micro_batch_is_empty():
+def test_tail_is_split_evenly_without_empty_micro_batches():
     _, parts = all_micro_batches(12 + 7, (3, 2, 2), 1)
     assert sorted(len(part) for part in parts) == [1, 2, 2, 2]
     _, parts = all_micro_batches(12 + 2, (3, 2, 2), 1)
@@ -81,12 +83,12 @@ def test_the_tail_is_dealt_out_evenly_and_no_micro_batch_is_empty():
     assert len({record for part in parts for record in part}) == 2
 
 
-def test_without_a_tail_the_epoch_ends_with_its_last_full_batch():
+def test_epoch_without_tail_ends_at_full_batch():
     batches, _ = all_micro_batches(19, (3, 2, 2), 0, keep_tail=False)
     assert (batches.epoch_length, batches.num_tail_records, batches.keeps_tail) == (1, 7, False)
 
 
-def test_too_few_records_for_one_batch_are_refused_with_the_arithmetic():
+def test_too_few_records_for_one_batch_is_error():
     with pytest.raises(
         DataError, match=r"has 5 records; expected at least one batch of 12 \(3 per micro batch x 2"
     ):
@@ -95,14 +97,14 @@ def test_too_few_records_for_one_batch_are_refused_with_the_arithmetic():
         GlobalBatches(ShuffledOrder(0, 0), 0, BatchGeometry(3, 2, 2), keep_tail=True)
 
 
-def test_epochs_and_seeds_are_shuffled_differently_and_reproducibly():
+def test_shuffled_order_depends_on_seed_and_epoch():
     orders = {tuple(ShuffledOrder(50, seed)(epoch)[:]) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
     assert ShuffledOrder(50, 1)(7)[:] == ShuffledOrder(50, 1)(7)[:]
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 11, 12, 29])
-def test_a_sampler_started_in_the_middle_goes_on_where_the_first_would_be(start):
+def test_replica_sampler_resumes_at_start_batch(start):
     batches = GlobalBatches(ShuffledOrder(30, 1), 30, BatchGeometry(2, 3, 2), keep_tail=True)
     whole, rest = iter(ReplicaSampler(batches, 1, 0, True)), iter(ReplicaSampler(batches, 1, start, True))
     for _ in range(start):
@@ -110,7 +112,7 @@ def test_a_sampler_started_in_the_middle_goes_on_where_the_first_would_be(start)
     assert [next(whole) for _ in range(20)] == [next(rest) for _ in range(20)]
 
 
-def test_a_user_sampler_is_replayed_to_its_epoch_without_touching_the_random_state():
+def test_user_sampler_replay_preserves_random_state():
     class Stateful(data.Sampler):
         def __init__(self):
             self.generator = torch.Generator().manual_seed(5)
@@ -130,19 +132,19 @@ def test_a_user_sampler_is_replayed_to_its_epoch_without_touching_the_random_sta
         straight(0)
 
 
-def test_samplers_that_draw_from_the_global_random_state_are_reproducible():
+def test_samplers_using_global_random_state_are_reproducible():
     weighted = data.WeightedRandomSampler([1.0] * 20, 20)
     assert list(epoch_order(weighted, 20, 4)(1)) == list(epoch_order(weighted, 20, 4)(1))
 
 
-def test_plain_loaders_are_recognised():
+def test_epoch_order_recognizes_plain_samplers():
     records = list(range(10))
     assert list(epoch_order(data.SequentialSampler(records), 10, 0)(3)) == records
     assert isinstance(epoch_order(data.RandomSampler(records), 10, 0), ShuffledOrder)
     assert isinstance(epoch_order(data.RandomSampler(records, replacement=True), 10, 0), SamplerOrder)
 
 
-def test_a_generator_of_the_user_changes_the_order():
+def test_user_generator_changes_order():
     records = list(range(30))
     seeded = data.RandomSampler(records, generator=torch.Generator().manual_seed(9))
     assert epoch_order(seeded, 30, 0)(0)[:] != epoch_order(data.RandomSampler(records), 30, 0)(0)[:]
@@ -154,7 +156,7 @@ def test_record_seeds_differ_by_seed_epoch_and_record():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_forking_puts_every_generator_back():
+def test_forked_random_state_restores_generators():
     before = torch.rand(1)
     with forked_random_state(1):
         inside = torch.rand(1)

@@ -1,4 +1,4 @@
-"""Where a rank goes on reading, and how many micro batches that is now."""
+"""Data positions of a checkpoint that resumes with another layout."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -18,24 +18,24 @@ def with_accumulation(steps):
     return [dataclasses.replace(PLAIN_LAYOUT, micro_batches_per_batch=steps, micro_batch_size=24 // steps)]
 
 
-def test_the_position_is_that_of_a_rank_that_reads_data():
+def test_position_is_taken_from_rank_reading_data():
     middle = {"micro_batches_drawn": 0}
     reader = {"micro_batches_drawn": 12, "records_per_batch": 24}
     assert position_of([reader, middle, middle, reader]) == reader
     assert position_of([middle]) == middle
 
 
-def test_the_same_accumulation_leaves_the_position_as_it_is():
+def test_same_accumulation_keeps_position():
     state = {"micro_batches_drawn": 3, "else": 1}
     assert rescale_micro_batches(state, with_accumulation(4), with_accumulation(4)) == state
 
 
-def test_another_accumulation_counts_the_same_records():
+def test_other_accumulation_rescales_micro_batches():
     moved = rescale_micro_batches({"micro_batches_drawn": 8}, with_accumulation(4), with_accumulation(2))
     assert moved == {"micro_batches_drawn": 4}
 
 
-def test_a_position_between_two_micro_batches_of_now_is_refused():
+def test_position_inside_new_micro_batch_is_rejected():
     with pytest.raises(CheckpointLayoutError, match="after 3 micro batches of 6 records"):
         rescale_micro_batches({"micro_batches_drawn": 3}, with_accumulation(4), with_accumulation(2))
 
@@ -51,7 +51,7 @@ def stream_of(replica, replicas, accumulation):
 
 
 @pytest.mark.parametrize("batches", [1, 4])
-def test_a_position_that_was_converted_is_saved_with_the_division_of_now(batches):
+def test_converted_position_is_saved_with_new_division(batches):
     before = stream_of(0, 2, 2)
     items = before.open(0)
     for _ in range(2 * batches):
@@ -64,7 +64,7 @@ def test_a_position_that_was_converted_is_saved_with_the_division_of_now(batches
     assert (position["pass"], position["in_pass"]) in ((0, batches), (1, 0))
 
 
-def test_a_checksum_leaves_out_what_has_no_bytes():
+def test_digest_ignores_tensors_without_bytes():
     number = torch.ones(2)
     complex_view = torch.ones(2, dtype=torch.complex64).conj()
     odd = [

@@ -1,4 +1,4 @@
-"""Reading records in loader workers: seeds of their own, and nothing of ours in the user's way."""
+"""Seeds and worker_init_fn of records that loader workers read."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 
 
 class Noise(data.Dataset):
-    """Answers with random numbers of all three generators; remembers what a worker wrote on it."""
+    """Dataset of random numbers from torch and NumPy, and of its attribute ``opened``."""
 
     opened = 0.0
 
@@ -34,7 +34,7 @@ def read(sampler, num_batches, with_epoch=True, **options):
 
 
 @pytest.mark.parametrize("kind", [int, np.int64, torch.tensor], ids=["int", "NumPy", "tensor"])
-def test_every_record_has_a_seed_of_its_own_whatever_the_sampler_yields(kind):
+def test_records_have_distinct_seeds_for_any_index_type(kind):
     class Sampler:
         def __iter__(self):
             return iter([kind(record) for record in range(6)])
@@ -51,6 +51,6 @@ def open_file(worker_idx):
     data.get_worker_info().dataset.opened = 7.0
 
 
-def test_worker_init_fn_sees_the_users_own_data_set():
+def test_worker_init_fn_sees_user_dataset():
     values = read(range(6), 2, worker_init_fn=open_file)
     assert set(values[:, 2].tolist()) == {7.0}

@@ -1,3 +1,5 @@
+"""Clients of each test's master: ``det``, session and SDK."""
+
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from serving import Master
 
 @pytest.fixture
 def det(fresh_master: Master, tmp_path: Path) -> DetHere:
-    """Somebody who types commands for the test's own master, as the user determined."""
+    """The ``det`` command, logged in to the test's master as user determined."""
     return DetHere(fresh_master.address, "determined", fresh_master.tokens["determined"], tmp_path / "home")
 
 
@@ -25,5 +27,5 @@ def admin(fresh_master: Master) -> api.Session:
 
 @pytest.fixture
 def determined(session: api.Session) -> client.Determined:
-    """The SDK at the test's own master, as the user determined."""
+    """Determined's SDK, logged in to the test's master as user determined."""
     return client.Determined._from_session(session)

@@ -1,4 +1,4 @@
-"""Access tokens, asked for with the unmodified ``det`` command and used by scripts."""
+"""Access tokens, managed with Determined's ``det`` command."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def described(det: DetHere, token_id: int) -> dict[str, object]:
     return dict(rows[0])
 
 
-def test_a_token_made_with_det_is_used_by_a_script_and_by_det(
+def test_token_created_by_det_authenticates_clients(
     fresh_master: Master, det: DetHere, tmp_path: Path
 ) -> None:
     shown = det.ok("token", "create", "--description", "nightly")
@@ -60,7 +60,7 @@ def test_a_token_made_with_det_is_used_by_a_script_and_by_det(
     assert "fuzz" in DetHere(fresh_master.address, "determined", token, tmp_path / "x").ok("e", "list")
 
 
-def test_only_a_hash_of_a_token_is_stored(fresh_master: Master, det: DetHere) -> None:
+def test_only_token_hash_is_stored(fresh_master: Master, det: DetHere) -> None:
     token_id, token = created(det)
 
     (row,) = fresh_master.rows("SELECT * FROM access_tokens")
@@ -71,7 +71,7 @@ def test_only_a_hash_of_a_token_is_stored(fresh_master: Master, det: DetHere) ->
     assert token not in det.ok("token", "list", "--json") + json.dumps(described(det, token_id))
 
 
-def test_lifespans_are_30_days_what_is_asked_for_or_none(fresh_master: Master, det: DetHere) -> None:
+def test_token_lifespan_defaults_to_30_days(fresh_master: Master, det: DetHere) -> None:
     def days(token_id: int) -> float | None:
         (row,) = fresh_master.rows("SELECT * FROM access_tokens WHERE id = ?", token_id)
         if row["expires_us"] is None:
@@ -90,7 +90,7 @@ def test_lifespans_are_30_days_what_is_asked_for_or_none(fresh_master: Master, d
         assert "expected" in answer.error
 
 
-def test_the_settings_bound_lifespans(fresh_master: Master, det: DetHere) -> None:
+def test_token_lifespan_is_bounded_by_settings(fresh_master: Master, det: DetHere) -> None:
     fresh_master.services.settings = dataclasses.replace(
         fresh_master.services.settings, token_default_days=3, token_max_days=7
     )
@@ -101,7 +101,7 @@ def test_the_settings_bound_lifespans(fresh_master: Master, det: DetHere) -> Non
         assert round((row["expires_us"] - row["created_us"]) / _DAY_US, 3) == days
 
 
-def test_a_token_ends_at_its_expiry(fresh_master: Master, det: DetHere) -> None:
+def test_expired_access_token_is_rejected(fresh_master: Master, det: DetHere) -> None:
     token_id, token = created(det, "-e", "1")
     assert fresh_master.get("/api/v1/me", token).status == 200
 
@@ -113,7 +113,7 @@ def test_a_token_ends_at_its_expiry(fresh_master: Master, det: DetHere) -> None:
     assert "no longer active" in det.refused("token", "edit", str(token_id), "-d", "again")
 
 
-def test_a_revoked_token_opens_nothing_from_then_on(fresh_master: Master, det: DetHere) -> None:
+def test_revoked_token_is_rejected(fresh_master: Master, det: DetHere) -> None:
     token_id, token = created(det)
     assert fresh_master.get("/api/v1/me", token).status == 200
 
@@ -127,7 +127,7 @@ def test_a_revoked_token_opens_nothing_from_then_on(fresh_master: Master, det: D
     ]
 
 
-def test_a_description_is_edited_and_kept_within_bounds(fresh_master: Master, det: DetHere) -> None:
+def test_token_description_is_edited_and_validated(fresh_master: Master, det: DetHere) -> None:
     token_id, _ = created(det, "-d", "first")
     det.ok("token", "edit", str(token_id), "-d", "second")
     assert described(det, token_id)["description"] == "second"
@@ -142,7 +142,7 @@ def test_a_description_is_edited_and_kept_within_bounds(fresh_master: Master, de
     assert "access token 999 is not found" in det.refused("token", "edit", "999", "-d", "x")
 
 
-def test_users_see_and_change_their_own_and_administrators_all(
+def test_users_manage_own_tokens_and_admins_all(
     fresh_master: Master, det: DetHere, admin: DetHere, other: DetHere
 ) -> None:
     mine, _ = created(det)
@@ -168,7 +168,7 @@ def test_users_see_and_change_their_own_and_administrators_all(
     assert fresh_master.get("/api/v1/me", token).status == 401
 
 
-def test_a_token_ends_with_the_password_and_with_the_user(
+def test_password_change_and_deactivation_revoke_tokens(
     fresh_master: Master, det: DetHere, admin: DetHere
 ) -> None:
     _, old = created(det)
@@ -187,19 +187,19 @@ def test_a_token_ends_with_the_password_and_with_the_user(
     assert "not active" in admin.run("token", "create", "other").stderr
 
 
-def test_a_logout_leaves_an_access_token_as_it_is(fresh_master: Master, det: DetHere) -> None:
+def test_logout_keeps_access_token(fresh_master: Master, det: DetHere) -> None:
     _, token = created(det)
     assert fresh_master.send("POST", "/api/v1/auth/logout", {}, token=token).status == 200
     assert fresh_master.get("/api/v1/me", token).status == 200
 
 
-def test_tokens_of_scripts_and_tasks_make_none(fresh_master: Master, det: DetHere) -> None:
+def test_access_and_task_tokens_cannot_create_tokens(fresh_master: Master, det: DetHere) -> None:
     for token in (created(det, "-e", "2")[1], "trial-1-user"):
         answer = fresh_master.send("POST", "/api/v1/tokens", {"userId": 2}, token=token)
         assert (answer.status, "outlive" in answer.error) == (403, True)
 
 
-def test_lists_are_sorted_and_paged(fresh_master: Master, det: DetHere) -> None:
+def test_token_list_is_sorted_and_paged(fresh_master: Master, det: DetHere) -> None:
     ids = [created(det, "-d", text, "-e", days)[0] for text, days in (("b", "3"), ("c", "1"), ("a", "2"))]
     session = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
 
@@ -215,7 +215,7 @@ def test_lists_are_sorted_and_paged(fresh_master: Master, det: DetHere) -> None:
     assert listed(tokenIds=[ids[2], ids[0]]) == [0, 2]
 
 
-def test_one_user_has_a_bounded_number_of_active_tokens(fresh_master: Master, det: DetHere) -> None:
+def test_active_tokens_per_user_are_limited(fresh_master: Master, det: DetHere) -> None:
     for number in range(200):
         fresh_master.change(
             "INSERT INTO access_tokens (token_hash, user_id, created_us) VALUES (?, 2, 1)", f"hash {number}"

@@ -1,3 +1,5 @@
+"""API of agents, slots and resource pools."""
+
 from __future__ import annotations
 
 import pytest
@@ -11,7 +13,7 @@ from dstrial.master.store.nodes import agent_key
 pytestmark = pytest.mark.process
 
 
-def test_the_client_joins_slots_with_what_runs_on_them(fresh_master: Master, admin: api.Session) -> None:
+def test_agent_slots_join_with_running_tasks(fresh_master: Master, admin: api.Session) -> None:
     (agent,) = bindings.get_GetAgents(admin).agents
     assert agent.slots is not None
     assert len(agent.slots) == NUM_SLOTS
@@ -26,7 +28,7 @@ def test_the_client_joins_slots_with_what_runs_on_them(fresh_master: Master, adm
     assert agent.slotStats.typeStats["TYPE_CPU"].total == NUM_SLOTS
 
 
-def test_a_slot_is_switched_off_and_on(fresh_master: Master, admin: api.Session) -> None:
+def test_slot_is_disabled_and_enabled(fresh_master: Master, admin: api.Session) -> None:
     agent_id = fresh_master.services.agent_id
     seen = fresh_master.services.pubsub.version("scheduler")
     body = bindings.v1DisableSlotRequest()
@@ -42,9 +44,7 @@ def test_a_slot_is_switched_off_and_on(fresh_master: Master, admin: api.Session)
     assert again.enabled is True
 
 
-def test_what_runs_on_a_slot_that_is_switched_off_is_to_be_killed_unless_it_drains(
-    fresh_master: Master, admin: api.Session
-) -> None:
+def test_disable_slot_kills_allocation_unless_draining(fresh_master: Master, admin: api.Session) -> None:
     agent_id = fresh_master.services.agent_id
     for slot_id, drain in (("0", False), ("1", True)):
         bindings.post_DisableSlot(
@@ -59,9 +59,7 @@ def test_what_runs_on_a_slot_that_is_switched_off_is_to_be_killed_unless_it_drai
     ]
 
 
-def test_an_agent_that_is_switched_off_takes_no_work_on_any_slot(
-    fresh_master: Master, admin: api.Session
-) -> None:
+def test_disabled_agent_disables_all_slots(fresh_master: Master, admin: api.Session) -> None:
     agent_id = fresh_master.services.agent_id
     admin.post(f"api/v1/agents/{agent_id}/disable", json={"drain": True})
     (agent,) = bindings.get_GetAgents(admin).agents
@@ -77,12 +75,12 @@ def test_an_agent_that_is_switched_off_takes_no_work_on_any_slot(
 
 
 @pytest.mark.parametrize("path", ["nobody", "nobody/slots/0", "{agent}/slots/99", "{agent}/slots/x"])
-def test_agents_and_slots_that_do_not_exist(served: Master, path: str) -> None:
+def test_disable_unknown_agent_or_slot_is_404(served: Master, path: str) -> None:
     path = f"/api/v1/agents/{path.format(agent=served.services.agent_id)}/disable"
     assert served.send("POST", path, {}, token="admin").status == 404
 
 
-def test_there_is_one_pool_for_everything(admin: api.Session) -> None:
+def test_resource_pools_list_single_default_pool(admin: api.Session) -> None:
     (pool,) = bindings.get_GetResourcePools(admin).resourcePools or []
     assert pool.defaultComputePool
     assert pool.schedulerType is bindings.v1SchedulerType.PRIORITY

@@ -1,4 +1,4 @@
-"""Many experiments at once, each with its own result."""
+"""Bulk actions on experiments, log cleanup and durations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def session_of(master: Master, username: str = "determined") -> api.Session:
 
 @pytest.fixture
 def session(fresh_master: Master) -> api.Session:
-    """Of the user determined, on a master whose experiments 1 and 2 are active, 3 paused and 4 of another project."""
+    """Session of user determined; experiments 1, 2 active, 3 paused, 4 in project p."""
     body = {
         "config": "entrypoint: 'true'\nsearcher: {name: single, metric: loss}\nlabels: [mine]\n",
         "activate": False,
@@ -38,14 +38,14 @@ def states(master: Master) -> dict[int, str]:
     return {row["id"]: row["state"] for row in master.rows("SELECT id, state FROM experiments ORDER BY id")}
 
 
-def test_bulk_actions_refuse_filters(fresh_master: Master) -> None:
+def test_bulk_actions_reject_filters(fresh_master: Master) -> None:
     body = {"projectId": 1, "experimentIds": [], "filters": {"userIds": [1]}}
     answer = fresh_master.send("POST", "/api/v1/projects/-1/experiments/pause", body, token="determined")
     assert answer.status == 400
     assert "filters is" in answer.error
 
 
-def test_bulk_actions_answer_for_each_experiment(session: api.Session, fresh_master: Master) -> None:
+def test_bulk_actions_return_result_per_experiment(session: api.Session, fresh_master: Master) -> None:
     ids = {"projectId": -1, "experimentIds": [1, 2, 99, 4]}
 
     def act(verb: str, method: str = "POST", token: str = "determined", **body: Any) -> dict[int, str]:
@@ -75,7 +75,7 @@ def test_bulk_actions_answer_for_each_experiment(session: api.Session, fresh_mas
     assert states(fresh_master) == {1: "ACTIVE", 2: "DELETING", 3: "DELETING", 4: "PAUSED"}
 
 
-def test_old_logs_are_deleted_at_once_when_asked_for(session: api.Session, fresh_master: Master) -> None:
+def test_cleanup_logs_deletes_expired_logs(session: api.Session, fresh_master: Master) -> None:
     for trial_id in (1, 2):
         fresh_master.change(
             "INSERT INTO logs (task_id, trial_id, time_us, source, log) VALUES ('t', ?, 1, 'task', 'x')",
@@ -94,9 +94,7 @@ def test_old_logs_are_deleted_at_once_when_asked_for(session: api.Session, fresh
     ] == [2]
 
 
-def test_experiments_last_in_seconds_up_to_now_and_trials_say_what_they_did_last(
-    session: api.Session, fresh_master: Master
-) -> None:
+def test_experiment_duration_and_trial_runner_state(session: api.Session, fresh_master: Master) -> None:
     fresh_master.change("UPDATE trials SET start_us = 1, end_us = 90500001 WHERE id = 1")
     fresh_master.change("UPDATE experiments SET start_us = 1, end_us = 91500001 WHERE id = 1")
     started = "CAST(strftime('%s', 'now') AS INTEGER) * 1000000 - 3600000000"
@@ -107,6 +105,6 @@ def test_experiments_last_in_seconds_up_to_now_and_trials_say_what_they_did_last
 
     assert bindings.get_GetExperiment(session, experimentId=1).experiment.duration == 91
     assert 3600 <= (bindings.get_GetExperiment(session, experimentId=2).experiment.duration or 0) < 7200
-    # What `det experiment create --test` compares with.
+    # `det experiment create --test` reads runnerState.
     assert bindings.get_GetTrial(session, trialId=1).trial.runnerState == "validating"
     assert bindings.get_GetTrial(session, trialId=2).trial.runnerState == "UNSPECIFIED"

@@ -1,4 +1,4 @@
-"""Requests for checkpoints and experiments: what a trial may change, what belongs to whom, and downloads that break off."""
+"""API of checkpoints and experiments: permissions, metrics and downloads."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dstrial.file_writes import remove_tree
 
 pytestmark = pytest.mark.process
 
-_LARGE_BYTES = 2**24  # more than the buffers between an archive and its client hold
+_LARGE_BYTES = 2**24  # larger than all buffers between server and client
 NEW_UUID = "b3b4a7b8-0000-4000-8000-000000000001"
 
 
-def test_a_trial_reads_the_checkpoint_it_started_from_and_changes_only_its_own(fresh_master: Master) -> None:
+def test_trial_reads_start_checkpoint_but_deletes_only_own(fresh_master: Master) -> None:
     own, warm = fresh_master.checkpoints[1], fresh_master.checkpoints[2]
     fresh_master.change("UPDATE allocations SET checkpoint_uuid = ? WHERE trial_id = 1", warm)
 
@@ -40,7 +40,7 @@ def test_a_trial_reads_the_checkpoint_it_started_from_and_changes_only_its_own(f
 @pytest.mark.parametrize(
     ("allocation_id", "status"), [("1.request.1", 200), (None, 200), ("2.request.1", 403)]
 )
-def test_a_trial_reports_for_no_other_allocation(
+def test_trial_reports_only_for_own_allocation(
     fresh_master: Master, allocation_id: str | None, status: int
 ) -> None:
     made = {"uuid": NEW_UUID, "taskId": "1.request", "allocationId": allocation_id, "metadata": {}}
@@ -60,7 +60,7 @@ def test_a_trial_reports_for_no_other_allocation(
         f"{NEW_UUID}\n",
     ],
 )
-def test_report_checkpoint_other_name_than_uuid_is_refused(fresh_master: Master, name: str) -> None:
+def test_report_checkpoint_invalid_uuid_is_rejected(fresh_master: Master, name: str) -> None:
     uuid = fresh_master.services.cluster_id if name == "<cluster id>" else name
     body = {"uuid": uuid, "taskId": "1.request", "metadata": {}}
 
@@ -71,7 +71,7 @@ def test_report_checkpoint_other_name_than_uuid_is_refused(fresh_master: Master,
     assert fresh_master.rows("SELECT uuid FROM checkpoints WHERE uuid = ?", uuid) == []
 
 
-def test_the_metrics_of_a_checkpoint_are_those_of_the_trials_that_use_it(fresh_master: Master) -> None:
+def test_checkpoint_metrics_come_from_dependent_trials(fresh_master: Master) -> None:
     uuid = fresh_master.checkpoints[1]
     for group, steps in (("training", 1), ("validation", 2)):
         report = {"trialRunId": 1, "stepsCompleted": steps, "metrics": {"avgMetrics": {"loss": steps}}}
@@ -97,7 +97,7 @@ def test_the_metrics_of_a_checkpoint_are_those_of_the_trials_that_use_it(fresh_m
     assert fresh_master.send("POST", "/api/v1/trial-source-info", nothing, token="trial-2").status == 404
 
 
-def test_what_another_policy_would_delete(served: Master) -> None:
+def test_preview_gc_lists_checkpoints_to_delete(served: Master) -> None:
     def preview(query: str) -> list[str]:
         answer = served.get(f"/experiments/1/preview_gc?{query}").json
         assert answer["metric_name"] == "loss"
@@ -108,7 +108,7 @@ def test_what_another_policy_would_delete(served: Master) -> None:
     assert preview(f"{best}&save_trial_latest=0") == [served.checkpoints[1]]
 
 
-def test_an_experiment_is_deleted_by_its_owner_or_an_administrator(fresh_master: Master) -> None:
+def test_only_owner_or_admin_deletes_experiment(fresh_master: Master) -> None:
     fresh_master.change("UPDATE experiments SET state = 'COMPLETED'")
     refused = fresh_master.send("DELETE", "/api/v1/experiments/1", token="other")
     assert refused.status == 403
@@ -126,7 +126,7 @@ def test_an_experiment_is_deleted_by_its_owner_or_an_administrator(fresh_master:
     assert states == {"DELETING"}
 
 
-def test_there_is_no_other_project(served: Master) -> None:
+def test_unknown_project_is_404(served: Master) -> None:
     body = {"config": "entrypoint: 'true'", "projectId": 7, "validateOnly": True}
     answers = [
         served.send("POST", "/api/v1/experiments", body, token="determined"),
@@ -138,7 +138,7 @@ def test_there_is_no_other_project(served: Master) -> None:
 
 
 @pytest.mark.parametrize("path", ["a" * 300, "a/" * 3000 + "a"])
-def test_a_file_whose_path_is_too_long_is_refused(served: Master, path: str) -> None:
+def test_model_definition_path_too_long_is_rejected(served: Master, path: str) -> None:
     file = {"path": path, "type": 48, "content": base64.b64encode(b"x").decode(), "mtime": "0", "mode": 420}
     body = {"config": "entrypoint: 'true'", "modelDefinition": [file], "validateOnly": True}
 
@@ -149,13 +149,13 @@ def test_a_file_whose_path_is_too_long_is_refused(served: Master, path: str) -> 
 
 
 def _large_checkpoint(master: Master, tmp_path: Path) -> Path:
-    """Put a large file into the checkpoint of trial 1."""
+    """Write a large file to trial 1's checkpoint and return its path."""
     master.change(
         "UPDATE experiments SET config = json_set(config, '$.checkpoint_storage.host_path', ?)", str(tmp_path)
     )
     directory = tmp_path / master.checkpoints[1]
     directory.mkdir()
-    (directory / "large").write_bytes(os.urandom(_LARGE_BYTES))  # gzip cannot make it smaller
+    (directory / "large").write_bytes(os.urandom(_LARGE_BYTES))  # gzip cannot compress it
     return directory / "large"
 
 
@@ -166,7 +166,7 @@ def _download(master: Master) -> tuple[http.client.HTTPConnection, http.client.H
     return connection, connection.getresponse()
 
 
-def test_download_of_odd_names_and_times_is_whole(fresh_master: Master, tmp_path: Path) -> None:
+def test_download_of_unusual_names_and_times_is_complete(fresh_master: Master, tmp_path: Path) -> None:
     directory = _large_checkpoint(fresh_master, tmp_path).parent
     (directory / "large").unlink()
     for name, time_s in ((b"caf\xe9", 0), ("café".encode(), 2**33), (b"now", 1_700_000_000)):
@@ -184,7 +184,7 @@ def test_download_of_odd_names_and_times_is_whole(fresh_master: Master, tmp_path
         content = io.BytesIO(answer.read())
         connection.close()
     finally:
-        remove_tree(directory)  # pytest cannot remove so deep a tree
+        remove_tree(directory)  # pytest fails on a directory tree this deep
 
     with tarfile.open(fileobj=content) as tar:
         found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr] # files only
@@ -197,13 +197,13 @@ def test_download_of_odd_names_and_times_is_whole(fresh_master: Master, tmp_path
 
 
 @pytest.mark.parametrize("change", ["pipe", "shorter"])
-def test_download_of_changed_file_breaks_off(fresh_master: Master, tmp_path: Path, change: str) -> None:
+def test_download_of_changed_file_is_aborted(fresh_master: Master, tmp_path: Path, change: str) -> None:
     large = _large_checkpoint(fresh_master, tmp_path)
     small = large.with_name("small")
     small.touch()
     downloads = [_download(fresh_master) for _ in range(8)]
     for _, answer in downloads:
-        answer.read(1024)  # the files are listed
+        answer.read(1024)  # the server has listed the files now
     if change == "pipe":
         small.unlink()
         os.mkfifo(small)
@@ -216,7 +216,7 @@ def test_download_of_changed_file_breaks_off(fresh_master: Master, tmp_path: Pat
         connection.close()
 
 
-def test_a_download_ends_when_its_client_leaves(fresh_master: Master, tmp_path: Path) -> None:
+def test_download_ends_when_client_disconnects(fresh_master: Master, tmp_path: Path) -> None:
     _large_checkpoint(fresh_master, tmp_path)
     connection, answer = _download(fresh_master)
     answer.read(1024)
@@ -226,8 +226,8 @@ def test_a_download_ends_when_its_client_leaves(fresh_master: Master, tmp_path: 
     assert fresh_master.get("/api/v1/me").status == 200
 
 
-def test_experiments_of_archived_projects_and_workspaces_count_as_archived(fresh_master: Master) -> None:
-    """As Determined 0.38.1, e2e_tests/tests/experiment, asks of ``archived=false``."""
+def test_archived_project_or_workspace_archives_experiments(fresh_master: Master) -> None:
+    """End-to-end tests of Determined 0.38.1 expect this of ``archived=false``."""
 
     def post(path: str, body: object = None) -> Any:
         answer = fresh_master.send("POST", f"/api/v1/{path}", body, token="determined")

@@ -1,4 +1,4 @@
-"""``det experiment continue``: what goes on is the config as it is now, whatever was submitted once."""
+"""``det experiment continue`` and the config of the continued experiment."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ max_restarts: 3
 SNAPSHOT = json.dumps({name: [] for name in ("closed", "failed", "cancelled", "stopped")})
 
 
-def ended(det: DetHere, master: Master, directory: Path, searcher: str) -> tuple[int, str]:
-    """Return an experiment that was killed before it ran, with its config changed meanwhile, and what was submitted."""
+def killed_experiment(det: DetHere, master: Master, directory: Path, searcher: str) -> tuple[int, str]:
+    """Create, edit and kill an experiment; return its ID and submitted config."""
     text = SUBMITTED + yaml.safe_dump({"searcher": SEARCHERS[searcher]})
     path = directory / "submitted.yaml"
     path.write_text(text)
@@ -61,10 +61,10 @@ def stored(master: Master, experiment_id: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("searcher", SEARCHERS)
-def test_an_experiment_goes_on_with_the_config_that_it_has(
+def test_continue_uses_current_config(
     det: DetHere, fresh_master: Master, tmp_path: Path, searcher: str
 ) -> None:
-    experiment_id, submitted = ended(det, fresh_master, tmp_path, searcher)
+    experiment_id, submitted = killed_experiment(det, fresh_master, tmp_path, searcher)
     before = stored(fresh_master, experiment_id)
 
     det.ok("e", "continue", str(experiment_id))
@@ -82,10 +82,10 @@ def test_an_experiment_goes_on_with_the_config_that_it_has(
     ]
 
 
-def test_a_changed_config_is_laid_over_the_one_that_it_has(
+def test_continue_merges_override_into_current_config(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:
-    experiment_id, submitted = ended(det, fresh_master, tmp_path, "single")
+    experiment_id, submitted = killed_experiment(det, fresh_master, tmp_path, "single")
     before = stored(fresh_master, experiment_id)["config"]
     changes = {
         "max_restarts": 1,
@@ -111,10 +111,10 @@ def test_a_changed_config_is_laid_over_the_one_that_it_has(
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "null", "# nothing\n"])
-def test_an_override_without_a_field_changes_nothing(
+def test_continue_with_empty_override_is_accepted(
     det: DetHere, fresh_master: Master, tmp_path: Path, text: str
 ) -> None:
-    experiment_id, _ = ended(det, fresh_master, tmp_path, "grid")
+    experiment_id, _ = killed_experiment(det, fresh_master, tmp_path, "grid")
 
     body = {"id": experiment_id, "overrideConfig": text}
     answer = fresh_master.send("POST", "/api/v1/experiments/continue", body, token="determined")
@@ -122,10 +122,10 @@ def test_an_override_without_a_field_changes_nothing(
     assert answer.status == 200, answer.content
 
 
-def test_a_search_of_several_trials_takes_no_other_config(
+def test_continue_rejects_override_for_multi_trial_search(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:
-    experiment_id, _ = ended(det, fresh_master, tmp_path, "random")
+    experiment_id, _ = killed_experiment(det, fresh_master, tmp_path, "random")
 
     text = det.refused("e", "continue", str(experiment_id), "--config", "max_restarts=9")
 
@@ -133,8 +133,10 @@ def test_a_search_of_several_trials_takes_no_other_config(
     assert stored(fresh_master, experiment_id)["state"] == "CANCELED"
 
 
-def test_an_override_moves_no_experiment(det: DetHere, fresh_master: Master, tmp_path: Path) -> None:
-    experiment_id, _ = ended(det, fresh_master, tmp_path, "single")
+def test_continue_rejects_workspace_and_project_override(
+    det: DetHere, fresh_master: Master, tmp_path: Path
+) -> None:
+    experiment_id, _ = killed_experiment(det, fresh_master, tmp_path, "single")
 
     text = det.refused(
         "e", "continue", str(experiment_id), "--config", "workspace=w", "--config", "project=p"
@@ -144,8 +146,8 @@ def test_an_override_moves_no_experiment(det: DetHere, fresh_master: Master, tmp
     assert stored(fresh_master, experiment_id)["state"] == "CANCELED"
 
 
-def test_a_config_of_an_older_release_with_fewer_fields_goes_on(fresh_master: Master) -> None:
-    """The experiment of the fixture has no log_policies, labels and environment."""
+def test_continue_accepts_config_of_older_release(fresh_master: Master) -> None:
+    """Experiment 1 of the fixture has no log_policies, labels or environment."""
     fresh_master.change("UPDATE allocations SET state = 'TERMINATED', end_us = 2 WHERE trial_id = 1")
     assert fresh_master.send("POST", "/api/v1/experiments/1/kill", {}, token="determined").status == 200
     fresh_master.change(

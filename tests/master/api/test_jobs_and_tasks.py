@@ -1,3 +1,5 @@
+"""API of the job queue and of tasks."""
+
 from __future__ import annotations
 
 import base64
@@ -16,7 +18,7 @@ def _queue(session: api.Session) -> list[bindings.v1Job]:
     return [job.full for job in bindings.get_GetJobsV2(session).jobs if job.full is not None]
 
 
-def test_the_queue_says_who_runs_and_who_waits(fresh_master: Master, session: api.Session) -> None:
+def test_job_queue_shows_running_and_queued_jobs(fresh_master: Master, session: api.Session) -> None:
     fresh_master.change("UPDATE allocations SET state = 'TERMINATED' WHERE trial_id = 2")
     first, second = _queue(session)
     assert first.summary is not None
@@ -27,7 +29,7 @@ def test_the_queue_says_who_runs_and_who_waits(fresh_master: Master, session: ap
     assert (second.summary.state, second.summary.jobsAhead) == (bindings.jobv1State.QUEUED, 1)
 
 
-def test_a_more_urgent_job_comes_first(fresh_master: Master, session: api.Session) -> None:
+def test_job_with_higher_priority_comes_first(fresh_master: Master, session: api.Session) -> None:
     seen = fresh_master.services.pubsub.version("scheduler")
     update = bindings.v1QueueControl(jobId="job-2", priority=1)
     bindings.post_UpdateJobQueue(session, body=bindings.v1UpdateJobQueueRequest(updates=[update]))
@@ -38,7 +40,7 @@ def test_a_more_urgent_job_comes_first(fresh_master: Master, session: api.Sessio
     ) == [{"priority": 1}]
 
 
-def test_a_job_is_moved_ahead_of_and_behind_another(session: api.Session) -> None:
+def test_job_moves_ahead_of_or_behind_another(session: api.Session) -> None:
     for control in (
         bindings.v1QueueControl(jobId="job-2", aheadOf="job-1"),
         bindings.v1QueueControl(jobId="job-2", behindOf="job-1"),
@@ -62,7 +64,7 @@ def test_a_job_is_moved_ahead_of_and_behind_another(session: api.Session) -> Non
         ({"jobId": "job-1", "aheadOf": "none"}, 404),
     ],
 )
-def test_updates_that_cannot_be_change_nothing(
+def test_invalid_queue_update_changes_nothing(
     served: Master, control: dict[str, object], status: int
 ) -> None:
     before = served.rows("SELECT id, priority, weight, queue_position FROM experiments")
@@ -71,7 +73,7 @@ def test_updates_that_cannot_be_change_nothing(
     assert served.rows("SELECT id, priority, weight, queue_position FROM experiments") == before
 
 
-def test_a_task_tells_of_its_allocations(fresh_master: Master, session: api.Session) -> None:
+def test_task_lists_allocations(fresh_master: Master, session: api.Session) -> None:
     task = bindings.get_GetTask(session, taskId="1.request").task
     assert task.taskType is bindings.v1TaskType.TRIAL
     (allocation,) = task.allocations
@@ -87,7 +89,7 @@ def _task(master: Master, **fields: object) -> str:
     return str(answer.json["taskId"])
 
 
-def test_a_task_is_forked_as_long_as_logs_are_kept(fresh_master: Master) -> None:
+def test_task_fork_fails_after_context_is_deleted(fresh_master: Master) -> None:
     file = {
         "path": "a.txt",
         "type": 48,

@@ -1,4 +1,4 @@
-"""Answers about trials with many metric names and many reports come in pages, to Determined's own client."""
+"""Pages of metrics and workloads of trials with many reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def report(session: api.Session, steps: int, values: dict[str, Any], group: str 
     bindings.post_ReportTrialMetrics(session, body=body, metrics_trialId=1)
 
 
-def test_reports_are_streamed_whole_and_in_order(session: api.Session, fresh_master: Master) -> None:
+def test_metrics_are_streamed_completely_in_order(session: api.Session, fresh_master: Master) -> None:
     def store(tx: Any) -> None:
         tx.executemany(
             "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics) VALUES (1, 1, ?, ?, 1, ?)",
@@ -51,7 +51,7 @@ def test_reports_are_streamed_whole_and_in_order(session: api.Session, fresh_mas
     assert [row.totalBatches for answer in answers for row in answer.metrics] == list(range(0, 2500, 2))
 
 
-def test_a_page_of_workloads_is_the_same_as_that_part_of_all(session: api.Session) -> None:
+def test_workload_pages_equal_slices_of_all_workloads(session: api.Session) -> None:
     for steps in range(1, 30):
         report(session, steps, {"loss": 1.0 / steps})
         if steps % 5 == 0:
@@ -69,7 +69,7 @@ def test_a_page_of_workloads_is_the_same_as_that_part_of_all(session: api.Sessio
 
 
 @pytest.mark.parametrize("place", ["avgMetrics", "batchMetrics"])
-def test_metric_name_too_long_is_refused(fresh_master: Master, place: str) -> None:
+def test_metric_name_too_long_is_rejected(fresh_master: Master, place: str) -> None:
     values = {"l" * 100_000: 1.0}
     metrics = {"avgMetrics": {}, "batchMetrics": [], place: values if place == "avgMetrics" else [values]}
     body = {"group": "training", "metrics": {"trialRunId": 1, "stepsCompleted": 1, "metrics": metrics}}

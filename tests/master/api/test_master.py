@@ -1,3 +1,5 @@
+"""API of the master's version, config, log and health."""
+
 from __future__ import annotations
 
 import logging
@@ -26,7 +28,7 @@ def root_level() -> Iterator[None]:
     logging.getLogger().setLevel(level)
 
 
-def test_info_is_that_of_the_release_whose_clients_ask(served: Master) -> None:
+def test_info_reports_version_of_installed_determined(served: Master) -> None:
     import determined
 
     info = served.get("/info", None).json
@@ -35,7 +37,7 @@ def test_info_is_that_of_the_release_whose_clients_ask(served: Master) -> None:
     assert "sso_providers" not in info
 
 
-def test_the_client_reads_what_the_master_says_of_itself(fresh_master: Master, admin: api.Session) -> None:
+def test_client_reads_master_id_health_and_config(fresh_master: Master, admin: api.Session) -> None:
     found = bindings.get_GetMaster(admin)
     assert found.masterId == fresh_master.services.master_id
     assert bindings.get_health(admin).status is bindings.HealthStatus.up
@@ -43,9 +45,7 @@ def test_the_client_reads_what_the_master_says_of_itself(fresh_master: Master, a
     assert bindings.get_GetMasterConfig(admin).config == expected
 
 
-def test_the_level_of_the_log_is_changed_until_the_master_ends(
-    fresh_master: Master, admin: api.Session, root_level: None
-) -> None:
+def test_log_level_is_changed_at_runtime(fresh_master: Master, admin: api.Session, root_level: None) -> None:
     request = bindings.v1PatchMasterConfigRequest(
         config=bindings.v1Config(log=bindings.v1LogConfig(level=bindings.v1LogLevel.ERROR)),
         fieldMask=bindings.protobufFieldMask(paths=["log.level"]),
@@ -55,7 +55,7 @@ def test_the_level_of_the_log_is_changed_until_the_master_ends(
     assert bindings.get_GetMasterConfig(admin).config["log"]["level"] == "error"
 
 
-def test_field_mask_as_text_changes_the_log(fresh_master: Master, root_level: None) -> None:
+def test_text_field_mask_changes_log_settings(fresh_master: Master, root_level: None) -> None:
     log = {"level": "LOG_LEVEL_ERROR", "color": False}
     body = {"fieldMask": "log.level,log.color", "config": {"log": log}}
     assert fresh_master.send("PATCH", "/api/v1/master/config", body, token="admin").status == 200
@@ -74,11 +74,11 @@ def test_field_mask_as_text_changes_the_log(fresh_master: Master, root_level: No
         {"fieldMask": {"paths": ["log.level"]}, "config": 3},
     ],
 )
-def test_other_settings_are_not_changed(served: Master, body: dict[str, object]) -> None:
+def test_patch_config_rejects_other_settings(served: Master, body: dict[str, object]) -> None:
     assert served.send("PATCH", "/api/v1/master/config", body, token="admin").status == 400
 
 
-def test_the_log_is_streamed_line_by_line(fresh_master: Master, admin: api.Session) -> None:
+def test_master_log_is_streamed_by_line(fresh_master: Master, admin: api.Session) -> None:
     (fresh_master.services.state_dir / "master.log").write_text(_LOG)
     entries = [answer.logEntry for answer in bindings.get_MasterLogs(admin)]
     assert [entry.id for entry in entries] == [0, 1, 2, 3, 4]
@@ -99,14 +99,14 @@ def test_the_log_is_streamed_line_by_line(fresh_master: Master, admin: api.Sessi
         ({"offset": -3, "limit": 1, "follow": True}, [2]),
     ],
 )
-def test_a_part_of_the_log(
+def test_master_log_offset_and_limit(
     fresh_master: Master, admin: api.Session, query: dict[str, int], ids: list[int]
 ) -> None:
     (fresh_master.services.state_dir / "master.log").write_text(_LOG)
     assert [answer.logEntry.id for answer in bindings.get_MasterLogs(admin, **query)] == ids
 
 
-def test_the_log_is_followed(fresh_master: Master, admin: api.Session) -> None:
+def test_master_log_is_followed(fresh_master: Master, admin: api.Session) -> None:
     path = fresh_master.services.state_dir / "master.log"
     path.write_text(_LOG)
     answers = iter(bindings.get_MasterLogs(admin, follow=True, offset=-1, limit=3))
@@ -118,7 +118,7 @@ def test_the_log_is_followed(fresh_master: Master, admin: api.Session) -> None:
     assert [answer.logEntry.message for answer in answers] == ["x: new", "x: half a line"]
 
 
-def test_health_without_database_is_one_line_of_log(
+def test_health_without_database_logs_one_line(
     fresh_master: Master, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh_master.change("ALTER TABLE cluster RENAME TO gone")

@@ -1,4 +1,4 @@
-"""The model registry, by the real SDK and the real ``det`` command."""
+"""The model registry, used with Determined's SDK and ``det`` command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serving import Master
 pytestmark = pytest.mark.process
 
 
-def test_a_model_is_made_changed_found_and_deleted(
+def test_model_is_created_changed_listed_and_deleted(
     determined: client.Determined, fresh_master: Master
 ) -> None:
     model = determined.create_model("net", "first", {"by": "me"}, ["a", "b"])
@@ -47,13 +47,13 @@ def test_a_model_is_made_changed_found_and_deleted(
 @pytest.mark.parametrize(
     ("name", "status"), [("NET", 409), ("", 400), ("  ", 400), ("a/b", 400), ("17", 400)]
 )
-def test_a_models_name_is_its_own_and_can_be_asked_for(fresh_master: Master, name: str, status: int) -> None:
+def test_invalid_or_duplicate_model_name_is_rejected(fresh_master: Master, name: str, status: int) -> None:
     for asked, expected in (("net", 200), (name, status)):
         body = {"name": asked}
         assert fresh_master.send("POST", "/api/v1/models", body, token="determined").status == expected
 
 
-def test_versions_are_numbered_once_and_for_all(determined: client.Determined, fresh_master: Master) -> None:
+def test_model_version_numbers_are_never_reused(determined: client.Determined, fresh_master: Master) -> None:
     model = determined.create_model("net")
     assert model.get_version() is None
     first = model.register_version(fresh_master.checkpoints[1])
@@ -79,7 +79,9 @@ def test_versions_are_numbered_once_and_for_all(determined: client.Determined, f
         model.get_version(2)
 
 
-def test_only_what_is_complete_is_registered(determined: client.Determined, fresh_master: Master) -> None:
+def test_only_complete_checkpoints_are_registered(
+    determined: client.Determined, fresh_master: Master
+) -> None:
     model = determined.create_model("net")
     fresh_master.change(
         "UPDATE checkpoints SET state = 'PARTIALLY_DELETED' WHERE uuid = ?", fresh_master.checkpoints[1]
@@ -99,7 +101,7 @@ def test_only_what_is_complete_is_registered(determined: client.Determined, fres
     assert model.list_versions() == []
 
 
-def test_an_archived_model_stays_as_it_is(determined: client.Determined, fresh_master: Master) -> None:
+def test_archived_model_is_read_only(determined: client.Determined, fresh_master: Master) -> None:
     model = determined.create_model("net")
     model.archive()
     assert determined.get_model("net").archived
@@ -114,7 +116,7 @@ def test_an_archived_model_stays_as_it_is(determined: client.Determined, fresh_m
     assert determined.get_model("net").description == "x"
 
 
-def test_only_its_owner_and_administrators_delete_and_archive_a_model(fresh_master: Master) -> None:
+def test_only_owner_or_admin_deletes_or_archives_model(fresh_master: Master) -> None:
     body = {"name": "net"}
     assert fresh_master.send("POST", "/api/v1/models", body, token="determined").status == 200
     version = {"checkpointUuid": fresh_master.checkpoints[1]}
@@ -129,7 +131,7 @@ def test_only_its_owner_and_administrators_delete_and_archive_a_model(fresh_mast
     assert fresh_master.send("DELETE", "/api/v1/models/net", token="admin").status == 200
 
 
-def test_registered_checkpoints_are_not_deleted_and_the_message_says_why(
+def test_registered_checkpoints_cannot_be_deleted(
     determined: client.Determined, fresh_master: Master, det: DetHere
 ) -> None:
     uuid = fresh_master.checkpoints[1]
@@ -157,7 +159,7 @@ def test_registered_checkpoints_are_not_deleted_and_the_message_says_why(
     ]
 
 
-def test_the_metrics_of_a_version_are_those_of_the_trials_that_use_it(
+def test_version_metrics_come_from_dependent_trials(
     determined: client.Determined, fresh_master: Master
 ) -> None:
     model = determined.create_model("net")
@@ -182,7 +184,7 @@ def test_the_metrics_of_a_version_are_those_of_the_trials_that_use_it(
     assert len(list(versions[1].iter_metrics())) == 2
 
 
-def test_the_det_model_commands(det: DetHere, fresh_master: Master) -> None:
+def test_det_model_commands(det: DetHere, fresh_master: Master) -> None:
     uuid = fresh_master.checkpoints[1]
     det.ok("workspace", "create", "team")
     assert "net" in det.ok("model", "create", "net", "--description", "a net")

@@ -1,4 +1,4 @@
-"""Answers that Determined's own end-to-end tests look at, in the form that its master of release 0.38.1 gives them."""
+"""Responses that end-to-end tests of Determined 0.38.1 check."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ CONFIG = {
 }
 
 
-def test_checkpoint_collection_is_a_task_while_it_lasts_and_long_enough_to_be_seen(
-    fresh_master: Master, session: api.Session
-) -> None:
+def test_checkpoint_gc_task_stays_listed_after_end(fresh_master: Master, session: api.Session) -> None:
     name = "Checkpoint GC (Experiment 1)"
 
     def names() -> set[str]:
@@ -43,20 +41,18 @@ def test_checkpoint_collection_is_a_task_while_it_lasts_and_long_enough_to_be_se
     database.write(lambda tx: background_jobs.done(tx, row.id))
     with database.read() as connection:
         assert background_jobs.next_pending(connection) is None
-    # Clients wait for it to appear and to disappear, and look twice a second.
+    # Clients poll twice a second for the task, so it stays listed for some seconds.
     assert name in names()
     fresh_master.change("UPDATE work SET ended_us = ended_us - 3000000")
     assert name not in names()
 
 
-def test_feature_switches_are_kept_and_shown(fresh_master: Master, admin: api.Session) -> None:
+def test_feature_switches_are_empty_lists(fresh_master: Master, admin: api.Session) -> None:
     assert bindings.get_GetMasterConfig(admin).config["feature_switches"] == []
     assert list(bindings.get_GetMaster(admin).featureSwitches or []) == []
 
 
-def test_experiments_tell_their_trials_and_by_which_names_others_know_them(
-    fresh_master: Master, session: api.Session
-) -> None:
+def test_experiment_has_trial_ids_and_external_ids(fresh_master: Master, session: api.Session) -> None:
     fresh_master.change("UPDATE experiments SET external_id = 'mine' WHERE id = 1")
     fresh_master.change("UPDATE trials SET external_id = 'first' WHERE id = 1")
 
@@ -69,19 +65,19 @@ def test_experiments_tell_their_trials_and_by_which_names_others_know_them(
     assert {one.displayName for one in listed} == {"determined"}
 
 
-def test_an_experiment_needs_no_model_definition(det: DetHere, tmp_path: Path) -> None:
+def test_experiment_needs_no_model_definition(det: DetHere, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(CONFIG))
 
     assert "Created experiment 3" in det.ok("e", "create", str(tmp_path / "c.yaml"), "--paused")
 
-    # One that is sent has to have what the entrypoint names.
+    # A model definition must contain the file of the entrypoint.
     (tmp_path / "context").mkdir()
     (tmp_path / "context" / "other.py").touch()
     text = det.refused("e", "create", str(tmp_path / "c.yaml"), str(tmp_path / "context"))
     assert "train.py, which is not in the model definition" in text
 
 
-def test_a_command_needs_no_entrypoint(session: api.Session) -> None:
+def test_command_needs_no_entrypoint(session: api.Session) -> None:
     body = bindings.v1LaunchCommandRequest(config={"resources": {"slots": 0}})
 
     command = bindings.post_LaunchCommand(session, body=body).command
@@ -89,10 +85,8 @@ def test_a_command_needs_no_entrypoint(session: api.Session) -> None:
     assert command.state == bindings.taskv1State.QUEUED
 
 
-def test_allocations_are_told_with_their_workspace_of_then_and_without_an_experiment_for_tasks(
-    fresh_master: Master, session: api.Session
-) -> None:
-    """The trials' allocations began in Uncategorized, and their experiment has been moved since."""
+def test_allocations_csv_keeps_workspace_at_start(fresh_master: Master, session: api.Session) -> None:
+    """Experiment 1 moves to another workspace; a task has no experiment ID."""
     fresh_master.change("UPDATE allocations SET workspace_name = 'Uncategorized' WHERE trial_id > 0")
     workspace = bindings.post_PostWorkspace(
         session, body=bindings.v1PostWorkspaceRequest(name="later")
@@ -130,7 +124,7 @@ def test_allocations_are_told_with_their_workspace_of_then_and_without_an_experi
     assert past["workspace_name"] == "Uncategorized"
 
 
-def test_the_config_of_a_task_is_what_was_submitted(det: DetHere, tmp_path: Path) -> None:
+def test_task_config_equals_submitted_config(det: DetHere, tmp_path: Path) -> None:
     given = {"entrypoint": ["echo", "hi"], "resources": {"slots": 0}, "environment": {"image": "some/image"}}
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(given))
     made = det.ok("task", "create", str(tmp_path / "task.yaml")).split()
@@ -142,7 +136,7 @@ def test_the_config_of_a_task_is_what_was_submitted(det: DetHere, tmp_path: Path
     assert yaml.safe_load(det.ok("task", "config", forked[forked.index("task") + 1])) == given
 
 
-def test_a_task_that_has_ended_cannot_be_killed(det: DetHere, tmp_path: Path) -> None:
+def test_ended_task_cannot_be_killed(det: DetHere, tmp_path: Path) -> None:
     (tmp_path / "task.yaml").write_text("entrypoint: [sleep, '9']\nresources: {slots: 0}\n")
     made = det.ok("task", "create", str(tmp_path / "task.yaml")).split()
     task_id = made[made.index("task") + 1]
@@ -151,7 +145,7 @@ def test_a_task_that_has_ended_cannot_be_killed(det: DetHere, tmp_path: Path) ->
     assert "is CANCELED; expected one that has not ended" in det.refused("task", "kill", task_id)
 
 
-def test_a_deleted_checkpoint_keeps_its_list_of_files(fresh_master: Master, session: api.Session) -> None:
+def test_deleted_checkpoint_keeps_file_list(fresh_master: Master, session: api.Session) -> None:
     uuid = fresh_master.checkpoints[1]
 
     fresh_master.services.database.write(lambda tx: checkpoints.set_resources(tx, uuid, {}))
@@ -163,9 +157,7 @@ def test_a_deleted_checkpoint_keeps_its_list_of_files(fresh_master: Master, sess
     assert (trial.checkpointCount, trial.totalCheckpointSize) == (0, "0")
 
 
-def test_the_login_names_the_file_of_passwords_only_where_there_is_one(
-    fresh_master: Master, tmp_path: Path
-) -> None:
+def test_login_page_names_existing_credentials_file(fresh_master: Master, tmp_path: Path) -> None:
     with_file = fresh_master.get("/", token=None).content.decode()
     with serving(tmp_path / "blank", has_passwords=False) as blank:
         without = blank.get("/", token=None).content.decode()

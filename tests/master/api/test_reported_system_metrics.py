@@ -1,4 +1,4 @@
-"""System metrics: what Determined's profiler and ours report is found again by Determined's client."""
+"""System metrics from Determined's profiler and from NodeProfiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def session(fresh_master: Master) -> api.Session:
 
 
 def reported(session: api.Session) -> dict[str, list[float]]:
-    """Return the readings of each system metric of trial 1, whatever its node."""
+    """Return system metric name -> values of trial 1, from all nodes."""
     found: dict[str, list[float]] = {}
     for group in ("cpu", "memory", "disk", "network"):
         for answer in bindings.get_GetMetrics(session, trialIds=[1], group=group):
@@ -35,7 +35,7 @@ def reported(session: api.Session) -> dict[str, list[float]]:
     return found
 
 
-def test_determineds_own_profiler_reports_what_is_served(session: api.Session) -> None:
+def test_determined_profiler_metrics_are_served(session: api.Session) -> None:
     metrics = core._MetricsContext(session, 1, 1)
     metrics.start()
     profiler = core.ProfilerContext("this-node", metrics, core.DummyDistributedContext())
@@ -54,9 +54,7 @@ def test_determineds_own_profiler_reports_what_is_served(session: api.Session) -
     assert all(value > 0 for value in reported(session)["memory_free"])
 
 
-def test_system_metrics_are_sent_and_an_error_of_training_is_left_to_training(
-    session: api.Session, tmp_path: Path
-) -> None:
+def test_system_metrics_leave_training_error_to_training(session: api.Session, tmp_path: Path) -> None:
     core_context = core.init(checkpoint_storage=str(tmp_path))
     core_context._session = session
     core_context._metrics = core._MetricsContext(session, 1, 1)

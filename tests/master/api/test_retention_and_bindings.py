@@ -1,4 +1,4 @@
-"""How long logs are kept, and who may use the pool."""
+"""Log retention and workspaces bound to the resource pool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_log_retention_days_are_shown(session: api.Session, fresh_master: Master
         (None, 9, 3, True),
     ],
 )
-def test_logs_are_deleted_after_their_days(
+def test_logs_are_deleted_after_retention_days(
     fresh_master: Master, experiment_days: int | None, trial_days: int | None, age_days: int, is_kept: bool
 ) -> None:
     end_us = now_us() - age_days * 24 * 3600 * 1_000_000
@@ -52,7 +52,7 @@ def test_logs_are_deleted_after_their_days(
     assert bool(fresh_master.rows("SELECT id FROM logs WHERE trial_id = 1")) == is_kept
 
 
-def test_the_pool_is_bound_to_no_workspace(session: api.Session) -> None:
+def test_resource_pool_is_bound_to_no_workspace(session: api.Session) -> None:
     found = bindings.get_ListWorkspacesBoundToRP(session, resourcePoolName="default", limit=5)
     assert found.workspaceIds == []
     assert found.pagination is not None

@@ -1,3 +1,5 @@
+"""Access to routes by token, host, origin and cookie."""
+
 from __future__ import annotations
 
 import re
@@ -22,7 +24,7 @@ _OWN = {
 }
 _SCOPED = re.compile(r"\{(trial_id|run_id|experiment_id|task_id|allocation_id|checkpoint_uuid)[:}]")
 
-# Routes open to trials whose path names nothing: what a trial's own request looks like, as a body or as a query.
+# Route -> body or query of a trial's own request, for routes of trials without an ID in the path.
 _OWN_BODIES: dict[str, Any] = {
     "POST /api/v1/runs/start": {
         "runId": 1,
@@ -82,20 +84,20 @@ def _routes(*accesses: Any) -> list[Route]:
     return [route for route in all_routes() if route.access in accesses]
 
 
-def test_six_requests_and_the_files_of_the_page_are_open_to_everybody() -> None:
+def test_public_routes_are_known_requests_and_page_assets() -> None:
     names = {_name(route) for route in _routes(PUBLIC)}
     assert {name for name in names if not name.startswith("GET /page/assets/")} == {
         "GET /info",
         "GET /health",
         "GET /api/v1/master",
         "POST /api/v1/auth/login",
-        "GET /login",  # a page without data, whose script spends the code of a login link
+        "GET /login",  # a page without data; its script redeems the code of a login link
         "POST /api/v1/auth/link",
     }
 
 
-def test_what_is_the_owners_is_closed_to_every_token_at_the_port(served: Master) -> None:
-    """This server has no socket of a state directory, and nothing that a request says stands for one."""
+def test_owner_routes_reject_every_token_over_tcp(served: Master) -> None:
+    """Owner routes accept only the UNIX socket in the state directory."""
     assert {_name(route) for route in _routes(OWNER)} == {
         "POST /owner/login",
         "POST /owner/link",
@@ -106,23 +108,23 @@ def test_what_is_the_owners_is_closed_to_every_token_at_the_port(served: Master)
             assert _ask(served, route, token, _OWN) == 403, token
 
 
-def test_every_other_route_demands_a_valid_token(served: Master) -> None:
+def test_non_public_routes_require_valid_token(served: Master) -> None:
     values = {**_OWN, "checkpoint_uuid": served.checkpoints[1]}
     for route in _routes(USER, ADMIN, TRIAL):
         for token in (None, "garbage", "", "x" * 5000):
             assert _ask(served, route, token, values) == 401, (_name(route), token)
 
 
-def test_who_has_no_token_is_not_told_whether_a_number_is_one(served: Master) -> None:
+def test_authentication_precedes_path_parameter_validation(served: Master) -> None:
     assert served.get("/api/v1/users/one", None).status == 401
 
 
-def test_a_trials_token_opens_nothing_that_is_a_users_or_an_administrators(served: Master) -> None:
+def test_trial_token_cannot_use_user_or_admin_routes(served: Master) -> None:
     for route in _routes(USER, ADMIN):
         assert _ask(served, route, "trial-1", _OWN) == 403, _name(route)
 
 
-def test_a_trials_token_opens_its_own_routes(fresh_master: Master) -> None:
+def test_trial_token_can_use_own_routes(fresh_master: Master) -> None:
     values = {**_OWN, "checkpoint_uuid": fresh_master.checkpoints[1]}
     for route in _routes(TRIAL):
         if "{experiment_id" in route.path and route.method != "GET":
@@ -131,7 +133,7 @@ def test_a_trials_token_opens_its_own_routes(fresh_master: Master) -> None:
             assert _ask(fresh_master, route, "trial-1", values) not in (401, 403, 500), _name(route)
 
 
-def test_another_trials_token_is_refused_on_every_route_of_a_trial(served: Master) -> None:
+def test_trial_routes_reject_token_of_another_trial(served: Master) -> None:
     values = {**_OWN, "checkpoint_uuid": served.checkpoints[1]}
     for route in _routes(TRIAL):
         if not _SCOPED.search(route.path):
@@ -141,14 +143,14 @@ def test_another_trials_token_is_refused_on_every_route_of_a_trial(served: Maste
         assert _ask(served, route, "trial-2", values) == 403, _name(route)
 
 
-def test_routes_of_administrators_are_closed_to_other_users(served: Master) -> None:
+def test_admin_routes_reject_other_users(served: Master) -> None:
     assert _routes(ADMIN)
     for route in _routes(ADMIN):
         for token in ("determined", "other", "trial-1-user"):
             assert _ask(served, route, token, _OWN) == 403, _name(route)
 
 
-def test_every_user_may_use_the_other_routes(fresh_master: Master) -> None:
+def test_all_users_can_use_remaining_routes(fresh_master: Master) -> None:
     nothing = dict.fromkeys([*_OWN, "project_id", "workspace_id"], "999999")
     nothing["checkpoint_uuid"] = "00000000-0000-4000-8000-000000000000"
     for token in ("other", "admin", "trial-1-user"):
@@ -156,11 +158,11 @@ def test_every_user_may_use_the_other_routes(fresh_master: Master) -> None:
             if _name(route) == "POST /api/v1/auth/logout" or "{user_id" in route.path:
                 continue
             if route.path == "/page/events":
-                continue  # It does not end.
+                continue  # an endless stream
             assert _ask(fresh_master, route, token, nothing) not in (401, 403, 500), (_name(route), token)
 
 
-def test_a_trial_may_read_the_checkpoint_it_started_from(fresh_master: Master) -> None:
+def test_trial_can_read_start_checkpoint(fresh_master: Master) -> None:
     warm = fresh_master.checkpoints[2]
     fresh_master.change("UPDATE allocations SET checkpoint_uuid = ? WHERE trial_id = 1", warm)
     for route in _routes(TRIAL):
@@ -169,7 +171,7 @@ def test_a_trial_may_read_the_checkpoint_it_started_from(fresh_master: Master) -
             assert _ask(fresh_master, route, "trial-1", values) not in (401, 403, 500), _name(route)
 
 
-def test_both_tokens_of_an_allocation_die_with_it(fresh_master: Master) -> None:
+def test_allocation_tokens_end_with_allocation(fresh_master: Master) -> None:
     def status(token: str) -> int:
         return fresh_master.get("/api/v1/tasks/1.request", token).status
 
@@ -181,14 +183,12 @@ def test_both_tokens_of_an_allocation_die_with_it(fresh_master: Master) -> None:
     assert fresh_master.get("/api/v1/tasks/2.request", "trial-2").status == 200
 
 
-def test_the_token_of_an_allocation_that_has_ended_is_not_valid_even_if_it_was_left(
-    fresh_master: Master,
-) -> None:
+def test_leftover_token_of_ended_allocation_is_invalid(fresh_master: Master) -> None:
     fresh_master.change("UPDATE allocations SET state = 'TERMINATED' WHERE trial_id = 1")
     assert fresh_master.get("/api/v1/tasks/1.request", "trial-1").status == 401
 
 
-def test_a_token_is_not_in_the_database_as_it_is(fresh_master: Master) -> None:
+def test_database_contains_no_plain_tokens(fresh_master: Master) -> None:
     content = str(fresh_master.rows("SELECT * FROM tokens"))
     assert all(token not in content for token in fresh_master.tokens.values())
 
@@ -196,7 +196,7 @@ def test_a_token_is_not_in_the_database_as_it_is(fresh_master: Master) -> None:
 @pytest.mark.parametrize(
     "host", ["localhost", "localhost:1", "LOCALHOST:9000", "127.0.0.1:8080", "[::1]:8080", "[::1]"]
 )
-def test_loopback_names_with_any_port_are_good_hosts(served: Master, host: str) -> None:
+def test_loopback_hosts_with_any_port_are_accepted(served: Master, host: str) -> None:
     assert served.send("GET", "/info", headers={"Host": host}).status == 200
 
 
@@ -217,7 +217,7 @@ def test_loopback_names_with_any_port_are_good_hosts(served: Master, host: str) 
         "localhost.",
     ],
 )
-def test_other_hosts_are_refused_and_told_of_ssh(served: Master, host: str) -> None:
+def test_other_hosts_are_rejected_with_ssh_hint(served: Master, host: str) -> None:
     answer = served.send("GET", "/info", headers={"Host": host})
     assert answer.status == 403
     assert "ssh -L" in answer.error
@@ -226,17 +226,17 @@ def test_other_hosts_are_refused_and_told_of_ssh(served: Master, host: str) -> N
 @pytest.mark.parametrize(
     "origin", ["http://evil.example", "null", "http://localhost.evil.example", "file://"]
 )
-def test_pages_of_elsewhere_are_refused(served: Master, origin: str) -> None:
+def test_foreign_origin_is_rejected(served: Master, origin: str) -> None:
     answer = served.send("GET", "/api/v1/me", token="determined", headers={"Origin": origin})
     assert answer.status == 403
 
 
-def test_the_page_may_read_with_its_cookie(served: Master) -> None:
+def test_cookie_authenticates_read_requests(served: Master) -> None:
     cookie = {"Cookie": f"a=b; auth={served.tokens['determined']}"}
     assert served.send("GET", "/api/v1/me", headers=cookie).status == 200
 
 
-def test_a_cookie_changes_nothing_unless_our_own_page_sends_it(fresh_master: Master) -> None:
+def test_cookie_write_requires_own_origin(fresh_master: Master) -> None:
     cookie = {"Cookie": f"auth={fresh_master.tokens['admin']}", "Host": "localhost:8081"}
     path = f"/api/v1/agents/{fresh_master.services.agent_id}/slots/0/disable"
     for origin in (None, "http://localhost:1", "http://127.0.0.1:8081", "https://localhost:8081"):
@@ -247,7 +247,7 @@ def test_a_cookie_changes_nothing_unless_our_own_page_sends_it(fresh_master: Mas
     assert answer.status == 200
 
 
-def test_a_users_token_comes_before_an_allocations(served: Master) -> None:
+def test_user_token_precedes_allocation_token(served: Master) -> None:
     both = {
         "Grpc-Metadata-x-allocation-token": f"Bearer {served.tokens['trial-1']}",
         "Authorization": f"Bearer {served.tokens['determined']}",
@@ -257,7 +257,7 @@ def test_a_users_token_comes_before_an_allocations(served: Master) -> None:
     assert served.send("GET", "/api/v1/tasks/1.request", headers=both).status == 401
 
 
-def test_a_token_that_has_expired_is_not_valid(fresh_master: Master) -> None:
+def test_expired_token_is_rejected(fresh_master: Master) -> None:
     assert fresh_master.get("/api/v1/me", "other").status == 200
     past = (int(time.time()) - 10) * 1_000_000
     fresh_master.change("UPDATE tokens SET expires_us = ?", past)

@@ -1,4 +1,4 @@
-"""A checkpoint is registered only while the storage it was saved into is there."""
+"""Checkpoint reports and downloads with missing storage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def report(name: str) -> dict[str, Any]:
 
 
 def storage_of(master: Master, root: Path) -> None:
-    """Make the storage of experiment 1, which is known."""
+    """Create ``root`` and set it as the checkpoint storage of experiment 1."""
     root.mkdir()
     sql = "UPDATE experiments SET config = json_set(config, '$.checkpoint_storage.host_path', ?) WHERE id = 1"
     master.change(sql, str(root))
@@ -33,7 +33,7 @@ def storage_of(master: Master, root: Path) -> None:
 
 
 def resources() -> dict[str, int]:
-    """Return what this process, in which the master runs, has of what reports could use up."""
+    """Return descriptors, threads and memory (MiB) of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
@@ -42,7 +42,7 @@ def resources() -> dict[str, int]:
     }
 
 
-def test_reports_of_checkpoints_use_up_nothing(fresh_master: Master, tmp_path: Path) -> None:
+def test_checkpoint_reports_leak_no_resources(fresh_master: Master, tmp_path: Path) -> None:
     storage_of(fresh_master, tmp_path / "storage")
 
     def reported(count: int) -> dict[str, int]:
@@ -54,15 +54,13 @@ def test_reports_of_checkpoints_use_up_nothing(fresh_master: Master, tmp_path: P
         return resources()
 
     before, after = reported(200), reported(2000)
-    allowed = {"descriptors": 8, "threads": 4, "MiB": 40}  # A leaked reader has 2 descriptors and 0.2 MiB.
+    allowed = {"descriptors": 8, "threads": 4, "MiB": 40}  # a leaked reader has 2 descriptors and 0.2 MiB
     assert {name: after[name] - before[name] <= most for name, most in allowed.items()} == dict.fromkeys(
         allowed, True
     ), (before, after)
 
 
-def test_a_checkpoint_is_refused_while_its_storage_is_away_and_taken_when_it_is_back(
-    fresh_master: Master, tmp_path: Path
-) -> None:
+def test_checkpoint_report_requires_existing_storage(fresh_master: Master, tmp_path: Path) -> None:
     root, name = tmp_path / "storage", str(uuid.uuid4())
     storage_of(fresh_master, root)
 
@@ -78,7 +76,7 @@ def test_a_checkpoint_is_refused_while_its_storage_is_away_and_taken_when_it_is_
     assert len(fresh_master.rows("SELECT uuid FROM checkpoints WHERE uuid = ?", name)) == 1
 
 
-def test_a_deleted_checkpoint_of_a_bucket_is_not_found(fresh_master: Master) -> None:
+def test_download_of_deleted_bucket_checkpoint_is_404(fresh_master: Master) -> None:
     uuid_, storage = fresh_master.checkpoints[1], '{"type": "s3", "bucket": "b"}'
     fresh_master.change(
         "UPDATE experiments SET config = json_set(config, '$.checkpoint_storage', json(?))", storage

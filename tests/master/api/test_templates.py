@@ -1,4 +1,4 @@
-"""Templates, by the real ``det`` command, and experiments that are made with them."""
+"""Config templates, and experiments created with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def last_experiment(master: Master) -> dict[str, Any]:
     return {**row, "config": json.loads(row["config"])}
 
 
-def test_the_det_template_commands(det: DetHere, tmp_path: Path) -> None:
+def test_det_template_commands(det: DetHere, tmp_path: Path) -> None:
     first = write(tmp_path / "first.yaml", {"max_restarts": 1})
     second = write(tmp_path / "second.yaml", {"max_restarts": 2, "labels": ["t"]})
     det.ok("workspace", "create", "team")
@@ -47,9 +47,7 @@ def test_the_det_template_commands(det: DetHere, tmp_path: Path) -> None:
     assert "new" not in det.ok("template", "list")
 
 
-def test_an_experiment_takes_from_its_template_what_its_config_leaves_out(
-    det: DetHere, fresh_master: Master, tmp_path: Path
-) -> None:
+def test_template_fills_missing_experiment_fields(det: DetHere, fresh_master: Master, tmp_path: Path) -> None:
     template = {
         "max_restarts": 2,
         "labels": ["t"],
@@ -71,9 +69,7 @@ def test_an_experiment_takes_from_its_template_what_its_config_leaves_out(
     assert "template 'none' is not found" in det.refused("e", "create", path, "--template", "none")
 
 
-def test_a_config_that_only_its_template_makes_whole_is_accepted(
-    det: DetHere, fresh_master: Master, tmp_path: Path
-) -> None:
+def test_template_completes_incomplete_config(det: DetHere, fresh_master: Master, tmp_path: Path) -> None:
     det.ok("template", "create", "all", write(tmp_path / "t.yaml", CONFIG))
     det.ok("e", "create", write(tmp_path / "c.yaml", {"name": "short"}), "--template", "all", "--paused")
 
@@ -81,7 +77,7 @@ def test_a_config_that_only_its_template_makes_whole_is_accepted(
     assert last_experiment(fresh_master)["name"] == "short"
 
 
-def test_what_is_wrong_in_a_template_is_said_at_creation(det: DetHere, tmp_path: Path) -> None:
+def test_template_errors_are_reported_at_experiment_creation(det: DetHere, tmp_path: Path) -> None:
     det.ok("template", "create", "wrong", write(tmp_path / "t.yaml", {"max_restarts": "many", "nmae": "x"}))
     text = det.refused("e", "create", write(tmp_path / "c.yaml", CONFIG), "--template", "wrong")
 
@@ -89,9 +85,7 @@ def test_what_is_wrong_in_a_template_is_said_at_creation(det: DetHere, tmp_path:
     assert "Write name instead" in text
 
 
-def test_experiments_keep_the_template_that_they_were_made_with(
-    det: DetHere, fresh_master: Master, tmp_path: Path
-) -> None:
+def test_fork_and_continue_keep_deleted_template(det: DetHere, fresh_master: Master, tmp_path: Path) -> None:
     det.ok("template", "create", "base", write(tmp_path / "t.yaml", {"max_restarts": 2}))
     det.ok("e", "create", write(tmp_path / "c.yaml", CONFIG), "--template", "base", "--paused")
     det.ok("template", "remove", "base")
@@ -109,7 +103,7 @@ def test_experiments_keep_the_template_that_they_were_made_with(
     assert (config["max_restarts"], config["description"]) == (2, "again")
 
 
-def test_templates_that_cannot_be_are_refused(fresh_master: Master) -> None:
+def test_invalid_templates_are_rejected(fresh_master: Master) -> None:
     def send(method: str, path: str, body: object) -> int:
         return fresh_master.send(method, f"/api/v1/{path}", body, token="determined").status
 

@@ -1,4 +1,4 @@
-"""Reports of usage, by the real ``det resources``: seconds and slots that were allocated, also to what is deleted."""
+"""Usage reports of ``det resources``: allocated seconds and slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOUR_US = DAY_US // 24
 
 @pytest.fixture
 def used(fresh_master: Master) -> Master:
-    """Trial 1 had one slot for three hours, over a checkpoint; trial 2 two slots over midnight, for two hours."""
+    """Trial 1 used a slot for 3 h with a checkpoint, trial 2 two slots over midnight."""
     fresh_master.change("UPDATE experiments SET labels = ? WHERE id = 1", json.dumps(["a,b", "c"]))
     fresh_master.change(
         "UPDATE allocations SET state = 'TERMINATED', start_us = ?, end_us = ? WHERE trial_id = 1",
@@ -48,7 +48,7 @@ def rows_of(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
-def test_raw_rows_say_what_was_done_when(det: DetHere, used: Master) -> None:
+def test_raw_usage_lists_activities_with_times(det: DetHere, used: Master) -> None:
     rows = rows_of(det.ok("resources", "raw", "2024-10-04T00:00:00Z", "2024-10-05T00:00:00Z"))
 
     assert [
@@ -67,7 +67,7 @@ def test_raw_rows_say_what_was_done_when(det: DetHere, used: Master) -> None:
     assert [entry["seconds"] for entry in found["resourceEntries"]] == [float(row["seconds"]) for row in rows]
 
 
-def test_the_agent_is_a_row_of_its_own_while_it_runs(det: DetHere, used: Master) -> None:
+def test_raw_usage_includes_agent_row(det: DetHere, used: Master) -> None:
     today = datetime.datetime.now(datetime.timezone.utc)
     begin, end = (today + datetime.timedelta(days=days) for days in (-1, 1))
     rows = rows_of(det.ok("resources", "raw", *(f"{time:%Y-%m-%dT%H:%M:%SZ}" for time in (begin, end))))
@@ -76,7 +76,7 @@ def test_the_agent_is_a_row_of_its_own_while_it_runs(det: DetHere, used: Master)
     ]
 
 
-def test_days_and_months_are_sums_of_seconds_times_slots(det: DetHere, used: Master) -> None:
+def test_aggregated_usage_sums_slot_seconds(det: DetHere, used: Master) -> None:
     rows = rows_of(det.ok("resources", "aggregated", "2024-10-03", "2024-10-05"))
     found = [
         (row["aggregation_type"], row["aggregation_key"], row["date"], float(row["seconds"]) / 3600)
@@ -103,7 +103,7 @@ def test_days_and_months_are_sums_of_seconds_times_slots(det: DetHere, used: Mas
     ]
 
 
-def test_allocations_are_listed_with_their_workspace(det: DetHere, used: Master) -> None:
+def test_usage_allocations_include_workspace(det: DetHere, used: Master) -> None:
     rows = rows_of(det.ok("resources", "allocations", "2024-10-04T00:00:00Z", "2024-10-05T00:00:00Z"))
     assert [
         (row["allocation_id"], row["task_type"], row["workspace_name"], row["slots"]) for row in rows
@@ -113,7 +113,7 @@ def test_allocations_are_listed_with_their_workspace(det: DetHere, used: Master)
     ]
 
 
-def test_what_deleted_experiments_have_used_is_not_forgotten(det: DetHere, used: Master) -> None:
+def test_usage_includes_deleted_experiments(det: DetHere, used: Master) -> None:
     before = det.ok("resources", "aggregated", "2024-10-03", "2024-10-05")
     used.services.database.write(lambda tx: _forget_experiment(tx, 1))
 
@@ -133,6 +133,6 @@ def test_what_deleted_experiments_have_used_is_not_forgotten(det: DetHere, used:
         ("allocations-csv", "timestampAfter is missing"),
     ],
 )
-def test_a_time_that_is_none_is_refused(served: Master, path: str, part: str) -> None:
+def test_usage_rejects_invalid_times(served: Master, path: str, part: str) -> None:
     answer = served.get(f"/resources/allocation/{path}")
     assert (answer.status, part in answer.error) == (400, True), answer.error
