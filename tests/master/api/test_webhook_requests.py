@@ -95,7 +95,7 @@ def nothing_waits(master: Master) -> None:
     assert master.rows("SELECT event FROM webhook_events") == []
 
 
-def test_a_webhook_is_made_listed_changed_and_deleted_with_the_bindings(fresh_master: Master) -> None:
+def test_webhook_create_list_patch_delete_by_bindings(fresh_master: Master) -> None:
     made = make(fresh_master, "http://127.0.0.1:1/x")
     one = session(fresh_master)
 
@@ -126,7 +126,7 @@ def test_a_webhook_is_made_listed_changed_and_deleted_with_the_bindings(fresh_ma
             request()
 
 
-def test_the_end_of_an_experiment_is_told_in_determineds_form_and_signed(
+def test_experiment_end_sends_signed_determined_payload(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     make(fresh_master, receiver.url)
@@ -167,7 +167,7 @@ def test_the_end_of_an_experiment_is_told_in_determineds_form_and_signed(
     assert len(receiver.received) == 1
 
 
-def test_every_state_that_may_be_named_is_told(
+def test_state_change_webhook_sends_every_subscribed_state(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     states = ("PAUSED", "ACTIVE", "CANCELED")
@@ -182,7 +182,7 @@ def test_every_state_that_may_be_named_is_told(
     assert got == ["PAUSED", "ACTIVE", "CANCELED"]
 
 
-def test_slack_gets_its_own_form_in_which_names_call_nobody(
+def test_slack_payload_escapes_mentions_in_names(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     make(
@@ -207,7 +207,7 @@ def test_slack_gets_its_own_form_in_which_names_call_nobody(
     assert {"type": "mrkdwn", "text": "*Workspace*: Uncategorized"} in attachment["blocks"][0]["fields"]
 
 
-def test_experiments_choose_webhooks_in_their_config(fresh_master: Master) -> None:
+def test_experiment_config_selects_webhooks(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/", name="all")
     make(fresh_master, "http://127.0.0.1:1/", name="named", mode=SPECIFIC)
     fresh_master.change("INSERT INTO workspaces (name, owner_id, created_us) VALUES ('w', 2, 1)")
@@ -235,7 +235,7 @@ def test_experiments_choose_webhooks_in_their_config(fresh_master: Master) -> No
     assert told({"webhook_id": "2", "webhook_name": {"named": 1}}) == ["all"]
 
 
-def test_a_line_of_a_log_is_told_once_for_each_task(
+def test_log_pattern_webhook_fires_once_per_task(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     triggers = [bindings.v1Trigger(triggerType=TASK_LOG, condition={"regex": "CUDA out of (memory|luck)$"})]
@@ -267,7 +267,7 @@ def test_a_line_of_a_log_is_told_once_for_each_task(
     assert second.json["event_data"]["task_log"]["task_id"] == "2.request"
 
 
-def test_patterns_are_looked_for_as_soon_as_a_webhook_is_there_and_no_longer(fresh_master: Master) -> None:
+def test_log_patterns_follow_webhook_creation_and_deletion(fresh_master: Master) -> None:
     find = fresh_master.services.log_triggers.find
     assert find(["x\n"]) == []
     made = make(
@@ -297,7 +297,7 @@ def alert(master: Master, token: str, **body: Any) -> int:
     ).status
 
 
-def test_an_alert_of_a_trial_is_told_to_the_webhooks_that_its_config_names(
+def test_trial_alert_reaches_webhooks_named_in_config(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     make(fresh_master, receiver.url, [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
@@ -318,7 +318,7 @@ def test_an_alert_of_a_trial_is_told_to_the_webhooks_that_its_config_names(
     assert got.json["event_data"]["experiment"]["trial_id"] == 1
 
 
-def test_a_trial_alerts_for_itself_only(fresh_master: Master) -> None:
+def test_alert_foreign_or_invalid_is_refused(fresh_master: Master) -> None:
     assert alert(fresh_master, "trial-2") == 403
     assert alert(fresh_master, "trial-1", experimentId=2) == 403
     assert alert(fresh_master, "trial-1", trialId=2) == 403
@@ -328,7 +328,7 @@ def test_a_trial_alerts_for_itself_only(fresh_master: Master) -> None:
     assert alert(fresh_master, "determined", data={"level": "LOUD"}) == 400
 
 
-def test_an_alert_of_any_length_ends_no_training_and_is_cut(fresh_master: Master) -> None:
+def test_overlong_alert_is_truncated(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/", [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
     configure(fresh_master, {"webhook_id": [1]})
     data = {"title": "t" * 10**6, "description": "d" * 10**6, "level": "LOG_LEVEL_INFO"}
@@ -337,7 +337,7 @@ def test_an_alert_of_any_length_ends_no_training_and_is_cut(fresh_master: Master
     assert len(row["event"]) < 20_000
 
 
-def test_administrators_and_owners_of_a_workspace_make_webhooks(fresh_master: Master) -> None:
+def test_only_admins_and_workspace_owners_manage_webhooks(fresh_master: Master) -> None:
     # As in Determined 0.38.1, whose client has APIException for it and not ForbiddenException.
     with pytest.raises(errors.APIException):
         make(fresh_master, "http://127.0.0.1:1/", user="determined")
@@ -401,7 +401,7 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_webhook_that_cannot_be_one_is_refused_in_one_sentence(fresh_master: Master, what: str) -> None:
+def test_create_webhook_invalid_is_refused(fresh_master: Master, what: str) -> None:
     good = {
         "name": "n",
         "url": "http://127.0.0.1:1/",
@@ -420,7 +420,7 @@ def test_a_webhook_that_cannot_be_one_is_refused_in_one_sentence(fresh_master: M
         assert fresh_master.send("PATCH", "/api/v1/webhooks/1", BAD[what], token="admin").status == 400
 
 
-def test_there_is_a_bound_to_webhooks_and_to_patterns(fresh_master: Master) -> None:
+def test_number_of_webhooks_and_patterns_is_limited(fresh_master: Master) -> None:
     logs = [bindings.v1Trigger(triggerType=TASK_LOG, condition={"regex": f"x{i}"}) for i in range(20)]
     make(fresh_master, "http://127.0.0.1:1/", logs, name="1")
     make(fresh_master, "http://127.0.0.1:1/", logs, name="2")
@@ -432,7 +432,7 @@ def test_there_is_a_bound_to_webhooks_and_to_patterns(fresh_master: Master) -> N
         make(fresh_master, "http://127.0.0.1:1/", name="one more")
 
 
-def test_a_test_says_what_its_receiver_says(fresh_master: Master, receiver: Receiver) -> None:
+def test_webhook_test_request_reports_receiver_status(fresh_master: Master, receiver: Receiver) -> None:
     made = make(fresh_master, receiver.url)
     slack = make(fresh_master, receiver.url, name="slack", webhookType=bindings.v1WebhookType.SLACK)
     one = session(fresh_master)
@@ -459,7 +459,7 @@ def test_a_test_says_what_its_receiver_says(fresh_master: Master, receiver: Rece
     assert len(receiver.received) == 3
 
 
-def test_what_fails_is_tried_three_times_and_then_shown_as_failed(
+def test_failed_delivery_is_retried_then_marked_failed(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     make(fresh_master, receiver.url)
@@ -482,7 +482,7 @@ def test_what_fails_is_tried_three_times_and_then_shown_as_failed(
     assert len(receiver.received) == 6
 
 
-def test_refusals_are_failures_without_a_retry(
+def test_delivery_rejected_by_receiver_is_not_retried(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     make(fresh_master, receiver.url)
@@ -497,7 +497,7 @@ def test_refusals_are_failures_without_a_retry(
     assert len(receiver.received) == 1
 
 
-def test_what_waits_is_sent_to_a_new_address_and_not_at_all_when_the_webhook_is_gone(
+def test_pending_event_follows_url_change_and_webhook_deletion(
     fresh_master: Master, receiver: Receiver
 ) -> None:
     make(fresh_master, "http://127.0.0.1:1/")
@@ -524,7 +524,7 @@ class HeldUpDelivery(Delivery):
 
 
 @pytest.mark.parametrize("kind", [Delivery, HeldUpDelivery])
-def test_a_delivery_that_ends_sends_what_is_due_first(
+def test_delivery_stop_sends_due_events_first(
     fresh_master: Master, receiver: Receiver, kind: type[Delivery]
 ) -> None:
     make(fresh_master, receiver.url)
@@ -538,7 +538,7 @@ def test_a_delivery_that_ends_sends_what_is_due_first(
     nothing_waits(fresh_master)
 
 
-def test_the_queue_is_bounded_and_says_what_it_has_dropped(fresh_master: Master) -> None:
+def test_event_queue_is_bounded_and_counts_dropped(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/", [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
 
     def fill(tx: Transaction) -> None:
@@ -550,7 +550,7 @@ def test_the_queue_is_bounded_and_says_what_it_has_dropped(fresh_master: Master)
     assert (found["waiting"], found["dropped"]) == (webhooks.MAX_PENDING, 5)
 
 
-def test_of_what_is_given_up_only_the_newest_is_kept(fresh_master: Master) -> None:
+def test_only_newest_failed_events_are_kept(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/")
 
     def fail(tx: Transaction) -> None:
@@ -564,7 +564,7 @@ def test_of_what_is_given_up_only_the_newest_is_kept(fresh_master: Master) -> No
     assert listed(fresh_master)["delivery"]["failed"] == 30
 
 
-def test_an_experiment_ends_whatever_can_be_told_of_it(fresh_master: Master) -> None:
+def test_experiment_ends_if_webhook_event_cannot_be_built(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/")
     fresh_master.change("UPDATE experiments SET project_id = 99 WHERE id = 1")
     finish(fresh_master, "COMPLETED")

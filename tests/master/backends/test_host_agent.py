@@ -120,7 +120,7 @@ def _agent(place: Path, *live: str, has_actor: bool = False) -> Iterator[_Agent]
         agent.close()
 
 
-def test_files_forged_on_a_host_hide_no_end(tmp_path: Path) -> None:
+def test_forged_files_do_not_hide_exit_code(tmp_path: Path) -> None:
     forging = "rm -f output.log.*; touch output.log.x; mkfifo output.log.9.9 stalled.json ending.json"
     with _agent(tmp_path) as agent:
         agent.submit(f"cd $DSTRIAL_ALLOCATION_DIR; {forging}; echo printed; exit 4")
@@ -129,7 +129,7 @@ def test_files_forged_on_a_host_hide_no_end(tmp_path: Path) -> None:
     assert any(frame.get("file") == "output.log" for frame in agent.said)
 
 
-def test_a_trial_outlives_its_master_but_no_lost_connection(tmp_path: Path) -> None:
+def test_trial_survives_master_exit_but_not_lost_connection(tmp_path: Path) -> None:
     """After a lost connection the master starts the trial elsewhere."""
     with _agent(tmp_path / "lost") as lost, _agent(tmp_path / "left") as left:
         for agent in (lost, left):
@@ -153,7 +153,7 @@ def test_a_trial_outlives_its_master_but_no_lost_connection(tmp_path: Path) -> N
             }
 
 
-def test_a_trial_whose_agent_is_killed_ends_with_the_lease(tmp_path: Path) -> None:
+def test_agent_kill_ends_trial_within_lease(tmp_path: Path) -> None:
     with _agent(tmp_path) as agent:
         agent.submit("sleep 300")
         agent.wait_for_supervisor()
@@ -164,7 +164,7 @@ def test_a_trial_whose_agent_is_killed_ends_with_the_lease(tmp_path: Path) -> No
             time.sleep(0.5)
 
 
-def test_trial_on_ray_ends_with_the_actor(tmp_path: Path) -> None:
+def test_trial_on_ray_ends_with_actor(tmp_path: Path) -> None:
     with _agent(tmp_path, has_actor=True) as agent:
         agent.submit("sleep 300")
         agent.wait_for_supervisor()
@@ -187,7 +187,7 @@ class _Here(Transport):
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_run_on_a_silent_host_outlives_its_job(
+def test_lose_all_keeps_runs_on_silent_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
 ) -> None:
     """The engine says that the job is over; behind a cut cable the run goes on until its lease ends."""

@@ -63,9 +63,7 @@ def _read_all(connection: socket.socket) -> bytes:
     return data
 
 
-def test_bytes_arrive_in_order_both_ways_and_an_end_is_one_way(
-    listener: socket.socket, tunnel: _Tunnel
-) -> None:
+def test_stream_keeps_order_and_supports_half_close(listener: socket.socket, tunnel: _Tunnel) -> None:
     (client, inner), (outer, server) = _pair(listener), _pair(listener)
     server.settimeout(_SOON_S)
     tunnel.there.add(1, outer)
@@ -80,7 +78,7 @@ def test_bytes_arrive_in_order_both_ways_and_an_end_is_one_way(
     client.close()
 
 
-def test_a_tunnel_that_is_gone_closes_its_connections(listener: socket.socket, tunnel: _Tunnel) -> None:
+def test_tunnel_close_closes_its_connections(listener: socket.socket, tunnel: _Tunnel) -> None:
     client, inner = _pair(listener)
     tunnel.here.add(1, inner)
 
@@ -90,7 +88,7 @@ def test_a_tunnel_that_is_gone_closes_its_connections(listener: socket.socket, t
     client.close()
 
 
-def test_a_frame_of_an_unknown_stream_is_answered_by_its_end() -> None:
+def test_frame_of_unknown_stream_is_answered_with_end() -> None:
     said: list[Mapping[str, Any]] = []
     streams = Streams(said.append)
 
@@ -100,7 +98,7 @@ def test_a_frame_of_an_unknown_stream_is_answered_by_its_end() -> None:
     assert said == [{"stream": 7, "end": True}]
 
 
-def test_the_kernel_says_whose_a_connection_is(listener: socket.socket) -> None:
+def test_account_of_returns_uid_of_connection_owner(listener: socket.socket) -> None:
     client, server = _pair(listener)
 
     assert account_of(client.getsockname(), server.getsockname()) == os.geteuid()

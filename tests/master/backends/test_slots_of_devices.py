@@ -72,7 +72,7 @@ def stand_in(*gpus: Gpu) -> Any:
     return module
 
 
-def test_the_stand_in_has_the_functions_of_the_installed_library() -> None:
+def test_fake_nvml_matches_installed_pynvml() -> None:
     functions = [name for name in vars(stand_in()) if name.startswith("nvml")]
     assert len(functions) == 7
     for name in functions:
@@ -92,14 +92,14 @@ DIVIDED = Gpu(
 EMPTY = Gpu("GPU-dddd4444", is_divided=True)
 
 
-def test_whole_gpus_are_slots_by_nvmls_index() -> None:
+def test_whole_gpus_are_slots_by_nvml_index() -> None:
     assert list(nvml_slots(stand_in(A, B), None)) == [
         Slot(0, "cuda", "NVIDIA H200", "GPU-aaaa1111", "0"),
         Slot(1, "cuda", "NVIDIA H200", "GPU-bbbb2222", "1"),
     ]
 
 
-def test_a_gpu_in_mig_mode_is_the_slots_of_its_instances() -> None:
+def test_mig_gpu_yields_one_slot_per_instance() -> None:
     slots = list(nvml_slots(stand_in(A, DIVIDED, B), None))
     assert [slot.id for slot in slots] == [0, 1, 2, 3]
     assert [slot.uuid for slot in slots] == [A.uuid, _MIG.format(0), _MIG.format(3), B.uuid]
@@ -107,7 +107,7 @@ def test_a_gpu_in_mig_mode_is_the_slots_of_its_instances() -> None:
     assert [slot.brand for slot in slots][1:3] == ["NVIDIA H200 MIG 1g.18gb"] * 2
 
 
-def test_a_gpu_in_mig_mode_without_instances_is_no_slot_and_one_note(
+def test_mig_gpu_without_instances_is_skipped_with_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -127,13 +127,13 @@ def test_a_gpu_in_mig_mode_without_instances_is_no_slot_and_one_note(
         ("7", []),
     ],
 )
-def test_only_what_cuda_shows_is_offered_in_its_order(visible: str, uuids: list[str]) -> None:
+def test_cuda_visible_devices_selects_and_orders_slots(visible: str, uuids: list[str]) -> None:
     slots = list(nvml_slots(stand_in(A, DIVIDED, B), visible))
     assert [slot.uuid for slot in slots] == uuids
     assert [slot.id for slot in slots] == list(range(len(uuids)))
 
 
-def test_slots_that_share_devices_take_them_in_turn_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_shared_slots_assign_devices_round_robin(caplog: pytest.LogCaptureFixture) -> None:
     found = tuple(nvml_slots(stand_in(A, B), None))
     slots = shared_slots(found, 3)
     assert [(slot.id, slot.uuid) for slot in slots] == [(0, A.uuid), (1, B.uuid), (2, A.uuid)]
@@ -145,7 +145,7 @@ def environment(*slots: Slot, **base: str) -> dict[str, str]:
     return trial_environment(request, marker="m", temporary_directory=Path("/tmp"), base=base)
 
 
-def test_ranks_that_share_a_device_are_shown_it_once() -> None:
+def test_shared_device_is_visible_once() -> None:
     (slot,) = nvml_slots(stand_in(A), None)
     for slots, shares in (((slot,), None), (shared_slots((slot,), 2), "1")):
         env = environment(*slots)
@@ -153,7 +153,7 @@ def test_ranks_that_share_a_device_are_shown_it_once() -> None:
         assert env.get("DSTRIAL_SHARE_DEVICE") == shares
 
 
-def test_more_slots_than_there_are_devices_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_slots_beyond_devices_requires_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrial.master.backends import devices
 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
@@ -171,7 +171,7 @@ FIRST = Slot(1, "cuda", "NVIDIA", "GPU-1111", "1")
 INSTANCES = tuple(Slot(i, "cuda", "NVIDIA MIG", f"MIG-{i}", f"MIG-{i}") for i in range(2))
 
 
-def test_deepspeed_finds_nvmls_index_in_what_the_master_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_finds_nvml_index_in_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     env = environment(THIRD, FIRST, CUDA_VISIBLE_DEVICES="3,1", CUDA_DEVICE_ORDER="FASTEST_FIRST")
@@ -189,9 +189,7 @@ def test_deepspeed_finds_nvmls_index_in_what_the_master_sets(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("slots", [INSTANCES, (THIRD, *INSTANCES)])
-def test_free_memory_of_instances_which_have_no_index_is_asked_of_torch(
-    slots: tuple[Slot, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mig_free_memory_comes_from_torch(slots: tuple[Slot, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
@@ -212,7 +210,7 @@ def test_free_memory_of_instances_which_have_no_index_is_asked_of_torch(
     assert (accelerator.available_memory(), accelerator.available_memory(1)) == (1000, 1001)
 
 
-def test_deepspeeds_own_method_stays_where_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_is_unpatched_for_numeric_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     from dstrial.ranks.process_group import ask_torch_for_free_memory
@@ -226,7 +224,7 @@ def test_deepspeeds_own_method_stays_where_it_can_count(monkeypatch: pytest.Monk
     assert CUDA_Accelerator.available_memory is before
 
 
-def test_devices_of_rocm_are_chosen_once() -> None:
+def test_rocm_environment_sets_only_hip_visible_devices() -> None:
     slots = (Slot(0, "rocm", "AMD", "2"), Slot(1, "rocm", "AMD", "3"))
 
     env = environment(*slots, ROCR_VISIBLE_DEVICES="2,3", CUDA_VISIBLE_DEVICES="2,3")

@@ -7,7 +7,7 @@ from pathlib import Path
 from dstrial.master.backends.status import HOSTS_NAME, ShownHost, StatusFile, shown_hosts
 
 
-def test_file_without_records_is_deleted(tmp_path: Path) -> None:
+def test_status_file_without_records_is_deleted(tmp_path: Path) -> None:
     (tmp_path / HOSTS_NAME).write_text("of an earlier master")
     status = StatusFile(tmp_path / HOSTS_NAME)
     host = ShownHost("host1", 2, None, 7)

@@ -136,7 +136,7 @@ def shown(log: str, name: str = "tinydep") -> tuple[str, str]:
     return release, directory
 
 
-def test_hook_installs_into_the_tasks_environment_and_not_into_the_base(
+def test_hook_installs_into_task_environment_not_base(
     master: MasterForTest, given: Callable[..., dict[str, Any]], base: Path
 ) -> None:
     before = packages_of(base / "bin" / "python3")
@@ -161,7 +161,7 @@ def test_hook_installs_into_the_tasks_environment_and_not_into_the_base(
     assert saved["state"] == "STATE_COMPLETED"
 
 
-def test_concurrent_trials_install_the_same_once(
+def test_concurrent_trials_install_shared_requirements_once(
     master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     begun, may_go_on = tmp_path / "begun", tmp_path / "may go on"
@@ -188,7 +188,7 @@ def test_concurrent_trials_install_the_same_once(
     assert shown(first, "slowdep") == shown(second, "slowdep")
 
 
-def test_same_hook_and_files_share_an_environment_and_run_the_hook_each_time(
+def test_same_hook_shares_environment_but_runs_each_time(
     master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     hook = f"python -m pip install -r needs.txt\necho again >> {tmp_path}/runs\nexport FROM_HOOK=yes\n"
@@ -207,7 +207,7 @@ def test_same_hook_and_files_share_an_environment_and_run_the_hook_each_time(
 
 
 @pytest.mark.parametrize("directory", ["./own", "-r more.txt"])
-def test_named_requirements_are_installed_once_and_local_ones_for_each_task(
+def test_requirements_named_are_shared_local_are_per_task(
     directory: str, master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     with tarfile.open(source_distribution(tmp_path, "localdep", "1.0", build_lines="")) as archive:
@@ -234,7 +234,7 @@ def test_named_requirements_are_installed_once_and_local_ones_for_each_task(
         ("nowhere", "No matching distribution found for nowhere"),
     ],
 )
-def test_requirements_that_do_not_install_fail_the_trial_with_pips_words(
+def test_failed_requirements_install_shows_pip_error(
     master: MasterForTest, given: Callable[..., dict[str, Any]], needs: str, words: str
 ) -> None:
     settings = given(environment={"requirements": "needs.txt"})
@@ -247,7 +247,7 @@ def test_requirements_that_do_not_install_fail_the_trial_with_pips_words(
     assert "DET_PYTHON_EXECUTABLE" in error
 
 
-def test_later_installs_change_only_the_environment_of_their_own_task(
+def test_later_installs_stay_in_own_task_environment(
     master: MasterForTest, given: Callable[..., dict[str, Any]]
 ) -> None:
     hook = 'pip install tinydep==1.0 && if [ -n "$MORE" ]; then pip install $MORE; fi\n'
@@ -267,7 +267,7 @@ def test_later_installs_change_only_the_environment_of_their_own_task(
 
 
 @pytest.mark.parametrize("entrypoint", ["pip install tinydep && python3 train.py", "python3 installs.py"])
-def test_an_installation_without_a_hook_does_not_reach_the_base_either(
+def test_install_without_hook_does_not_reach_base(
     master: MasterForTest, given: Callable[..., dict[str, Any]], base: Path, entrypoint: str
 ) -> None:
     before = packages_of(base / "bin" / "python3")
@@ -281,7 +281,7 @@ def test_an_installation_without_a_hook_does_not_reach_the_base_either(
     assert ("has tinydep 2.0" in log) is not is_script
 
 
-def test_an_installation_that_was_killed_is_not_used_and_made_anew(
+def test_killed_installation_is_discarded_and_repeated(
     master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     begun, is_first = tmp_path / "begun", tmp_path / "first"
@@ -306,7 +306,7 @@ def test_an_installation_that_was_killed_is_not_used_and_made_anew(
     assert not half_made.with_name("old").exists()
 
 
-def test_only_unused_environments_are_collected(tmp_path: Path) -> None:
+def test_collect_removes_only_unused_environments(tmp_path: Path) -> None:
     def make(name: str, num_levels: int = 1) -> Path:
         lock, _ = task_venv.acquire(tmp_path / name, "a task")
         make_deep(tmp_path / name, num_levels)

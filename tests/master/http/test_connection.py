@@ -21,7 +21,7 @@ else:
 ROOT = Path(__file__).parents[3]
 
 
-def test_uvicorn_upper_bound_is_next_to_the_tested_release() -> None:
+def test_uvicorn_upper_bound_follows_installed_release() -> None:
     """A later release is tested here before ``pyproject.toml`` admits it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirement = next(one for one in map(Requirement, project["dependencies"]) if one.name == "uvicorn")
@@ -31,7 +31,7 @@ def test_uvicorn_upper_bound_is_next_to_the_tested_release() -> None:
     assert f"{installed.major}.{installed.minor + 1}" not in requirement.specifier
 
 
-def test_only_the_connection_module_imports_uvicorn_protocols() -> None:
+def test_only_connection_module_imports_uvicorn_protocols() -> None:
     found = [
         path.name for path in (ROOT / "dstrial").rglob("*.py") if "uvicorn.protocols" in path.read_text()
     ]
@@ -39,7 +39,7 @@ def test_only_the_connection_module_imports_uvicorn_protocols() -> None:
     assert found == ["connection.py"]
 
 
-def test_uvicorn_protocol_has_every_name_that_the_connection_uses() -> None:
+def test_uvicorn_protocol_has_names_used_by_connection() -> None:
     config = uvicorn.Config(Starlette(), limit_concurrency=3, log_config=None)
     state = uvicorn.Server(config).server_state
     loop = SimpleNamespace()

@@ -81,9 +81,7 @@ def det(task_master: MasterForTest, tmp_path: Path) -> TasksHere:
     return TasksHere(task_master, tmp_path)
 
 
-def test_a_command_runs_in_its_files_and_tells_its_output_and_exit_code(
-    det: TasksHere, tmp_path: Path
-) -> None:
+def test_command_runs_in_context_and_reports_exit_code(det: TasksHere, tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     (context / "note.txt").write_text("a note\n")
@@ -116,7 +114,7 @@ def test_a_command_runs_in_its_files_and_tells_its_output_and_exit_code(
     assert task_id not in det.ok("task", "list")
 
 
-def test_commands_wait_for_slots_in_one_queue_with_trials(det: TasksHere, task_master: MasterForTest) -> None:
+def test_commands_and_trials_share_one_queue(det: TasksHere, task_master: MasterForTest) -> None:
     first = det.run("sleep", "600")
     det.wait(first, "RUNNING")
     later, urgent = det.run("sleep", "600"), det.run("echo", "done")
@@ -154,7 +152,7 @@ def test_commands_wait_for_slots_in_one_queue_with_trials(det: TasksHere, task_m
     assert ",command,determined," in used
 
 
-def test_a_killed_command_leaves_no_process(det: TasksHere, tmp_path: Path) -> None:
+def test_killed_command_leaves_no_process(det: TasksHere, tmp_path: Path) -> None:
     path = tmp_path / "pids"
     task_id = det.run(f"sleep 600 & setsid sleep 600 & echo $! $$ > {path}.new; mv {path}.new {path}; wait")
     wait_for(path.exists, "the pids")
@@ -166,7 +164,7 @@ def test_a_killed_command_leaves_no_process(det: TasksHere, tmp_path: Path) -> N
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
-def test_a_config_that_is_wrong_is_refused_with_every_problem(det: TasksHere, tmp_path: Path) -> None:
+def test_invalid_command_config_lists_every_problem(det: TasksHere, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("resources: {slots: 9}\nentry: x\nwork_dir: /nowhere/at/all\nidle_timeout: soon\n")
 
@@ -182,9 +180,7 @@ def test_a_config_that_is_wrong_is_refused_with_every_problem(det: TasksHere, tm
     assert "is not found" in det.refused("command", "kill", "00000000-0000-0000-0000-000000000000")
 
 
-def test_a_generic_task_is_paused_forked_and_killed_with_those_that_it_made(
-    det: TasksHere, tmp_path: Path
-) -> None:
+def test_generic_task_tree_is_paused_forked_killed(det: TasksHere, tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     (context / "note.txt").write_text("a note\n")
@@ -222,7 +218,7 @@ def test_a_generic_task_is_paused_forked_and_killed_with_those_that_it_made(
     det.ok("task", "kill", fork[1])
 
 
-def test_http_reaches_a_service_of_a_task_and_its_token_does_not(det: TasksHere, tmp_path: Path) -> None:
+def test_proxy_forwards_requests_without_user_token(det: TasksHere, tmp_path: Path) -> None:
     port, context = free_port(), tmp_path / "context"
     context.mkdir()
     (context / "server.py").write_text(SERVER)
@@ -287,7 +283,7 @@ def _send(
         return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
 
 
-def test_a_tunnel_of_the_det_command_carries_bytes_to_a_tcp_port(det: TasksHere, tmp_path: Path) -> None:
+def test_det_tunnel_carries_bytes_to_tcp_port(det: TasksHere, tmp_path: Path) -> None:
     port, local_port, context = free_port(), free_port(), tmp_path / "context"
     context.mkdir()
     (context / "echo.py").write_text(ECHO)
@@ -310,7 +306,7 @@ def test_a_tunnel_of_the_det_command_carries_bytes_to_a_tcp_port(det: TasksHere,
     assert bytes(received) == data
 
 
-def test_a_command_that_no_longer_fits_says_once_that_it_waits(det: TasksHere) -> None:
+def test_command_beyond_capacity_logs_waiting_once(det: TasksHere) -> None:
     slot = _switched_off(det)
     try:
         task_id = det.run("echo", "done")
@@ -334,7 +330,7 @@ def _switched_off(det: TasksHere) -> str:
     return slot
 
 
-def test_a_command_whose_master_was_killed_before_its_process_began_begins_with_the_next(
+def test_unstarted_command_begins_after_master_restart(
     det: TasksHere,
 ) -> None:
     _switched_off(det)

@@ -118,7 +118,7 @@ def reports(client: Client, trial_id: int, group: str) -> list[tuple[int, int]]:
     ]
 
 
-def test_a_script_outlives_its_master_and_goes_on_from_its_checkpoint(
+def test_detached_script_survives_master_kill_and_resumes(
     master: MasterForTest, begin: Begin, settings: Path, tmp_path: Path
 ) -> None:
     lives, dies, fails = (begin(name) for name in ("lives", "dies", "error"))

@@ -105,9 +105,7 @@ def values(row: dict[str, Any]) -> dict[str, Any]:
     return dict(found)
 
 
-def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_elastic_trial_resizes_and_trains_same_batches(master: MasterForTest, tmp_path: Path) -> None:
     trial = create(master, elastic(tmp_path, "followed", FASTER_WITH_MORE, min_slots=1, resize_period=8))
     agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
     wait_for_size(master, trial, 4)
@@ -151,9 +149,7 @@ def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(
     assert state_of(master, trial) == "COMPLETED"
 
 
-def test_a_number_of_slots_that_its_own_code_cannot_use_is_tried_once_and_counts_as_no_restart(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_unusable_slot_count_is_tried_once_without_restart(master: MasterForTest, tmp_path: Path) -> None:
     own = {
         "train_batch_size": 12,
         "train_micro_batch_size_per_gpu": 3,

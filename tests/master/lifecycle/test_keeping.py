@@ -61,7 +61,7 @@ def test_checkpoints_are_kept_by_policy(shared_master: MasterForTest) -> None:
     assert saved(shared_master, experiment_id) == [(one, 1), (one, 3), (one, 4), (other, 3), (other, 4)]
 
 
-def test_a_checkpoint_that_another_trial_started_from_is_kept_and_a_deleted_one_starts_none(
+def test_source_checkpoint_is_kept_deleted_source_is_refused(
     shared_master: MasterForTest,
 ) -> None:
     scores = {"scores": [0.3, 0.2, 0.1]}

@@ -75,7 +75,7 @@ def stored(bucket: Bucket) -> set[str]:
 @pytest.mark.exhaustive(
     "tests/cli/test_run_object_storage.py::test_run_killed_on_two_ranks_goes_on_from_the_bucket"
 )
-def test_search_with_a_killed_rank_resumes_and_keeps_one_checkpoint_per_trial(
+def test_search_with_killed_rank_resumes_from_bucket(
     master: MasterForTest,
     bucket: Bucket,
     tmp_path: Path,
@@ -111,7 +111,7 @@ def test_search_with_a_killed_rank_resumes_and_keeps_one_checkpoint_per_trial(
     wait_for(lambda: not bucket.objects(), "objects are left of a deleted experiment")
 
 
-def test_keys_of_a_config_are_used_and_shown_nowhere(
+def test_config_keys_are_used_but_never_shown(
     master: MasterForTest,
     bucket: Bucket,
     tmp_path: Path,
@@ -143,7 +143,7 @@ def test_keys_of_a_config_are_used_and_shown_nowhere(
     assert any(key.endswith(f"{uuid}/dstrial_rank0.pt") for key in bucket.objects())
 
 
-def test_wrong_key_is_one_error_before_training(
+def test_wrong_bucket_key_fails_before_training(
     master: MasterForTest,
     bucket: Bucket,
     tmp_path: Path,

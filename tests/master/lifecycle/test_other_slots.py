@@ -27,7 +27,7 @@ def continued(master: MasterForTest, experiment_id: int, changes: dict[str, Any]
     return ""
 
 
-def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Path) -> None:
+def test_paused_experiment_resumes_with_fewer_slots(tmp_path: Path) -> None:
     config, context = project(tmp_path, "kept", batches=60, sleep_s=0.25)
     log = tmp_path / "kept.log"
     with master_for_test(tmp_path, num_slots=2) as master:
@@ -66,7 +66,7 @@ def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Pat
         assert batches_of(log) == list(range(done + 2))
 
 
-def test_a_trial_that_fails_goes_on_without_the_slot_that_was_drained_and_within_its_new_max_slots(
+def test_trial_resumes_without_drained_slot_within_max_slots(
     tmp_path: Path,
 ) -> None:
     killed = {"KILL_AT": "0:6", "KILL_MARKER": str(tmp_path / "killed")}
@@ -103,7 +103,7 @@ def test_a_trial_that_fails_goes_on_without_the_slot_that_was_drained_and_within
         wait_for(lambda: state_of(master, 1) == "CANCELED", deadline_s=120)
 
 
-def test_dstrial_run_resumes_with_fewer_slots_and_refuses_what_cannot_share_the_batch(tmp_path: Path) -> None:
+def test_dstrial_run_resumes_if_slots_divide_batch(tmp_path: Path) -> None:
     config, context = project(tmp_path, "run", batches=3, sleep_s=0.0)
     log = tmp_path / "run.log"
     with master_for_test(tmp_path, num_slots=2) as master:

@@ -59,7 +59,7 @@ def completed(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]
 
 
 @pytest.mark.timeout(500)
-def test_training_goes_on_bit_for_bit_when_its_storage_is_back(tmp_path: Path) -> None:
+def test_training_resumes_bitwise_equal_after_storage_returns(tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     with master_for_test(tmp_path, num_slots=2) as master:
         disturbed = created(master, tmp_path, "disturbed", storage)

@@ -35,7 +35,7 @@ def database(tmp_path: Path, storage: dict[str, Any]) -> Iterator[Database]:
         yield opened
 
 
-def test_a_first_use_makes_the_storage_and_its_marker(
+def test_first_use_creates_storage_and_marker(
     database: Database, storage: dict[str, Any], root: Path
 ) -> None:
     storages = Storages(database, umask=0o027)
@@ -50,9 +50,7 @@ def test_a_first_use_makes_the_storage_and_its_marker(
     assert Storages(database).secure(storage) == known
 
 
-def test_a_storage_that_was_used_is_never_made_again(
-    database: Database, storage: dict[str, Any], root: Path
-) -> None:
+def test_used_storage_is_never_recreated(database: Database, storage: dict[str, Any], root: Path) -> None:
     storages = Storages(database)
     storages.secure(storage)
     root.parent.rename(root.parent.with_name("away"))
@@ -66,7 +64,7 @@ def test_a_storage_that_was_used_is_never_made_again(
     assert list(root.iterdir()) == []
 
 
-def test_a_storage_that_is_no_directory_of_this_machine_is_not_looked_at(database: Database) -> None:
+def test_remote_or_relative_storage_is_not_checked(database: Database) -> None:
     for storage in ({"type": "s3", "bucket": "b"}, {"type": "directory", "container_path": "relative"}):
         assert Storages(database).trouble(storage) is None
         assert Storages(database).secure(storage) is None
@@ -86,7 +84,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return release
 
 
-def test_a_storage_that_does_not_answer_is_waited_for_once_and_looked_at_anew_later(
+def test_hung_storage_uses_one_thread_then_rechecks(
     database: Database, storage: dict[str, Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.mkdir(parents=True)

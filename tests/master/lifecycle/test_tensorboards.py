@@ -78,7 +78,7 @@ def viewer(task_master: MasterForTest, tmp_path: Path) -> Viewer:
     return Viewer(task_master, tmp_path)
 
 
-def test_tensorboard_shows_running_trials_and_survives_its_master(
+def test_tensorboard_shows_running_trials_and_survives_master(
     viewer: Viewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     master, gate = viewer.master, tmp_path / "gate"
@@ -140,7 +140,7 @@ def test_tensorboard_shows_running_trials_and_survives_its_master(
     viewer.ok("task", "kill", task)
 
 
-def test_tensorboards_of_trials_show_these_and_end_when_nobody_looks(viewer: Viewer) -> None:
+def test_tensorboard_of_trials_ends_when_idle(viewer: Viewer) -> None:
     master = viewer.master
     search = {"name": "random", "metric": "score", "max_trials": 2}
     done_id = submit(master, config(hyperparameters={"steps": 2}, searcher=search), TRAIN)

@@ -41,7 +41,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield master
 
 
-def test_a_failure_that_is_not_to_be_retried_is_no_restart(strict: MasterForTest) -> None:
+def test_cancel_retries_policy_counts_no_restart(strict: MasterForTest) -> None:
     policies = [{"name": "bad", **one} for one in policy("cancel_retries")]
     given = config(log_policies=policies, max_restarts=1)
     experiment_id = submit(strict, given, SCRIPT)
@@ -57,9 +57,7 @@ def test_a_failure_that_is_not_to_be_retried_is_no_restart(strict: MasterForTest
 
 
 @pytest.mark.parametrize("num_slots", [0, 1])
-def test_without_another_machine_a_trial_that_excludes_this_one_fails(
-    strict: MasterForTest, num_slots: int
-) -> None:
+def test_exclude_node_policy_without_other_node_fails(strict: MasterForTest, num_slots: int) -> None:
     given = config(
         log_policies=policy("exclude_node"), max_restarts=1, resources={"slots_per_trial": num_slots}
     )
@@ -77,7 +75,7 @@ def test_without_another_machine_a_trial_that_excludes_this_one_fails(
     assert ended["state"] == "STATE_ERROR"
 
 
-def test_where_launch_error_is_off_it_waits_and_holds_nobody(patient: MasterForTest) -> None:
+def test_exclude_node_without_launch_error_waits(patient: MasterForTest) -> None:
     given = config(log_policies=policy("exclude_node"), max_restarts=1)
     experiment_id = submit(patient, given, SCRIPT)
     wait_until(patient, experiment_id, "QUEUED")
@@ -102,7 +100,9 @@ def test_where_launch_error_is_off_it_waits_and_holds_nobody(patient: MasterForT
     assert "Scheduling Trial" in log_of(patient, experiment_id)
 
 
-def test_a_command_that_can_never_run_is_refused_even_there(patient: MasterForTest, tmp_path: Path) -> None:
+def test_unsatisfiable_command_is_refused_without_launch_error(
+    patient: MasterForTest, tmp_path: Path
+) -> None:
     done = patient.det("command", "run", "--config", "resources.slots=2", "true")
 
     assert done.returncode != 0

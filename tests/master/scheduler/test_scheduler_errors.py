@@ -90,7 +90,7 @@ class Unready(LocalBackend):
             raise RuntimeError("can't start new thread")
 
 
-def test_backend_that_cannot_begin_is_retried_and_shown(fresh_master: Master) -> None:
+def test_backend_begin_failure_is_retried_and_shown(fresh_master: Master) -> None:
     services = fresh_master.services
     use_backend(services, Unready)
     with scheduling(fresh_master):
@@ -115,7 +115,7 @@ class Blind(LocalBackend):
         return super().observe(run)
 
 
-def test_allocation_that_always_raises_fails_its_trial(fresh_master: Master) -> None:
+def test_allocation_poll_failure_fails_its_trial(fresh_master: Master) -> None:
     services = fresh_master.services
     use_backend(services, Blind)
     with scheduling(fresh_master):
@@ -129,7 +129,7 @@ def test_allocation_that_always_raises_fails_its_trial(fresh_master: Master) -> 
         wait_for(lambda: not list((services.state_dir / "allocations").glob("*/workdir/blind")))
 
 
-def test_scheduler_never_writes_inside_a_snapshot(fresh_master: Master) -> None:
+def test_scheduler_never_writes_inside_snapshot(fresh_master: Master) -> None:
     """A snapshot that waits for a write keeps SQLite's log from being checkpointed for as long."""
     database = fresh_master.services.database
     reading, inside = threading.local(), []
@@ -161,7 +161,7 @@ def test_scheduler_never_writes_inside_a_snapshot(fresh_master: Master) -> None:
     assert inside == []
 
 
-def test_trial_that_cannot_be_scheduled_fails_alone(fresh_master: Master) -> None:
+def test_unschedulable_trial_fails_alone(fresh_master: Master) -> None:
     fresh_master.change("UPDATE experiments SET state = 'PAUSED' WHERE id <= 2")
     broken = submit(fresh_master, "python3 -m dstrial.launch a.py")
     fresh_master.change("UPDATE experiments SET slots_per_trial = 99 WHERE id = 3")
@@ -186,7 +186,7 @@ class Failing(LocalBackend):
         raise LookupError(run.allocation_id)
 
 
-def test_reconciler_sleeps_while_an_allocation_is_postponed(fresh_master: Master) -> None:
+def test_reconciler_sleeps_while_allocation_is_postponed(fresh_master: Master) -> None:
     services = fresh_master.services
     use_backend(services, Failing)
     with services.database.read() as connection:
