@@ -1,3 +1,5 @@
+"""API and SDK requests that create, edit and list users."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Webhooks by the requests of Determined's generated client, and what their receivers get."""
+"""Webhook requests of Determined's client, and the payloads that receivers get."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def listed(master: Master) -> dict[str, Any]:
 
 
 def settled(master: Master) -> dict[str, Any]:
-    """How sending went, when nothing waits any more."""
+    """Wait until the queue is empty; return the webhook's delivery statistics."""
     wait_for(lambda: listed(master)["delivery"]["waiting"] == 0)
     return dict(listed(master)["delivery"])
 
 
-def nothing_waits(master: Master) -> None:
+def assert_no_pending_events(master: Master) -> None:
     assert master.rows("SELECT event FROM webhook_events") == []
 
 
@@ -214,7 +214,7 @@ def test_experiment_config_selects_webhooks(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/", name="elsewhere", workspaceId=2)
     make(fresh_master, "http://127.0.0.1:1/", name="here", workspaceId=1, mode=SPECIFIC)
 
-    def told(choice: Any) -> list[str]:
+    def notified(choice: Any) -> list[str]:
         configure(fresh_master, choice)
         fresh_master.change("UPDATE experiments SET state = 'ACTIVE' WHERE id = 1")
         fresh_master.change("DELETE FROM webhook_events")
@@ -226,13 +226,17 @@ def test_experiment_config_selects_webhooks(fresh_master: Master) -> None:
             )
         ]
 
-    assert told(None) == ["all"]
-    assert told({"webhook_name": ["named", "elsewhere"]}) == ["all", "named"]
-    assert told({"webhook_id": [4]}) == ["all", "here"]
-    assert told({"webhook_id": [2], "webhook_name": ["here"], "exclude": False}) == ["all", "named", "here"]
-    assert told({"webhook_id": [2], "exclude": True}) == []
-    assert told("nonsense") == ["all"]
-    assert told({"webhook_id": "2", "webhook_name": {"named": 1}}) == ["all"]
+    assert notified(None) == ["all"]
+    assert notified({"webhook_name": ["named", "elsewhere"]}) == ["all", "named"]
+    assert notified({"webhook_id": [4]}) == ["all", "here"]
+    assert notified({"webhook_id": [2], "webhook_name": ["here"], "exclude": False}) == [
+        "all",
+        "named",
+        "here",
+    ]
+    assert notified({"webhook_id": [2], "exclude": True}) == []
+    assert notified("nonsense") == ["all"]
+    assert notified({"webhook_id": "2", "webhook_name": {"named": 1}}) == ["all"]
 
 
 def test_log_pattern_webhook_fires_once_per_task(
@@ -280,11 +284,11 @@ def test_log_patterns_follow_webhook_creation_and_deletion(fresh_master: Master)
     assert made.id is not None
     bindings.delete_DeleteWebhook(session(fresh_master), id=made.id)
     assert find(["x\n"]) == []
-    # What was found before is told to nobody.
+    # A match found before the deletion is not sent.
     from dstrial.master.webhooks import events
 
     fresh_master.services.database.write(lambda tx: events.notify_lines(tx, "1.request", matches))
-    nothing_waits(fresh_master)
+    assert_no_pending_events(fresh_master)
 
 
 def alert(master: Master, token: str, **body: Any) -> int:
@@ -302,7 +306,7 @@ def test_trial_alert_reaches_webhooks_named_in_config(
 ) -> None:
     make(fresh_master, receiver.url, [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
     assert alert(fresh_master, "trial-1") == 200
-    nothing_waits(fresh_master)
+    assert_no_pending_events(fresh_master)
     (line,) = fresh_master.rows("SELECT log, level FROM logs WHERE trial_id = 1")
     assert line["level"] == "WARNING"
     assert "reaches no webhook" in line["log"]
@@ -338,7 +342,7 @@ def test_overlong_alert_is_truncated(fresh_master: Master) -> None:
 
 
 def test_only_admins_and_workspace_owners_manage_webhooks(fresh_master: Master) -> None:
-    # As in Determined 0.38.1, whose client has APIException for it and not ForbiddenException.
+    # As in Determined 0.38.1, whose client raises APIException for this 403, not ForbiddenException.
     with pytest.raises(errors.APIException):
         make(fresh_master, "http://127.0.0.1:1/", user="determined")
     with pytest.raises(errors.APIException):
@@ -373,7 +377,7 @@ def test_only_admins_and_workspace_owners_manage_webhooks(fresh_master: Master) 
 
 _STATE = {"triggerType": "TRIGGER_TYPE_EXPERIMENT_STATE_CHANGE"}
 _LOG = {"triggerType": "TRIGGER_TYPE_TASK_LOG"}
-BAD: dict[str, dict[str, Any]] = {
+INVALID: dict[str, dict[str, Any]] = {
     "a file": {"url": "file:///etc/passwd"},
     "ftp": {"url": "ftp://x/y"},
     "no scheme": {"url": "hooks.example/x"},
@@ -381,7 +385,7 @@ BAD: dict[str, dict[str, Any]] = {
     "a line end": {"url": "http://x/\r\nX-Evil: 1"},
     "a space": {"url": "http://x/a b"},
     "other letters": {"url": "http://exämple/"},
-    "a port that is none": {"url": "http://x:99999/"},
+    "an invalid port": {"url": "http://x:99999/"},
     "brackets": {"url": "http://[::1/"},
     "a long address": {"url": "http://x/" + "a" * 5000},
     "no address": {"url": None},
@@ -390,17 +394,17 @@ BAD: dict[str, dict[str, Any]] = {
     "many triggers": {"triggers": [{**_STATE, "condition": {"state": "ERROR"}}] * 21},
     "an unknown state": {"triggers": [{**_STATE, "condition": {"state": "DONE"}}]},
     "no state": {"triggers": [_STATE]},
-    "a metric, which nobody watches": {"triggers": [{"triggerType": "TRIGGER_TYPE_METRIC_THRESHOLD_EXCEEDED", "condition": {}}]},
+    "a metric trigger": {"triggers": [{"triggerType": "TRIGGER_TYPE_METRIC_THRESHOLD_EXCEEDED", "condition": {}}]},
     "no pattern": {"triggers": [{**_LOG, "condition": {}}]},
     "two conditions": {"triggers": [{**_LOG, "condition": {"regex": "a", "x": 1}}]},
-    "a pattern of Python's": {"triggers": [{**_LOG, "condition": {"regex": "(?=a)"}}]},
+    "a Python-only pattern": {"triggers": [{**_LOG, "condition": {"regex": "(?=a)"}}]},
     "a long pattern": {"triggers": [{**_LOG, "condition": {"regex": "a" * 2000}}]},
-    "custom for all": {"triggers": [{"triggerType": "TRIGGER_TYPE_CUSTOM"}]},
-    "a mode that is none": {"mode": "WEBHOOK_MODE_X"},
+    "a custom trigger for a workspace": {"triggers": [{"triggerType": "TRIGGER_TYPE_CUSTOM"}]},
+    "an unknown mode": {"mode": "WEBHOOK_MODE_X"},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("what", INVALID)
 def test_create_webhook_invalid_is_refused(fresh_master: Master, what: str) -> None:
     good = {
         "name": "n",
@@ -409,15 +413,15 @@ def test_create_webhook_invalid_is_refused(fresh_master: Master, what: str) -> N
         "webhookType": "WEBHOOK_TYPE_DEFAULT",
         "triggers": [{**_STATE, "condition": {"state": "ERROR"}}],
     }
-    answer = fresh_master.send("POST", "/api/v1/webhooks", {**good, **BAD[what]}, token="admin")
+    answer = fresh_master.send("POST", "/api/v1/webhooks", {**good, **INVALID[what]}, token="admin")
 
     assert answer.status == 400, answer
     assert "expected" in answer.error
     assert "\x1b" not in answer.error
     assert fresh_master.rows("SELECT * FROM webhooks") == []
     assert fresh_master.send("POST", "/api/v1/webhooks", good, token="admin").status == 200
-    if set(BAD[what]) == {"url"} and BAD[what]["url"]:
-        assert fresh_master.send("PATCH", "/api/v1/webhooks/1", BAD[what], token="admin").status == 400
+    if set(INVALID[what]) == {"url"} and INVALID[what]["url"]:
+        assert fresh_master.send("PATCH", "/api/v1/webhooks/1", INVALID[what], token="admin").status == 400
 
 
 def test_number_of_webhooks_and_patterns_is_limited(fresh_master: Master) -> None:
@@ -511,11 +515,11 @@ def test_pending_event_follows_url_change_and_webhook_deletion(
     finish(fresh_master, "COMPLETED", 2)
     assert len(fresh_master.rows("SELECT * FROM webhook_events")) == 1
     fresh_master.send("DELETE", "/api/v1/webhooks/1", token="admin")
-    nothing_waits(fresh_master)
+    assert_no_pending_events(fresh_master)
 
 
-class HeldUpDelivery(Delivery):
-    """One that gets no processor after each look, as on a busy machine: what it has begun ends meanwhile."""
+class SlowDelivery(Delivery):
+    """Sleeps after each poll of the queue, so that started sends finish meanwhile."""
 
     def _start_due(self) -> tuple[float, bool]:
         found = super()._start_due()
@@ -523,7 +527,7 @@ class HeldUpDelivery(Delivery):
         return found
 
 
-@pytest.mark.parametrize("kind", [Delivery, HeldUpDelivery])
+@pytest.mark.parametrize("kind", [Delivery, SlowDelivery])
 def test_delivery_stop_sends_due_events_first(
     fresh_master: Master, receiver: Receiver, kind: type[Delivery]
 ) -> None:
@@ -535,7 +539,7 @@ def test_delivery_stop_sends_due_events_first(
     delivery.start()
     delivery.stop(60.0)
     assert len(receiver.received) == 20
-    nothing_waits(fresh_master)
+    assert_no_pending_events(fresh_master)
 
 
 def test_event_queue_is_bounded_and_counts_dropped(fresh_master: Master) -> None:
@@ -569,4 +573,4 @@ def test_experiment_ends_if_webhook_event_cannot_be_built(fresh_master: Master) 
     fresh_master.change("UPDATE experiments SET project_id = 99 WHERE id = 1")
     finish(fresh_master, "COMPLETED")
     assert fresh_master.rows("SELECT state FROM experiments WHERE id = 1") == [{"state": "COMPLETED"}]
-    nothing_waits(fresh_master)
+    assert_no_pending_events(fresh_master)

@@ -1,4 +1,4 @@
-"""Workspaces and projects, by the real ``det`` command and SDK; what is archived, immutable, another user's."""
+"""Workspaces and projects through the ``det`` command, the SDK and the API."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_default_workspace_and_project_are_immutable(
 ) -> None:
     answer = served.send(method, f"/api/v1/{path}", body, token="admin")
     assert (answer.status, "is immutable" in answer.error) == (400, True)
-    # To others a PATCH has the same reason, which comes first in Determined 0.38.1.
+    # As in Determined 0.38.1, these requests check immutability before the user's permission.
     status = 400 if method == "PATCH" or path.endswith("/projects") else 403
     assert served.send(method, f"/api/v1/{path}", body, token="other").status == status
 

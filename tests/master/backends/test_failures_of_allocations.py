@@ -1,4 +1,4 @@
-"""The traceback that counts, and what exit codes mean."""
+"""Explanations of failed allocations from tracebacks and exit codes."""
 
 from __future__ import annotations
 

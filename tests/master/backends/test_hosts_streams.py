@@ -1,4 +1,4 @@
-"""TCP through the frames of another connection, and whose a local connection is: real sockets on loopback."""
+"""TCP streams multiplexed over frames, and the owner of a local connection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 class _Tunnel:
-    """Two ends whose frames go to each other in order, as through one connection."""
+    """Two ``Streams`` that exchange frames in order, as over one connection."""
 
     def __init__(self) -> None:
         self.frames: queue.SimpleQueue[tuple[Streams, Mapping[str, Any]] | None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""The file that a supervisor writes, in parts where it is large: read to its end, and what was deleted is counted."""
+"""Reading a supervisor's log file, its parts, and the lines of deleted parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrial.master.backends.log_file import parse, printed, read_lines
 
 
 class Log:
-    """A log as a supervisor leaves it."""
+    """Writes and reads a log in the format of a supervisor."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -34,7 +34,7 @@ class Log:
         return self.parts[-1]
 
     def read(self, max_bytes: int = 10**6, offset: int = 0, num_lines: int = 0) -> tuple[list[str], int]:
-        """Return all lines from a place on, and how many are lost."""
+        """Return all lines from ``offset`` on and the number of lost lines."""
         texts: list[str] = []
         num_lost = 0
         while True:

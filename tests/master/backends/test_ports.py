@@ -1,4 +1,4 @@
-"""Ports of allocations: each a free one of its own."""
+"""Ports chosen for allocations are free and not shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the master writes for Slurm, and how it reads jobs: without a word to it."""
+"""Slurm engine without a cluster: batch scripts, job states and refusals."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_refusal_of_names_offending_config_key() -> None:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Put a shell script of that name before Slurm's command."""
+    """Return a function that puts a fake Slurm command first in PATH."""
     commands = tmp_path / "bin"
     commands.mkdir()
     monkeypatch.setenv("PATH", str(commands), prepend=":")

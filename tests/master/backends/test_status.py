@@ -1,4 +1,4 @@
-"""Files by which a master shows its hosts, jobs and fork servers."""
+"""Status files that a master writes about its hosts, jobs and fork servers."""
 
 from __future__ import annotations
 

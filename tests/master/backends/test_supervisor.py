@@ -1,4 +1,4 @@
-"""Supervised processes: their output, their end, and that none is left."""
+"""The supervisor: output, exit records and clean-up of an allocation."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_output_flood_is_bounded_keeping_both_ends(
     assert texts[-1] == "line 199999"
     assert len(texts) + num_lost == 200_000
     assert num_lost > 100_000
-    # What is left is whole lines, each once and in order.
+    # The remaining lines are complete, unique and in order.
     assert texts == sorted(set(texts))
 
 
@@ -158,7 +158,7 @@ def test_temporary_directory_in_use_survives_cleaner(
 
 @pytest.mark.parametrize("ends_by", ["itself", "kill", "kill of its supervisor"])
 def test_processes_end_with_allocation(run: Callable[..., Started], ends_by: str) -> None:
-    """A killed supervisor leaves processes that the marker in their environment identifies."""
+    """Processes of a killed supervisor are found by a marker in their environment."""
     directory, handle = run(f"setsid sleep 7650 & sleep 7650 & {'exit 0' if ends_by == 'itself' else 'wait'}")
     if ends_by != "itself":
         wait_for(lambda: len(living("7650")) >= 2)
@@ -223,7 +223,7 @@ def test_unstartable_entrypoint_ends_with_shell_exit_code(
 def test_entrypoint_gets_own_cluster_info_hook_and_sitecustomize(
     run: Callable[..., Started], tmp_path: Path
 ) -> None:
-    """Two allocations at once; a ``sitecustomize`` that dstrial's hides runs, too."""
+    """Two allocations at once; the user's own ``sitecustomize`` runs as well."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sitecustomize.py").write_text("print('mine')\n")
     program = (
@@ -264,7 +264,7 @@ def test_deepspeed_command_gets_own_master_port(run: Callable[..., Started], tmp
 
 
 def promptly(ask: Callable[[], Any]) -> Any:
-    """Return an answer that is there within ten seconds: what waits for a pipe that nobody writes to waits for ever."""
+    """Return the result of ``ask()``, which must not block on a pipe, within 10 s."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(ask()), daemon=True)
     thread.start()
@@ -352,7 +352,7 @@ def test_kill_ignores_forged_or_missing_spec(run: Callable[..., Started], forged
 
 
 def test_named_pipes_do_not_block_supervisor(run: Callable[..., Started]) -> None:
-    # The log goes on in parts that are named by its bytes and lines: one of these is in the way of each.
+    # Log parts are named by bytes and lines; a pipe occupies the name of every part.
     names = [".exit.json.new", *(f"output.log.{count * 22}.{count}" for count in range(1, 60))]
     started = run(
         [

@@ -1,4 +1,4 @@
-"""Environments of tasks: what a task installs is made once, shared, and never the master's."""
+"""Python environments of tasks: installed once, shared, apart from the base."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for name in os.environ.get("SHOWN", "tinydep").split(","):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base to which a failing test may do what it likes: an environment over the one that runs the tests."""
+    """Return a disposable base environment with the packages of the test run."""
     directory = tmp_path_factory.mktemp("bases") / "base"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
     (site_packages,) = directory.glob("lib/python*/site-packages")
@@ -63,7 +63,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
-    # A path that scripts cannot name in their first line, and that PIP_CONSTRAINT would split.
+    # A path with spaces: invalid in a shebang line, and PIP_CONSTRAINT would split it.
     with master_for_test(tmp_path_factory.mktemp("state with spaces"), num_slots=2) as running:
         yield running
 
@@ -76,8 +76,8 @@ def given(base: Path, wheels: Path) -> Callable[..., dict[str, Any]]:
             "PIP_NO_INDEX=1",
             f"PIP_FIND_LINKS={wheels.as_uri()}",
             "PIP_CONFIG_FILE=/dev/null",
-            "PIP_NO_WARN_CONFLICTS=0",  # 0 has it not read again what everything that is installed asks for
-            "PIP_NO_BUILD_ISOLATION=0",  # 0 is what disables it
+            "PIP_NO_WARN_CONFLICTS=0",  # 0 skips the check of all installed requirements
+            "PIP_NO_BUILD_ISOLATION=0",  # 0 disables build isolation
             *variables,
         ]
         return config(environment={"environment_variables": lines, **(environment or {})}, **changes)
@@ -92,7 +92,7 @@ def create(
     script: str = SHOW,
     files: dict[str, str | bytes] | None = None,
 ) -> int:
-    """Submit an experiment with a model definition: contents by path."""
+    """Submit an experiment with these files (content by path); return its id."""
     named = {"train.py": script, **({"startup-hook.sh": hook} if hook else {}), **(files or {})}
     definition = [
         {
@@ -130,7 +130,7 @@ def packages_of(python: Path) -> str:
 
 
 def shown(log: str, name: str = "tinydep") -> tuple[str, str]:
-    """Return the version of a package that a trial has imported, and the directory that it came from."""
+    """Return the version and directory of a package that a trial imported."""
     (line,) = (line for line in log.splitlines() if f"has {name} " in line)
     release, directory = line.partition(f"has {name} ")[2].split(" ", 1)
     return release, directory
@@ -149,7 +149,7 @@ def test_hook_installs_into_task_environment_not_base(
     assert packages_of(base / "bin" / "python3") == before
     assert shown(log)[0] == "1.0"
     assert shown(log)[1].startswith(str(master.state.path / "venvs"))
-    # Commands of the base, and those that were just installed, run in the task's own environment.
+    # Commands of the base and newly installed commands run in the task's environment.
     (prefix,) = {
         line.partition(" of ")[2]
         for line in log.splitlines()

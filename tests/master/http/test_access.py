@@ -1,3 +1,5 @@
+"""Passwords, logins and tokens of users."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""The undocumented names of uvicorn that the master uses, against the installed release."""
+"""The installed uvicorn has the undocumented names that the master uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_uvicorn_upper_bound_follows_installed_release() -> None:
-    """A later release is tested here before ``pyproject.toml`` admits it."""
+    """``pyproject.toml`` must not admit a release that was not tested."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirement = next(one for one in map(Requirement, project["dependencies"]) if one.name == "uvicorn")
     installed = Version(importlib.metadata.version("uvicorn"))
@@ -44,7 +44,7 @@ def test_uvicorn_protocol_has_names_used_by_connection() -> None:
     state = uvicorn.Server(config).server_state
     loop = SimpleNamespace()
 
-    protocol = H11Protocol(config, state, {}, loop)  # type: ignore[arg-type]  # it is only kept here
+    protocol = H11Protocol(config, state, {}, loop)  # type: ignore[arg-type]  # the protocol only stores it
 
     assert (protocol.connections, protocol.limit_concurrency) == (state.connections, 3)
     assert (protocol.loop, protocol.transport) == (loop, None)

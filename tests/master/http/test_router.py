@@ -1,3 +1,5 @@
+"""Request fields, messages, paging, routing and streams of the HTTP API."""
+
 from __future__ import annotations
 
 import asyncio
@@ -149,7 +151,7 @@ def test_internal_error_text_hides_details() -> None:
 def test_duplicate_routes_are_refused() -> None:
     twice = [route("GET", "/x/{a}", _nothing, access=PUBLIC), route("GET", "/x/{b}", _nothing, access=PUBLIC)]
     with pytest.raises(ValueError, match="two handlers"):
-        Api(SimpleNamespace(), twice)  # type: ignore[arg-type]  # no route asks for services
+        Api(SimpleNamespace(), twice)  # type: ignore[arg-type]  # no route needs services
 
 
 def _routed(api: Api, method: str, path: str) -> str:
@@ -163,7 +165,7 @@ def test_literal_segment_wins_over_path_parameter() -> None:
         route("PATCH", "//experiments/{id}", _nothing, access=PUBLIC),
         route("POST", "//experiments/continue", _nothing, access=PUBLIC),
     ]
-    api = Api(SimpleNamespace(), routes)  # type: ignore[arg-type]  # no route asks for services
+    api = Api(SimpleNamespace(), routes)  # type: ignore[arg-type]  # no route needs services
     assert _routed(api, "POST", "/experiments/continue") == "/experiments/continue"
     assert _routed(api, "PATCH", "/experiments/1") == "/experiments/{id}"
     with pytest.raises(RequestError, match=r"is GET; expected POST\.") as refusal:
@@ -174,7 +176,7 @@ def test_literal_segment_wins_over_path_parameter() -> None:
 
 
 def test_unknown_paths_are_not_cached() -> None:
-    api = Api(SimpleNamespace(), [route("GET", "//a", _nothing, access=PUBLIC)])  # type: ignore[arg-type]  # as above
+    api = Api(SimpleNamespace(), [route("GET", "//a", _nothing, access=PUBLIC)])  # type: ignore[arg-type]  # no route needs services
     for num_words in range(2, 50):
         with pytest.raises(RequestError):
             _routed(api, "GET", "/a" * num_words)
@@ -292,7 +294,7 @@ def test_chunked_oversized_body_is_refused_during_upload(served: Master) -> None
 
 @contextlib.contextmanager
 def _running(routes: list[Route]) -> Iterator[int]:
-    """Serve routes that need no services."""
+    """Serve routes that need no services; yield the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     app = Api(SimpleNamespace(), routes)  # type: ignore[arg-type]
     server = uvicorn.Server(

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and what is deleted of one."""
+"""Retention policy of checkpoints, and deletion of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_delete_files_escapes_undecodable_names(tmp_path: Path) -> None:
 def test_delete_files_listing_error_raises_master_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The janitor gives up its claim on a checkpoint for a ``DstrialError`` only."""
+    """The janitor releases its claim on a checkpoint only for a ``DstrialError``."""
 
     def fail(_directory: Path) -> dict[str, int]:
         raise OSError(5, "Input/output error")
@@ -107,7 +107,7 @@ def test_delete_files_non_uuid_name_is_refused(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("globs", [["**/*"], ["**/*.pt"]])
 def test_delete_files_of_cluster_directory_is_refused(tmp_path: Path, globs: list[str]) -> None:
-    """A cluster's id is a UUID, too, and names the directory with the TensorBoard files of all its trials."""
+    """A directory named by a cluster's UUID has the TensorBoard files of its trials."""
     file = tmp_path / UUID / "tensorboard" / "experiment" / "1" / "trial" / "1" / "events.pt"
     file.parent.mkdir(parents=True)
     file.write_text("x")

@@ -1,4 +1,4 @@
-"""Commands and generic tasks: plain processes with a log, slots, an exit code, and services behind the proxy."""
+"""Commands and generic tasks: logs, slots, exit codes and proxied services."""
 
 from __future__ import annotations
 
@@ -238,14 +238,14 @@ def test_proxy_forwards_requests_without_user_token(det: TasksHere, tmp_path: Pa
     assert det.token not in json.dumps(seen)
     assert f"{port}" in det.ok("task", "list")
 
-    # Another task that offers the same port does not answer with this one's service.
+    # Another task with the same port must not proxy to this task's service.
     other = det.run("sleep", "300", **ports)
     wait_for(lambda: _send(det, "POST", f"/proxy/{other}:{port}/", b"")[0] == 502, "the refusal")
     assert b"is held by another task" in _send(det, "POST", f"/proxy/{other}:{port}/", b"")[2]
     assert _send(det, "POST", path, b"")[0] == 202
     det.ok("command", "kill", other)
 
-    # Whoever has no token, or comes from another program's page, reaches nothing.
+    # Requests without a token or from a foreign origin are refused.
     assert _send(det, "POST", path, b"", {"Authorization": ""})[0] == 401
     foreign = {"Authorization": "", "Cookie": f"auth={det.token}", "Origin": "http://localhost:1"}
     assert _send(det, "POST", path, b"", foreign)[0] == 403
@@ -307,12 +307,12 @@ def test_det_tunnel_carries_bytes_to_tcp_port(det: TasksHere, tmp_path: Path) ->
 
 
 def test_command_beyond_capacity_logs_waiting_once(det: TasksHere) -> None:
-    slot = _switched_off(det)
+    slot = _disable_slot(det)
     try:
         task_id = det.run("echo", "done")
         told = "it needs 1 slot and waits; this master has 0"
         wait_for(lambda: told in det.ok("command", "logs", task_id), "the line in its log")
-        # The queue is looked at again, and nothing is said a second time.
+        # The next pass over the queue logs no second line.
         det.wait(det.run("true", **{"resources.slots": 0}), "TERMINATED")
     finally:
         det.master.client("admin").post(f"/{slot}/enable")
@@ -322,8 +322,8 @@ def test_command_beyond_capacity_logs_waiting_once(det: TasksHere) -> None:
     assert det.ok("command", "logs", task_id).count("and waits") == 1
 
 
-def _switched_off(det: TasksHere) -> str:
-    """Disable the slot, and return its path."""
+def _disable_slot(det: TasksHere) -> str:
+    """Disable the slot, and return its API path."""
     (agent,) = det.session.get("api/v1/agents").json()["agents"]
     slot = f"api/v1/agents/{agent['id']}/slots/0"
     det.master.client("admin").post(f"/{slot}/disable")
@@ -333,7 +333,7 @@ def _switched_off(det: TasksHere) -> str:
 def test_unstarted_command_begins_after_master_restart(
     det: TasksHere,
 ) -> None:
-    _switched_off(det)
+    _disable_slot(det)
     task_id, state = det.run("echo", "done"), det.master.state
     det.master.kill()
 

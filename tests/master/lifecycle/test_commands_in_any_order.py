@@ -1,4 +1,4 @@
-"""What becomes of a command when it is paused, killed or ends, in any order."""
+"""State changes of commands: pause, kill and exit in any order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_SLOTS = 2
 
 
 class Store:
-    """A database with users, and the life of commands in it."""
+    """A database with users, and helpers that change commands in it."""
 
     def __init__(self, database: Database) -> None:
         self.database = database

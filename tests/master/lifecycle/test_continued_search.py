@@ -1,4 +1,4 @@
-"""A search whose trials failed once goes on by the real ``det experiment continue``."""
+"""``det experiment continue`` reruns the failed trials of a search."""
 
 from __future__ import annotations
 

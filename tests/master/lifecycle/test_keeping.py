@@ -1,4 +1,4 @@
-"""Which checkpoints of ended experiments are kept by their policy."""
+"""Checkpoints that the retention policy keeps after an experiment ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
 
-# Checkpoints at 1 to 4; validations at 1 to 3 with scores that the hyperparameters give.
+# Saves checkpoints at batches 1 to 4; reports the scores of the hyperparameters at batches 1 to 3.
 SAVE = """
 import determined as det
 scores = det.get_cluster_info().trial.hparams["scores"]
@@ -27,7 +27,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 
 
 def saved(master: MasterForTest, experiment_id: int) -> list[tuple[list[float], int]]:
-    """Wait until checkpoints are collected; return what is left, as scores of the trial and batches."""
+    """Wait for garbage collection; return (trial's scores, batches) of the rest."""
     path = f"/api/v1/experiments/{experiment_id}/checkpoints"
     give_up_at_s = time.monotonic() + 30
     while True:

@@ -1,4 +1,4 @@
-"""What becomes of trials: real processes under a real master, with scripts that need no torch."""
+"""Life cycle of trials: real processes under a real master, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real trial goes on with other numbers of slots: by det, after a restart of the master, and by ``dstrial run``."""
+"""A real trial resumes with another number of slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 
 
 def continued(master: MasterForTest, experiment_id: int, changes: dict[str, Any]) -> str:
-    """Continue with a changed config; returns what the master refuses it for, empty if it does not."""
+    """Continue an experiment; return the master's error, or an empty string."""
     body = {"id": experiment_id, "overrideConfig": yaml.safe_dump(changes)}
     try:
         master.client().post("/api/v1/experiments/continue", body)
@@ -51,7 +51,7 @@ def test_paused_experiment_resumes_with_fewer_slots(tmp_path: Path) -> None:
         assert master.det("e", "cancel", "1").returncode == 0
         wait_for(lambda: state_of(master, 1) == "CANCELED", deadline_s=120)
 
-        # A batch that has changed is refused before anything starts; fewer slots are not.
+        # A changed batch size and an unsatisfiable min_slots are refused before anything starts.
         wrong = {"hyperparameters": {"overwrite_deepspeed_args": {"train_batch_size": 16}}}
         refused = continued(master, 1, wrong)
         assert "train_batch_size is 16; expected 12, the batch of checkpoint" in refused

@@ -1,4 +1,4 @@
-"""Several ranks under a real master: what the launchers tell of them, and when a dstrial trial validates."""
+"""Launchers start one rank per slot under a real master."""
 
 from __future__ import annotations
 

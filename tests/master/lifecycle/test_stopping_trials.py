@@ -1,4 +1,4 @@
-"""Trials that are stopped at unusual moments, and how often failures are tried again: real processes, no torch."""
+"""Trials stopped at unusual moments, and the number of retries after failures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dstrial.testing.master import MasterForTest, master_for_test
 pytestmark = pytest.mark.process
 
 SLEEPER = "sleep 600"
-# Without its TensorBoard writer, the Core API imports no torch. Reports, then ignores every request to stop in its first run.
-DEAF_AT_FIRST = """
+# Ignores requests to stop in its first run. In MANUAL mode the Core API does not import torch.
+IGNORE_FIRST_STOP = """
 import time, determined as det
 info = det.get_cluster_info()
 with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
@@ -55,7 +55,7 @@ def num_running(master: MasterForTest) -> int:
     tasks = master.client().get("/api/v1/tasks")["allocationIdToSummary"].values()
     return sum(
         task["name"].startswith("Trial ") for task in tasks
-    )  # checkpoints of the ended ones are collected, too
+    )  # other tasks collect checkpoints of ended trials
 
 
 def hold_all_slots(master: MasterForTest) -> int:
@@ -110,7 +110,7 @@ def test_pause_during_start_reruns_when_activated(master: MasterForTest, delay_s
 
 
 def test_preemption_timeout_kill_resumes_or_cancels_trial(master: MasterForTest) -> None:
-    both = [submit(master, config(preemption_timeout=1), DEAF_AT_FIRST) for _ in range(2)]
+    both = [submit(master, config(preemption_timeout=1), IGNORE_FIRST_STOP) for _ in range(2)]
     paused, canceled = both
     for one in both:
         wait_until(master, one, "RUNNING")

@@ -1,4 +1,4 @@
-"""Which directory is taken for an experiment's storage, and which never."""
+"""Creation and checks of an experiment's checkpoint storage directory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_remote_or_relative_storage_is_not_checked(database: Database) -> None:
 
 
 def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Have looks at marker files wait for the event, as those at a network file system whose server is away."""
+    """Make ``os.stat`` of marker files block until the event, as on a hung NFS mount."""
     release = threading.Event()
     stat = os.stat
 
@@ -98,6 +98,6 @@ def test_hung_storage_uses_one_thread_then_rechecks(
     finally:
         release.set()
         wait_for(lambda: all(thread.name != "dstrial-storage" for thread in threading.enumerate()))
-    # The late answer was that the storage is there.
+    # The hung check found the storage; a new check must find it gone.
     root.rename(tmp_path / "away")
     assert "is gone: no directory" in str(storages.trouble(storage))

@@ -1,4 +1,4 @@
-"""What detached runs may say, and what may be done with them."""
+"""Requests that detached runs may send, and requests about detached runs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_report_reopens_run_closed_by_earlier_script(fresh_master: Master, end: 
     assert started(fresh_master, one)[0] == 2
     assert say(fresh_master, one, end) == end
 
-    # Neither a heartbeat nor a report that is refused tells that the current run lives.
+    # Neither a heartbeat nor a refused report shows that the current run is alive.
     assert say(fresh_master, one, None) == end
     assert "current run" in refused(fresh_master, "POST", f"/trials/{one}/metrics", report(1, 1, 1.0))
     assert state_of(fresh_master, number) == end

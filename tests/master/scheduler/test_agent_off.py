@@ -1,4 +1,4 @@
-"""``det agent disable``: nothing runs on a machine that is switched off, whether it has slots or not."""
+"""``det agent disable`` stops running tasks and keeps new tasks waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trials change their number of slots: pure decisions over what runs and what waits."""
+"""Pure decisions: which trials shrink, grow or leave drained slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def running(
     return Running(trial_id, trial_id, urgency, slots, choices)
 
 
-def room_for(num_slots: int, *trials: Running, free: tuple[int, ...] = (), total: int = 4) -> list[int]:
+def victims_for(num_slots: int, *trials: Running, free: tuple[int, ...] = (), total: int = 4) -> list[int]:
     used = {one.experiment_id: one.num_slots for one in trials}
     found = select_preemption_victims(
         Waiting("urgent", 0, num_slots, None),
@@ -45,20 +45,20 @@ def test_trial_takes_first_free_choice_within_max_slots() -> None:
 
 def test_preemption_victims_are_selected_only_if_sufficient() -> None:
     all_slots = running(1, 0, 1, 2, 3)
-    assert room_for(2, all_slots) == [1]
-    assert room_for(3, all_slots) == [1]
-    assert room_for(4, all_slots) == [], "nothing would be left of it"
-    assert room_for(3, running(1, 0, 1, 2, 3, choices=(4, 2))) == [], "it does not suffice"
-    assert room_for(1, running(1, 0, 1), free=(2, 3)) == [], "it fits anyway"
-    assert room_for(2, running(1, 0, 1, 2, 3, urgency=HIGH)) == [], "it is not more urgent"
+    assert victims_for(2, all_slots) == [1]
+    assert victims_for(3, all_slots) == [1]
+    assert victims_for(4, all_slots) == [], "nothing would be left of it"
+    assert victims_for(3, running(1, 0, 1, 2, 3, choices=(4, 2))) == [], "it does not suffice"
+    assert victims_for(1, running(1, 0, 1), free=(2, 3)) == [], "it fits anyway"
+    assert victims_for(2, running(1, 0, 1, 2, 3, urgency=HIGH)) == [], "it is not more urgent"
 
 
 def test_preemption_selects_least_urgent_victims_first() -> None:
     first = running(1, 0, 1, choices=(2, 1), urgency=(42, 1.0))
     second = running(2, 2, 3, choices=(2, 1), urgency=(42, 2.0))
 
-    assert room_for(1, first, second) == [2]
-    assert room_for(2, first, second) == [2, 1]
+    assert victims_for(1, first, second) == [2]
+    assert victims_for(2, first, second) == [2, 1]
 
 
 @given(
@@ -79,7 +79,7 @@ def test_preemption_lets_victims_and_urgent_trial_run(
     ]
     total = sum(sizes) + num_free
     free = tuple(range(sum(sizes), total))
-    asked = room_for(wanted, *trials, free=free, total=total)
+    asked = victims_for(wanted, *trials, free=free, total=total)
     if asked:
         victims = [one for one in trials if one.trial_id in asked]
         left = {slot for one in victims for slot in one.slots} | set(free)

@@ -1,4 +1,4 @@
-"""Background jobs of the janitor: deletions of checkpoints and experiments, old logs, and copies of the database."""
+"""Background jobs of the janitor: deletions, log retention, database copies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def database(tmp_path: Path, root: Path) -> Iterator[Database]:
-    """Experiment 1 has three checkpoints in a storage that was used."""
+    """A database whose experiment 1 has three checkpoints in a used storage."""
     storage = {"type": "directory", "container_path": str(root)}
     with contextlib.closing(Database(tmp_path / "master.db")) as opened:
         store_experiment(opened, tmp_path, storage)
@@ -51,7 +51,7 @@ def database(tmp_path: Path, root: Path) -> Iterator[Database]:
 
 @pytest.fixture
 def away(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the storage is once the files of one checkpoint are deleted, as if it had been unmounted."""
+    """Make the storage vanish after one deletion; return the path it is moved to."""
     place = tmp_path / "away"
 
     def unmount_after(path: Path) -> None:
@@ -151,7 +151,7 @@ def test_experiment_deletion_fails_if_storage_is_gone(database: Database, away: 
 
 
 def test_too_many_open_files_postpones_deletion(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the machine's, and the deletion is tried again."""
+    """The limit is a fault of the machine, so the deletion is retried."""
     failures = [errno.EMFILE] * 9
 
     def remove(path: Path) -> None:
@@ -229,7 +229,7 @@ def test_bucket_refusal_fails_experiment_deletion(
 def test_sweep_deletes_record_of_unreported_checkpoint(
     database: Database, root: Path, tmp_path: Path
 ) -> None:
-    """The trial ended after it completed the record and before it told the master."""
+    """The trial ended after completing the record and before reporting it."""
     unknown = UUIDS[0].replace("000a", "000d")
     record = tmp_path / "run" / "checkpoints" / unknown
     for path in (root / unknown, record):

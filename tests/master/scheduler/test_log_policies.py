@@ -1,4 +1,4 @@
-"""What policies for logs do to a trial: never try it again, or not on this machine.
+"""Log policies with the actions ``cancel_retries`` and ``exclude_node``.
 
 The cases are those of Determined 0.38.1's own e2e_tests/tests/cluster/test_log_policies.py.
 """
@@ -27,7 +27,7 @@ def policy(action: str, pattern: str = "exit code [0-9]") -> list[dict[str, Any]
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A master on which what cannot run waits."""
+    """A master with ``launch_error: false``, so that unsatisfiable trials wait."""
     directory = tmp_path_factory.mktemp("patient")
     (directory / "master.yaml").write_text("launch_error: false\n")
     options = ("--config-file", str(directory / "master.yaml"))
@@ -96,7 +96,7 @@ def test_exclude_node_without_launch_error_waits(patient: MasterForTest) -> None
     wait_until(patient, experiment_id, "QUEUED", "RUNNING")
     patient.client().post(f"/api/v1/experiments/{experiment_id}/kill", {})
     wait_until(patient, experiment_id, "CANCELED")
-    # A person who continues it has been at the machine, perhaps.
+    # Continuing lifts the exclusion: the user may have repaired the node.
     assert "Scheduling Trial" in log_of(patient, experiment_id)
 
 

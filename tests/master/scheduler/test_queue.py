@@ -1,4 +1,4 @@
-"""Which jobs get slots, on which nodes, and why a trial waits: pure decisions."""
+"""Pure decisions: slot assignments, node placement and reasons for waiting."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def counts(chosen: list[int] | None) -> dict[int, int] | None:
 def test_place_uses_one_node_or_equal_parts(
     num_slots: int, free: tuple[int, ...], capacity: tuple[int, ...], expected: dict[int, int] | None
 ) -> None:
-    """What would fit on one node waits for one."""
+    """A request that fits on one node waits for one."""
     assert counts(place(num_slots, slots(*free), dict(enumerate(capacity)))) == expected
 
 
@@ -151,8 +151,8 @@ def test_place_returns_free_slots_on_fewest_nodes(nodes: list[tuple[int, int]], 
     used = by_node(chosen)
     if num_slots <= max(capacity.values()):
         assert len(used) == 1
-    # No fewer nodes would have done.
+    # Fewer nodes would not suffice.
     most_first = sorted(map(len, free.values()), reverse=True)
     assert sum(most_first[: len(used) - 1]) < num_slots
-    # The order of ranks is that of nodes.
+    # Ranks are ordered by node.
     assert [node_of(slot) for slot in chosen] == sorted(node_of(slot) for slot in chosen)

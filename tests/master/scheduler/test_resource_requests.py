@@ -1,4 +1,4 @@
-"""What an engine is asked for, and what begins; pure."""
+"""Pure functions: resource requests to an engine, and allocations to start."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_request_of_config_matches_trial_requests() -> None:
     assert asked is not None
     assert (asked.num_slots, asked.is_on_one_node, asked.may_wait) == (3, True, False)
     assert asked.describe()[0] == "gpt"
-    # What fits on one node is not asked for as undivided, as it is not later.
+    # is_single_node matters only for a request larger than every node, as for trials later.
     asked = request_of_config(config(2, is_single_node=True), _NODES, may_wait=True)
     assert asked is not None
     assert (asked.is_on_one_node, asked.may_wait) == (False, True)

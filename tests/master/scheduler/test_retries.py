@@ -1,4 +1,4 @@
-"""Consecutive failures: each delays the next attempt for longer, and after some the caller gives up."""
+"""Backoff after consecutive failures, and their limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would hold up the scheduler: files that trials forge do not, and what does is told."""
+"""A stuck scheduler is reported; forged files of trials do not block it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which jobs are cancelled and submitted, for any jobs and requests; pure."""
+"""Pure functions that decide which jobs to submit and to cancel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _request(num_slots: int, *, is_on_one_node: bool = False) -> ResourceRequest
 
 
 def job(id_: str, key: str, state: JobState, num_slots: int = 1, **values: Any) -> TrackedJob:
-    """Return a job that was submitted for so many slots."""
+    """Return a tracked job that was submitted for ``num_slots`` slots."""
     return TrackedJob(EngineJob(id_, key, state, ""), f"job {id_}", size_of(_request(num_slots)), **values)
 
 

@@ -1,4 +1,4 @@
-"""Ray as an engine: what is asked for, refused, and said of a placement group; pure."""
+"""Pure functions of the Ray engine: bundles, refusals and job states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A curve has every number that was reported, exactly, whatever the reports are like and in however many parts it is read."""
+"""Metric curves have every reported number; downsampling keeps their shape."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_curve_equals_reading_every_report(
 
 @pytest.mark.parametrize("num_at_last", [1, 2, 3])
 def test_curve_read_in_parts_returns_reports_once(database: Database, num_at_last: int) -> None:
-    # Two runs have reported at the batch where a part ends.
+    # Up to three runs report at the batch where a part ends.
     last = curves._AT_ONCE - 1
     rows = [(1, steps, steps, 0, f'{{"loss": {steps}.25}}') for steps in range(last + 10)]
     rows += [(1 + run, last, last + run, 0, '{"loss": -1.0}') for run in range(1, num_at_last)]
@@ -124,7 +124,7 @@ def test_downsample_keeps_spikes_and_shape() -> None:
     kept = curves.downsample(ys, 400)
     assert {1234, 7000} <= set(kept)
     assert 380 <= len(kept) <= 400
-    # Lines between what is kept are nowhere far from the series.
+    # Linear interpolation between the kept points stays near the series.
     for left, right in zip(kept, kept[1:], strict=False):
         for idx in set(range(left, right)) - {1234, 7000, left}:
             line = ys[left] + (ys[right] - ys[left]) * (idx - left) / (right - left)
