@@ -1,11 +1,14 @@
-"""Kill the master, a supervisor, an entrypoint or a rank at random moments of small searches.
+"""Kill random processes of small searches, and check that nothing is lost.
 
-Every run is a search of its own under a master of its own; its seed says which searcher, what is killed and when. A trial
-is a launcher and two ranks that exchange something at every batch and keep journals. Afterwards the experiment must be
-COMPLETED with the trials of the undisturbed search; the searcher's state that of one that is told the stored validations
-once; each trial's series without a gap from batch 1 to the batch where the searcher ended it, with the losses of
-undisturbed training and a checkpoint at its end; everything that the master had confirmed and every line that a rank had
-printed stored once; no process, directory or token left, and the database sound.
+Each run is one search under its own master. Its seed selects the searcher, the processes to kill and the moments. A trial
+is a launcher with two ranks, which exchange values at every batch and keep journals. After a run:
+
+- the experiment is COMPLETED and has the trials of the undisturbed search;
+- the searcher's state equals that of a new searcher that gets the stored validations once;
+- each trial has reports without a gap from batch 1 to the batch where the searcher ended the trial, with the losses of
+  undisturbed training, and a checkpoint at that batch;
+- everything that the master confirmed and every line that a rank printed is stored exactly once;
+- no process, directory or token is left, and the database is intact.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ SEARCHERS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Strike:
-    """One process that was killed, of a run of a trial unless it was the master."""
+    """A killed process: the master, or a process of one run of a trial."""
 
     target: str
     trial_id: int | None = None
@@ -54,14 +57,14 @@ class Strike:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was killed in a run, in order, and what was wrong afterwards."""
+    """The targets killed in a run, in order, and the problems found afterwards."""
 
     killed: tuple[str, ...]
     problems: tuple[str, ...]
 
 
 def searcher_of(seed: int) -> str:
-    """Return the searcher of a run; every one meets every first target."""
+    """Return the searcher for a seed; 12 seeds in a row pair it with each target."""
     return list(SEARCHERS)[seed // len(TARGETS) % len(SEARCHERS)]
 
 
@@ -100,13 +103,13 @@ def state_of(master: MasterForTest, experiment_id: int) -> str:
 
 
 def wait(master: MasterForTest, experiment_id: int) -> None:
-    """Wait for the end of an experiment and of its processes, until the deadline."""
+    """Wait up to ``DEADLINE_S`` for an experiment and its allocations to end."""
     give_up_at_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < give_up_at_s:
         if state_of(master, experiment_id) in _END:
             with chaos_checks.opened(master) as connection:
                 left = connection.execute("SELECT 1 FROM allocations WHERE state != 'TERMINATED'").fetchone()
-            # The directory of an allocation is removed behind its last row.
+            # The directory of an allocation is removed after its row is TERMINATED.
             if left is None and not any((master.state.path / "allocations").iterdir()):
                 return
         time.sleep(0.1)
@@ -125,12 +128,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def ranks_below(pid: int) -> list[int]:
-    """Return the ranks that a process, or what it has started, has started; not what they have started themselves."""
+    """Return the rank processes below a process, without the ranks' children."""
     found = []
     for child in children_of(pid):
         with contextlib.suppress(OSError):
             variables = pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            # A fork has its variables elsewhere. It leads a group, as its launcher, whose parent leads the session.
+            # A forked rank has no RANK in /proc: it leads its group, and its session leader is not its parent.
             is_fork = os.getpgid(child) == child and os.getsid(child) not in (pid, child)
             is_rank = any(variable.startswith(b"RANK=") for variable in variables) or is_fork
             found += [child] if is_rank else ranks_below(child)
@@ -138,7 +141,7 @@ def ranks_below(pid: int) -> list[int]:
 
 
 def hit(master: MasterForTest, target: str, chance: random.Random, trial_id: int | None) -> Strike | None:
-    """Kill a process of a trial, any if none is given; None if there was nothing to kill."""
+    """Kill a process of the given or a random trial; return None if there is none."""
     with chaos_checks.opened(master) as connection:
         rows = connection.execute(
             "SELECT * FROM allocations WHERE state = 'RUNNING' AND supervisor_pid IS NOT NULL ORDER BY id"
@@ -159,7 +162,7 @@ def hit(master: MasterForTest, target: str, chance: random.Random, trial_id: int
 
 
 def strike(master: MasterForTest, target: str, chance: random.Random, trial_id: int | None) -> list[Strike]:
-    """Kill one target, and sometimes another one while the master is away; return what was killed."""
+    """Kill a target, and sometimes another while the master is down."""
     if target != "master":
         done = hit(master, target, chance, trial_id)
         return [] if done is None else [done]
@@ -175,7 +178,7 @@ def strike(master: MasterForTest, target: str, chance: random.Random, trial_id: 
 
 
 def stopping_trial(master: MasterForTest, experiment_id: int, timeout_s: float) -> int | None:
-    """Wait for a trial that the searcher has stopped and that has not ended; None if there is none in time."""
+    """Return a trial that the searcher is stopping, or None after ``timeout_s``."""
     give_up_at_s = time.monotonic() + timeout_s
     with chaos_checks.opened(master) as connection:
         while time.monotonic() < give_up_at_s:
@@ -194,7 +197,7 @@ def _handle(row: sqlite3.Row) -> SupervisorHandle:
 
 
 def disturb(master: MasterForTest, experiment_id: int, seed: int) -> list[Strike]:
-    """Kill targets at one to three moments, some of them when a trial saves its last checkpoint."""
+    """Kill targets at one to three moments, sometimes while a trial is stopping."""
     chance = random.Random(seed)
     strikes: list[Strike] = []
     for index in range(chance.randint(1, MAX_MOMENTS)):
@@ -204,27 +207,27 @@ def disturb(master: MasterForTest, experiment_id: int, seed: int) -> list[Strike
             trial_id = stopping_trial(master, experiment_id, 5.0)
         if state_of(master, experiment_id) in _END:
             break
-        # Every kind comes first equally often.
+        # Consecutive seeds rotate the first target.
         target = TARGETS[seed % len(TARGETS)] if index == 0 else chance.choice(TARGETS)
         strikes += strike(master, target, chance, trial_id)
     return strikes
 
 
 @contextlib.contextmanager
-def _scene() -> Iterator[tuple[pathlib.Path, MasterForTest]]:
+def _running_master() -> Iterator[tuple[pathlib.Path, MasterForTest]]:
     with tempfile.TemporaryDirectory(prefix="dstrial-chaos-", ignore_cleanup_errors=True) as name:
         directory = pathlib.Path(name)
         for child in ("journals", "tmp"):
             (directory / child).mkdir()
-        # With a fork server of its own.
+        # Start every program as a new process, not as a fork of the test suite's server.
         env = {"TMPDIR": str(directory / "tmp"), "TEST_FORKS": "0"}
         with master_for_test(directory, num_slots=2 * chaos_train.NUM_RANKS, env=env) as master:
             yield directory, master
 
 
 def run(seed: int) -> Outcome:
-    """Run one search, disturb it, and look."""
-    with _scene() as (directory, master):
+    """Run one search, kill processes of it, and check the result."""
+    with _running_master() as (directory, master):
         experiment_id = submit(master, seed, directory / "journals")
         strikes = disturb(master, experiment_id, seed)
         wait(master, experiment_id)
@@ -238,11 +241,11 @@ def run(seed: int) -> Outcome:
                 master, connection, experiment_id, directory / "journals", cut_off
             )
             if problems:
-                problems.append(_story(search))
+                problems.append(_last_log_lines(search))
     return Outcome(tuple(strike.target for strike in strikes), tuple(problems))
 
 
-def _story(search: chaos_checks.Search) -> str:
-    """Return the log's end, by which a wrong run can be understood."""
+def _last_log_lines(search: chaos_checks.Search) -> str:
+    """Return the last 150 log lines, for the report of a failed run."""
     rows = search.connection.execute("SELECT * FROM logs ORDER BY id DESC LIMIT 150").fetchall()
     return "\n" + "".join(f"{row['time_us']} trial {row['trial_id']}: {row['log']}" for row in rows[::-1])

@@ -1,4 +1,4 @@
-"""What must be true of a search after the chaos program has disturbed it."""
+"""Checks of a search after the chaos program has killed processes of it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PRINTED = re.compile(r"run (\d+) rank (\d+) line (\d+): ")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
-    """An experiment that has ended, as the database has it.
+    """An ended experiment as stored in the database.
 
     Attributes:
-        connection: the database.
-        row: of the experiment.
-        trials: rows of its trials, oldest first.
+        connection: a connection to the database.
+        row: the experiment's row.
+        trials: the rows of its trials, oldest first.
     """
 
     connection: sqlite3.Connection
@@ -45,7 +45,7 @@ class Search:
         return self.row["searcher_type"] != "random"
 
     def series(self, trial_id: int, group: str) -> list[tuple[int, dict[str, Any]]]:
-        """Return (batches, metrics) of what counts."""
+        """Return (batches, metrics) of the reports that are not archived."""
         rows = self.connection.execute(
             "SELECT steps, metrics FROM metrics WHERE trial_id = ? AND group_name = ? AND archived = 0 "
             "ORDER BY steps, id",
@@ -56,8 +56,8 @@ class Search:
 
 @contextlib.contextmanager
 def opened(master: MasterForTest) -> Iterator[sqlite3.Connection]:
-    """Open the master's database to look."""
-    # Read-only: a connection that could write would move the log of a killed master when it is closed.
+    """Open the master's database read-only."""
+    # A writable connection would checkpoint the WAL of a killed master when it closes.
     connection = sqlite3.connect(f"file:{master.state.database_path}?mode=ro", uri=True, timeout=30)
     connection.row_factory = sqlite3.Row
     try:
@@ -78,14 +78,14 @@ def look(
     journals: pathlib.Path | None,
     cut_off: Collection[tuple[int, int]] = (),
 ) -> tuple[Search, list[str]]:
-    """Read an experiment that has ended, and say what is wrong with it.
+    """Read an ended experiment; return it and a list of its problems.
 
     Args:
-        master: of the experiment.
-        connection: its database.
-        experiment_id: of the experiment.
-        journals: the ranks' directory, or None not to compare them.
-        cut_off: (trial id, run id) whose supervisor was killed, with what was on its way to it.
+        master: the experiment's master.
+        connection: a connection to the master's database.
+        experiment_id: the experiment to check.
+        journals: the directory of the ranks' journals; None skips their comparison.
+        cut_off: (trial id, run id) of runs whose supervisor was killed; their last printed lines may be lost.
     """
     row = connection.execute("SELECT * FROM experiments WHERE id = ?", (experiment_id,)).fetchone()
     trials = connection.execute(
@@ -93,16 +93,16 @@ def look(
     ).fetchall()
     search = Search(connection, row, trials)
     return search, [
-        *_look_at_search(search),
-        *_look_at_training(search, RUNGS if search.is_halving else {NUM_STEPS}),
-        *([] if journals is None else _look_at_journals(search, journals, cut_off)),
-        *_look_at_allocations(search),
-        *_look_around(master, connection),
+        *_check_search(search),
+        *_check_training(search, RUNGS if search.is_halving else {NUM_STEPS}),
+        *([] if journals is None else _check_journals(search, journals, cut_off)),
+        *_check_allocations(search),
+        *_check_leftovers(master, connection),
     ]
 
 
-def _look_at_search(search: Search) -> list[str]:
-    """Compare a search with the undisturbed one of its seed, and with its own events, told once more."""
+def _check_search(search: Search) -> list[str]:
+    """Compare a search with the undisturbed search and a replay of its validations."""
     problems = []
     if search.row["state"] != "COMPLETED":
         problems.append(f"the experiment is {search.row['state']}: {search.row['end_reason']}")
@@ -114,11 +114,11 @@ def _look_at_search(search: Search) -> list[str]:
     for trial in search.trials:
         if trial["state"] != "COMPLETED":
             problems.append(f"trial {trial['id']} is {trial['state']}")
-    return [*problems, *_told_again(search)] if search.is_halving else problems
+    return [*problems, *_check_replay(search)] if search.is_halving else problems
 
 
-def _told_again(search: Search) -> list[str]:
-    """Tell a new searcher every validation in the order stored: it must decide as the master's has."""
+def _check_replay(search: Search) -> list[str]:
+    """Compare the stored searcher with a new one that gets the stored validations."""
     searcher = Searcher.new(search.config, search.config["reproducibility"]["experiment_seed"])
     searcher.initial_trials()
     request_ids = {trial["id"]: trial["request_id"] for trial in search.trials}
@@ -153,8 +153,8 @@ def _told_again(search: Search) -> list[str]:
     return problems
 
 
-def _look_at_training(search: Search, rungs: set[int]) -> list[str]:
-    """Compare each trial's reports with the closed form: from 1 to the end, once each."""
+def _check_training(search: Search, rungs: set[int]) -> list[str]:
+    """Check that each trial reported every batch once, with undisturbed losses."""
     problems = []
     for trial in search.trials:
         name = f"trial {trial['id']}"
@@ -179,11 +179,11 @@ def _look_at_training(search: Search, rungs: set[int]) -> list[str]:
                 problems.append(f"{name} has the summary {of} of {len(values)} {group} reports")
         if trial["total_batches"] != steps[-1]:
             problems.append(f"{name} has {trial['total_batches']} total batches; expected {steps[-1]}")
-        problems += _look_at_last_checkpoint(search, trial, steps[-1], losses[steps[-1] - 1])
+        problems += _check_last_checkpoint(search, trial, steps[-1], losses[steps[-1] - 1])
     return problems
 
 
-def _look_at_last_checkpoint(search: Search, trial: sqlite3.Row, end: int, loss: float) -> list[str]:
+def _check_last_checkpoint(search: Search, trial: sqlite3.Row, end: int, loss: float) -> list[str]:
     row = search.connection.execute(
         "SELECT * FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' ORDER BY steps DESC, report_us DESC",
         (trial["id"],),
@@ -198,10 +198,10 @@ def _look_at_last_checkpoint(search: Search, trial: sqlite3.Row, end: int, loss:
     return []
 
 
-def _look_at_journals(
+def _check_journals(
     search: Search, journals: pathlib.Path, cut_off: Collection[tuple[int, int]]
 ) -> list[str]:
-    """Compare what the ranks know with what is stored."""
+    """Compare the ranks' journals with the stored lines, reports and checkpoints."""
     problems = []
     stored = collections.Counter(
         (row["trial_id"], row["log"].removesuffix("\n"), row["rank"], row["stdtype"])
@@ -244,8 +244,8 @@ def _look_at_journals(
     return problems
 
 
-def _look_at_allocations(search: Search) -> list[str]:
-    """Check that every run has one beginning and one end in its trial's log, and holds nothing any more."""
+def _check_allocations(search: Search) -> list[str]:
+    """Check that each run logged one start and one end, and that no token is left."""
     problems = []
     said: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for row in search.connection.execute(
@@ -266,8 +266,8 @@ def _look_at_allocations(search: Search) -> list[str]:
     return problems
 
 
-def _look_around(master: MasterForTest, connection: sqlite3.Connection) -> list[str]:
-    """Check the database and what is left on the machine."""
+def _check_leftovers(master: MasterForTest, connection: sqlite3.Connection) -> list[str]:
+    """Check the database, and that no process or directory is left."""
     problems = []
     if connection.execute("PRAGMA integrity_check").fetchone()[0] != "ok":
         problems.append("the database is damaged")

@@ -1,6 +1,7 @@
-"""The trial of the chaos program: a launcher and two ranks, each of which works out a part of every step.
+"""The training script of the chaos program: a launcher and two ranks.
 
-A rank keeps a journal: what it is about to print, what it has printed, and what the master has confirmed to it.
+Each rank computes a part of every step. Its journal has each line before and after printing it, and the reports and
+checkpoints that the master has confirmed.
 """
 
 import http.client
@@ -21,12 +22,12 @@ STEP_S = 0.05
 
 
 def part_of_step(rank: int, state: float, lr: float) -> float:
-    """Return what one rank works out: the sum over both is what a step takes off the state."""
+    """Return one rank's part of a step, which subtracts both ranks' parts."""
     return lr * 2.0 * state if rank == 0 else -lr * 0.1 * state * state
 
 
 def undisturbed(lr: float) -> list[float]:
-    """Return the loss after every step."""
+    """Return the loss after every step of training without failures."""
     losses, state = [], 1.0
     for _ in range(NUM_STEPS):
         state -= part_of_step(0, state, lr) + part_of_step(1, state, lr)
@@ -41,7 +42,7 @@ def launch() -> int:
     ]
     while any(rank.poll() is None for rank in ranks):
         if any(rank.poll() not in (None, 0) for rank in ranks):
-            # Without a traceback, two of which before the first batch would end the trial for good.
+            # Print no traceback: two equal ones before the first batch would fail the trial for good.
             for rank in ranks:
                 rank.kill()
         time.sleep(0.01)
@@ -49,7 +50,7 @@ def launch() -> int:
 
 
 class Journal:
-    """Facts in the order in which they came to be, one JSON list per line; a SIGKILL loses none of them."""
+    """A file of facts in order, one JSON list per line, that survives SIGKILL."""
 
     def __init__(self, directory: str, trial_id: int, run_id: int, rank: int) -> None:
         path = pathlib.Path(directory, f"{trial_id}-{run_id}-{rank}.jsonl")
@@ -63,7 +64,7 @@ class Journal:
         os.write(self._descriptor, (json.dumps(fact) + "\n").encode())
 
     def say(self, text: str) -> None:
-        """Print a line that no other process or run prints."""
+        """Print a line that is unique among all processes and runs."""
         self._num_lines += 1
         line = f"{self._name} line {self._num_lines}: {text}"
         self.note("printing", line)
@@ -73,19 +74,19 @@ class Journal:
 
 
 class Master:
-    """The trial's own questions to the master, asked until they are answered."""
+    """Requests to the master, retried until it answers."""
 
     def __init__(self, info) -> None:
         self._info = info
         self._run_id = info.trial._trial_run_id
 
     def asks_to_stop(self) -> bool:
-        """Say whether the trial is to stop by now; ``should_preempt`` learns of it from a thread, batches later."""
+        """Return whether the trial must stop; ``should_preempt`` learns it batches later."""
         path = f"allocations/{self._info.allocation_id}/signals/preemption?timeout_seconds=0"
         return bool(self._get(path)["preempt"])
 
     def wait_until_stored(self, done: int, *, is_validated: bool) -> None:
-        """Wait for the reports of a batch: Determined's client sends them from a thread."""
+        """Wait until a batch's reports are stored; the client sends them in a thread."""
         while True:
             trial = self._get(f"trials/{self._info.trial.trial_id}")["trial"]
             of_runs = trial["summaryMetrics"].get("avg_metrics", {}).get("run", {})
@@ -106,7 +107,7 @@ class Master:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
                 if error.code != 503:
-                    # This run is over for the master.
+                    # The master has ended this run.
                     sys.exit(4)
             except (OSError, ValueError, http.client.HTTPException):
                 pass
@@ -122,7 +123,7 @@ def train(rank: int) -> None:
     distributed = det.core.DistributedContext(
         rank=rank, size=NUM_RANKS, local_rank=rank, local_size=NUM_RANKS, cross_rank=0, cross_size=1
     )
-    # The other modes import torch for its writer.
+    # The other modes import torch for its TensorBoard writer.
     mode = det.core.TensorboardMode.MANUAL
     with det.core.init(distributed=distributed, tensorboard_mode=mode) as core:
         done, state = 0, 1.0
@@ -142,7 +143,7 @@ def train(rank: int) -> None:
                 core.train.report_training_metrics(done, {"loss": state, "run": info.trial._trial_run_id})
                 if is_validated:
                     core.train.report_validation_metrics(done, {"validation_loss": state, "batches": done})
-                # A checkpoint never is ahead of the reports: a run that starts from it does not repeat them.
+                # Store the reports before the checkpoint: a run that resumes from it does not repeat them.
                 if is_validated or is_saved:
                     master.wait_until_stored(done, is_validated=is_validated)
                     journal.note("training", done, state)
@@ -152,7 +153,7 @@ def train(rank: int) -> None:
                 is_asked = distributed.broadcast(master.asks_to_stop() if rank == 0 else None)
                 if is_asked and rank == 0:
                     core.preempt.acknowledge_preemption_signal()
-            # In this order, since every rank has to take part.
+            # Call should_preempt first: every rank must take part in it.
             is_asked = core.preempt.should_preempt() or is_asked
             if rank == 0 and (is_asked or is_saved):
                 with core.checkpoint.store_path({"steps_completed": done}) as (path, uuid):

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need a master of their own between them."""
+"""Fixtures that give tests a running master."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrial.testing.master import MasterForTest, master_for_test
 
 @pytest.fixture(scope="session")
 def task_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
-    """One master with one slot for the tests of commands and TensorBoards, which also start it anew.
+    """A master with one slot for command and TensorBoard tests, which restart it.
 
     Its settings are in ``master.yaml`` beside its state directory.
     """
@@ -27,20 +27,20 @@ def task_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForT
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
-    """A master for tests that only look."""
+    """A master for tests that do not change its store."""
     with serving(tmp_path_factory.mktemp("state")) as master:
         yield master
 
 
 @pytest.fixture
 def fresh_master(tmp_path: Path) -> Iterator[Master]:
-    """A master of the test's own."""
+    """A new master for each test."""
     with serving(tmp_path / "state") as master:
         yield master
 
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory with a short name, for TMPDIR: Determined's ranks make sockets below it, whose paths have 107 characters."""
+    """A short path for TMPDIR: socket paths below it are limited to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="short-", ignore_cleanup_errors=True) as name:
         yield Path(name)

@@ -1,12 +1,12 @@
-"""A master and searches on a small disk that becomes full to the last byte, in a mount namespace.
+"""Run searches on a small disk that is filled to the last byte.
 
     unshare --mount python filling.py WORK WAY,WAY... WAY...
 
-Each argument is a search. For each of its ways the disk is filled while the search trains, and room is made again. Meanwhile:
-nothing (``wait``), the master is killed and started (``kill``), or it is ended by ``dstrial down --now`` (``down``), which
-loses lines that had no room.
+Each argument after WORK is a search. For each of its ways, the program fills the disk while the search trains, then does
+nothing (``wait``), kills and restarts the master (``kill``), or runs ``dstrial down --now`` (``down``), which loses lines
+that had no room. Then it frees the disk.
 
-The last line of the output is JSON: of each search, what was seen, and what is wrong when it has ended.
+The last line of the output is JSON: for each search, the observations and the problems found after its end.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def search_on_a_full_disk(master: MasterForTest, work: Path, ways: list[str]) ->
 
 
 def during_a_full_disk(master: MasterForTest, filler: Path, way: str) -> dict[str, object]:
-    """Fill the disk while the search trains, do something or nothing to the master, and make room again."""
+    """Fill the disk during training, apply ``way`` to the master, and free the disk."""
     before = chaos_checks.num_rows(master, "metrics")
     wait_for(lambda: chaos_checks.num_rows(master, "metrics") >= before + 4, deadline_s=150)
     client = master.client()
@@ -90,7 +90,7 @@ def during_a_full_disk(master: MasterForTest, filler: Path, way: str) -> dict[st
 
 
 def submit_until_refused(client: Client) -> tuple[set[int], str]:
-    """Submit paused experiments until the database has no room; return which are confirmed, and the refusal."""
+    """Submit paused experiments until one is refused; return the ids and the error."""
     confirmed: set[int] = set()
     body = {"config": yaml.safe_dump(config()), "modelDefinition": []}
     while len(confirmed) < MAX_SUBMISSIONS:
@@ -102,12 +102,12 @@ def submit_until_refused(client: Client) -> tuple[set[int], str]:
 
 
 def database_row(master: MasterForTest) -> str:
-    """Return what ``dstrial status`` says of the database."""
+    """Return the database trouble that ``dstrial status`` reports."""
     return str(json.loads(master.dstrial("status", "--json").stdout)["trouble"])
 
 
 def fill(path: Path) -> None:
-    """Write until not one more byte finds room."""
+    """Write to a file until the disk is full."""
     with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Sends a master mutated requests and hostile ones, and says what came of them.
+"""A fuzzer that sends mutated and hostile requests to a master.
 
-The master is an application with a filled store in this process, on a free port and without a scheduler. A failure is an
-answer 500, one that tells of a traceback, or a damaged database.
+The master runs in this process with a filled store and without a scheduler. A failure is an answer with a 5xx status other
+than 501, an error that shows a traceback or is not in the API's format, or a damaged database.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _CHECKPOINT = {
     "state": "STATE_COMPLETED",
     "training": {},
 }
-# What a mutation puts into a YAML text; the hostile texts of tests/security are put there whole.
+# Fragments that a mutation inserts into YAML text; hostile texts of tests/security are sent whole.
 _YAML_PIECES = [
     *_DATA["yaml_pieces"].split(),
     *("&a ", "!!int ", "!!python/object:os.system ", "!x ", "- ", "? ", ": ", "# "),
@@ -140,7 +140,7 @@ _YAML_BODIES = (
     ("POST", "/api/v1/generic-tasks", "config", {}),
 )
 _YAML_SHARE = 0.25
-"""How many of the requests bring YAML text."""
+"""Fraction of the requests that carry YAML text."""
 
 _BODIES: dict[str, Any] = {
     **_DATA["bodies"],
@@ -161,7 +161,7 @@ _QUERY_VALUES = [*_DATA["query_values"].split(), "", "a" * 300]
 
 @dataclasses.dataclass
 class Report:
-    """Numbers of answers by status and of requests with YAML text, and what must not be."""
+    """Counts of answers by status and of YAML requests, and the failures."""
 
     statuses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     failures: list[str] = dataclasses.field(default_factory=list)
@@ -172,21 +172,21 @@ class Fuzzer:
     """Sends mutated requests to one master.
 
     Args:
-        master: served in this process.
+        master: the master that gets the requests.
         seed: two runs with the same seed send the same requests.
     """
 
     def __init__(self, master: Master, seed: int) -> None:
         self._master = master
         self._random = random.Random(seed)
-        # Events of the page do not end.
+        # The event stream of the page does not end.
         self._routes = [route for route in all_routes() if route.path != "/page/events"]
         self._tokens: dict[str, str] = {}
         self._connection: http.client.HTTPConnection | None = None
         self.report = Report()
 
     def run(self, num_requests: int) -> Report:
-        """Send the requests, and look at the database afterwards."""
+        """Send ``num_requests`` requests, check the database, and return the report."""
         for request_idx in range(num_requests):
             if request_idx % _REVIVE_EVERY == 0:
                 self._tokens = self._master.services.database.write(_revive)
@@ -304,14 +304,14 @@ class Fuzzer:
         return json.dumps(value).encode()
 
     def _body_of(self, path: str, other: Any) -> Any:
-        """Return what a request to a path looks like; its checkpoints are those of the master."""
+        """Return the template body for a path, with a checkpoint UUID of the master."""
         found = _BODIES.get(path, other)
         if isinstance(found, dict) and found.get("checkpointUuid") == "OWN":
             return {**found, "checkpointUuid": self._random.choice(list(self._master.checkpoints.values()))}
         return found
 
     def _mutated(self, value: Any) -> Any:
-        """Return a copy in which one place is another value, is missing, or is new."""
+        """Return a copy with one value replaced, removed or added, or a key renamed."""
         nasty = self._random.choice(_NASTY)
         if isinstance(value, dict) and value and self._random.random() < 0.9:
             key = self._random.choice(sorted(value))
@@ -330,7 +330,7 @@ class Fuzzer:
 
 
 def _revive(tx: Transaction) -> dict[str, str]:
-    """Give the fuzzer its users, tokens and allocation again, which its own requests may have ended."""
+    """Restore users, tokens and the allocation that earlier requests may have ended."""
     tx.execute("UPDATE users SET active = 1")
     tx.execute("UPDATE users SET admin = 1 WHERE id = 1")
     if users.find_by_name(tx.connection, "fuzz") is None:
@@ -351,7 +351,7 @@ def _revive(tx: Transaction) -> dict[str, str]:
 
 
 def database_problems(master: Master) -> list[str]:
-    """Return what is wrong with the store: SQLite's own checks, and what must be true of its rows."""
+    """Return the problems that SQLite's checks and queries for invalid rows find."""
     problems = []
     if master.rows("PRAGMA integrity_check") != [{"integrity_check": "ok"}]:
         problems.append("SQLite's check fails")
@@ -379,7 +379,7 @@ def database_problems(master: Master) -> list[str]:
 
 
 def hostile_requests(master: Master) -> dict[str, int]:
-    """Send hostile paths, bodies and model definitions; return the status of each answer."""
+    """Send hostile paths, bodies and files; return the status of each answer."""
     found = {}
 
     def send(what: str, method: str, path: str, body: Any = None) -> None:
@@ -415,7 +415,7 @@ def _oversized(master: Master) -> int:
 
 
 def _model_definitions(master: Master) -> dict[str, int]:
-    """Submit model definitions that would write elsewhere."""
+    """Submit invalid or escaping model definitions; return the statuses."""
     content = base64.b64encode(b"owned").decode()
     regular = {"type": 48, "content": content, "mtime": "0", "mode": 0o644, "uid": 0, "gid": 0}
     files = {

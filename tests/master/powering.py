@@ -1,9 +1,10 @@
-"""A machine that runs a search: the first process of a PID namespace, with which all others end.
+"""Simulate a machine that loses power while it runs a search.
 
     unshare --pid --fork --mount-proc python powering.py WORK SEED
 
-Every start is another start of the machine (another boot id), in which all process ids that the master has noted belong
-to somebody else. The last line of the output is JSON: what is wrong when the search has ended.
+The program is the first process of a PID namespace, so that all its processes end with it. Each start is a boot with a new
+boot id, in which the process ids that the master recorded belong to unrelated processes. The last line of the output is
+JSON: the problems found after the end of the search.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def as_first_process(work: Path, seed: int) -> int:
-    """Run the machine in a child and wait for every orphan, as an init does."""
+    """Run the search in a child process and reap orphans, as init does."""
     machine = os.fork()
     if machine == 0:
         with contextlib.suppress(KeyboardInterrupt):
@@ -44,11 +45,11 @@ def as_first_process(work: Path, seed: int) -> int:
 
 
 def run(work: Path, seed: int) -> None:
-    """Start the master, submit the search unless it is there, and look at it when it has ended."""
-    start_another_time(work)
+    """Start the master, submit the search unless it exists, and check its result."""
+    mount_new_boot_id(work)
     state = StateDirectory(work / "state")
-    lost = runs_that_went_with_the_power(work, state)
-    strangers = strangers_with_the_noted_ids(state)
+    lost = lost_runs(work, state)
+    strangers = start_strangers_with_recorded_pids(state)
     env = {"TMPDIR": str(work / "tmp")}
     with master_for_test(work, num_slots=2 * chaos_train.NUM_RANKS, env=env) as master:
         with chaos_checks.opened(master) as connection:
@@ -64,24 +65,24 @@ def run(work: Path, seed: int) -> None:
     print(json.dumps(found))
 
 
-def start_another_time(work: Path) -> None:
-    """Show another boot id in this mount namespace."""
+def mount_new_boot_id(work: Path) -> None:
+    """Mount a new boot id in this mount namespace."""
     path = work / "boot_id"
     path.write_text(f"{uuid.uuid4()}\n")
     subprocess.run(["mount", "--bind", str(path), BOOT_ID], check=True)
 
 
-def runs_that_went_with_the_power(work: Path, state: StateDirectory) -> set[tuple[int, int]]:
-    """Return (trial id, run id) of all runs that a start of the machine has found unended."""
+def lost_runs(work: Path, state: StateDirectory) -> set[tuple[int, int]]:
+    """Return (trial id, run id) of runs that this or an earlier boot found running."""
     path = work / "lost.json"
     lost = json.loads(path.read_text()) if path.exists() else []
-    lost += [[row["trial_id"], row["run_id"]] for row in unended(state)]
+    lost += [[row["trial_id"], row["run_id"]] for row in running_allocations(state)]
     path.write_text(json.dumps(lost))
     return {(trial_id, run_id) for trial_id, run_id in lost}
 
 
-def unended(state: StateDirectory) -> list[sqlite3.Row]:
-    """Return the allocations that the dead master has left."""
+def running_allocations(state: StateDirectory) -> list[sqlite3.Row]:
+    """Return the allocations that the dead master left running."""
     if not state.database_path.exists():
         return []
     with contextlib.closing(sqlite3.connect(f"file:{state.database_path}?mode=ro", uri=True)) as connection:
@@ -89,16 +90,16 @@ def unended(state: StateDirectory) -> list[sqlite3.Row]:
         return connection.execute("SELECT * FROM allocations WHERE state != 'TERMINATED'").fetchall()
 
 
-def strangers_with_the_noted_ids(state: StateDirectory) -> list[subprocess.Popen[bytes]]:
-    """Start processes that have the ids of the dead master and of the dead supervisors."""
+def start_strangers_with_recorded_pids(state: StateDirectory) -> list[subprocess.Popen[bytes]]:
+    """Start unrelated processes with the pids of the dead master and supervisors."""
     record = state.read_record()
-    noted = {row["supervisor_pid"] for row in unended(state)} - {None}
-    noted |= set() if record is None else {record.pid}
+    recorded = {row["supervisor_pid"] for row in running_allocations(state)} - {None}
+    recorded |= set() if record is None else {record.pid}
     strangers = []
-    for pid in sorted(noted):
+    for pid in sorted(recorded):
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
         strangers.append(subprocess.Popen(["sleep", "1000"]))
-    assert [stranger.pid for stranger in strangers] == sorted(noted)
+    assert [stranger.pid for stranger in strangers] == sorted(recorded)
     return strangers
 
 

@@ -1,4 +1,4 @@
-"""Rows of the store and requests for allocations, with defaults for what a test does not look at."""
+"""Store rows and allocation requests with defaults for irrelevant fields."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _UNIQUE = {"experiments": "job_id", "trials": "request_id", "commands": "job_id"
 
 
 def add(tx: Transaction, table: str, **columns: Any) -> int:
-    """Insert a row, with another id of a job or request each time; return its id."""
+    """Insert a row with a unique job or request id; return the row's id."""
     own = {_UNIQUE[table]: str(uuid.uuid4())} if table in _UNIQUE else {}
     return tx.insert(table, {**DEFAULTS.get(table, {}), **own, **columns})
 
@@ -53,5 +53,5 @@ def allocation_request(directory: Path, **changes: Any) -> AllocationRequest:
 
 
 def value(tx: Transaction, sql: str, *parameters: Any) -> Any:
-    """Return the first column of the first row."""
+    """Return the first column of the first row of a query."""
     return tx.execute(sql, parameters).fetchone()[0]

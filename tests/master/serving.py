@@ -1,4 +1,4 @@
-"""A master's application over real HTTP, with a store that holds two experiments, and no scheduler."""
+"""Serve a master's HTTP application with two experiments and no scheduler."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Master:
-    """What a test asks, and who it may be."""
+    """A served master: sends requests with a user's or trial's token, reads the store."""
 
     services: Services
     port: int
     tokens: dict[str, str]
-    """``determined``, ``admin``, ``other`` (users); ``trial-1``, ``trial-2`` (allocations), ``trial-1-user``."""
+    """Tokens by name: ``determined``, ``admin``, ``other``, ``trial-1-user`` (users), ``trial-1``, ``trial-2`` (allocations)."""
     checkpoints: dict[int, str]
-    """Trial -> its checkpoint."""
+    """Checkpoint UUIDs by trial id."""
 
     @property
     def address(self) -> str:
@@ -68,7 +68,7 @@ class Master:
         token: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> Answer:
-        """Send one request; ``token`` is a name of ``tokens`` or a token; bytes are sent as they are."""
+        """Send a request; ``token`` is a key of ``tokens`` or a token; bytes go as is."""
         sent = {"Host": f"localhost:{self.port}", **(headers or {})}
         if token is not None:
             value = self.tokens.get(token, token)
@@ -96,7 +96,7 @@ class Master:
         return self.services.database.write(function)
 
     def change(self, sql: str, *parameters: Any) -> None:
-        """Run one statement in the writer, and let tokens be looked up again."""
+        """Run one SQL statement and invalidate the token cache."""
 
         def write(tx: Transaction) -> None:
             tx.execute(sql, parameters)
@@ -113,7 +113,7 @@ class Master:
 def serving(
     state_dir: Path, *, has_passwords: bool = True, port: int = 0, is_again: bool = False
 ) -> Iterator[Master]:
-    """Serve an application until the block ends, on a free port, or as it was served before on a port."""
+    """Serve a new store until the block ends; ``is_again`` serves an existing store."""
     state_dir.mkdir(parents=True, exist_ok=True)
     changes = PubSub()
     with contextlib.ExitStack() as stack:
@@ -158,7 +158,7 @@ def serving(
 
 
 def _start_threads(services: Services) -> None:
-    """Start all readers now, so that no test is held to have left them."""
+    """Start all pool threads now, so that no test is blamed for leaking them."""
     num_threads = services.executor._max_workers
     together = threading.Barrier(num_threads + 1)
     for _ in range(num_threads):
@@ -170,7 +170,7 @@ def _start_threads(services: Services) -> None:
 
 
 def fill(tx: Transaction) -> tuple[dict[str, str], dict[int, str]]:
-    """Make a third user, and two experiments with one running trial each; experiment i has trial i."""
+    """Add a third user and two experiments; experiment ``i`` has running trial ``i``."""
     ids = {row["username"]: row["id"] for row in tx.execute("SELECT id, username FROM users").fetchall()}
     password = users.client_hash("Other-password-1")
     ids["other"] = users.create_user(tx, username="other", admin=False, password=password)

@@ -1,3 +1,5 @@
+"""API and SDK requests that create, edit and list users."""
+
 from __future__ import annotations
 
 import pytest
@@ -17,7 +19,7 @@ def _user_id(master: Master, username: str) -> int:
     return int(master.rows("SELECT id FROM users WHERE username = ?", username)[0]["id"])
 
 
-def test_the_sdk_makes_changes_and_lists_users(fresh_master: Master) -> None:
+def test_sdk_creates_edits_and_lists_users(fresh_master: Master) -> None:
     determined = client.Determined._from_session(_session(fresh_master, "admin"))
     made = determined.create_user("New", admin=False, password="Password-1")
     assert authentication.login(fresh_master.address, "new", "Password-1").username == "new"
@@ -35,7 +37,7 @@ def test_the_sdk_makes_changes_and_lists_users(fresh_master: Master) -> None:
     assert determined.whoami().username == "admin"
 
 
-def test_a_new_password_ends_the_other_tokens_of_that_user(fresh_master: Master) -> None:
+def test_password_change_revokes_other_tokens_of_user(fresh_master: Master) -> None:
     user_id = _user_id(fresh_master, "determined")
     answer = fresh_master.send(
         "PATCH", f"/api/v1/users/{user_id}", {"password": "Password-3"}, token="determined"
@@ -49,7 +51,7 @@ def test_a_new_password_ends_the_other_tokens_of_that_user(fresh_master: Master)
     assert fresh_master.get("/api/v1/me", "admin").status == 200
 
 
-def test_others_change_only_what_is_their_own(fresh_master: Master) -> None:
+def test_non_admin_can_edit_only_own_display_name(fresh_master: Master) -> None:
     own, admin = _user_id(fresh_master, "other"), _user_id(fresh_master, "admin")
 
     def patch(user_id: int, body: dict[str, object]) -> int:
@@ -68,7 +70,7 @@ def test_others_change_only_what_is_their_own(fresh_master: Master) -> None:
 @pytest.mark.parametrize(
     "name", ["Admin", " admin ", "DETERMINED", "the BOSS", "\u0430dmin", "x\ny", "x" * 300]
 )
-def test_display_name_like_another_users_is_refused(fresh_master: Master, name: str) -> None:
+def test_display_name_confusable_or_malformed_is_refused(fresh_master: Master, name: str) -> None:
     own, admin = _user_id(fresh_master, "other"), _user_id(fresh_master, "admin")
     boss = fresh_master.send("PATCH", f"/api/v1/users/{admin}", {"displayName": "The Boss"}, token="admin")
     assert boss.status == 200
@@ -100,13 +102,13 @@ def test_display_name_like_another_users_is_refused(fresh_master: Master, name: 
         (None, "Password-1", 400),
     ],
 )
-def test_users_that_cannot_be(served: Master, user: object, password: object, status: int) -> None:
+def test_create_user_invalid_is_refused(served: Master, user: object, password: object, status: int) -> None:
     body = {"user": user, "password": password, "isHashed": False}
     assert served.send("POST", "/api/v1/users", body, token="admin").status == status
     assert len(served.rows("SELECT * FROM users")) == 3
 
 
-def test_one_active_administrator_remains(fresh_master: Master) -> None:
+def test_last_active_admin_cannot_be_demoted_or_deactivated(fresh_master: Master) -> None:
     path = f"/api/v1/users/{_user_id(fresh_master, 'admin')}"
     for body in ({"admin": False}, {"active": False}):
         assert fresh_master.send("PATCH", path, body, token="admin").status == 409
@@ -116,7 +118,7 @@ def test_one_active_administrator_remains(fresh_master: Master) -> None:
     assert fresh_master.send("PATCH", path, {"admin": False}, token="admin").status == 200
 
 
-def test_lists_of_users_are_pages(served: Master) -> None:
+def test_list_users_paginates_and_sorts(served: Master) -> None:
     answer = served.get("/api/v1/users?limit=2&offset=1&order_by=ORDER_BY_DESC").json
     assert [user["username"] for user in answer["users"]] == ["determined", "admin"]
     assert answer["pagination"] == {"offset": 1, "limit": 2, "startIndex": 1, "endIndex": 3, "total": 3}

@@ -1,4 +1,4 @@
-"""Webhooks by the requests of Determined's generated client, and what their receivers get."""
+"""Webhook requests of Determined's client, and the payloads that receivers get."""
 
 from __future__ import annotations
 
@@ -86,16 +86,16 @@ def listed(master: Master) -> dict[str, Any]:
 
 
 def settled(master: Master) -> dict[str, Any]:
-    """How sending went, when nothing waits any more."""
+    """Wait until the queue is empty; return the webhook's delivery statistics."""
     wait_for(lambda: listed(master)["delivery"]["waiting"] == 0)
     return dict(listed(master)["delivery"])
 
 
-def nothing_waits(master: Master) -> None:
+def assert_no_pending_events(master: Master) -> None:
     assert master.rows("SELECT event FROM webhook_events") == []
 
 
-def test_a_webhook_is_made_listed_changed_and_deleted_with_the_bindings(fresh_master: Master) -> None:
+def test_webhook_create_list_patch_delete_by_bindings(fresh_master: Master) -> None:
     made = make(fresh_master, "http://127.0.0.1:1/x")
     one = session(fresh_master)
 
@@ -126,7 +126,7 @@ def test_a_webhook_is_made_listed_changed_and_deleted_with_the_bindings(fresh_ma
             request()
 
 
-def test_the_end_of_an_experiment_is_told_in_determineds_form_and_signed(
+def test_experiment_end_sends_signed_determined_payload(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     make(fresh_master, receiver.url)
@@ -167,7 +167,7 @@ def test_the_end_of_an_experiment_is_told_in_determineds_form_and_signed(
     assert len(receiver.received) == 1
 
 
-def test_every_state_that_may_be_named_is_told(
+def test_state_change_webhook_sends_every_subscribed_state(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     states = ("PAUSED", "ACTIVE", "CANCELED")
@@ -182,7 +182,7 @@ def test_every_state_that_may_be_named_is_told(
     assert got == ["PAUSED", "ACTIVE", "CANCELED"]
 
 
-def test_slack_gets_its_own_form_in_which_names_call_nobody(
+def test_slack_payload_escapes_mentions_in_names(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     make(
@@ -207,14 +207,14 @@ def test_slack_gets_its_own_form_in_which_names_call_nobody(
     assert {"type": "mrkdwn", "text": "*Workspace*: Uncategorized"} in attachment["blocks"][0]["fields"]
 
 
-def test_experiments_choose_webhooks_in_their_config(fresh_master: Master) -> None:
+def test_experiment_config_selects_webhooks(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/", name="all")
     make(fresh_master, "http://127.0.0.1:1/", name="named", mode=SPECIFIC)
     fresh_master.change("INSERT INTO workspaces (name, owner_id, created_us) VALUES ('w', 2, 1)")
     make(fresh_master, "http://127.0.0.1:1/", name="elsewhere", workspaceId=2)
     make(fresh_master, "http://127.0.0.1:1/", name="here", workspaceId=1, mode=SPECIFIC)
 
-    def told(choice: Any) -> list[str]:
+    def notified(choice: Any) -> list[str]:
         configure(fresh_master, choice)
         fresh_master.change("UPDATE experiments SET state = 'ACTIVE' WHERE id = 1")
         fresh_master.change("DELETE FROM webhook_events")
@@ -226,16 +226,20 @@ def test_experiments_choose_webhooks_in_their_config(fresh_master: Master) -> No
             )
         ]
 
-    assert told(None) == ["all"]
-    assert told({"webhook_name": ["named", "elsewhere"]}) == ["all", "named"]
-    assert told({"webhook_id": [4]}) == ["all", "here"]
-    assert told({"webhook_id": [2], "webhook_name": ["here"], "exclude": False}) == ["all", "named", "here"]
-    assert told({"webhook_id": [2], "exclude": True}) == []
-    assert told("nonsense") == ["all"]
-    assert told({"webhook_id": "2", "webhook_name": {"named": 1}}) == ["all"]
+    assert notified(None) == ["all"]
+    assert notified({"webhook_name": ["named", "elsewhere"]}) == ["all", "named"]
+    assert notified({"webhook_id": [4]}) == ["all", "here"]
+    assert notified({"webhook_id": [2], "webhook_name": ["here"], "exclude": False}) == [
+        "all",
+        "named",
+        "here",
+    ]
+    assert notified({"webhook_id": [2], "exclude": True}) == []
+    assert notified("nonsense") == ["all"]
+    assert notified({"webhook_id": "2", "webhook_name": {"named": 1}}) == ["all"]
 
 
-def test_a_line_of_a_log_is_told_once_for_each_task(
+def test_log_pattern_webhook_fires_once_per_task(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     triggers = [bindings.v1Trigger(triggerType=TASK_LOG, condition={"regex": "CUDA out of (memory|luck)$"})]
@@ -267,7 +271,7 @@ def test_a_line_of_a_log_is_told_once_for_each_task(
     assert second.json["event_data"]["task_log"]["task_id"] == "2.request"
 
 
-def test_patterns_are_looked_for_as_soon_as_a_webhook_is_there_and_no_longer(fresh_master: Master) -> None:
+def test_log_patterns_follow_webhook_creation_and_deletion(fresh_master: Master) -> None:
     find = fresh_master.services.log_triggers.find
     assert find(["x\n"]) == []
     made = make(
@@ -280,11 +284,11 @@ def test_patterns_are_looked_for_as_soon_as_a_webhook_is_there_and_no_longer(fre
     assert made.id is not None
     bindings.delete_DeleteWebhook(session(fresh_master), id=made.id)
     assert find(["x\n"]) == []
-    # What was found before is told to nobody.
+    # A match found before the deletion is not sent.
     from dstrial.master.webhooks import events
 
     fresh_master.services.database.write(lambda tx: events.notify_lines(tx, "1.request", matches))
-    nothing_waits(fresh_master)
+    assert_no_pending_events(fresh_master)
 
 
 def alert(master: Master, token: str, **body: Any) -> int:
@@ -297,12 +301,12 @@ def alert(master: Master, token: str, **body: Any) -> int:
     ).status
 
 
-def test_an_alert_of_a_trial_is_told_to_the_webhooks_that_its_config_names(
+def test_trial_alert_reaches_webhooks_named_in_config(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     make(fresh_master, receiver.url, [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
     assert alert(fresh_master, "trial-1") == 200
-    nothing_waits(fresh_master)
+    assert_no_pending_events(fresh_master)
     (line,) = fresh_master.rows("SELECT log, level FROM logs WHERE trial_id = 1")
     assert line["level"] == "WARNING"
     assert "reaches no webhook" in line["log"]
@@ -318,7 +322,7 @@ def test_an_alert_of_a_trial_is_told_to_the_webhooks_that_its_config_names(
     assert got.json["event_data"]["experiment"]["trial_id"] == 1
 
 
-def test_a_trial_alerts_for_itself_only(fresh_master: Master) -> None:
+def test_alert_foreign_or_invalid_is_refused(fresh_master: Master) -> None:
     assert alert(fresh_master, "trial-2") == 403
     assert alert(fresh_master, "trial-1", experimentId=2) == 403
     assert alert(fresh_master, "trial-1", trialId=2) == 403
@@ -328,7 +332,7 @@ def test_a_trial_alerts_for_itself_only(fresh_master: Master) -> None:
     assert alert(fresh_master, "determined", data={"level": "LOUD"}) == 400
 
 
-def test_an_alert_of_any_length_ends_no_training_and_is_cut(fresh_master: Master) -> None:
+def test_overlong_alert_is_truncated(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/", [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
     configure(fresh_master, {"webhook_id": [1]})
     data = {"title": "t" * 10**6, "description": "d" * 10**6, "level": "LOG_LEVEL_INFO"}
@@ -337,8 +341,8 @@ def test_an_alert_of_any_length_ends_no_training_and_is_cut(fresh_master: Master
     assert len(row["event"]) < 20_000
 
 
-def test_administrators_and_owners_of_a_workspace_make_webhooks(fresh_master: Master) -> None:
-    # As in Determined 0.38.1, whose client has APIException for it and not ForbiddenException.
+def test_only_admins_and_workspace_owners_manage_webhooks(fresh_master: Master) -> None:
+    # As in Determined 0.38.1, whose client raises APIException for this 403, not ForbiddenException.
     with pytest.raises(errors.APIException):
         make(fresh_master, "http://127.0.0.1:1/", user="determined")
     with pytest.raises(errors.APIException):
@@ -373,7 +377,7 @@ def test_administrators_and_owners_of_a_workspace_make_webhooks(fresh_master: Ma
 
 _STATE = {"triggerType": "TRIGGER_TYPE_EXPERIMENT_STATE_CHANGE"}
 _LOG = {"triggerType": "TRIGGER_TYPE_TASK_LOG"}
-BAD: dict[str, dict[str, Any]] = {
+INVALID: dict[str, dict[str, Any]] = {
     "a file": {"url": "file:///etc/passwd"},
     "ftp": {"url": "ftp://x/y"},
     "no scheme": {"url": "hooks.example/x"},
@@ -381,7 +385,7 @@ BAD: dict[str, dict[str, Any]] = {
     "a line end": {"url": "http://x/\r\nX-Evil: 1"},
     "a space": {"url": "http://x/a b"},
     "other letters": {"url": "http://exämple/"},
-    "a port that is none": {"url": "http://x:99999/"},
+    "an invalid port": {"url": "http://x:99999/"},
     "brackets": {"url": "http://[::1/"},
     "a long address": {"url": "http://x/" + "a" * 5000},
     "no address": {"url": None},
@@ -390,18 +394,18 @@ BAD: dict[str, dict[str, Any]] = {
     "many triggers": {"triggers": [{**_STATE, "condition": {"state": "ERROR"}}] * 21},
     "an unknown state": {"triggers": [{**_STATE, "condition": {"state": "DONE"}}]},
     "no state": {"triggers": [_STATE]},
-    "a metric, which nobody watches": {"triggers": [{"triggerType": "TRIGGER_TYPE_METRIC_THRESHOLD_EXCEEDED", "condition": {}}]},
+    "a metric trigger": {"triggers": [{"triggerType": "TRIGGER_TYPE_METRIC_THRESHOLD_EXCEEDED", "condition": {}}]},
     "no pattern": {"triggers": [{**_LOG, "condition": {}}]},
     "two conditions": {"triggers": [{**_LOG, "condition": {"regex": "a", "x": 1}}]},
-    "a pattern of Python's": {"triggers": [{**_LOG, "condition": {"regex": "(?=a)"}}]},
+    "a Python-only pattern": {"triggers": [{**_LOG, "condition": {"regex": "(?=a)"}}]},
     "a long pattern": {"triggers": [{**_LOG, "condition": {"regex": "a" * 2000}}]},
-    "custom for all": {"triggers": [{"triggerType": "TRIGGER_TYPE_CUSTOM"}]},
-    "a mode that is none": {"mode": "WEBHOOK_MODE_X"},
+    "a custom trigger for a workspace": {"triggers": [{"triggerType": "TRIGGER_TYPE_CUSTOM"}]},
+    "an unknown mode": {"mode": "WEBHOOK_MODE_X"},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_a_webhook_that_cannot_be_one_is_refused_in_one_sentence(fresh_master: Master, what: str) -> None:
+@pytest.mark.parametrize("what", INVALID)
+def test_create_webhook_invalid_is_refused(fresh_master: Master, what: str) -> None:
     good = {
         "name": "n",
         "url": "http://127.0.0.1:1/",
@@ -409,18 +413,18 @@ def test_a_webhook_that_cannot_be_one_is_refused_in_one_sentence(fresh_master: M
         "webhookType": "WEBHOOK_TYPE_DEFAULT",
         "triggers": [{**_STATE, "condition": {"state": "ERROR"}}],
     }
-    answer = fresh_master.send("POST", "/api/v1/webhooks", {**good, **BAD[what]}, token="admin")
+    answer = fresh_master.send("POST", "/api/v1/webhooks", {**good, **INVALID[what]}, token="admin")
 
     assert answer.status == 400, answer
     assert "expected" in answer.error
     assert "\x1b" not in answer.error
     assert fresh_master.rows("SELECT * FROM webhooks") == []
     assert fresh_master.send("POST", "/api/v1/webhooks", good, token="admin").status == 200
-    if set(BAD[what]) == {"url"} and BAD[what]["url"]:
-        assert fresh_master.send("PATCH", "/api/v1/webhooks/1", BAD[what], token="admin").status == 400
+    if set(INVALID[what]) == {"url"} and INVALID[what]["url"]:
+        assert fresh_master.send("PATCH", "/api/v1/webhooks/1", INVALID[what], token="admin").status == 400
 
 
-def test_there_is_a_bound_to_webhooks_and_to_patterns(fresh_master: Master) -> None:
+def test_number_of_webhooks_and_patterns_is_limited(fresh_master: Master) -> None:
     logs = [bindings.v1Trigger(triggerType=TASK_LOG, condition={"regex": f"x{i}"}) for i in range(20)]
     make(fresh_master, "http://127.0.0.1:1/", logs, name="1")
     make(fresh_master, "http://127.0.0.1:1/", logs, name="2")
@@ -432,7 +436,7 @@ def test_there_is_a_bound_to_webhooks_and_to_patterns(fresh_master: Master) -> N
         make(fresh_master, "http://127.0.0.1:1/", name="one more")
 
 
-def test_a_test_says_what_its_receiver_says(fresh_master: Master, receiver: Receiver) -> None:
+def test_webhook_test_request_reports_receiver_status(fresh_master: Master, receiver: Receiver) -> None:
     made = make(fresh_master, receiver.url)
     slack = make(fresh_master, receiver.url, name="slack", webhookType=bindings.v1WebhookType.SLACK)
     one = session(fresh_master)
@@ -459,7 +463,7 @@ def test_a_test_says_what_its_receiver_says(fresh_master: Master, receiver: Rece
     assert len(receiver.received) == 3
 
 
-def test_what_fails_is_tried_three_times_and_then_shown_as_failed(
+def test_failed_delivery_is_retried_then_marked_failed(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     make(fresh_master, receiver.url)
@@ -482,7 +486,7 @@ def test_what_fails_is_tried_three_times_and_then_shown_as_failed(
     assert len(receiver.received) == 6
 
 
-def test_refusals_are_failures_without_a_retry(
+def test_delivery_rejected_by_receiver_is_not_retried(
     fresh_master: Master, receiver: Receiver, delivery: Delivery
 ) -> None:
     make(fresh_master, receiver.url)
@@ -497,7 +501,7 @@ def test_refusals_are_failures_without_a_retry(
     assert len(receiver.received) == 1
 
 
-def test_what_waits_is_sent_to_a_new_address_and_not_at_all_when_the_webhook_is_gone(
+def test_pending_event_follows_url_change_and_webhook_deletion(
     fresh_master: Master, receiver: Receiver
 ) -> None:
     make(fresh_master, "http://127.0.0.1:1/")
@@ -511,11 +515,11 @@ def test_what_waits_is_sent_to_a_new_address_and_not_at_all_when_the_webhook_is_
     finish(fresh_master, "COMPLETED", 2)
     assert len(fresh_master.rows("SELECT * FROM webhook_events")) == 1
     fresh_master.send("DELETE", "/api/v1/webhooks/1", token="admin")
-    nothing_waits(fresh_master)
+    assert_no_pending_events(fresh_master)
 
 
-class HeldUpDelivery(Delivery):
-    """One that gets no processor after each look, as on a busy machine: what it has begun ends meanwhile."""
+class SlowDelivery(Delivery):
+    """Sleeps after each poll of the queue, so that started sends finish meanwhile."""
 
     def _start_due(self) -> tuple[float, bool]:
         found = super()._start_due()
@@ -523,8 +527,8 @@ class HeldUpDelivery(Delivery):
         return found
 
 
-@pytest.mark.parametrize("kind", [Delivery, HeldUpDelivery])
-def test_a_delivery_that_ends_sends_what_is_due_first(
+@pytest.mark.parametrize("kind", [Delivery, SlowDelivery])
+def test_delivery_stop_sends_due_events_first(
     fresh_master: Master, receiver: Receiver, kind: type[Delivery]
 ) -> None:
     make(fresh_master, receiver.url)
@@ -535,10 +539,10 @@ def test_a_delivery_that_ends_sends_what_is_due_first(
     delivery.start()
     delivery.stop(60.0)
     assert len(receiver.received) == 20
-    nothing_waits(fresh_master)
+    assert_no_pending_events(fresh_master)
 
 
-def test_the_queue_is_bounded_and_says_what_it_has_dropped(fresh_master: Master) -> None:
+def test_event_queue_is_bounded_and_counts_dropped(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/", [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
 
     def fill(tx: Transaction) -> None:
@@ -550,7 +554,7 @@ def test_the_queue_is_bounded_and_says_what_it_has_dropped(fresh_master: Master)
     assert (found["waiting"], found["dropped"]) == (webhooks.MAX_PENDING, 5)
 
 
-def test_of_what_is_given_up_only_the_newest_is_kept(fresh_master: Master) -> None:
+def test_only_newest_failed_events_are_kept(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/")
 
     def fail(tx: Transaction) -> None:
@@ -564,9 +568,9 @@ def test_of_what_is_given_up_only_the_newest_is_kept(fresh_master: Master) -> No
     assert listed(fresh_master)["delivery"]["failed"] == 30
 
 
-def test_an_experiment_ends_whatever_can_be_told_of_it(fresh_master: Master) -> None:
+def test_experiment_ends_if_webhook_event_cannot_be_built(fresh_master: Master) -> None:
     make(fresh_master, "http://127.0.0.1:1/")
     fresh_master.change("UPDATE experiments SET project_id = 99 WHERE id = 1")
     finish(fresh_master, "COMPLETED")
     assert fresh_master.rows("SELECT state FROM experiments WHERE id = 1") == [{"state": "COMPLETED"}]
-    nothing_waits(fresh_master)
+    assert_no_pending_events(fresh_master)

@@ -1,4 +1,4 @@
-"""Workspaces and projects, by the real ``det`` command and SDK; what is archived, immutable, another user's."""
+"""Workspaces and projects through the ``det`` command, the SDK and the API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def create(det: DetHere, path: Path, *options: str, config: str = CONFIG) -> Non
     det.ok("e", "create", str(path), "--paused", *options)
 
 
-def test_the_det_workspace_commands(det: DetHere) -> None:
+def test_det_workspace_commands_end_to_end(det: DetHere) -> None:
     storage = {"type": "shared_fs", "host_path": "/team", "save_trial_best": 3}
     made = json.loads(
         det.ok(
@@ -60,7 +60,7 @@ def test_the_det_workspace_commands(det: DetHere) -> None:
     assert "third" not in det.ok("workspace", "list")
 
 
-def test_the_det_project_commands(det: DetHere, fresh_master: Master, tmp_path: Path) -> None:
+def test_det_project_commands_end_to_end(det: DetHere, fresh_master: Master, tmp_path: Path) -> None:
     det.ok("workspace", "create", "team")
     assert json.loads(det.ok("project", "create", "team", "one", "--key", "ab1", "--json"))["key"] == "AB1"
     det.ok("project", "create", "team", "one more", "--description", "d")
@@ -89,7 +89,7 @@ def test_the_det_project_commands(det: DetHere, fresh_master: Master, tmp_path: 
     assert "expected one that has ended" in det.refused("project", "delete", "team", "first", "--yes")
 
 
-def test_the_sdks_workspaces_and_projects(determined: client.Determined) -> None:
+def test_sdk_workspaces_and_projects_end_to_end(determined: client.Determined) -> None:
     made = determined.create_workspace("team")
     determined.create_workspace("team two")
     assert determined.get_workspace("TEAM").id == made.id
@@ -120,7 +120,7 @@ def test_the_sdks_workspaces_and_projects(determined: client.Determined) -> None
         determined.get_workspace("team two")
 
 
-def test_an_experiment_goes_where_the_request_or_its_config_says(
+def test_experiment_project_comes_from_request_or_config(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:
     det.ok("workspace", "create", "team")
@@ -144,7 +144,7 @@ def test_an_experiment_goes_where_the_request_or_its_config_says(
     )
 
 
-def test_experiments_are_moved_and_listed_by_project(det: DetHere, fresh_master: Master) -> None:
+def test_experiments_move_and_list_by_project(det: DetHere, fresh_master: Master) -> None:
     det.ok("workspace", "create", "team")
     det.ok("project", "create", "team", "one")
     assert 'Moved experiment 1 to project "one"' in det.ok("e", "move", "1", "team", "one")
@@ -160,7 +160,7 @@ def test_experiments_are_moved_and_listed_by_project(det: DetHere, fresh_master:
     assert job["workspaceId"] == 2
 
 
-def test_what_is_archived_takes_nothing_and_its_experiments_say_so(
+def test_archived_workspace_refuses_changes_and_marks_experiments(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:
     det.ok("workspace", "create", "team")
@@ -194,7 +194,7 @@ def test_what_is_archived_takes_nothing_and_its_experiments_say_so(
 
 
 @pytest.mark.parametrize(("query", "number"), [("", 1), ("?pinned=false", 1), ("?pinned=true", 0)])
-def test_list_workspaces_pinned_filter_finds_no_workspace(served: Master, query: str, number: int) -> None:
+def test_list_workspaces_applies_pinned_filter(served: Master, query: str, number: int) -> None:
     assert served.get("/api/v1/workspaces" + query).json["pagination"]["total"] == number
 
 
@@ -210,15 +210,17 @@ def test_list_workspaces_pinned_filter_finds_no_workspace(served: Master, query:
         ("DELETE", "projects/1", {}),
     ],
 )
-def test_what_is_always_there_stays(served: Master, method: str, path: str, body: object) -> None:
+def test_default_workspace_and_project_are_immutable(
+    served: Master, method: str, path: str, body: object
+) -> None:
     answer = served.send(method, f"/api/v1/{path}", body, token="admin")
     assert (answer.status, "is immutable" in answer.error) == (400, True)
-    # To others a PATCH has the same reason, which comes first in Determined 0.38.1.
+    # As in Determined 0.38.1, these requests check immutability before the user's permission.
     status = 400 if method == "PATCH" or path.endswith("/projects") else 403
     assert served.send(method, f"/api/v1/{path}", body, token="other").status == status
 
 
-def test_others_change_nothing_that_is_not_theirs(fresh_master: Master) -> None:
+def test_other_users_cannot_change_workspace_or_project(fresh_master: Master) -> None:
     def send(method: str, path: str, body: object, token: str) -> int:
         return fresh_master.send(method, f"/api/v1/{path}", body, token=token).status
 
@@ -236,7 +238,7 @@ def test_others_change_nothing_that_is_not_theirs(fresh_master: Master) -> None:
     assert send("PATCH", "workspaces/2", {"name": "ours"}, "admin") == 200
 
 
-def test_the_storage_of_a_workspace_is_that_of_its_experiments(
+def test_workspace_storage_is_default_for_its_experiments(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:
     storage = {"type": "directory", "container_path": str(tmp_path), "save_trial_best": 3}
@@ -259,7 +261,7 @@ def test_the_storage_of_a_workspace_is_that_of_its_experiments(
     assert found[2]["host_path"] == str(fresh_master.services.state_dir / "checkpoints")
 
 
-def test_a_workspace_with_models_is_kept(det: DetHere) -> None:
+def test_delete_workspace_with_models_is_refused(det: DetHere) -> None:
     det.ok("workspace", "create", "team")
     det.ok("model", "create", "net", "-w", "team")
     assert "has the model 'net'" in det.refused("workspace", "delete", "team", "--yes")

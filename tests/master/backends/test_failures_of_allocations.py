@@ -1,4 +1,4 @@
-"""The traceback that counts, and what exit codes mean."""
+"""Explanations of failed allocations from tracebacks and exit codes."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def lines(*blocks: tuple[int | None, str]) -> list[tuple[int | None, str]]:
     return [(rank, f"{line}\n") for rank, block in blocks for line in block.splitlines()]
 
 
-def test_the_cause_is_chosen_before_a_lost_peer_and_a_launchers_report() -> None:
+def test_first_traceback_prefers_cause_over_peer_and_launcher() -> None:
     printed = lines((1, PEER), (0, USER), (None, LAUNCHER), (None, "end"))
 
     assert first_traceback(printed) == USER
 
 
-def test_a_launchers_report_is_better_than_nothing() -> None:
+def test_first_traceback_falls_back_to_launcher_report() -> None:
     assert first_traceback(lines((None, LAUNCHER))) == LAUNCHER
     assert first_traceback(lines((0, "all went well"))) is None
 
 
-def test_tracebacks_of_ranks_that_print_at_once_are_kept_apart() -> None:
+def test_first_traceback_separates_interleaved_ranks() -> None:
     mixed = [line for pair in zip(lines((0, USER)), lines((1, PEER)), strict=True) for line in pair]
 
     assert first_traceback(mixed) == USER
 
 
-def test_a_chained_traceback_is_one() -> None:
+def test_first_traceback_keeps_chained_exceptions_together() -> None:
     between = "The above exception was the direct cause of the following exception:"
     chained = f"{USER}\n\n{between}\n\n{USER.replace('wrong', 'worse')}"
 
@@ -52,7 +52,7 @@ def test_a_chained_traceback_is_one() -> None:
     assert "ValueError: wrong" in found
 
 
-def test_what_failed_is_told_with_its_rank_where_our_launcher_reports_it_and_with_its_place() -> None:
+def test_explain_failure_names_rank_error_and_line() -> None:
     report = "rank 1 failed first (exit code 1, host here), whole traceback in /state/rank_1.txt:"
     advice = "This rank held 3 GiB of host memory."
     printed = lines((0, "all went well"), (None, f"{report}\n{USER}\n{advice}"))
@@ -85,12 +85,12 @@ def test_what_failed_is_told_with_its_rank_where_our_launcher_reports_it_and_wit
         ),
     ],
 )
-def test_what_failed_is_one_line(printed: list[tuple[int | None, str]], told: str | None) -> None:
+def test_explain_failure_is_one_line(printed: list[tuple[int | None, str]], told: str | None) -> None:
     found = lines(*printed)
     assert explain_failure(found, first_traceback(found)) == told
 
 
-def test_a_fingerprint_ignores_what_differs_between_runs() -> None:
+def test_fingerprint_ignores_addresses_ports_paths_and_pids() -> None:
     first = "RuntimeError: at 0x7f12 port 29400 in /tmp/dstrial-abc/x, pid 12"
     second = "RuntimeError: at 0x7f99 port 29401 in /tmp/dstrial-xyz/x, pid 77"
 
@@ -103,10 +103,10 @@ def test_a_fingerprint_ignores_what_differs_between_runs() -> None:
     [(137, 9, "out of host memory"), (137, None, "out of host memory"), (139, None, "SIGSEGV"),
      (127, None, "not found"), (78, None, "Determined's launcher")],
 )  # fmt: skip
-def test_exit_codes_are_explained(code: int, signal_number: int | None, part: str) -> None:
+def test_explain_exit_describes_special_codes(code: int, signal_number: int | None, part: str) -> None:
     assert part in (explain_exit(code, signal_number) or "")
 
 
-def test_an_ordinary_exit_code_means_nothing_special() -> None:
+def test_explain_exit_ordinary_code_is_none() -> None:
     assert explain_exit(0) is None
     assert explain_exit(1) is None

@@ -1,4 +1,4 @@
-"""The agent of a host, asked as the master asks it."""
+"""The agent on a remote host, driven through the master's protocol."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _LATE_S = 5.0
 
 
 class _Agent:
-    """An agent with a master that answers its heartbeats until ``stdin`` is closed."""
+    """An agent process whose heartbeats are answered until ``close_input()``."""
 
     def __init__(self, place: Path, live: list[str], *, has_actor: bool = False) -> None:
-        """With ``has_actor`` the agent is a child of ``process``, as on Ray."""
+        """Start the agent; with ``has_actor``, as a child of ``process``, as on Ray."""
         self._place = place
         actor = [sys.executable, "-c", "import subprocess, sys; subprocess.call(sys.argv[1:])"]
         self.process = subprocess.Popen(
@@ -120,7 +120,7 @@ def _agent(place: Path, *live: str, has_actor: bool = False) -> Iterator[_Agent]
         agent.close()
 
 
-def test_files_forged_on_a_host_hide_no_end(tmp_path: Path) -> None:
+def test_forged_files_do_not_hide_exit_code(tmp_path: Path) -> None:
     forging = "rm -f output.log.*; touch output.log.x; mkfifo output.log.9.9 stalled.json ending.json"
     with _agent(tmp_path) as agent:
         agent.submit(f"cd $DSTRIAL_ALLOCATION_DIR; {forging}; echo printed; exit 4")
@@ -129,16 +129,18 @@ def test_files_forged_on_a_host_hide_no_end(tmp_path: Path) -> None:
     assert any(frame.get("file") == "output.log" for frame in agent.said)
 
 
-def test_a_trial_outlives_its_master_but_no_lost_connection(tmp_path: Path) -> None:
-    """After a lost connection the master starts the trial elsewhere."""
+def test_trial_survives_master_exit_but_not_lost_connection(tmp_path: Path) -> None:
+    """After a lost connection the master restarts the trial on another host."""
     with _agent(tmp_path / "lost") as lost, _agent(tmp_path / "left") as left:
         for agent in (lost, left):
             agent.submit("sleep 300")
         lost.wait_for_supervisor()
         before = left.wait_for_supervisor()
-        time.sleep(2)  # some heartbeats
+        time.sleep(2)  # long enough for some heartbeats
         lost.close_input()
-        left.close_input(f'{{"do": "submit", "requ\n{GOODBYE}\n')  # killed in the middle of a line
+        left.close_input(
+            f'{{"do": "submit", "requ\n{GOODBYE}\n'
+        )  # the master was killed in the middle of a line
         assert left.process.wait(10) == 0
         began_s = time.monotonic()
         while lost.supervisor is not None:
@@ -153,7 +155,7 @@ def test_a_trial_outlives_its_master_but_no_lost_connection(tmp_path: Path) -> N
             }
 
 
-def test_a_trial_whose_agent_is_killed_ends_with_the_lease(tmp_path: Path) -> None:
+def test_agent_kill_ends_trial_within_lease(tmp_path: Path) -> None:
     with _agent(tmp_path) as agent:
         agent.submit("sleep 300")
         agent.wait_for_supervisor()
@@ -164,7 +166,7 @@ def test_a_trial_whose_agent_is_killed_ends_with_the_lease(tmp_path: Path) -> No
             time.sleep(0.5)
 
 
-def test_trial_on_ray_ends_with_the_actor(tmp_path: Path) -> None:
+def test_trial_on_ray_ends_with_actor(tmp_path: Path) -> None:
     with _agent(tmp_path, has_actor=True) as agent:
         agent.submit("sleep 300")
         agent.wait_for_supervisor()
@@ -187,10 +189,10 @@ class _Here(Transport):
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_run_on_a_silent_host_outlives_its_job(
+def test_lose_all_keeps_runs_on_silent_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
 ) -> None:
-    """The engine says that the job is over; behind a cut cable the run goes on until its lease ends."""
+    """After its job ends, a run on a silent host lives until its lease expires."""
     monkeypatch.setenv("DSTRIAL_STATE_DIR", str(tmp_path))
     settings = AgentSettings(sys.executable, "c", 9, None, False, False, 1.0, _Here())
     link = HostLink(1, Host("here", (0,)), settings, lambda: None)

@@ -1,4 +1,4 @@
-"""TCP through the frames of another connection, and whose a local connection is: real sockets on loopback."""
+"""TCP streams multiplexed over frames, and the owner of a local connection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 class _Tunnel:
-    """Two ends whose frames go to each other in order, as through one connection."""
+    """Two ``Streams`` that exchange frames in order, as over one connection."""
 
     def __init__(self) -> None:
         self.frames: queue.SimpleQueue[tuple[Streams, Mapping[str, Any]] | None] = queue.SimpleQueue()
@@ -63,9 +63,7 @@ def _read_all(connection: socket.socket) -> bytes:
     return data
 
 
-def test_bytes_arrive_in_order_both_ways_and_an_end_is_one_way(
-    listener: socket.socket, tunnel: _Tunnel
-) -> None:
+def test_stream_keeps_order_and_supports_half_close(listener: socket.socket, tunnel: _Tunnel) -> None:
     (client, inner), (outer, server) = _pair(listener), _pair(listener)
     server.settimeout(_SOON_S)
     tunnel.there.add(1, outer)
@@ -80,7 +78,7 @@ def test_bytes_arrive_in_order_both_ways_and_an_end_is_one_way(
     client.close()
 
 
-def test_a_tunnel_that_is_gone_closes_its_connections(listener: socket.socket, tunnel: _Tunnel) -> None:
+def test_tunnel_close_closes_its_connections(listener: socket.socket, tunnel: _Tunnel) -> None:
     client, inner = _pair(listener)
     tunnel.here.add(1, inner)
 
@@ -90,7 +88,7 @@ def test_a_tunnel_that_is_gone_closes_its_connections(listener: socket.socket, t
     client.close()
 
 
-def test_a_frame_of_an_unknown_stream_is_answered_by_its_end() -> None:
+def test_frame_of_unknown_stream_is_answered_with_end() -> None:
     said: list[Mapping[str, Any]] = []
     streams = Streams(said.append)
 
@@ -100,7 +98,7 @@ def test_a_frame_of_an_unknown_stream_is_answered_by_its_end() -> None:
     assert said == [{"stream": 7, "end": True}]
 
 
-def test_the_kernel_says_whose_a_connection_is(listener: socket.socket) -> None:
+def test_account_of_returns_uid_of_connection_owner(listener: socket.socket) -> None:
     client, server = _pair(listener)
 
     assert account_of(client.getsockname(), server.getsockname()) == os.geteuid()

@@ -1,4 +1,4 @@
-"""The file that a supervisor writes, in parts where it is large: read to its end, and what was deleted is counted."""
+"""Reading a supervisor's log file, its parts, and the lines of deleted parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrial.master.backends.log_file import parse, printed, read_lines
 
 
 class Log:
-    """A log as a supervisor leaves it."""
+    """Writes and reads a log in the format of a supervisor."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -34,7 +34,7 @@ class Log:
         return self.parts[-1]
 
     def read(self, max_bytes: int = 10**6, offset: int = 0, num_lines: int = 0) -> tuple[list[str], int]:
-        """Return all lines from a place on, and how many are lost."""
+        """Return all lines from ``offset`` on and the number of lost lines."""
         texts: list[str] = []
         num_lost = 0
         while True:
@@ -53,7 +53,7 @@ class Log:
     ends=st.sets(st.integers(0, 30), max_size=6),
     max_bytes=st.integers(1, 40),
 )
-def test_a_log_in_parts_reads_as_one(
+def test_read_lines_joins_log_parts(
     tmp_path_factory: object, texts: list[str], ends: set[int], max_bytes: int
 ) -> None:
     log = Log(tmp_path_factory.mktemp("log"))  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def test_a_log_in_parts_reads_as_one(
     assert log.read(max_bytes) == (texts, 0)
 
 
-def test_lines_that_were_deleted_before_anybody_read_them_are_counted(tmp_path: Path) -> None:
+def test_read_lines_counts_lines_of_deleted_parts(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.write("a", "b")
     middle = log.begin_part()
@@ -81,7 +81,7 @@ def test_lines_that_were_deleted_before_anybody_read_them_are_counted(tmp_path: 
     assert log.read(offset=after_c, num_lines=3) == (["f"], 2)
 
 
-def test_what_is_not_complete_yet_waits(tmp_path: Path) -> None:
+def test_read_lines_defers_incomplete_line(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.write("a")
     part = log.begin_part()
@@ -90,7 +90,7 @@ def test_what_is_not_complete_yet_waits(tmp_path: Path) -> None:
     assert log.read() == (["a"], 0)
 
 
-def test_why_a_trial_failed_is_looked_for_in_a_bounded_part_of_its_log(tmp_path: Path) -> None:
+def test_printed_reads_bounded_head_and_tail(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.write("first")
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_why_a_trial_failed_is_looked_for_in_a_bounded_part_of_its_log(tmp_path:
 
 
 @pytest.mark.parametrize("time_us", [253402300800000000, 999999999999999999])
-def test_line_from_the_future_is_of_now(time_us: int) -> None:
+def test_parse_future_timestamp_is_clamped_to_now(time_us: int) -> None:
     line = parse(f"{time_us} o text")
 
     assert 0 < line.time_us <= time.time_ns() // 1000

@@ -1,4 +1,4 @@
-"""Ports of allocations: each a free one of its own."""
+"""Ports chosen for allocations are free and not shared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrial.master.backends.environment import choose_ports
 pytestmark = pytest.mark.process
 
 
-def test_every_allocation_has_ports_of_its_own() -> None:
+def test_choose_ports_avoids_used_ports() -> None:
     used: set[int] = set()
     for _ in range(20):
         chosen = choose_ports(used)
@@ -22,7 +22,7 @@ def test_every_allocation_has_ports_of_its_own() -> None:
         used |= set(chosen.values())
 
 
-def test_a_port_that_another_program_has_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_ports_without_free_port_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr(environment, "_NUM_PORTS", 1)

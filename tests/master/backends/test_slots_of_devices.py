@@ -1,4 +1,4 @@
-"""Slots of devices, found through a stand-in for NVML, and the variables that select them."""
+"""Device slots found through a fake NVML, and variables that select devices."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MIG = "MIG-5c89852c-d268-c3f3-1b07-005d5ae1dc3{}"
 
 @dataclasses.dataclass
 class Gpu:
-    """A GPU, or an instance of one.
+    """A GPU or a MIG instance.
 
     Attributes:
-        is_divided: whether it is in MIG mode; None if it knows no MIG.
-        instances: by index, with gaps.
+        is_divided: whether the GPU is in MIG mode; None if it does not support MIG.
+        instances: MIG instances by index; the indices may have gaps.
     """
 
     uuid: str
@@ -35,8 +35,8 @@ class Gpu:
     instances: dict[int, Gpu] = dataclasses.field(default_factory=dict)
 
 
-def stand_in(*gpus: Gpu) -> Any:
-    """Return a module that answers for these GPUs as pynvml does, with its own constants and errors."""
+def fake_nvml(*gpus: Gpu) -> Any:
+    """Return a fake ``pynvml`` for these GPUs with the real errors and constants."""
     module: Any = ModuleType("pynvml")
 
     def nvmlDeviceGetCount() -> int:  # noqa: N802
@@ -49,7 +49,7 @@ def stand_in(*gpus: Gpu) -> Any:
         return handle.uuid
 
     def nvmlDeviceGetName(handle: Gpu) -> bytes:  # noqa: N802
-        return handle.name.encode()  # as older versions
+        return handle.name.encode()  # older pynvml versions return bytes
 
     def nvmlDeviceGetMigMode(device: Gpu) -> list[int]:  # noqa: N802
         if device.is_divided is None:
@@ -72,11 +72,11 @@ def stand_in(*gpus: Gpu) -> Any:
     return module
 
 
-def test_the_stand_in_has_the_functions_of_the_installed_library() -> None:
-    functions = [name for name in vars(stand_in()) if name.startswith("nvml")]
+def test_fake_nvml_matches_installed_pynvml() -> None:
+    functions = [name for name in vars(fake_nvml()) if name.startswith("nvml")]
     assert len(functions) == 7
     for name in functions:
-        theirs, ours = (inspect.signature(getattr(one, name)) for one in (pynvml, stand_in()))
+        theirs, ours = (inspect.signature(getattr(one, name)) for one in (pynvml, fake_nvml()))
         assert list(ours.parameters) == list(theirs.parameters), name
     assert pynvml.NVML_DEVICE_MIG_ENABLE == 1
     with pytest.raises(pynvml.NVMLError_NotFound):
@@ -92,26 +92,26 @@ DIVIDED = Gpu(
 EMPTY = Gpu("GPU-dddd4444", is_divided=True)
 
 
-def test_whole_gpus_are_slots_by_nvmls_index() -> None:
-    assert list(nvml_slots(stand_in(A, B), None)) == [
+def test_whole_gpus_are_slots_by_nvml_index() -> None:
+    assert list(nvml_slots(fake_nvml(A, B), None)) == [
         Slot(0, "cuda", "NVIDIA H200", "GPU-aaaa1111", "0"),
         Slot(1, "cuda", "NVIDIA H200", "GPU-bbbb2222", "1"),
     ]
 
 
-def test_a_gpu_in_mig_mode_is_the_slots_of_its_instances() -> None:
-    slots = list(nvml_slots(stand_in(A, DIVIDED, B), None))
+def test_mig_gpu_yields_one_slot_per_instance() -> None:
+    slots = list(nvml_slots(fake_nvml(A, DIVIDED, B), None))
     assert [slot.id for slot in slots] == [0, 1, 2, 3]
     assert [slot.uuid for slot in slots] == [A.uuid, _MIG.format(0), _MIG.format(3), B.uuid]
     assert [slot.visible_as for slot in slots] == ["0", _MIG.format(0), _MIG.format(3), "2"]
     assert [slot.brand for slot in slots][1:3] == ["NVIDIA H200 MIG 1g.18gb"] * 2
 
 
-def test_a_gpu_in_mig_mode_without_instances_is_no_slot_and_one_note(
+def test_mig_gpu_without_instances_is_skipped_with_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        slots = list(nvml_slots(stand_in(EMPTY, A), None))
+        slots = list(nvml_slots(fake_nvml(EMPTY, A), None))
     assert [slot.uuid for slot in slots] == [A.uuid]
     (record,) = caplog.records
     assert "GPU 0 (NVIDIA H200) is in MIG mode and has no instances" in record.message
@@ -127,14 +127,14 @@ def test_a_gpu_in_mig_mode_without_instances_is_no_slot_and_one_note(
         ("7", []),
     ],
 )
-def test_only_what_cuda_shows_is_offered_in_its_order(visible: str, uuids: list[str]) -> None:
-    slots = list(nvml_slots(stand_in(A, DIVIDED, B), visible))
+def test_cuda_visible_devices_selects_and_orders_slots(visible: str, uuids: list[str]) -> None:
+    slots = list(nvml_slots(fake_nvml(A, DIVIDED, B), visible))
     assert [slot.uuid for slot in slots] == uuids
     assert [slot.id for slot in slots] == list(range(len(uuids)))
 
 
-def test_slots_that_share_devices_take_them_in_turn_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    found = tuple(nvml_slots(stand_in(A, B), None))
+def test_shared_slots_assign_devices_round_robin(caplog: pytest.LogCaptureFixture) -> None:
+    found = tuple(nvml_slots(fake_nvml(A, B), None))
     slots = shared_slots(found, 3)
     assert [(slot.id, slot.uuid) for slot in slots] == [(0, A.uuid), (1, B.uuid), (2, A.uuid)]
     assert "DSTRIAL_SHARE_DEVICE=1: 3 slots of 2 devices" in caplog.text
@@ -145,19 +145,19 @@ def environment(*slots: Slot, **base: str) -> dict[str, str]:
     return trial_environment(request, marker="m", temporary_directory=Path("/tmp"), base=base)
 
 
-def test_ranks_that_share_a_device_are_shown_it_once() -> None:
-    (slot,) = nvml_slots(stand_in(A), None)
+def test_shared_device_is_visible_once() -> None:
+    (slot,) = nvml_slots(fake_nvml(A), None)
     for slots, shares in (((slot,), None), (shared_slots((slot,), 2), "1")):
         env = environment(*slots)
         assert env["CUDA_VISIBLE_DEVICES"].count(",") == 0
         assert env.get("DSTRIAL_SHARE_DEVICE") == shares
 
 
-def test_more_slots_than_there_are_devices_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_slots_beyond_devices_requires_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrial.master.backends import devices
 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setattr(devices, "_cuda", lambda: nvml_slots(stand_in(A), None))
+    monkeypatch.setattr(devices, "_cuda", lambda: nvml_slots(fake_nvml(A), None))
     with pytest.raises(MasterError, match=r"--slots is 2; expected at most 1.*DSTRIAL_SHARE_DEVICE=1"):
         devices.find_slots(2)
     monkeypatch.setenv("DSTRIAL_SHARE_DEVICE", "1")
@@ -165,13 +165,13 @@ def test_more_slots_than_there_are_devices_are_an_error(monkeypatch: pytest.Monk
     assert len(devices.find_slots(None)) == 1
 
 
-# Of a machine with four, to a master that was started with CUDA_VISIBLE_DEVICES=3,1.
+# Two of four GPUs, as seen by a master that was started with CUDA_VISIBLE_DEVICES=3,1.
 THIRD = Slot(0, "cuda", "NVIDIA", "GPU-3333", "3")
 FIRST = Slot(1, "cuda", "NVIDIA", "GPU-1111", "1")
 INSTANCES = tuple(Slot(i, "cuda", "NVIDIA MIG", f"MIG-{i}", f"MIG-{i}") for i in range(2))
 
 
-def test_deepspeed_finds_nvmls_index_in_what_the_master_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_finds_nvml_index_in_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     env = environment(THIRD, FIRST, CUDA_VISIBLE_DEVICES="3,1", CUDA_DEVICE_ORDER="FASTEST_FIRST")
@@ -180,7 +180,7 @@ def test_deepspeed_finds_nvmls_index_in_what_the_master_sets(monkeypatch: pytest
     indices = [CUDA_Accelerator()._get_nvml_gpu_id(index) for index in range(2)]
 
     assert indices == [3, 1]
-    # NVML's indices are those of the PCI bus; CUDA's own default is the fastest first.
+    # NVML orders GPUs by PCI bus; CUDA's default order is fastest first.
     assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     uuids = cluster_info_files(allocation_request(Path("/nowhere"), slots=(THIRD, FIRST)))["resources.json"][
         "gpu_uuids"
@@ -189,9 +189,7 @@ def test_deepspeed_finds_nvmls_index_in_what_the_master_sets(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("slots", [INSTANCES, (THIRD, *INSTANCES)])
-def test_free_memory_of_instances_which_have_no_index_is_asked_of_torch(
-    slots: tuple[Slot, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mig_free_memory_comes_from_torch(slots: tuple[Slot, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
@@ -203,7 +201,7 @@ def test_free_memory_of_instances_which_have_no_index_is_asked_of_torch(
     with pytest.raises(ValueError, match="invalid literal for int"):
         CUDA_Accelerator()._get_nvml_gpu_id(0)
     monkeypatch.setattr(CUDA_Accelerator, "available_memory", CUDA_Accelerator.available_memory)
-    # There is no instance here to be asked.
+    # This machine has no MIG instance to query.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 + (device or 0), 5000))
 
     ask_torch_for_free_memory()
@@ -212,7 +210,7 @@ def test_free_memory_of_instances_which_have_no_index_is_asked_of_torch(
     assert (accelerator.available_memory(), accelerator.available_memory(1)) == (1000, 1001)
 
 
-def test_deepspeeds_own_method_stays_where_it_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_is_unpatched_for_numeric_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     from dstrial.ranks.process_group import ask_torch_for_free_memory
@@ -226,7 +224,7 @@ def test_deepspeeds_own_method_stays_where_it_can_count(monkeypatch: pytest.Monk
     assert CUDA_Accelerator.available_memory is before
 
 
-def test_devices_of_rocm_are_chosen_once() -> None:
+def test_rocm_environment_sets_only_hip_visible_devices() -> None:
     slots = (Slot(0, "rocm", "AMD", "2"), Slot(1, "rocm", "AMD", "3"))
 
     env = environment(*slots, ROCR_VISIBLE_DEVICES="2,3", CUDA_VISIBLE_DEVICES="2,3")

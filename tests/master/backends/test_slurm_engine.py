@@ -1,4 +1,4 @@
-"""What the master writes for Slurm, and how it reads jobs: without a word to it."""
+"""Slurm engine without a cluster: batch scripts, job states and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def script(request: JobRequest, settings: dict[str, object] | None = None) -> li
     return text.splitlines()
 
 
-def test_the_script_holds_nodes_and_says_for_whom() -> None:
+def test_script_requests_nodes_and_names_trial() -> None:
     lines = script(JobRequest("trial-7", "trial 7 of experiment 2 (gpt)", 4))
     assert lines[1] == "# For trial 7 of experiment 2 (gpt); written by the master of /shared/my state."
     assert "#SBATCH --job-name=trial-7@1f2a3b4c" in lines
@@ -45,7 +45,7 @@ def test_the_script_holds_nodes_and_says_for_whom() -> None:
     assert "#SBATCH --nodes=1" in script(JobRequest("command-x", "t", 2, is_on_one_node=True))
 
 
-def test_options_of_the_experiment_stand_behind_the_masters_and_so_count() -> None:
+def test_experiment_sbatch_args_follow_and_override_master_options() -> None:
     request = JobRequest(
         "trial-7",
         "t",
@@ -63,21 +63,21 @@ def test_options_of_the_experiment_stand_behind_the_masters_and_so_count() -> No
     assert {"--ntasks=8", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-task=a100:1"} <= set(options)
 
 
-def test_what_would_make_another_job_of_it_is_refused() -> None:
+def test_script_refuses_job_arrays_and_uneven_nodes() -> None:
     with pytest.raises(EngineRefusedError, match=r"sbatch_args has --array=1-3; expected none of these"):
         script(JobRequest("trial-7", "t", 1, settings={"sbatch_args": ["--array=1-3"]}))
     with pytest.raises(ConfigError, match=r"the experiment.s config: slurm\.slots_per_node is 3"):
         script(JobRequest("trial-7", "t", 4, settings={"slots_per_node": 3}))
 
 
-def test_parts_are_what_the_script_has_written() -> None:
+def test_parts_of_parses_node_list() -> None:
     assert parts_of("host[1-2],host7 2(x2),1\n") == (Part("host1", 2), Part("host2", 2), Part("host7", 1))
     for text in ("", "host1", "host[1-2] 2", "host[ 2"):
         with pytest.raises(ValueError, match=r"names no nodes|no list"):
             parts_of(text)
 
 
-def test_jobs_have_states_and_texts_with_slurms_reason() -> None:
+def test_job_state_and_text_include_slurm_reason() -> None:
     for job, state, text in (
         (
             Job("7", "PENDING", "Resources"),
@@ -95,7 +95,7 @@ def test_jobs_have_states_and_texts_with_slurms_reason() -> None:
         assert (state_of(job), text_of(job)) == (state, f"job 7{text}")
 
 
-def test_a_script_that_could_not_be_begun_is_explained() -> None:
+def test_text_of_launch_failure_suggests_shared_directory() -> None:
     failed = Job("17", "FAILED", "JobLaunchFailure", nodes="host2")
     assert text_of(failed, _PLACE) == (
         "job 17 has ended: failed (JobLaunchFailure), and has written nothing into /shared/my state/slurm: most likely host2 "
@@ -105,13 +105,13 @@ def test_a_script_that_could_not_be_begun_is_explained() -> None:
         assert text_of(other, _PLACE) == text_of(other)
 
 
-def test_slots_are_devices_where_options_ask_for_some() -> None:
+def test_wants_devices_if_options_request_gpus() -> None:
     assert wants_devices({"sbatch_args": ["--gres=gpu:2"]}, {})
     assert wants_devices({"gpu_type": "a100"}, {})
     assert not wants_devices({"gpu_type": "a100"}, {"DS_ACCELERATOR": "cpu"})
 
 
-def test_what_sbatch_refuses_is_a_problem_of_the_key_that_asks_for_it() -> None:
+def test_refusal_of_names_offending_config_key() -> None:
     no_nodes = "allocation failure: Requested node configuration is not available"
     options = {"sbatch_args": ["--partition=nope"]}
     found = refusal_of(
@@ -138,7 +138,7 @@ def test_what_sbatch_refuses_is_a_problem_of_the_key_that_asks_for_it() -> None:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Put a shell script of that name before Slurm's command."""
+    """Return a function that puts a fake Slurm command first in PATH."""
     commands = tmp_path / "bin"
     commands.mkdir()
     monkeypatch.setenv("PATH", str(commands), prepend=":")
@@ -156,7 +156,7 @@ def engine(tmp_path: Path) -> SlurmEngine:
     return SlurmEngine(tmp_path / "slurm", "c", {}, wants_devices=False)
 
 
-def test_nodes_that_are_down_or_drained_have_slots_too(
+def test_nodes_includes_down_and_drained_nodes(
     engine: SlurmEngine, command: Callable[[str, str], None]
 ) -> None:
     command("sinfo", "echo 'host1|idle|4|(null)'; echo 'host2|drained|2|(null)'; echo 'host3|down*|8|(null)'")
@@ -168,7 +168,7 @@ def test_nodes_that_are_down_or_drained_have_slots_too(
 
 
 @pytest.mark.parametrize("ask", [SlurmEngine.nodes, SlurmEngine.jobs])
-def test_jobs_are_shown_that_their_master_lives_while_slurm_is_away(
+def test_engine_touches_alive_file_while_slurm_unreachable(
     engine: SlurmEngine,
     command: Callable[[str, str], None],
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Files by which a master shows its hosts, jobs and fork servers."""
+"""Status files that a master writes about its hosts, jobs and fork servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from dstrial.master.backends.status import HOSTS_NAME, ShownHost, StatusFile, shown_hosts
 
 
-def test_file_without_records_is_deleted(tmp_path: Path) -> None:
+def test_status_file_without_records_is_deleted(tmp_path: Path) -> None:
     (tmp_path / HOSTS_NAME).write_text("of an earlier master")
     status = StatusFile(tmp_path / HOSTS_NAME)
     host = ShownHost("host1", 2, None, 7)

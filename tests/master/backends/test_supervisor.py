@@ -1,4 +1,4 @@
-"""Supervised processes: their output, their end, and that none is left."""
+"""The supervisor: output, exit records and clean-up of an allocation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         local.remove(directory)
 
 
-def test_the_startup_hook_of_the_files_is_found_in_another_working_directory(
+def test_startup_hook_is_found_from_other_working_directory(
     run: Callable[..., Started], tmp_path: Path
 ) -> None:
     hook = base64.b64encode(b"export FROM_HOOK=yes\n").decode()
@@ -100,7 +100,7 @@ def living(mark: str) -> list[int]:
     return found
 
 
-def test_output_is_kept_whole_and_in_order_with_the_exit_code(run: Callable[..., Started]) -> None:
+def test_output_is_kept_in_order_with_exit_code(run: Callable[..., Started]) -> None:
     many = "print('x' * 50000); [print(i) for i in range(50000)]"
     started = run(
         f"echo out; echo err >&2; printf 'a\\rb\\000c\\n'; {sys.executable} -c \"{many}\"; printf 'no newline'; exit 7"
@@ -117,7 +117,7 @@ def test_output_is_kept_whole_and_in_order_with_the_exit_code(run: Callable[...,
     assert max(map(len, split)) <= 8192
 
 
-def test_a_flood_takes_a_bounded_part_of_the_disk_and_keeps_its_beginning_and_its_end(
+def test_output_flood_is_bounded_keeping_both_ends(
     run: Callable[..., Started],
 ) -> None:
     program = "for i in range(200_000): print(f'line {i:06}')"
@@ -137,11 +137,11 @@ def test_a_flood_takes_a_bounded_part_of_the_disk_and_keeps_its_beginning_and_it
     assert texts[-1] == "line 199999"
     assert len(texts) + num_lost == 200_000
     assert num_lost > 100_000
-    # What is left is whole lines, each once and in order.
+    # The remaining lines are complete, unique and in order.
     assert texts == sorted(set(texts))
 
 
-def test_temporary_directory_in_use_survives_a_cleaner(
+def test_temporary_directory_in_use_survives_cleaner(
     run: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "t"
@@ -157,8 +157,8 @@ def test_temporary_directory_in_use_survives_a_cleaner(
 
 
 @pytest.mark.parametrize("ends_by", ["itself", "kill", "kill of its supervisor"])
-def test_processes_end_with_their_allocation(run: Callable[..., Started], ends_by: str) -> None:
-    """A killed supervisor leaves processes that the marker in their environment identifies."""
+def test_processes_end_with_allocation(run: Callable[..., Started], ends_by: str) -> None:
+    """Processes of a killed supervisor are found by a marker in their environment."""
     directory, handle = run(f"setsid sleep 7650 & sleep 7650 & {'exit 0' if ends_by == 'itself' else 'wait'}")
     if ends_by != "itself":
         wait_for(lambda: len(living("7650")) >= 2)
@@ -174,7 +174,7 @@ def test_processes_end_with_their_allocation(run: Callable[..., Started], ends_b
     assert living("7650") == []
 
 
-def test_a_graceful_end_is_waited_for_behind_a_shell(run: Callable[..., Started], tmp_path: Path) -> None:
+def test_terminate_waits_for_graceful_exit_behind_shell(run: Callable[..., Started], tmp_path: Path) -> None:
     program = (
         "import signal, sys, time\n"
         "def end(*_):\n    time.sleep(0.5); print('saved', flush=True); sys.exit(0)\n"
@@ -190,7 +190,7 @@ def test_a_graceful_end_is_waited_for_behind_a_shell(run: Callable[..., Started]
     assert ("stdout", "saved\n") in printed(directory)
 
 
-def test_a_supervisor_is_found_by_its_record_and_killed_without_it(run: Callable[..., Started]) -> None:
+def test_find_checks_record_and_kill_needs_none(run: Callable[..., Started]) -> None:
     directory, handle = run("sleep 7653")
     record = directory / "supervisor.json"
     wait_for(record.exists)
@@ -214,16 +214,16 @@ def test_a_supervisor_is_found_by_its_record_and_killed_without_it(run: Callable
 
 
 @pytest.mark.parametrize(("entrypoint", "code"), [(["no-such-program"], 127), (["/etc/passwd"], 126)])
-def test_what_cannot_be_started_ends_with_the_shells_code(
+def test_unstartable_entrypoint_ends_with_shell_exit_code(
     run: Callable[..., Started], entrypoint: list[str], code: int
 ) -> None:
     assert ended(run(entrypoint)).exit_code == code
 
 
-def test_entrypoint_has_its_own_cluster_info_hook_and_sitecustomize(
+def test_entrypoint_gets_own_cluster_info_hook_and_sitecustomize(
     run: Callable[..., Started], tmp_path: Path
 ) -> None:
-    """Two allocations at once; a ``sitecustomize`` that dstrial's hides runs, too."""
+    """Two allocations at once; the user's own ``sitecustomize`` runs as well."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sitecustomize.py").write_text("print('mine')\n")
     program = (
@@ -246,9 +246,7 @@ def test_entrypoint_has_its_own_cluster_info_hook_and_sitecustomize(
         assert [text for _, text in printed(directory)] == ["hook\n", "mine\n", shown]
 
 
-def test_the_deepspeed_command_is_given_a_port_of_its_own(
-    run: Callable[..., Started], tmp_path: Path
-) -> None:
+def test_deepspeed_command_gets_own_master_port(run: Callable[..., Started], tmp_path: Path) -> None:
     fake = tmp_path / "fake"
     fake.mkdir()
     (fake / "deepspeed").write_text('#!/bin/sh\necho "$@"\n')
@@ -266,7 +264,7 @@ def test_the_deepspeed_command_is_given_a_port_of_its_own(
 
 
 def promptly(ask: Callable[[], Any]) -> Any:
-    """Return an answer that is there within ten seconds: what waits for a pipe that nobody writes to waits for ever."""
+    """Return the result of ``ask()``, which must not block on a pipe, within 10 s."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(ask()), daemon=True)
     thread.start()
@@ -279,7 +277,7 @@ FORGED = '{"exit_code": 0, "signal": null, "time_us": 1}'
 
 
 @pytest.mark.parametrize("forged", [f"echo '{FORGED}' > exit.json", "mkfifo exit.json"])
-def test_exit_record_of_running_trial_is_not_believed(run: Callable[..., Started], forged: str) -> None:
+def test_exit_record_of_running_trial_is_ignored(run: Callable[..., Started], forged: str) -> None:
     directory, handle = run(f"cd $DSTRIAL_ALLOCATION_DIR && {forged}; sleep 3541; exit 3")
     wait_for(lambda: living("3541"))
 
@@ -327,7 +325,7 @@ def test_invalid_exit_record_means_failed_allocation(
     assert str(directory / "exit.json") in line
 
 
-def test_exit_record_from_the_future_is_of_now(run: Callable[..., Started]) -> None:
+def test_future_exit_record_time_is_clamped_to_now(run: Callable[..., Started]) -> None:
     directory, handle = run("true")
     assert ended((directory, handle)).exit_code == 0
     (directory / "exit.json").write_text(FORGED.replace("1}", f"{2**63 - 1}}}"))
@@ -339,7 +337,7 @@ def test_exit_record_from_the_future_is_of_now(run: Callable[..., Started]) -> N
 
 
 @pytest.mark.parametrize("forged", ['{"marker": "none"}', None])
-def test_kill_reads_no_file_of_the_trial(run: Callable[..., Started], forged: str | None) -> None:
+def test_kill_ignores_forged_or_missing_spec(run: Callable[..., Started], forged: str | None) -> None:
     directory, handle = run("setsid sleep 3544")
     wait_for(lambda: living("3544"))
     os.kill(handle.pid, signal.SIGKILL)
@@ -353,8 +351,8 @@ def test_kill_reads_no_file_of_the_trial(run: Callable[..., Started], forged: st
     assert living("3544") == []
 
 
-def test_pipes_among_its_files_stop_no_supervisor(run: Callable[..., Started]) -> None:
-    # The log goes on in parts that are named by its bytes and lines: one of these is in the way of each.
+def test_named_pipes_do_not_block_supervisor(run: Callable[..., Started]) -> None:
+    # Log parts are named by bytes and lines; a pipe occupies the name of every part.
     names = [".exit.json.new", *(f"output.log.{count * 22}.{count}" for count in range(1, 60))]
     started = run(
         [
@@ -372,7 +370,7 @@ def test_pipes_among_its_files_stop_no_supervisor(run: Callable[..., Started]) -
 
 
 @pytest.mark.parametrize("path", [".", "output.log"])
-def test_supervisor_that_cannot_write_ends(run: Callable[..., Started], path: str) -> None:
+def test_supervisor_without_write_access_ends(run: Callable[..., Started], path: str) -> None:
     directory, handle = run("until [ -e gate ]; do sleep 0.02; done; seq 100000; exit 5")
     wait_for(lambda: (directory / "output.log").exists())
 
@@ -383,7 +381,7 @@ def test_supervisor_that_cannot_write_ends(run: Callable[..., Started], path: st
     assert (exit_.was_lost, exit_.exit_code) == ((True, 137) if path == "." else (False, 5))
 
 
-def test_notes_of_begun_checkpoints_are_only_uuids(tmp_path: Path) -> None:
+def test_begun_checkpoints_returns_only_uuids(tmp_path: Path) -> None:
     uuid = "0b4ae0d4-0b0b-4b0b-8b0b-0123456789ab"
     saving = tmp_path / SAVING_DIRECTORY
     saving.mkdir()
@@ -396,9 +394,7 @@ def test_notes_of_begun_checkpoints_are_only_uuids(tmp_path: Path) -> None:
     assert local.begun_checkpoints(tmp_path) == []
 
 
-def test_what_determineds_harness_writes_stays_in_the_allocation(
-    run: Callable[..., Started], tmp_path: Path
-) -> None:
+def test_harness_files_stay_in_allocation_directory(run: Callable[..., Started], tmp_path: Path) -> None:
     program = """
 import os, stat, sys
 from determined import ipc, tensorboard
@@ -420,7 +416,7 @@ print([oct(stat.S_IMODE(os.stat(sys.argv[1] + part).st_mode)) for part in ("/new
     ]
 
 
-def test_removal_leaves_nothing_read_only_or_deep_and_deletes_nothing_else(
+def test_remove_deletes_readonly_deep_files_but_nothing_else(
     run: Callable[..., Started], tmp_path: Path
 ) -> None:
     started = run(
@@ -440,7 +436,7 @@ def test_removal_leaves_nothing_read_only_or_deep_and_deletes_nothing_else(
     assert (tmp_path / "mine").exists()
 
 
-def test_linked_temporary_directory_changes_no_other_mode(
+def test_remove_linked_temporary_directory_keeps_parent_mode(
     run: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = tmp_path / "shared"
@@ -457,7 +453,7 @@ def test_linked_temporary_directory_changes_no_other_mode(
     assert list(shared.iterdir()) == []
 
 
-def test_removal_that_fails_is_told_and_raises_nothing(
+def test_remove_failure_is_logged_without_raising(
     run: Callable[..., Started], caplog: pytest.LogCaptureFixture
 ) -> None:
     started = run("true")
@@ -487,7 +483,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("first_thread", ["with", "without"])
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_killed_processes_leave_nothing_in_shared_memory(
+def test_kill_removes_shared_memory_and_semaphores(
     run: Callable[..., Started], is_lost: bool, first_thread: str
 ) -> None:
     started = run(["sh", "-c", f'{sys.executable} -c "$0" {first_thread} & wait', SEMAPHORES])
@@ -508,7 +504,7 @@ def test_killed_processes_leave_nothing_in_shared_memory(
     wait_for(lambda: not any(place.exists() for place in places), f"{places} to go", deadline_s=5)
 
 
-def test_session_of_another_boot_is_left_alone(tmp_path: Path) -> None:
+def test_kill_spares_session_of_another_boot(tmp_path: Path) -> None:
     leader = subprocess.Popen(
         ["sh", "-c", "sleep 300 & echo $!"], stdout=subprocess.PIPE, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""Environments of tasks: what a task installs is made once, shared, and never the master's."""
+"""Python environments of tasks: installed once, shared, apart from the base."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for name in os.environ.get("SHOWN", "tinydep").split(","):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base to which a failing test may do what it likes: an environment over the one that runs the tests."""
+    """Return a disposable base environment with the packages of the test run."""
     directory = tmp_path_factory.mktemp("bases") / "base"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
     (site_packages,) = directory.glob("lib/python*/site-packages")
@@ -63,7 +63,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
-    # A path that scripts cannot name in their first line, and that PIP_CONSTRAINT would split.
+    # A path with spaces: invalid in a shebang line, and PIP_CONSTRAINT would split it.
     with master_for_test(tmp_path_factory.mktemp("state with spaces"), num_slots=2) as running:
         yield running
 
@@ -76,8 +76,8 @@ def given(base: Path, wheels: Path) -> Callable[..., dict[str, Any]]:
             "PIP_NO_INDEX=1",
             f"PIP_FIND_LINKS={wheels.as_uri()}",
             "PIP_CONFIG_FILE=/dev/null",
-            "PIP_NO_WARN_CONFLICTS=0",  # 0 has it not read again what everything that is installed asks for
-            "PIP_NO_BUILD_ISOLATION=0",  # 0 is what disables it
+            "PIP_NO_WARN_CONFLICTS=0",  # 0 skips the check of all installed requirements
+            "PIP_NO_BUILD_ISOLATION=0",  # 0 disables build isolation
             *variables,
         ]
         return config(environment={"environment_variables": lines, **(environment or {})}, **changes)
@@ -92,7 +92,7 @@ def create(
     script: str = SHOW,
     files: dict[str, str | bytes] | None = None,
 ) -> int:
-    """Submit an experiment with a model definition: contents by path."""
+    """Submit an experiment with these files (content by path); return its id."""
     named = {"train.py": script, **({"startup-hook.sh": hook} if hook else {}), **(files or {})}
     definition = [
         {
@@ -130,13 +130,13 @@ def packages_of(python: Path) -> str:
 
 
 def shown(log: str, name: str = "tinydep") -> tuple[str, str]:
-    """Return the version of a package that a trial has imported, and the directory that it came from."""
+    """Return the version and directory of a package that a trial imported."""
     (line,) = (line for line in log.splitlines() if f"has {name} " in line)
     release, directory = line.partition(f"has {name} ")[2].split(" ", 1)
     return release, directory
 
 
-def test_hook_installs_into_the_tasks_environment_and_not_into_the_base(
+def test_hook_installs_into_task_environment_not_base(
     master: MasterForTest, given: Callable[..., dict[str, Any]], base: Path
 ) -> None:
     before = packages_of(base / "bin" / "python3")
@@ -149,7 +149,7 @@ def test_hook_installs_into_the_tasks_environment_and_not_into_the_base(
     assert packages_of(base / "bin" / "python3") == before
     assert shown(log)[0] == "1.0"
     assert shown(log)[1].startswith(str(master.state.path / "venvs"))
-    # Commands of the base, and those that were just installed, run in the task's own environment.
+    # Commands of the base and newly installed commands run in the task's environment.
     (prefix,) = {
         line.partition(" of ")[2]
         for line in log.splitlines()
@@ -161,7 +161,7 @@ def test_hook_installs_into_the_tasks_environment_and_not_into_the_base(
     assert saved["state"] == "STATE_COMPLETED"
 
 
-def test_concurrent_trials_install_the_same_once(
+def test_concurrent_trials_install_shared_requirements_once(
     master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     begun, may_go_on = tmp_path / "begun", tmp_path / "may go on"
@@ -188,7 +188,7 @@ def test_concurrent_trials_install_the_same_once(
     assert shown(first, "slowdep") == shown(second, "slowdep")
 
 
-def test_same_hook_and_files_share_an_environment_and_run_the_hook_each_time(
+def test_same_hook_shares_environment_but_runs_each_time(
     master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     hook = f"python -m pip install -r needs.txt\necho again >> {tmp_path}/runs\nexport FROM_HOOK=yes\n"
@@ -207,7 +207,7 @@ def test_same_hook_and_files_share_an_environment_and_run_the_hook_each_time(
 
 
 @pytest.mark.parametrize("directory", ["./own", "-r more.txt"])
-def test_named_requirements_are_installed_once_and_local_ones_for_each_task(
+def test_requirements_named_are_shared_local_are_per_task(
     directory: str, master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     with tarfile.open(source_distribution(tmp_path, "localdep", "1.0", build_lines="")) as archive:
@@ -234,7 +234,7 @@ def test_named_requirements_are_installed_once_and_local_ones_for_each_task(
         ("nowhere", "No matching distribution found for nowhere"),
     ],
 )
-def test_requirements_that_do_not_install_fail_the_trial_with_pips_words(
+def test_failed_requirements_install_shows_pip_error(
     master: MasterForTest, given: Callable[..., dict[str, Any]], needs: str, words: str
 ) -> None:
     settings = given(environment={"requirements": "needs.txt"})
@@ -247,7 +247,7 @@ def test_requirements_that_do_not_install_fail_the_trial_with_pips_words(
     assert "DET_PYTHON_EXECUTABLE" in error
 
 
-def test_later_installs_change_only_the_environment_of_their_own_task(
+def test_later_installs_stay_in_own_task_environment(
     master: MasterForTest, given: Callable[..., dict[str, Any]]
 ) -> None:
     hook = 'pip install tinydep==1.0 && if [ -n "$MORE" ]; then pip install $MORE; fi\n'
@@ -267,7 +267,7 @@ def test_later_installs_change_only_the_environment_of_their_own_task(
 
 
 @pytest.mark.parametrize("entrypoint", ["pip install tinydep && python3 train.py", "python3 installs.py"])
-def test_an_installation_without_a_hook_does_not_reach_the_base_either(
+def test_install_without_hook_does_not_reach_base(
     master: MasterForTest, given: Callable[..., dict[str, Any]], base: Path, entrypoint: str
 ) -> None:
     before = packages_of(base / "bin" / "python3")
@@ -281,7 +281,7 @@ def test_an_installation_without_a_hook_does_not_reach_the_base_either(
     assert ("has tinydep 2.0" in log) is not is_script
 
 
-def test_an_installation_that_was_killed_is_not_used_and_made_anew(
+def test_killed_installation_is_discarded_and_repeated(
     master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     begun, is_first = tmp_path / "begun", tmp_path / "first"
@@ -306,7 +306,7 @@ def test_an_installation_that_was_killed_is_not_used_and_made_anew(
     assert not half_made.with_name("old").exists()
 
 
-def test_only_unused_environments_are_collected(tmp_path: Path) -> None:
+def test_collect_removes_only_unused_environments(tmp_path: Path) -> None:
     def make(name: str, num_levels: int = 1) -> Path:
         lock, _ = task_venv.acquire(tmp_path / name, "a task")
         make_deep(tmp_path / name, num_levels)

@@ -1,3 +1,5 @@
+"""Passwords, logins and tokens of users."""
+
 from __future__ import annotations
 
 import json
@@ -13,12 +15,12 @@ from serving import Master, serving
 from dstrial.master.store import tokens, users
 
 
-def test_a_client_hash_is_that_of_the_client() -> None:
+def test_client_hash_matches_determined_client() -> None:
     assert users.client_hash("Secret-1") == api.salt_and_hash("Secret-1")
     assert users.client_hash("") == ""
 
 
-def test_a_stored_password_is_neither_the_password_nor_its_hash_and_never_the_same_twice() -> None:
+def test_stored_hash_is_salted_and_hides_password() -> None:
     hashed = users.client_hash("Secret-1")
     one, two = users.stored_hash(hashed), users.stored_hash(hashed)
     assert one != two
@@ -39,7 +41,7 @@ def _log_in(master: Master, body: dict[str, Any]) -> Any:
 
 
 @process
-def test_the_real_client_logs_in_with_the_password_of_the_credentials_file(fresh_master: Master) -> None:
+def test_client_logs_in_with_credentials_file_passwords(fresh_master: Master) -> None:
     path = fresh_master.services.state_dir / "credentials.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     passwords = json.loads(path.read_text())
@@ -55,14 +57,14 @@ def test_the_real_client_logs_in_with_the_password_of_the_credentials_file(fresh
 
 
 @process
-def test_without_passwords_the_users_have_blank_ones_and_there_is_no_file(tmp_path: Path) -> None:
+def test_master_without_passwords_writes_no_credentials_file(tmp_path: Path) -> None:
     with serving(tmp_path / "state", has_passwords=False) as master:
         assert authentication.login(master.address, "determined", "").get("api/v1/me").status_code == 200
         assert not (master.services.state_dir / "credentials.json").exists()
 
 
 @process
-def test_passwords_and_the_clusters_id_outlive_the_master(tmp_path: Path) -> None:
+def test_passwords_and_cluster_id_survive_restart(tmp_path: Path) -> None:
     from dstrial.master.pubsub import PubSub
     from dstrial.master.services import open_services
     from dstrial.master.settings import MasterSettings
@@ -90,7 +92,7 @@ def test_passwords_and_the_clusters_id_outlive_the_master(tmp_path: Path) -> Non
 
 
 @process
-def test_a_plain_password_is_hashed_by_the_master(fresh_master: Master) -> None:
+def test_login_with_plain_password_sets_strict_cookie(fresh_master: Master) -> None:
     answer = _log_in(fresh_master, {"username": "OTHER", "password": "Other-password-1"})
     assert answer.status == 200
     assert answer.json["user"]["username"] == "other"
@@ -111,16 +113,14 @@ def test_a_plain_password_is_hashed_by_the_master(fresh_master: Master) -> None:
         {"username": "other", "password": "Other-password-1", "isHashed": True},
     ],
 )
-def test_wrong_credentials_are_a_401_that_does_not_tell_what_is_wrong(
-    served: Master, body: dict[str, Any]
-) -> None:
+def test_login_wrong_credentials_return_uniform_401(served: Master, body: dict[str, Any]) -> None:
     answer = _log_in(served, body)
     assert answer.status == 401
     assert answer.error == "invalid credentials"
 
 
 @process
-def test_a_user_who_is_not_active_is_told_so(fresh_master: Master) -> None:
+def test_login_of_inactive_user_returns_403(fresh_master: Master) -> None:
     user_id = fresh_master.rows("SELECT id FROM users WHERE username = 'other'")[0]["id"]
     answer = fresh_master.send("PATCH", f"/api/v1/users/{user_id}", {"active": False}, token="admin")
     assert answer.status == 200
@@ -130,7 +130,7 @@ def test_a_user_who_is_not_active_is_told_so(fresh_master: Master) -> None:
 
 
 @process
-def test_a_changed_password_is_wrong_at_once_though_it_was_right_before(fresh_master: Master) -> None:
+def test_login_with_old_password_fails_after_change(fresh_master: Master) -> None:
     body = {"username": "other", "password": "Other-password-1"}
     assert [_log_in(fresh_master, body).status for _ in range(2)] == [200, 200]
     user_id = fresh_master.rows("SELECT id FROM users WHERE username = 'other'")[0]["id"]
@@ -141,7 +141,7 @@ def test_a_changed_password_is_wrong_at_once_though_it_was_right_before(fresh_ma
 
 
 @process
-def test_who_logs_out_leaves_only_with_that_token(fresh_master: Master) -> None:
+def test_logout_revokes_only_its_token(fresh_master: Master) -> None:
     other = fresh_master.services.database.write(lambda tx: tokens.create_token(tx, 2))
     assert fresh_master.send("POST", "/api/v1/auth/logout", token="determined").status == 200
     assert fresh_master.get("/api/v1/me", "determined").status == 401
@@ -149,7 +149,7 @@ def test_who_logs_out_leaves_only_with_that_token(fresh_master: Master) -> None:
 
 
 @process
-def test_token_is_no_option_of_a_command_line(fresh_master: Master) -> None:
+def test_tokens_never_start_with_dash(fresh_master: Master) -> None:
     made = fresh_master.services.database.write(lambda tx: [tokens.create_token(tx, 2) for _ in range(500)])
 
     assert [token for token in made if token.startswith("-")] == []

@@ -1,4 +1,4 @@
-"""The undocumented names of uvicorn that the master uses, against the installed release."""
+"""The installed uvicorn has the undocumented names that the master uses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ else:
 ROOT = Path(__file__).parents[3]
 
 
-def test_uvicorn_upper_bound_is_next_to_the_tested_release() -> None:
-    """A later release is tested here before ``pyproject.toml`` admits it."""
+def test_uvicorn_upper_bound_follows_installed_release() -> None:
+    """``pyproject.toml`` must not admit a release that was not tested."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirement = next(one for one in map(Requirement, project["dependencies"]) if one.name == "uvicorn")
     installed = Version(importlib.metadata.version("uvicorn"))
@@ -31,7 +31,7 @@ def test_uvicorn_upper_bound_is_next_to_the_tested_release() -> None:
     assert f"{installed.major}.{installed.minor + 1}" not in requirement.specifier
 
 
-def test_only_the_connection_module_imports_uvicorn_protocols() -> None:
+def test_only_connection_module_imports_uvicorn_protocols() -> None:
     found = [
         path.name for path in (ROOT / "dstrial").rglob("*.py") if "uvicorn.protocols" in path.read_text()
     ]
@@ -39,12 +39,12 @@ def test_only_the_connection_module_imports_uvicorn_protocols() -> None:
     assert found == ["connection.py"]
 
 
-def test_uvicorn_protocol_has_every_name_that_the_connection_uses() -> None:
+def test_uvicorn_protocol_has_names_used_by_connection() -> None:
     config = uvicorn.Config(Starlette(), limit_concurrency=3, log_config=None)
     state = uvicorn.Server(config).server_state
     loop = SimpleNamespace()
 
-    protocol = H11Protocol(config, state, {}, loop)  # type: ignore[arg-type]  # it is only kept here
+    protocol = H11Protocol(config, state, {}, loop)  # type: ignore[arg-type]  # the protocol only stores it
 
     assert (protocol.connections, protocol.limit_concurrency) == (state.connections, 3)
     assert (protocol.loop, protocol.transport) == (loop, None)

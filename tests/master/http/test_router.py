@@ -1,3 +1,5 @@
+"""Request fields, messages, paging, routing and streams of the HTTP API."""
+
 from __future__ import annotations
 
 import asyncio
@@ -28,18 +30,18 @@ from dstrial.master.http.router import PUBLIC, Api, ApiRequest, Route, route
 process = pytest.mark.process
 
 
-def test_keys_are_read_in_both_spellings() -> None:
+def test_fields_accept_camel_and_snake_case() -> None:
     body = Fields({"is_raw": True, "stepsCompleted": "12", "uuid": "a"})
     assert body.flag("isRaw") is True
     assert body.integer("stepsCompleted") == 12
     assert body.required_text("uuid") == "a"
 
 
-def test_the_protocols_own_spelling_wins_over_the_other() -> None:
+def test_fields_prefer_camel_case_over_snake_case() -> None:
     assert Fields({"trialId": 1, "trial_id": 2}).integer("trialId") == 1
 
 
-def test_the_users_own_mappings_keep_their_keys() -> None:
+def test_fields_mapping_keeps_user_keys() -> None:
     assert Fields({"hparams": {"learning_rate": 1}}).mapping("hparams") == {"learning_rate": 1}
 
 
@@ -58,7 +60,7 @@ def test_the_users_own_mappings_keep_their_keys() -> None:
         ("texts", [1]),
     ],
 )
-def test_a_value_of_another_type_is_refused_with_its_place(read: str, value: Any) -> None:
+def test_fields_wrong_type_is_refused_with_path(read: str, value: Any) -> None:
     with pytest.raises(RequestError, match=r"the request's body\.x(\[0\])? is .*; expected ") as refusal:
         getattr(Fields({"x": value}), read)("x")
     assert refusal.value.status == 400
@@ -74,30 +76,30 @@ def test_a_value_of_another_type_is_refused_with_its_place(read: str, value: Any
         ("mapping", [0] * 10**6, r"x is \[0, 0, 0, 0, 0, 0, \.\.\.\]; expected an object\."),
     ],
 )
-def test_the_message_shows_the_value_that_is_wrong(read: str, value: Any, text: str) -> None:
+def test_fields_error_shows_offending_value(read: str, value: Any, text: str) -> None:
     with pytest.raises(RequestError, match=text):
         getattr(Fields({"x": value}), read)("x")
 
 
-def test_a_nested_message_names_its_place() -> None:
+def test_fields_error_names_nested_path() -> None:
     with pytest.raises(RequestError, match=r"body\.updates\[1\]\.jobId is missing"):
         (Fields({"updates": [{}, {}]}).field_list("updates") or [])[1].required_text("jobId")
 
 
-def test_a_message_has_every_field_of_its_class() -> None:
+def test_message_contains_every_field_of_class() -> None:
     user = message(bindings.v1User, username="a", admin=False, active=True)
     assert user["displayName"] is None
     assert bindings.v1User.from_json(user).username == "a"
 
 
 @pytest.mark.parametrize("fields", [{"username": "a"}, {"username": "a", "admin": 1, "active": 1, "x": 1}])
-def test_a_message_that_the_client_could_not_read_is_our_error(fields: dict[str, Any]) -> None:
+def test_message_unreadable_by_client_raises_type_error(fields: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="v1User"):
         message(bindings.v1User, **fields)
 
 
 @given(total=st.integers(0, 500), offset=st.integers(-600, 600), limit=st.integers(-2, 600))
-def test_a_page_lies_within_its_list(total: int, offset: int, limit: int) -> None:
+def test_page_of_stays_within_list(total: int, offset: int, limit: int) -> None:
     page = page_of(total, offset, limit)
     assert 0 <= page.start <= page.end <= total
     if limit == -2:
@@ -107,7 +109,7 @@ def test_a_page_lies_within_its_list(total: int, offset: int, limit: int) -> Non
 
 
 @given(total=st.integers(0, 500), limit=st.integers(1, 600))
-def test_pages_one_after_the_other_give_the_whole_list(total: int, limit: int) -> None:
+def test_consecutive_pages_cover_whole_list(total: int, limit: int) -> None:
     seen: list[int] = []
     offset = 0
     while True:
@@ -130,11 +132,11 @@ def test_pages_one_after_the_other_give_the_whole_list(total: int, limit: int) -
         (KeyError("x"), 500),
     ],
 )
-def test_an_exception_has_one_status(error: Exception, status: int) -> None:
+def test_status_and_text_maps_exceptions(error: Exception, status: int) -> None:
     assert status_and_text(error).status == status
 
 
-def test_a_wrong_statement_is_a_defect_and_not_sent_again() -> None:
+def test_invalid_sql_is_500_and_not_retryable() -> None:
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         with pytest.raises(sqlite3.OperationalError) as error:
             connection.execute("SELECT nothing FROM nowhere")
@@ -142,14 +144,14 @@ def test_a_wrong_statement_is_a_defect_and_not_sent_again() -> None:
             assert status_and_text(error.value).status == 500
 
 
-def test_a_defect_tells_nothing_of_itself() -> None:
+def test_internal_error_text_hides_details() -> None:
     assert "secret" not in status_and_text(ValueError("secret")).text
 
 
-def test_two_routes_for_one_request_are_refused() -> None:
+def test_duplicate_routes_are_refused() -> None:
     twice = [route("GET", "/x/{a}", _nothing, access=PUBLIC), route("GET", "/x/{b}", _nothing, access=PUBLIC)]
     with pytest.raises(ValueError, match="two handlers"):
-        Api(SimpleNamespace(), twice)  # type: ignore[arg-type]  # no route asks for services
+        Api(SimpleNamespace(), twice)  # type: ignore[arg-type]  # no route needs services
 
 
 def _routed(api: Api, method: str, path: str) -> str:
@@ -157,13 +159,13 @@ def _routed(api: Api, method: str, path: str) -> str:
     return api._find({"method": method, "path": path})[0].path
 
 
-def test_a_word_of_a_path_is_no_parameter_of_another_route() -> None:
+def test_literal_segment_wins_over_path_parameter() -> None:
     routes = [
         route("GET", "//experiments/{id}", _nothing, access=PUBLIC),
         route("PATCH", "//experiments/{id}", _nothing, access=PUBLIC),
         route("POST", "//experiments/continue", _nothing, access=PUBLIC),
     ]
-    api = Api(SimpleNamespace(), routes)  # type: ignore[arg-type]  # no route asks for services
+    api = Api(SimpleNamespace(), routes)  # type: ignore[arg-type]  # no route needs services
     assert _routed(api, "POST", "/experiments/continue") == "/experiments/continue"
     assert _routed(api, "PATCH", "/experiments/1") == "/experiments/{id}"
     with pytest.raises(RequestError, match=r"is GET; expected POST\.") as refusal:
@@ -173,8 +175,8 @@ def test_a_word_of_a_path_is_no_parameter_of_another_route() -> None:
         _routed(api, "DELETE", "/experiments/1")
 
 
-def test_paths_that_no_route_has_are_not_kept() -> None:
-    api = Api(SimpleNamespace(), [route("GET", "//a", _nothing, access=PUBLIC)])  # type: ignore[arg-type]  # as above
+def test_unknown_paths_are_not_cached() -> None:
+    api = Api(SimpleNamespace(), [route("GET", "//a", _nothing, access=PUBLIC)])  # type: ignore[arg-type]  # no route needs services
     for num_words in range(2, 50):
         with pytest.raises(RequestError):
             _routed(api, "GET", "/a" * num_words)
@@ -186,7 +188,7 @@ async def _nothing(_request: ApiRequest) -> dict[str, Any]:
 
 
 @pytest.mark.process
-def test_every_request_of_the_client_is_served_or_clearly_refused(served: Master) -> None:
+def test_every_client_request_is_routed_or_501(served: Master) -> None:
     templates = unsupported.client_templates()
     assert len(templates) > 250
     api = _app_of(served)
@@ -213,7 +215,7 @@ def _app_of(master: Master) -> Api:
 
 
 @process
-def test_the_body_is_read_whatever_its_content_type(fresh_master: Master) -> None:
+def test_body_is_read_for_any_content_type(fresh_master: Master) -> None:
     for content_type in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/json"}):
         body = {"is_hashed": False, "username": "other", "password": "Other-password-1"}
         answer = fresh_master.send("POST", "/api/v1/auth/login", body, headers=content_type)
@@ -226,21 +228,21 @@ def test_the_body_is_read_whatever_its_content_type(fresh_master: Master) -> Non
     [b"{", b"[1]", b'"a"', b"nope", b'{"a": NaN}', b"\xff\xfe", b'{"a": "\\ud800"}', b"[" * 5000],
     ids=["brace", "list", "text", "word", "NaN", "no UTF-8", "half a character", "5000 brackets"],
 )
-def test_a_body_that_is_no_json_object_is_a_400(served: Master, body: bytes) -> None:
+def test_body_not_json_object_is_400(served: Master, body: bytes) -> None:
     answer = served.send("POST", "/api/v1/auth/login", body)
     assert answer.status == 400
     assert answer.json["error"]["reason"] == "InvalidArgument"
 
 
 @process
-def test_a_body_that_is_nested_too_deeply_is_a_400(served: Master) -> None:
+def test_body_nested_too_deeply_is_400(served: Master) -> None:
     answer = served.send("POST", "/api/v1/auth/login", b'{"a":' + b"[" * 300 + b"]" * 300 + b"}")
     assert answer.status == 400
     assert "levels deep" in answer.error
 
 
 @process
-def test_errors_have_the_shape_that_the_client_reads(served: Master) -> None:
+def test_error_response_has_client_format(served: Master) -> None:
     answer = served.get("/api/v1/users/4711")
     assert answer.status == 404
     assert answer.json == {"error": {"code": 5, "reason": "NotFound", "error": answer.error}}
@@ -261,12 +263,12 @@ def test_errors_have_the_shape_that_the_client_reads(served: Master) -> None:
         ("GET", "/proxy/a:1/x", 404),
     ],
 )
-def test_paths_that_nothing_answers(served: Master, method: str, path: str, status: int) -> None:
+def test_unserved_paths_return_error_status(served: Master, method: str, path: str, status: int) -> None:
     assert served.send(method, path, token="admin").status == status
 
 
 @process
-def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent(served: Master) -> None:
+def test_declared_oversized_body_is_refused_before_upload(served: Master) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     with contextlib.closing(connection):
         connection.putrequest("POST", "/api/v1/auth/login")
@@ -278,7 +280,7 @@ def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent(served: M
 
 
 @process
-def test_a_body_that_grows_too_large_is_refused_on_the_way(served: Master) -> None:
+def test_chunked_oversized_body_is_refused_during_upload(served: Master) -> None:
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
         connection.sendall(
             b"POST /api/v1/auth/login HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -292,7 +294,7 @@ def test_a_body_that_grows_too_large_is_refused_on_the_way(served: Master) -> No
 
 @contextlib.contextmanager
 def _running(routes: list[Route]) -> Iterator[int]:
-    """Serve routes that need no services."""
+    """Serve routes that need no services; yield the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     app = Api(SimpleNamespace(), routes)  # type: ignore[arg-type]
     server = uvicorn.Server(
@@ -309,7 +311,7 @@ def _running(routes: list[Route]) -> Iterator[int]:
 
 
 @process
-def test_a_stream_is_lines_of_results_and_its_error_is_the_last_line() -> None:
+def test_ndjson_stream_ends_with_its_error() -> None:
     async def items() -> AsyncIterator[Any]:
         yield {"a": 1}
         yield [{"a": 2}, {"a": 3}]
@@ -330,7 +332,7 @@ def test_a_stream_is_lines_of_results_and_its_error_is_the_last_line() -> None:
     assert lines[4:] == [b""]
 
 
-def test_a_stream_whose_token_check_fails_is_no_complete_one() -> None:
+def test_stream_is_left_incomplete_if_token_check_fails() -> None:
     async def items() -> AsyncIterator[Any]:
         yield {"a": 1}
         await asyncio.sleep(3600)
@@ -355,7 +357,7 @@ def test_a_stream_whose_token_check_fails_is_no_complete_one() -> None:
 
 
 @process
-def test_a_stream_ends_when_its_client_leaves() -> None:
+def test_stream_ends_when_client_disconnects() -> None:
     ended = threading.Event()
 
     async def items() -> AsyncIterator[Any]:
@@ -376,7 +378,7 @@ def test_a_stream_ends_when_its_client_leaves() -> None:
 
 
 @process
-def test_a_defect_in_a_handler_is_told_to_the_log_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_handler_exception_is_logged_but_not_returned(caplog: pytest.LogCaptureFixture) -> None:
     async def handler(_request: ApiRequest) -> Any:
         raise KeyError("the secret")
 
@@ -393,7 +395,7 @@ def test_a_defect_in_a_handler_is_told_to_the_log_only(caplog: pytest.LogCapture
 
 
 @process
-def test_encoded_slashes_stay_in_their_segment() -> None:
+def test_encoded_slashes_stay_in_path_segment() -> None:
     async def handler(request: ApiRequest) -> Any:
         return request.path_params
 

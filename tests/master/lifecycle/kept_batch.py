@@ -1,4 +1,4 @@
-"""Real trials that keep their batch on any number of slots, and write down which records each batch has trained."""
+"""Trials that keep their batch size on any slots and log their batches' records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES_OF_ONE = "sizes [12, 6, 2, 1]"
 
 
 def project(directory: Path, name: str, batches: int, sleep_s: float, **fields: Any) -> tuple[Path, Path]:
-    """Write a context directory and a config; returns both paths."""
+    """Write a config and a context directory; return both paths."""
     context = directory / "context"
     if not context.is_dir():
         context.mkdir()

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and what is deleted of one."""
+"""Retention policy of checkpoints, and deletion of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ CANDIDATES = [
         (Policy(0, 0, 2), True, "a1 b1"),
     ],
 )
-def test_best_and_newest_are_kept(policy: Policy, smaller_is_better: bool, deleted: str) -> None:
+def test_plan_keeps_best_and_newest(policy: Policy, smaller_is_better: bool, deleted: str) -> None:
     assert plan(CANDIDATES, policy, smaller_is_better=smaller_is_better) == deleted.split()
 
 
-def test_of_equals_the_earlier_is_better_as_in_a_run_directory() -> None:
+def test_plan_prefers_earlier_of_equal_checkpoints() -> None:
     equal = [
         Candidate("later", 1, 20, 0.5),
         Candidate("earlier", 1, 10, 0.5),
@@ -53,7 +53,7 @@ def test_of_equals_the_earlier_is_better_as_in_a_run_directory() -> None:
     assert plan(equal, Policy(1, 0, 1), smaller_is_better=True) == ["later"]
 
 
-def test_other_encodings_of_names_are_told_escaped(tmp_path: Path) -> None:
+def test_delete_files_escapes_undecodable_names(tmp_path: Path) -> None:
     checkpoint = tmp_path / UUID
     checkpoint.mkdir()
     for name in (b"drop.me", b"caf\xe9.bin"):
@@ -63,10 +63,10 @@ def test_other_encodings_of_names_are_told_escaped(tmp_path: Path) -> None:
     assert delete_files(config, UUID, ["drop.me"]) == {"caf\\xe9.bin": 0}
 
 
-def test_files_that_cannot_be_counted_are_an_error_of_the_master(
+def test_delete_files_listing_error_raises_master_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The janitor gives up its claim on a checkpoint for a ``DstrialError`` only."""
+    """The janitor releases its claim on a checkpoint only for a ``DstrialError``."""
 
     def fail(_directory: Path) -> dict[str, int]:
         raise OSError(5, "Input/output error")
@@ -78,7 +78,7 @@ def test_files_that_cannot_be_counted_are_an_error_of_the_master(
             delete_files(in_directory(tmp_path), UUID, globs)
 
 
-def test_files_are_deleted_by_pattern_and_links_are_not_followed(tmp_path: Path) -> None:
+def test_delete_files_by_pattern_does_not_follow_links(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "keep").write_text("x")
@@ -96,7 +96,7 @@ def test_files_are_deleted_by_pattern_and_links_are_not_followed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "runs", UUID.upper(), f"{UUID}/model"])
-def test_delete_files_other_name_than_uuid_is_refused(tmp_path: Path, name: str) -> None:
+def test_delete_files_non_uuid_name_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir(parents=True, exist_ok=True)
 
     with pytest.raises(MasterError, match="expected a UUID in lower case"):
@@ -106,8 +106,8 @@ def test_delete_files_other_name_than_uuid_is_refused(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("globs", [["**/*"], ["**/*.pt"]])
-def test_delete_files_of_a_cluster_is_refused(tmp_path: Path, globs: list[str]) -> None:
-    """A cluster's id is a UUID, too, and names the directory with the TensorBoard files of all its trials."""
+def test_delete_files_of_cluster_directory_is_refused(tmp_path: Path, globs: list[str]) -> None:
+    """A directory named by a cluster's UUID has the TensorBoard files of its trials."""
     file = tmp_path / UUID / "tensorboard" / "experiment" / "1" / "trial" / "1" / "events.pt"
     file.parent.mkdir(parents=True)
     file.write_text("x")
@@ -118,7 +118,7 @@ def test_delete_files_of_a_cluster_is_refused(tmp_path: Path, globs: list[str]) 
     assert file.exists()
 
 
-def test_delete_files_behind_a_link_is_refused(tmp_path: Path) -> None:
+def test_delete_files_behind_link_is_refused(tmp_path: Path) -> None:
     outside, root = tmp_path / "outside", tmp_path / "storage"
     outside.mkdir()
     (outside / "weights.pt").write_text("x")
@@ -131,6 +131,6 @@ def test_delete_files_behind_a_link_is_refused(tmp_path: Path) -> None:
     assert (outside / "weights.pt").exists()
 
 
-def test_a_storage_that_is_no_directory_is_refused() -> None:
+def test_checkpoint_directory_of_object_storage_is_refused() -> None:
     with pytest.raises(MasterError, match="expected shared_fs or directory"):
         checkpoint_directory({"type": "s3", "bucket": "b"}, UUID)

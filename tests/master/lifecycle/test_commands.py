@@ -1,4 +1,4 @@
-"""Commands and generic tasks: plain processes with a log, slots, an exit code, and services behind the proxy."""
+"""Commands and generic tasks: logs, slots, exit codes and proxied services."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ def det(task_master: MasterForTest, tmp_path: Path) -> TasksHere:
     return TasksHere(task_master, tmp_path)
 
 
-def test_a_command_runs_in_its_files_and_tells_its_output_and_exit_code(
-    det: TasksHere, tmp_path: Path
-) -> None:
+def test_command_runs_in_context_and_reports_exit_code(det: TasksHere, tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     (context / "note.txt").write_text("a note\n")
@@ -116,7 +114,7 @@ def test_a_command_runs_in_its_files_and_tells_its_output_and_exit_code(
     assert task_id not in det.ok("task", "list")
 
 
-def test_commands_wait_for_slots_in_one_queue_with_trials(det: TasksHere, task_master: MasterForTest) -> None:
+def test_commands_and_trials_share_one_queue(det: TasksHere, task_master: MasterForTest) -> None:
     first = det.run("sleep", "600")
     det.wait(first, "RUNNING")
     later, urgent = det.run("sleep", "600"), det.run("echo", "done")
@@ -154,7 +152,7 @@ def test_commands_wait_for_slots_in_one_queue_with_trials(det: TasksHere, task_m
     assert ",command,determined," in used
 
 
-def test_a_killed_command_leaves_no_process(det: TasksHere, tmp_path: Path) -> None:
+def test_killed_command_leaves_no_process(det: TasksHere, tmp_path: Path) -> None:
     path = tmp_path / "pids"
     task_id = det.run(f"sleep 600 & setsid sleep 600 & echo $! $$ > {path}.new; mv {path}.new {path}; wait")
     wait_for(path.exists, "the pids")
@@ -166,7 +164,7 @@ def test_a_killed_command_leaves_no_process(det: TasksHere, tmp_path: Path) -> N
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
-def test_a_config_that_is_wrong_is_refused_with_every_problem(det: TasksHere, tmp_path: Path) -> None:
+def test_invalid_command_config_lists_every_problem(det: TasksHere, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("resources: {slots: 9}\nentry: x\nwork_dir: /nowhere/at/all\nidle_timeout: soon\n")
 
@@ -182,9 +180,7 @@ def test_a_config_that_is_wrong_is_refused_with_every_problem(det: TasksHere, tm
     assert "is not found" in det.refused("command", "kill", "00000000-0000-0000-0000-000000000000")
 
 
-def test_a_generic_task_is_paused_forked_and_killed_with_those_that_it_made(
-    det: TasksHere, tmp_path: Path
-) -> None:
+def test_generic_task_tree_is_paused_forked_killed(det: TasksHere, tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     (context / "note.txt").write_text("a note\n")
@@ -222,7 +218,7 @@ def test_a_generic_task_is_paused_forked_and_killed_with_those_that_it_made(
     det.ok("task", "kill", fork[1])
 
 
-def test_http_reaches_a_service_of_a_task_and_its_token_does_not(det: TasksHere, tmp_path: Path) -> None:
+def test_proxy_forwards_requests_without_user_token(det: TasksHere, tmp_path: Path) -> None:
     port, context = free_port(), tmp_path / "context"
     context.mkdir()
     (context / "server.py").write_text(SERVER)
@@ -242,14 +238,14 @@ def test_http_reaches_a_service_of_a_task_and_its_token_does_not(det: TasksHere,
     assert det.token not in json.dumps(seen)
     assert f"{port}" in det.ok("task", "list")
 
-    # Another task that offers the same port does not answer with this one's service.
+    # Another task with the same port must not proxy to this task's service.
     other = det.run("sleep", "300", **ports)
     wait_for(lambda: _send(det, "POST", f"/proxy/{other}:{port}/", b"")[0] == 502, "the refusal")
     assert b"is held by another task" in _send(det, "POST", f"/proxy/{other}:{port}/", b"")[2]
     assert _send(det, "POST", path, b"")[0] == 202
     det.ok("command", "kill", other)
 
-    # Whoever has no token, or comes from another program's page, reaches nothing.
+    # Requests without a token or from a foreign origin are refused.
     assert _send(det, "POST", path, b"", {"Authorization": ""})[0] == 401
     foreign = {"Authorization": "", "Cookie": f"auth={det.token}", "Origin": "http://localhost:1"}
     assert _send(det, "POST", path, b"", foreign)[0] == 403
@@ -287,7 +283,7 @@ def _send(
         return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
 
 
-def test_a_tunnel_of_the_det_command_carries_bytes_to_a_tcp_port(det: TasksHere, tmp_path: Path) -> None:
+def test_det_tunnel_carries_bytes_to_tcp_port(det: TasksHere, tmp_path: Path) -> None:
     port, local_port, context = free_port(), free_port(), tmp_path / "context"
     context.mkdir()
     (context / "echo.py").write_text(ECHO)
@@ -310,13 +306,13 @@ def test_a_tunnel_of_the_det_command_carries_bytes_to_a_tcp_port(det: TasksHere,
     assert bytes(received) == data
 
 
-def test_a_command_that_no_longer_fits_says_once_that_it_waits(det: TasksHere) -> None:
-    slot = _switched_off(det)
+def test_command_beyond_capacity_logs_waiting_once(det: TasksHere) -> None:
+    slot = _disable_slot(det)
     try:
         task_id = det.run("echo", "done")
         told = "it needs 1 slot and waits; this master has 0"
         wait_for(lambda: told in det.ok("command", "logs", task_id), "the line in its log")
-        # The queue is looked at again, and nothing is said a second time.
+        # The next pass over the queue logs no second line.
         det.wait(det.run("true", **{"resources.slots": 0}), "TERMINATED")
     finally:
         det.master.client("admin").post(f"/{slot}/enable")
@@ -326,18 +322,18 @@ def test_a_command_that_no_longer_fits_says_once_that_it_waits(det: TasksHere) -
     assert det.ok("command", "logs", task_id).count("and waits") == 1
 
 
-def _switched_off(det: TasksHere) -> str:
-    """Disable the slot, and return its path."""
+def _disable_slot(det: TasksHere) -> str:
+    """Disable the slot, and return its API path."""
     (agent,) = det.session.get("api/v1/agents").json()["agents"]
     slot = f"api/v1/agents/{agent['id']}/slots/0"
     det.master.client("admin").post(f"/{slot}/disable")
     return slot
 
 
-def test_a_command_whose_master_was_killed_before_its_process_began_begins_with_the_next(
+def test_unstarted_command_begins_after_master_restart(
     det: TasksHere,
 ) -> None:
-    _switched_off(det)
+    _disable_slot(det)
     task_id, state = det.run("echo", "done"), det.master.state
     det.master.kill()
 

@@ -1,4 +1,4 @@
-"""What becomes of a command when it is paused, killed or ends, in any order."""
+"""State changes of commands: pause, kill and exit in any order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_SLOTS = 2
 
 
 class Store:
-    """A database with users, and the life of commands in it."""
+    """A database with users, and helpers that change commands in it."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -79,9 +79,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         (137, True, "ERROR", "allocation lost: its supervisor was killed"),
     ],
 )
-def test_a_process_that_ends_by_itself_ends_its_command(
-    store: Store, code: int, was_lost: bool, state: str, status: str
-) -> None:
+def test_process_exit_ends_command(store: Store, code: int, was_lost: bool, state: str, status: str) -> None:
     task_id = store.create("COMMAND")
     allocation_id = store.assign(task_id)
     store.do(life.started, allocation_id, SupervisorHandle(1, "0"))
@@ -93,7 +91,7 @@ def test_a_process_that_ends_by_itself_ends_its_command(
         assert commands.context(connection, task_id) is None
 
 
-def test_what_waits_is_paused_and_killed_at_once(store: Store) -> None:
+def test_waiting_task_is_paused_and_killed_immediately(store: Store) -> None:
     task_id = store.create()
     store.do(life.pause, task_id)
     assert store.state(task_id) == "PAUSED"
@@ -110,7 +108,7 @@ def test_what_waits_is_paused_and_killed_at_once(store: Store) -> None:
             store.do(verb, task_id)
 
 
-def test_a_task_that_is_unpaused_while_it_ends_starts_anew(store: Store) -> None:
+def test_task_unpaused_while_stopping_starts_again(store: Store) -> None:
     task_id = store.create()
     allocation_id = store.assign(task_id)
     store.do(life.pause, task_id)
@@ -122,7 +120,7 @@ def test_a_task_that_is_unpaused_while_it_ends_starts_anew(store: Store) -> None
     assert store.assign(task_id) == f"{task_id}.2"
 
 
-def test_a_kill_wins_over_a_pause(store: Store) -> None:
+def test_kill_overrides_pause(store: Store) -> None:
     task_id = store.create()
     allocation_id = store.assign(task_id)
     store.do(life.pause, task_id)
@@ -137,7 +135,7 @@ def test_a_kill_wins_over_a_pause(store: Store) -> None:
     )
 
 
-def test_a_process_that_is_taken_its_slots_goes_on_only_if_it_may_be_paused(store: Store) -> None:
+def test_release_requeues_only_pausable_tasks(store: Store) -> None:
     task_id, command = store.create(), store.create("COMMAND")
     for one in (task_id, command):
         allocation_id = store.assign(one)
@@ -150,7 +148,7 @@ def test_a_process_that_is_taken_its_slots_goes_on_only_if_it_may_be_paused(stor
     assert store.row(command).exit_status == "allocation killed: slot 0 was disabled"
 
 
-def test_those_that_a_task_has_made_are_found_and_so_is_the_first(store: Store) -> None:
+def test_tree_and_root_find_related_tasks(store: Store) -> None:
     first = store.create()
     second = store.create(parent_id=first)
     third, other = store.create(parent_id=second), store.create()
@@ -161,7 +159,7 @@ def test_those_that_a_task_has_made_are_found_and_so_is_the_first(store: Store) 
 
 
 @pytest.mark.parametrize("stop", [life.kill, life.pause])
-def test_a_task_that_is_stopped_makes_no_other(store: Store, stop: Any) -> None:
+def test_stopped_task_cannot_create_children(store: Store, stop: Any) -> None:
     parent = store.create()
     allocation_id = store.assign(parent)
     child = store.create(parent_id=parent)
@@ -179,14 +177,14 @@ def test_a_task_that_is_stopped_makes_no_other(store: Store, stop: Any) -> None:
     assert store.state(store.create(forked_from=parent)) == "ACTIVE"
 
 
-def test_a_task_that_has_ended_by_itself_may_be_a_parent(store: Store) -> None:
+def test_completed_task_can_be_parent(store: Store) -> None:
     parent = store.create()
     store.end(store.assign(parent))
 
     assert store.state(store.create(parent_id=parent)) == "ACTIVE"
 
 
-def test_a_process_that_never_began_is_tried_again_but_not_for_ever(store: Store) -> None:
+def test_unstarted_process_is_retried_limited_times(store: Store) -> None:
     task_id = store.create()
     for _ in range(3):
         allocation_id = store.assign(task_id)
@@ -205,7 +203,7 @@ def test_a_process_that_never_began_is_tried_again_but_not_for_ever(store: Store
     assert store.state(task_id) == "ERROR"
 
 
-def test_a_process_that_is_lost_after_it_began_or_was_asked_to_end_is_not_tried_again(store: Store) -> None:
+def test_started_or_killed_process_is_not_retried(store: Store) -> None:
     began, killed = store.create("COMMAND"), store.create("COMMAND")
     allocation_id = store.assign(began)
     store.do(life.started, allocation_id, SupervisorHandle(1, "0"))
@@ -217,14 +215,14 @@ def test_a_process_that_is_lost_after_it_began_or_was_asked_to_end_is_not_tried_
     assert (store.state(began), store.state(killed)) == ("ERROR", "CANCELED")
 
 
-def test_what_has_no_effect_is_said_in_the_log(store: Store) -> None:
+def test_ineffective_config_key_is_logged(store: Store) -> None:
     mount = {"host_path": "/a", "container_path": "/b"}
     task_id = store.create(config={"bind_mounts": [mount]})
 
     assert "bind_mounts has no effect" in store.text(task_id)
 
 
-def test_logs_of_commands_are_kept_as_long_as_those_of_trials(store: Store) -> None:
+def test_forget_old_deletes_command_logs_by_age(store: Store) -> None:
     old, new, living = (store.create() for _ in range(3))
     for one in (old, new):
         store.end(store.assign(one))

@@ -1,4 +1,4 @@
-"""A search whose trials failed once goes on by the real ``det experiment continue``."""
+"""``det experiment continue`` reruns the failed trials of a search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize("searcher", [{"name": "grid"}, {"name": "random", "max_trials": 2}], ids=str)
-def test_failed_trials_of_a_search_run_again(
+def test_continue_reruns_failed_trials_of_search(
     shared_master: MasterForTest, tmp_path: Path, searcher: dict[str, object]
 ) -> None:
     marker = tmp_path / "repaired"

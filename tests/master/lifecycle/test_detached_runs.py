@@ -1,4 +1,4 @@
-"""Scripts that nobody schedules, with ``determined.experimental.core_v2``, at a real master that is killed meanwhile."""
+"""Detached ``core_v2`` scripts with a real master that is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def master(tmp_path: Path, settings: Path) -> Iterator[MasterForTest]:
 
 @pytest.fixture
 def begin(master: MasterForTest, tmp_path: Path) -> Iterator[Begin]:
-    """Starts a script by the name of its experiment; ends in an error if that is its name."""
+    """Return a function that starts a script; a script named ``error`` fails."""
     (tmp_path / "script.py").write_text(SCRIPT)
     with contextlib.ExitStack() as stack:
 
@@ -101,7 +101,7 @@ def number_of(master: MasterForTest, name: str) -> int | None:
 
 
 def half_way(master: MasterForTest, script: subprocess.Popen[str], name: str) -> int:
-    """Wait until a script has reported and sent its output, and return its experiment."""
+    """Wait until a script has sent logs and reports; return its experiment's id."""
     wait_for(lambda: script.poll() is not None or number_of(master, name) is not None, "the experiment")
     assert script.poll() is None, script.communicate()[0]
     number = number_of(master, name)
@@ -118,7 +118,7 @@ def reports(client: Client, trial_id: int, group: str) -> list[tuple[int, int]]:
     ]
 
 
-def test_a_script_outlives_its_master_and_goes_on_from_its_checkpoint(
+def test_detached_script_survives_master_kill_and_resumes(
     master: MasterForTest, begin: Begin, settings: Path, tmp_path: Path
 ) -> None:
     lives, dies, fails = (begin(name) for name in ("lives", "dies", "error"))
@@ -151,13 +151,13 @@ def test_a_script_outlives_its_master_and_goes_on_from_its_checkpoint(
     log = log_of(master, number)
     assert "[rank=0] || starts at 0" in log
     assert "ERROR: half way" in log
-    _is_shown_by_det(master, number)
+    _assert_shown_by_det(master, number)
 
     assert wait_until(master, failed, "ERROR")["bestTrialSearcherMetric"] == 2
     assert "its script has reported an error" in log_of(master, failed)
     assert wait_until(master, lost, "ERROR")["bestTrialSearcherMetric"] == 1
     assert "no heartbeat of its script" in log_of(master, lost)
-    _comes_back(master, lost)
+    _assert_lost_run_resumes(master, lost)
 
     again = begin("lives")
     printed, _ = again.communicate(timeout=60)
@@ -168,7 +168,7 @@ def test_a_script_outlives_its_master_and_goes_on_from_its_checkpoint(
     assert reports(master.client(), trial["id"], "training") == [(1, 1), (2, 1), (3, 2), (4, 2)]
 
 
-def _is_shown_by_det(master: MasterForTest, number: int) -> None:
+def _assert_shown_by_det(master: MasterForTest, number: int) -> None:
     assert "COMPLETED" in master.det("e", "describe", str(number)).stdout
     followed = master.det("e", "logs", "-f", str(number))
     assert "starts at 0" in followed.stdout
@@ -183,8 +183,8 @@ def _is_shown_by_det(master: MasterForTest, number: int) -> None:
     assert (refused.returncode, "has detached runs" in refused.stderr) == (1, True)
 
 
-def _comes_back(master: MasterForTest, number: int) -> None:
-    """A run that was given up goes on when it is heard of again; one that a person has ended does not."""
+def _assert_lost_run_resumes(master: MasterForTest, number: int) -> None:
+    """Assert that a lost run resumes with a heartbeat and that a killed run does not."""
     client = master.client()
     (trial,) = trials(master, number)
     path = f"/api/v1/trials/{trial['id']}"

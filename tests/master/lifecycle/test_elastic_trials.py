@@ -1,4 +1,4 @@
-"""A real trial shrinks and grows while it trains: drained, killed, displaced by a higher priority, and alone again."""
+"""A real trial is resized while slots are drained, preempted and freed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
 def elastic(
     directory: Path, name: str, pace_s: list[float], *, num_slots: int = 4, **section: Any
 ) -> tuple[Path, Path]:
-    """Write a trial that may have one to four slots; ``pace_s`` says how slow it is with each, while its file is there."""
+    """Write a trial for 1 to 4 slots; a file ``slow`` delays batches by ``pace_s``."""
     (directory / "slow").touch()
     return project(
         directory,
@@ -62,7 +62,7 @@ def elastic(
 
 
 def sizes_of(master: MasterForTest, trial_id: int) -> list[int]:
-    """Return the numbers of ranks that a trial has begun with, in order."""
+    """Return the number of ranks of each run of a trial, in order."""
     return [int(ranks) for ranks in re.findall(r"sizes \[12, \d+, \d+, (\d+)\]", log_of(master, trial_id))]
 
 
@@ -79,12 +79,12 @@ def wait_for_checkpoint(master: MasterForTest, trial_id: int) -> None:
 
 
 def drain(master: MasterForTest, agent: str, slot: int) -> None:
-    """Switch a slot off, so that what runs there may finish, which ``det`` offers for whole agents only."""
+    """Drain one slot through the API; ``det`` can drain only whole agents."""
     master.client("admin").post(f"/api/v1/agents/{agent}/slots/{slot}/disable", {"drain": True})
 
 
 def records_of(directory: Path, name: str) -> dict[int, list[int]]:
-    """Return the records of each batch; a stop during a run's first batch has it begin again, so that it is seen twice."""
+    """Return the records of each batch, merged if a restart repeated the batch."""
     found: dict[int, set[int]] = {}
     for path in directory.glob(f"{name}.log.*"):
         for line in path.read_text().splitlines():
@@ -100,20 +100,18 @@ def reports(master: MasterForTest, trial_id: int, group: str) -> list[dict[str, 
 
 
 def values(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a report's metrics, which the protocol keeps below a name of their own."""
+    """Return the only non-empty metrics mapping of a report."""
     (found,) = (metrics for metrics in row["metrics"].values() if metrics)
     return dict(found)
 
 
-def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_elastic_trial_resizes_and_trains_same_batches(master: MasterForTest, tmp_path: Path) -> None:
     trial = create(master, elastic(tmp_path, "followed", FASTER_WITH_MORE, min_slots=1, resize_period=8))
     agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
     wait_for_size(master, trial, 4)
     wait_for_checkpoint(master, trial)
 
-    for slot in (2, 3):  # it leaves both, however the second comes
+    for slot in (2, 3):  # the trial must leave both slots
         drain(master, agent, slot)
     wait_for_size(master, trial, 2)
     assert "its slots are being drained, and it resumes on others" in log_of(master, trial)
@@ -151,13 +149,11 @@ def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(
     assert state_of(master, trial) == "COMPLETED"
 
 
-def test_a_number_of_slots_that_its_own_code_cannot_use_is_tried_once_and_counts_as_no_restart(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_unusable_slot_count_is_tried_once_without_restart(master: MasterForTest, tmp_path: Path) -> None:
     own = {
         "train_batch_size": 12,
         "train_micro_batch_size_per_gpu": 3,
-    }  # as four ranks divide it, but not three
+    }  # fits four ranks, but not three
     config, context = elastic(tmp_path, "own", FASTER_WITH_MORE, min_slots=1, resize_period=600)
     given = yaml.safe_load(config.read_text())
     given["entrypoint"] = "kept_batch_trials:PacedOwnConfig"

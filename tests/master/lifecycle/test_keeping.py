@@ -1,4 +1,4 @@
-"""Which checkpoints of ended experiments are kept by their policy."""
+"""Checkpoints that the retention policy keeps after an experiment ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
 
-# Checkpoints at 1 to 4; validations at 1 to 3 with scores that the hyperparameters give.
+# Saves checkpoints at batches 1 to 4; reports the scores of the hyperparameters at batches 1 to 3.
 SAVE = """
 import determined as det
 scores = det.get_cluster_info().trial.hparams["scores"]
@@ -27,7 +27,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 
 
 def saved(master: MasterForTest, experiment_id: int) -> list[tuple[list[float], int]]:
-    """Wait until checkpoints are collected; return what is left, as scores of the trial and batches."""
+    """Wait for garbage collection; return (trial's scores, batches) of the rest."""
     path = f"/api/v1/experiments/{experiment_id}/checkpoints"
     give_up_at_s = time.monotonic() + 30
     while True:
@@ -61,7 +61,7 @@ def test_checkpoints_are_kept_by_policy(shared_master: MasterForTest) -> None:
     assert saved(shared_master, experiment_id) == [(one, 1), (one, 3), (one, 4), (other, 3), (other, 4)]
 
 
-def test_a_checkpoint_that_another_trial_started_from_is_kept_and_a_deleted_one_starts_none(
+def test_source_checkpoint_is_kept_deleted_source_is_refused(
     shared_master: MasterForTest,
 ) -> None:
     scores = {"scores": [0.3, 0.2, 0.1]}

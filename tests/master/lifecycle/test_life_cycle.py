@@ -1,4 +1,4 @@
-"""What becomes of trials: real processes under a real master, with scripts that need no torch."""
+"""Life cycle of trials: real processes under a real master, without torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
         yield running
 
 
-def test_completed_experiment_has_metrics_and_is_deleted_whole(master: MasterForTest) -> None:
+def test_completed_experiment_has_metrics_and_is_fully_deletable(master: MasterForTest) -> None:
     experiment_id = submit(master, config())
 
     ended = wait_until(master, experiment_id, "COMPLETED", "ERROR")
@@ -54,7 +54,7 @@ def test_completed_experiment_has_metrics_and_is_deleted_whole(master: MasterFor
     assert not any((master.state.path / "checkpoints" / one["uuid"]).exists() for one in found)
 
 
-def test_a_failing_trial_is_started_again_from_its_checkpoint_as_often_as_allowed(
+def test_failing_trial_restarts_from_checkpoint_within_limit(
     master: MasterForTest,
 ) -> None:
     experiment_id = submit(
@@ -68,7 +68,7 @@ def test_a_failing_trial_is_started_again_from_its_checkpoint_as_often_as_allowe
     assert steps_of(master, trial["id"]) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_the_last_thing_in_a_failed_log_says_what_failed_and_the_traceback_stands_once_per_run(
+def test_failed_log_ends_with_error_and_cause(
     master: MasterForTest,
 ) -> None:
     experiment_id = submit(master, config(max_restarts=1, hyperparameters={"fails_at": 3}))
@@ -83,7 +83,7 @@ def test_the_last_thing_in_a_failed_log_says_what_failed_and_the_traceback_stand
     assert sum("crashed: resources failed" in line for line in lines) == 2
 
 
-def test_a_trial_that_fails_twice_in_the_same_way_before_its_first_batch_is_not_tried_again(
+def test_same_failure_before_first_batch_is_not_retried(
     master: MasterForTest,
 ) -> None:
     experiment_id = submit(
@@ -97,7 +97,7 @@ def test_a_trial_that_fails_twice_in_the_same_way_before_its_first_batch_is_not_
     assert "failed twice in the same way before its first batch" in text
 
 
-def test_pause_saves_frees_the_slots_and_activate_goes_on(master: MasterForTest) -> None:
+def test_pause_frees_slots_and_activate_resumes(master: MasterForTest) -> None:
     experiment_id = submit(master, config(hyperparameters={"sleep": 0.1, "steps": 30}))
     wait_until(master, experiment_id, "RUNNING")
     while not steps_of(master, trials(master, experiment_id)[0]["id"]):
@@ -117,7 +117,7 @@ def test_pause_saves_frees_the_slots_and_activate_goes_on(master: MasterForTest)
 
 
 @pytest.mark.parametrize("verb", ["cancel", "kill"])
-def test_a_cancelled_or_killed_trial_leaves_no_process(master: MasterForTest, verb: str) -> None:
+def test_cancelled_or_killed_trial_leaves_no_process(master: MasterForTest, verb: str) -> None:
     mark = f"98765{len(verb)}"
     command = f"setsid sleep {mark} & sleep {mark}"
     experiment_id = submit(master, config(entrypoint=command))
@@ -131,7 +131,7 @@ def test_a_cancelled_or_killed_trial_leaves_no_process(master: MasterForTest, ve
     assert processes_with(f"sleep\0{mark}") == []
 
 
-def test_a_trial_with_invalid_hyperparameters_is_replaced(master: MasterForTest) -> None:
+def test_trial_with_invalid_hyperparameters_is_replaced(master: MasterForTest) -> None:
     searcher = {"name": "random", "metric": "score", "max_trials": 2, "max_concurrent_trials": 1}
     given = config(
         searcher=searcher,
@@ -148,7 +148,7 @@ def test_a_trial_with_invalid_hyperparameters_is_replaced(master: MasterForTest)
     assert all(trial["state"] == "STATE_COMPLETED" for trial in found)
 
 
-def test_a_searcher_stops_the_worse_trials_early(master: MasterForTest) -> None:
+def test_searcher_stops_worse_trials_early(master: MasterForTest) -> None:
     searcher = {
         "name": "async_halving", "metric": "score", "max_trials": 4, "max_concurrent_trials": 2, "num_rungs": 2,
         "divisor": 2, "max_time": 12, "time_metric": "batches",
@@ -170,7 +170,7 @@ def test_a_searcher_stops_the_worse_trials_early(master: MasterForTest) -> None:
     assert best["totalBatchesProcessed"] >= 12
 
 
-def test_trials_go_on_while_the_master_is_dead_and_are_taken_back(master: MasterForTest) -> None:
+def test_trials_survive_master_kill_and_are_adopted(master: MasterForTest) -> None:
     experiment_id = submit(master, config(hyperparameters={"sleep": 0.1, "steps": 40}))
     wait_until(master, experiment_id, "RUNNING")
     while not steps_of(master, trials(master, experiment_id)[0]["id"]):
@@ -188,7 +188,7 @@ def test_trials_go_on_while_the_master_is_dead_and_are_taken_back(master: Master
     assert text.count("finished at 40") == 1
 
 
-def test_the_values_of_single_batches_are_kept_where_a_trial_sends_them(master: MasterForTest) -> None:
+def test_batch_metrics_are_kept_if_reported(master: MasterForTest) -> None:
     script = (
         "import determined as det\nwith det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:\n"
         "    core.train.report_training_metrics(2, {'loss': 1.5}, batch_metrics=[{'loss': 2.0}, {'loss': 1.0}])\n"

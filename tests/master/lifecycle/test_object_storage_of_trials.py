@@ -1,4 +1,4 @@
-"""Trials of a master whose checkpoints lie in a bucket of a real S3 server."""
+"""Trials whose checkpoints are stored in a bucket of a real S3 server."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def stored(bucket: Bucket) -> set[str]:
 @pytest.mark.exhaustive(
     "tests/cli/test_run_object_storage.py::test_run_killed_on_two_ranks_goes_on_from_the_bucket"
 )
-def test_search_with_a_killed_rank_resumes_and_keeps_one_checkpoint_per_trial(
+def test_search_with_killed_rank_resumes_from_bucket(
     master: MasterForTest,
     bucket: Bucket,
     tmp_path: Path,
 ) -> None:
-    """Four trials; a rank of one is killed, and the trial continues from its checkpoint in the bucket."""
+    """A rank of one of four trials is killed; the trial resumes from the bucket."""
     marker = tmp_path / "killed"
     # The save of batch 4 begins after that of batch 2 has ended, so a checkpoint exists when the rank is killed.
     config = config_of(
@@ -111,12 +111,12 @@ def test_search_with_a_killed_rank_resumes_and_keeps_one_checkpoint_per_trial(
     wait_for(lambda: not bucket.objects(), "objects are left of a deleted experiment")
 
 
-def test_keys_of_a_config_are_used_and_shown_nowhere(
+def test_config_keys_are_used_but_never_shown(
     master: MasterForTest,
     bucket: Bucket,
     tmp_path: Path,
 ) -> None:
-    """The client has no credentials: `det checkpoint download` gets the files through the master."""
+    """A client without credentials downloads checkpoints through the master."""
     storage = bucket.storage(save_trial_latest=1, save_trial_best=0) | bucket.keys_in_config
     experiment_id = create(master, tmp_path, config_of(storage))
     wait_until(master, experiment_id, "COMPLETED", deadline_s=200)
@@ -143,7 +143,7 @@ def test_keys_of_a_config_are_used_and_shown_nowhere(
     assert any(key.endswith(f"{uuid}/dstrial_rank0.pt") for key in bucket.objects())
 
 
-def test_wrong_key_is_one_error_before_training(
+def test_wrong_bucket_key_fails_before_training(
     master: MasterForTest,
     bucket: Bucket,
     tmp_path: Path,
@@ -160,7 +160,7 @@ def test_wrong_key_is_one_error_before_training(
 
 
 def database_without_configs(master: MasterForTest) -> str:
-    """Return a dump of the database but for experiments, whose configs are stored as submitted."""
+    """Return a database dump without experiments, which store configs as submitted."""
     connection = sqlite3.connect(f"file:{master.state.database_path}?mode=ro", uri=True)
     lines = [line for line in connection.iterdump() if not line.startswith('INSERT INTO "experiments"')]
     connection.close()

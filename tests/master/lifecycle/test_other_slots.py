@@ -1,4 +1,4 @@
-"""A real trial goes on with other numbers of slots: by det, after a restart of the master, and by ``dstrial run``."""
+"""A real trial resumes with another number of slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 
 
 def continued(master: MasterForTest, experiment_id: int, changes: dict[str, Any]) -> str:
-    """Continue with a changed config; returns what the master refuses it for, empty if it does not."""
+    """Continue an experiment; return the master's error, or an empty string."""
     body = {"id": experiment_id, "overrideConfig": yaml.safe_dump(changes)}
     try:
         master.client().post("/api/v1/experiments/continue", body)
@@ -27,7 +27,7 @@ def continued(master: MasterForTest, experiment_id: int, changes: dict[str, Any]
     return ""
 
 
-def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Path) -> None:
+def test_paused_experiment_resumes_with_fewer_slots(tmp_path: Path) -> None:
     config, context = project(tmp_path, "kept", batches=60, sleep_s=0.25)
     log = tmp_path / "kept.log"
     with master_for_test(tmp_path, num_slots=2) as master:
@@ -51,7 +51,7 @@ def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Pat
         assert master.det("e", "cancel", "1").returncode == 0
         wait_for(lambda: state_of(master, 1) == "CANCELED", deadline_s=120)
 
-        # A batch that has changed is refused before anything starts; fewer slots are not.
+        # A changed batch size and an unsatisfiable min_slots are refused before anything starts.
         wrong = {"hyperparameters": {"overwrite_deepspeed_args": {"train_batch_size": 16}}}
         refused = continued(master, 1, wrong)
         assert "train_batch_size is 16; expected 12, the batch of checkpoint" in refused
@@ -66,7 +66,7 @@ def test_a_paused_experiment_goes_on_with_the_slots_that_are_there(tmp_path: Pat
         assert batches_of(log) == list(range(done + 2))
 
 
-def test_a_trial_that_fails_goes_on_without_the_slot_that_was_drained_and_within_its_new_max_slots(
+def test_trial_resumes_without_drained_slot_within_max_slots(
     tmp_path: Path,
 ) -> None:
     killed = {"KILL_AT": "0:6", "KILL_MARKER": str(tmp_path / "killed")}
@@ -103,7 +103,7 @@ def test_a_trial_that_fails_goes_on_without_the_slot_that_was_drained_and_within
         wait_for(lambda: state_of(master, 1) == "CANCELED", deadline_s=120)
 
 
-def test_dstrial_run_resumes_with_fewer_slots_and_refuses_what_cannot_share_the_batch(tmp_path: Path) -> None:
+def test_dstrial_run_resumes_if_slots_divide_batch(tmp_path: Path) -> None:
     config, context = project(tmp_path, "run", batches=3, sleep_s=0.0)
     log = tmp_path / "run.log"
     with master_for_test(tmp_path, num_slots=2) as master:

@@ -1,4 +1,4 @@
-"""Several ranks under a real master: what the launchers tell of them, and when a dstrial trial validates."""
+"""Launchers start one rank per slot under a real master."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENTRYPOINTS = [
 
 
 @pytest.mark.parametrize("entrypoint", ENTRYPOINTS)
-def test_a_script_runs_once_per_slot(shared_master: MasterForTest, entrypoint: str) -> None:
+def test_script_runs_once_per_slot(shared_master: MasterForTest, entrypoint: str) -> None:
     experiment_id = submit(shared_master, config(entrypoint, resources={"slots_per_trial": 2}), SCRIPT)
 
     wait_until(shared_master, experiment_id, "COMPLETED")

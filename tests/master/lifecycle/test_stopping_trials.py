@@ -1,4 +1,4 @@
-"""Trials that are stopped at unusual moments, and how often failures are tried again: real processes, no torch."""
+"""Trials stopped at unusual moments, and the number of retries after failures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dstrial.testing.master import MasterForTest, master_for_test
 pytestmark = pytest.mark.process
 
 SLEEPER = "sleep 600"
-# Without its TensorBoard writer, the Core API imports no torch. Reports, then ignores every request to stop in its first run.
-DEAF_AT_FIRST = """
+# Ignores requests to stop in its first run. In MANUAL mode the Core API does not import torch.
+IGNORE_FIRST_STOP = """
 import time, determined as det
 info = det.get_cluster_info()
 with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
@@ -55,7 +55,7 @@ def num_running(master: MasterForTest) -> int:
     tasks = master.client().get("/api/v1/tasks")["allocationIdToSummary"].values()
     return sum(
         task["name"].startswith("Trial ") for task in tasks
-    )  # checkpoints of the ended ones are collected, too
+    )  # other tasks collect checkpoints of ended trials
 
 
 def hold_all_slots(master: MasterForTest) -> int:
@@ -64,7 +64,7 @@ def hold_all_slots(master: MasterForTest) -> int:
     return holder
 
 
-def test_an_experiment_that_waits_for_slots_is_paused_and_goes_on_waiting_when_activated(
+def test_waiting_experiment_stays_paused_until_activated(
     master: MasterForTest,
 ) -> None:
     holder = hold_all_slots(master)
@@ -84,7 +84,7 @@ def test_an_experiment_that_waits_for_slots_is_paused_and_goes_on_waiting_when_a
     assert "it runs" in log_of(master, waiting)
 
 
-def test_experiments_are_killed_while_they_start(master: MasterForTest) -> None:
+def test_kill_during_start_cancels_experiment(master: MasterForTest) -> None:
     for delay_s in (0.0, 0.03, 0.1):
         experiment_id = submit(master, config(SLEEPER))
         time.sleep(delay_s)
@@ -95,9 +95,7 @@ def test_experiments_are_killed_while_they_start(master: MasterForTest) -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05])
-def test_an_experiment_that_is_paused_while_it_starts_runs_anew_when_activated(
-    master: MasterForTest, delay_s: float
-) -> None:
+def test_pause_during_start_reruns_when_activated(master: MasterForTest, delay_s: float) -> None:
     experiment_id = submit(master, config("sleep 0.6; echo run $DET_TRIAL_RUN_ID is done"))
     time.sleep(delay_s)
 
@@ -111,8 +109,8 @@ def test_an_experiment_that_is_paused_while_it_starts_runs_anew_when_activated(
     assert log_of(master, experiment_id).count("is done") == 1
 
 
-def test_a_trial_killed_after_its_preemption_timeout_goes_on_or_is_canceled(master: MasterForTest) -> None:
-    both = [submit(master, config(preemption_timeout=1), DEAF_AT_FIRST) for _ in range(2)]
+def test_preemption_timeout_kill_resumes_or_cancels_trial(master: MasterForTest) -> None:
+    both = [submit(master, config(preemption_timeout=1), IGNORE_FIRST_STOP) for _ in range(2)]
     paused, canceled = both
     for one in both:
         wait_until(master, one, "RUNNING")
@@ -149,7 +147,7 @@ def test_a_trial_killed_after_its_preemption_timeout_goes_on_or_is_canceled(mast
         pytest.param({"entrypoint": ["/no/such/program"]}, "", "command was not found", id="not found"),
     ],
 )
-def test_failures_are_tried_again(
+def test_failed_trials_are_retried_until_max_restarts(
     master: MasterForTest, given: dict[str, Any], script: str, words: str
 ) -> None:
     experiment_id = submit(
@@ -164,7 +162,7 @@ def test_failures_are_tried_again(
     assert trials(master, experiment_id)[0]["restarts"] == 2
 
 
-def test_a_continued_experiment_is_judged_by_its_new_log_policies(master: MasterForTest) -> None:
+def test_continue_applies_new_log_policies(master: MasterForTest) -> None:
     policies = [{"name": "bad", "pattern": "bad luck", "action": {"type": "cancel_retries"}}]
     experiment_id = submit(master, config("echo bad luck; exit 1", log_policies=policies, max_restarts=1))
     wait_until(master, experiment_id, "ERROR")

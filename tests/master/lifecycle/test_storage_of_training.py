@@ -1,4 +1,4 @@
-"""Real DeepSpeed training whose storage goes away in the middle ends as training that was never disturbed."""
+"""Real DeepSpeed training whose checkpoint storage disappears and returns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_BATCHES = 40
 
 
 def created(master: MasterForTest, directory: Path, name: str, storage: Path) -> int:
-    """Submit a training with dropout that reports each batch and saves every second."""
+    """Submit training with dropout that saves a checkpoint every second batch."""
     paths = project(
         directory,
         name,
@@ -59,7 +59,7 @@ def completed(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]
 
 
 @pytest.mark.timeout(500)
-def test_training_goes_on_bit_for_bit_when_its_storage_is_back(tmp_path: Path) -> None:
+def test_training_resumes_bitwise_equal_after_storage_returns(tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     with master_for_test(tmp_path, num_slots=2) as master:
         disturbed = created(master, tmp_path, "disturbed", storage)
@@ -72,7 +72,7 @@ def test_training_goes_on_bit_for_bit_when_its_storage_is_back(tmp_path: Path) -
         )
         assert not (storage / STORAGE_MARKER).exists()
         assert len(losses(master, disturbed)) < NUM_BATCHES
-        shutil.rmtree(storage, ignore_errors=True)  # A save that had begun may have made its directory.
+        shutil.rmtree(storage, ignore_errors=True)  # An unfinished save may have created its directory.
         (tmp_path / "away").rename(storage)
         wait_for_end(master, disturbed)
         undisturbed = created(master, tmp_path, "undisturbed", storage)

@@ -1,4 +1,4 @@
-"""Which directory is taken for an experiment's storage, and which never."""
+"""Creation and checks of an experiment's checkpoint storage directory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def database(tmp_path: Path, storage: dict[str, Any]) -> Iterator[Database]:
         yield opened
 
 
-def test_a_first_use_makes_the_storage_and_its_marker(
+def test_first_use_creates_storage_and_marker(
     database: Database, storage: dict[str, Any], root: Path
 ) -> None:
     storages = Storages(database, umask=0o027)
@@ -50,9 +50,7 @@ def test_a_first_use_makes_the_storage_and_its_marker(
     assert Storages(database).secure(storage) == known
 
 
-def test_a_storage_that_was_used_is_never_made_again(
-    database: Database, storage: dict[str, Any], root: Path
-) -> None:
+def test_used_storage_is_never_recreated(database: Database, storage: dict[str, Any], root: Path) -> None:
     storages = Storages(database)
     storages.secure(storage)
     root.parent.rename(root.parent.with_name("away"))
@@ -66,14 +64,14 @@ def test_a_storage_that_was_used_is_never_made_again(
     assert list(root.iterdir()) == []
 
 
-def test_a_storage_that_is_no_directory_of_this_machine_is_not_looked_at(database: Database) -> None:
+def test_remote_or_relative_storage_is_not_checked(database: Database) -> None:
     for storage in ({"type": "s3", "bucket": "b"}, {"type": "directory", "container_path": "relative"}):
         assert Storages(database).trouble(storage) is None
         assert Storages(database).secure(storage) is None
 
 
 def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Have looks at marker files wait for the event, as those at a network file system whose server is away."""
+    """Make ``os.stat`` of marker files block until the event, as on a hung NFS mount."""
     release = threading.Event()
     stat = os.stat
 
@@ -86,7 +84,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return release
 
 
-def test_a_storage_that_does_not_answer_is_waited_for_once_and_looked_at_anew_later(
+def test_hung_storage_uses_one_thread_then_rechecks(
     database: Database, storage: dict[str, Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.mkdir(parents=True)
@@ -100,6 +98,6 @@ def test_a_storage_that_does_not_answer_is_waited_for_once_and_looked_at_anew_la
     finally:
         release.set()
         wait_for(lambda: all(thread.name != "dstrial-storage" for thread in threading.enumerate()))
-    # The late answer was that the storage is there.
+    # The hung check found the storage; a new check must find it gone.
     root.rename(tmp_path / "away")
     assert "is gone: no directory" in str(storages.trouble(storage))

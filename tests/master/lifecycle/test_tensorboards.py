@@ -1,4 +1,4 @@
-"""TensorBoards: real ones behind the proxy, that show what trials write while they write it."""
+"""Real TensorBoards behind the proxy show the event files of running trials."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 
 
 class Viewer(TasksHere):
-    """Somebody with the ``det`` command who looks at pages."""
+    """A user of the ``det`` command who also opens pages of the master."""
 
     def start(self, *words: str) -> str:
         """Start a TensorBoard, wait until it is ready, and return its id."""
@@ -52,7 +52,7 @@ class Viewer(TasksHere):
         return found[1]
 
     def browse(self, path: str, cookie: str | None = None) -> tuple[int, str, str]:
-        """Open a path with the token, or with another value of the cookie; return status, location, and content."""
+        """GET a path with the token or a cookie; return status, location and content."""
         port = self.master.record.port
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
         headers = {
@@ -78,7 +78,7 @@ def viewer(task_master: MasterForTest, tmp_path: Path) -> Viewer:
     return Viewer(task_master, tmp_path)
 
 
-def test_tensorboard_shows_running_trials_and_survives_its_master(
+def test_tensorboard_shows_running_trials_and_survives_master(
     viewer: Viewer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     master, gate = viewer.master, tmp_path / "gate"
@@ -88,7 +88,7 @@ def test_tensorboard_shows_running_trials_and_survives_its_master(
     (long_trial,) = trials(master, long_id)
     run = f"experiment-{long_id}/trial/{long_trial['id']}"
 
-    # The client waits until it is ready, and opens a page that leads to it.
+    # The client waits until the TensorBoard is ready, and opens a page that redirects to it.
     task_id = viewer.start(str(long_id))
     assert viewer.tensorboard(task_id)["experimentIds"] == [long_id]
     url = urlsplit(opened[0])
@@ -97,7 +97,7 @@ def test_tensorboard_shows_running_trials_and_survives_its_master(
     assert (status, "The TensorFlow Authors" in page) == (200, True)
     assert "Log in" in viewer.browse(f"/proxy/{task_id}/", "wrong")[2]
 
-    # What a running trial writes appears while it runs.
+    # New data of a running trial appears in the TensorBoard.
     wait_for(lambda: viewer.steps(task_id, run), "the first steps of the running trial")
     before = viewer.steps(task_id, run)[-1]
     wait_for(lambda: viewer.steps(task_id, run)[-1] > before, "further steps of the running trial")
@@ -108,7 +108,7 @@ def test_tensorboard_shows_running_trials_and_survives_its_master(
     viewer.ok("tensorboard", "open", task_id)
     assert opened[1] == opened[0]
 
-    # It goes on without its master, which finds it again on the same port; and so does a command.
+    # The TensorBoard and a command survive the death of the master; its successor finds both.
     (process,) = processes_with(f"--path_prefix=/proxy/{task_id}")
     waiting = f"echo one; while [ ! -e {gate} ]; do sleep 0.05; done; echo two; exit 4"
     held = viewer.run(waiting, **{"resources.slots": 0})
@@ -129,7 +129,7 @@ def test_tensorboard_shows_running_trials_and_survives_its_master(
     viewer.ok("experiment", "kill", str(long_id))
     wait_until(master, long_id, "CANCELED")
 
-    # One that goes down ends what cannot be stopped and started; what can goes on with the next one.
+    # ``dstrial down`` ends commands for good; a pausable task runs again under the next master.
     command = viewer.run("sleep", "600", **{"resources.slots": 0})
     task = viewer.task("entrypoint: echo begun; sleep 600\nresources: {slots: 0}\n")
     wait_for(lambda: viewer.log(task) == ["begun"], "the task")
@@ -140,7 +140,7 @@ def test_tensorboard_shows_running_trials_and_survives_its_master(
     viewer.ok("task", "kill", task)
 
 
-def test_tensorboards_of_trials_show_these_and_end_when_nobody_looks(viewer: Viewer) -> None:
+def test_tensorboard_of_trials_ends_when_idle(viewer: Viewer) -> None:
     master = viewer.master
     search = {"name": "random", "metric": "score", "max_trials": 2}
     done_id = submit(master, config(hyperparameters={"steps": 2}, searcher=search), TRAIN)

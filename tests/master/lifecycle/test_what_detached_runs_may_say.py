@@ -1,4 +1,4 @@
-"""What detached runs may say, and what may be done with them."""
+"""Requests that detached runs may send, and requests about detached runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def state_of(master: Master, experiment_id: int) -> str:
     return str(found).removeprefix("STATE_")
 
 
-def test_an_external_id_finds_what_it_made(fresh_master: Master) -> None:
+def test_external_id_finds_existing_experiment_and_trial(fresh_master: Master) -> None:
     number = experiment(fresh_master, "a%20b")
     assert experiment(fresh_master, "a%20b", CONFIG.replace("outside", "renamed")) == number
     assert experiment(fresh_master) != number
@@ -90,7 +90,7 @@ def test_an_external_id_finds_what_it_made(fresh_master: Master) -> None:
     )
 
 
-def test_an_experiment_is_as_its_trials_are(fresh_master: Master) -> None:
+def test_experiment_state_follows_its_trials(fresh_master: Master) -> None:
     number = experiment(fresh_master, "e")
     assert state_of(fresh_master, number) == "QUEUED"
     one, two = trial(fresh_master, number, "1"), trial(fresh_master, number, "2")
@@ -109,7 +109,7 @@ def test_an_experiment_is_as_its_trials_are(fresh_master: Master) -> None:
     assert fresh_master.rows("SELECT * FROM work") == [], "its checkpoints are not collected"
 
 
-def test_a_new_run_hides_what_it_trains_again_and_shuts_out_the_old_one(fresh_master: Master) -> None:
+def test_new_run_archives_and_rejects_old_reports(fresh_master: Master) -> None:
     number = experiment(fresh_master)
     one = trial(fresh_master, number)
     started(fresh_master, one)
@@ -133,7 +133,7 @@ def test_a_new_run_hides_what_it_trains_again_and_shuts_out_the_old_one(fresh_ma
     assert [row["steps"] for row in kept] == [1, 2, 3]
 
 
-def test_what_is_silent_is_given_up_and_comes_back(fresh_master: Master) -> None:
+def test_silent_run_is_failed_and_can_resume(fresh_master: Master) -> None:
     silent, talks, empty = (experiment(fresh_master) for _ in range(3))
     one, two = trial(fresh_master, silent), trial(fresh_master, talks)
     started(fresh_master, one)
@@ -158,16 +158,14 @@ def test_what_is_silent_is_given_up_and_comes_back(fresh_master: Master) -> None
 
 
 @pytest.mark.parametrize("end", ["COMPLETED", "ERROR"])
-def test_the_late_end_of_an_earlier_script_does_not_close_the_current_run(
-    fresh_master: Master, end: str
-) -> None:
+def test_report_reopens_run_closed_by_earlier_script(fresh_master: Master, end: str) -> None:
     number = experiment(fresh_master)
     one = trial(fresh_master, number)
     started(fresh_master, one)
     assert started(fresh_master, one)[0] == 2
     assert say(fresh_master, one, end) == end
 
-    # Neither a heartbeat nor a report that is refused tells that the current run lives.
+    # Neither a heartbeat nor a refused report shows that the current run is alive.
     assert say(fresh_master, one, None) == end
     assert "current run" in refused(fresh_master, "POST", f"/trials/{one}/metrics", report(1, 1, 1.0))
     assert state_of(fresh_master, number) == end
@@ -185,7 +183,7 @@ def test_the_late_end_of_an_earlier_script_does_not_close_the_current_run(
     assert state_of(fresh_master, number) == "COMPLETED", "a report that is sent again says nothing new"
 
 
-def test_a_report_does_not_undo_what_a_person_has_done(fresh_master: Master) -> None:
+def test_report_does_not_undo_user_action(fresh_master: Master) -> None:
     kept, going, failed, canceled = (experiment(fresh_master) for _ in range(4))
     ones = {number: trial(fresh_master, number) for number in (kept, going, failed, canceled)}
     for one in ones.values():
@@ -213,7 +211,7 @@ def test_a_report_does_not_undo_what_a_person_has_done(fresh_master: Master) -> 
 
 
 @pytest.mark.parametrize("verb", ["pause", "activate"])
-def test_processes_of_others_are_not_the_masters_to_stop(fresh_master: Master, verb: str) -> None:
+def test_detached_experiment_cannot_be_paused_or_continued(fresh_master: Master, verb: str) -> None:
     number = experiment(fresh_master)
     assert "has detached runs" in refused(fresh_master, "POST", f"/experiments/{number}/{verb}")
     started(fresh_master, trial(fresh_master, number))
@@ -221,7 +219,7 @@ def test_processes_of_others_are_not_the_masters_to_stop(fresh_master: Master, v
     assert "has detached runs" in refused(fresh_master, "POST", "/experiments/continue", {"id": number})
 
 
-def test_trials_of_the_master_do_not_take_orders_of_scripts(fresh_master: Master) -> None:
+def test_managed_trials_reject_detached_run_requests(fresh_master: Master) -> None:
     for method, path, body in (
         ("POST", "/trials", {"experimentId": 1, "unmanaged": True}),
         ("POST", "/trials/1/start", {"trialId": 1}),
@@ -233,14 +231,14 @@ def test_trials_of_the_master_do_not_take_orders_of_scripts(fresh_master: Master
     assert "state is STATE_PAUSED" in refused(fresh_master, "PATCH", f"/trials/{wrong['trialId']}", wrong)
 
 
-def test_a_wrong_config_of_a_script_is_refused_with_its_problems(fresh_master: Master) -> None:
+def test_invalid_detached_config_lists_its_problems(fresh_master: Master) -> None:
     body = {"config": "name: x\nsearcher: {name: custom}\nlabels: [1]", "unmanaged": True}
     error = refused(fresh_master, "POST", "/experiments", body)
     assert "searcher.metric" in error
     assert "labels[0]" in error
 
 
-def test_lines_of_logs_must_belong_to_a_task(fresh_master: Master) -> None:
+def test_task_logs_must_belong_to_task(fresh_master: Master) -> None:
     for body in ({"a": 1}, [1], [{"log": "x"}]):
         assert fresh_master.send("POST", "/task-logs", body, token="determined").status == 400
     lines = [{"task_id": "none", "log": "x"}]

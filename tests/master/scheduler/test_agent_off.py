@@ -1,4 +1,4 @@
-"""``det agent disable``: nothing runs on a machine that is switched off, whether it has slots or not."""
+"""``det agent disable`` stops running tasks and keeps new tasks waiting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def agent_of(tasks: TasksHere) -> str:
     return str(tasks.session.get("api/v1/agents").json()["agents"][0]["id"])
 
 
-def test_tasks_without_slots_end_with_the_agent_and_start_with_it(tasks: TasksHere) -> None:
+def test_agent_disable_stops_zero_slot_tasks_until_enabled(tasks: TasksHere) -> None:
     agent = agent_of(tasks)
     running = tasks.run("sleep", "300", **{"resources.slots": 0})
     trial_of = submit(
@@ -55,7 +55,7 @@ def test_tasks_without_slots_end_with_the_agent_and_start_with_it(tasks: TasksHe
     tasks.ok("experiment", "kill", str(trial_of))
 
 
-def test_an_agent_that_is_drained_lets_them_finish_and_starts_none(tasks: TasksHere) -> None:
+def test_agent_drain_finishes_tasks_and_starts_none(tasks: TasksHere) -> None:
     agent = agent_of(tasks)
     program = "import time, os; print(os.getpid(), flush=True); time.sleep(300)"
     running = tasks.run(sys.executable, "-c", program, **{"resources.slots": 0})
@@ -73,7 +73,7 @@ def test_an_agent_that_is_drained_lets_them_finish_and_starts_none(tasks: TasksH
     tasks.ok("command", "kill", running)
 
 
-def test_a_trial_that_needs_a_slot_that_is_off_is_taken_and_waits_for_it(tasks: TasksHere) -> None:
+def test_trial_waits_for_disabled_slot(tasks: TasksHere) -> None:
     agent = agent_of(tasks)
     (shown,) = tasks.session.get("api/v1/agents").json()["agents"]
     tasks.ok_as_admin("slot", "disable", agent, "0")

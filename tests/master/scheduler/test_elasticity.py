@@ -1,4 +1,4 @@
-"""Which trials change their number of slots: pure decisions over what runs and what waits."""
+"""Pure decisions: which trials shrink, grow or leave drained slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def running(
     return Running(trial_id, trial_id, urgency, slots, choices)
 
 
-def room_for(num_slots: int, *trials: Running, free: tuple[int, ...] = (), total: int = 4) -> list[int]:
+def victims_for(num_slots: int, *trials: Running, free: tuple[int, ...] = (), total: int = 4) -> list[int]:
     used = {one.experiment_id: one.num_slots for one in trials}
     found = select_preemption_victims(
         Waiting("urgent", 0, num_slots, None),
@@ -31,7 +31,7 @@ def room_for(num_slots: int, *trials: Running, free: tuple[int, ...] = (), total
     return [one.trial_id for one in found]
 
 
-def test_trial_starts_with_its_first_free_choice_within_max_slots() -> None:
+def test_trial_takes_first_free_choice_within_max_slots() -> None:
     def started(free: set[int], *choices: int, max_slots: int | None = None, used: int = 0) -> list[int]:
         one = Waiting(1, 7, 4, max_slots, choices=choices)
         return [len(slots) for _, slots in assignments([one], free, set(range(4)), {7: used})]
@@ -43,22 +43,22 @@ def test_trial_starts_with_its_first_free_choice_within_max_slots() -> None:
     assert started(set(range(4)), 4, 2, 1, max_slots=3, used=2) == [1]
 
 
-def test_preemption_victims_continue_and_suffice_or_are_none() -> None:
+def test_preemption_victims_are_selected_only_if_sufficient() -> None:
     all_slots = running(1, 0, 1, 2, 3)
-    assert room_for(2, all_slots) == [1]
-    assert room_for(3, all_slots) == [1]
-    assert room_for(4, all_slots) == [], "nothing would be left of it"
-    assert room_for(3, running(1, 0, 1, 2, 3, choices=(4, 2))) == [], "it does not suffice"
-    assert room_for(1, running(1, 0, 1), free=(2, 3)) == [], "it fits anyway"
-    assert room_for(2, running(1, 0, 1, 2, 3, urgency=HIGH)) == [], "it is not more urgent"
+    assert victims_for(2, all_slots) == [1]
+    assert victims_for(3, all_slots) == [1]
+    assert victims_for(4, all_slots) == [], "nothing would be left of it"
+    assert victims_for(3, running(1, 0, 1, 2, 3, choices=(4, 2))) == [], "it does not suffice"
+    assert victims_for(1, running(1, 0, 1), free=(2, 3)) == [], "it fits anyway"
+    assert victims_for(2, running(1, 0, 1, 2, 3, urgency=HIGH)) == [], "it is not more urgent"
 
 
-def test_the_least_urgent_makes_room_first_and_no_more_than_are_needed() -> None:
+def test_preemption_selects_least_urgent_victims_first() -> None:
     first = running(1, 0, 1, choices=(2, 1), urgency=(42, 1.0))
     second = running(2, 2, 3, choices=(2, 1), urgency=(42, 2.0))
 
-    assert room_for(1, first, second) == [2]
-    assert room_for(2, first, second) == [2, 1]
+    assert victims_for(1, first, second) == [2]
+    assert victims_for(2, first, second) == [2, 1]
 
 
 @given(
@@ -67,7 +67,7 @@ def test_the_least_urgent_makes_room_first_and_no_more_than_are_needed() -> None
     st.integers(0, 3),
     st.integers(1, 3),
 )
-def test_whoever_is_asked_goes_on_and_the_urgent_one_begins(
+def test_preemption_lets_victims_and_urgent_trial_run(
     sizes: list[int], wanted: int, num_free: int, at_least: int
 ) -> None:
     slots = iter(range(100))
@@ -79,7 +79,7 @@ def test_whoever_is_asked_goes_on_and_the_urgent_one_begins(
     ]
     total = sum(sizes) + num_free
     free = tuple(range(sum(sizes), total))
-    asked = room_for(wanted, *trials, free=free, total=total)
+    asked = victims_for(wanted, *trials, free=free, total=total)
     if asked:
         victims = [one for one in trials if one.trial_id in asked]
         left = {slot for one in victims for slot in one.slots} | set(free)
@@ -87,7 +87,7 @@ def test_whoever_is_asked_goes_on_and_the_urgent_one_begins(
         assert len(assignments(waiting, left, set(range(total)), {})) == len(waiting)
 
 
-def test_a_trial_leaves_drained_slots_only_for_others_that_will_do() -> None:
+def test_can_leave_drained_requires_other_usable_slots() -> None:
     one = running(1, 0, 1, choices=(2, 1))
 
     assert can_leave_drained(one, {1}, set()), "it keeps slot 0"
@@ -97,7 +97,7 @@ def test_a_trial_leaves_drained_slots_only_for_others_that_will_do() -> None:
     assert not can_leave_drained(running(1, 0, 1, choices=(2,)), {1}, set())
 
 
-def test_a_trial_grows_to_the_most_that_share_its_batch_and_may_be_used() -> None:
+def test_grown_picks_largest_free_and_allowed_choice() -> None:
     one = running(1, 0, choices=(4, 3, 2, 1))
     four = set(range(4))
 
@@ -110,7 +110,7 @@ def test_a_trial_grows_to_the_most_that_share_its_batch_and_may_be_used() -> Non
     )
 
 
-def test_a_trial_of_one_node_grows_on_one_node_only() -> None:
+def test_single_node_trial_grows_on_its_node() -> None:
     slots = {slot_id_of(node, index) for node in (1, 2) for index in (0, 1)}
     first = slot_id_of(1, 0)
     one = Running(1, 1, LOW, (first,), (4, 3, 2, 1), is_on_one_node=True)

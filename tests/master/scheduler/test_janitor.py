@@ -1,4 +1,4 @@
-"""Background jobs of the janitor: deletions of checkpoints and experiments, old logs, and copies of the database."""
+"""Background jobs of the janitor: deletions, log retention, database copies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def database(tmp_path: Path, root: Path) -> Iterator[Database]:
-    """Experiment 1 has three checkpoints in a storage that was used."""
+    """A database whose experiment 1 has three checkpoints in a used storage."""
     storage = {"type": "directory", "container_path": str(root)}
     with contextlib.closing(Database(tmp_path / "master.db")) as opened:
         store_experiment(opened, tmp_path, storage)
@@ -51,7 +51,7 @@ def database(tmp_path: Path, root: Path) -> Iterator[Database]:
 
 @pytest.fixture
 def away(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the storage is once the files of one checkpoint are deleted, as if it had been unmounted."""
+    """Make the storage vanish after one deletion; return the path it is moved to."""
     place = tmp_path / "away"
 
     def unmount_after(path: Path) -> None:
@@ -78,7 +78,7 @@ def states(database: Database) -> list[str]:
         return [row["state"] for row in connection.execute("SELECT state FROM checkpoints ORDER BY uuid")]
 
 
-def test_what_is_left_to_delete_is_put_off(
+def test_deletion_interrupted_by_storage_loss_is_postponed(
     database: Database, root: Path, away: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     payload = {"uuids": UUIDS, "globs": ["**/*"]}
@@ -98,7 +98,7 @@ def test_what_is_left_to_delete_is_put_off(
     assert [path.name for path in root.iterdir() if path.is_dir()] == []
 
 
-def test_deep_checkpoint_is_deleted_with_all_others(database: Database, root: Path) -> None:
+def test_deep_checkpoint_does_not_block_other_deletions(database: Database, root: Path) -> None:
     make_deep(root / UUIDS[0] / "deep")
     for uuid in UUIDS:
         database.write(lambda tx, uuid=uuid: request_deletion(tx, uuid, "**/*"))  # type: ignore[misc]
@@ -114,7 +114,7 @@ def request_deletion(tx: Transaction, uuid: str, pattern: str) -> None:
     background_jobs.request(tx, "delete_checkpoints", 1, {"uuids": [uuid], "globs": [pattern]})
 
 
-def test_work_that_always_fails_stops_no_other(database: Database) -> None:
+def test_failing_job_does_not_block_others(database: Database) -> None:
     nonsense = {"uuids": None, "globs": []}
     database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, nonsense))
     database.write(lambda tx: request_deletion(tx, UUIDS[0], "**/*"))
@@ -138,7 +138,7 @@ def is_claimed(database: Database) -> list[str]:
         ]
 
 
-def test_an_experiment_whose_files_may_be_elsewhere_is_not_forgotten(database: Database, away: Path) -> None:
+def test_experiment_deletion_fails_if_storage_is_gone(database: Database, away: Path) -> None:
     database.write(lambda tx: background_jobs.request(tx, "delete_experiment", 1, {}))
 
     with working(database):
@@ -150,10 +150,8 @@ def test_an_experiment_whose_files_may_be_elsewhere_is_not_forgotten(database: D
     assert len(states(database)) == 3
 
 
-def test_shortage_of_files_does_not_fail_a_deletion(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is the machine's, and the deletion is tried again."""
+def test_too_many_open_files_postpones_deletion(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is a fault of the machine, so the deletion is retried."""
     failures = [errno.EMFILE] * 9
 
     def remove(path: Path) -> None:
@@ -178,7 +176,7 @@ def register(tx: Transaction) -> None:
     models.add_version(tx, 1, UUIDS[0], 1)
 
 
-def test_what_is_registered_after_its_deletion_was_asked_for_is_kept(database: Database, root: Path) -> None:
+def test_checkpoint_registered_before_deletion_is_kept(database: Database, root: Path) -> None:
     payload = {"uuids": UUIDS[:2], "globs": ["**/*"]}
     database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, payload))
     database.write(register)
@@ -192,7 +190,7 @@ def test_what_is_registered_after_its_deletion_was_asked_for_is_kept(database: D
     assert is_claimed(database) == []
 
 
-def test_what_is_being_deleted_cannot_come_into_use_until_a_restart_says_otherwise(
+def test_checkpoint_being_deleted_is_unusable_until_restart(
     database: Database,
 ) -> None:
     assert database.write(lambda tx: checkpoints.claim(tx, UUIDS[0])) is None
@@ -208,7 +206,7 @@ def test_what_is_being_deleted_cannot_come_into_use_until_a_restart_says_otherwi
     database.write(take)
 
 
-def test_a_bucket_that_refuses_the_deletion_fails_it_and_postpones_nothing(
+def test_bucket_refusal_fails_experiment_deletion(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_arguments: object) -> None:
@@ -228,8 +226,10 @@ def test_a_bucket_that_refuses_the_deletion_fails_it_and_postpones_nothing(
     assert "AccessDenied" in row["end_reason"]
 
 
-def test_a_swept_checkpoint_leaves_no_complete_record(database: Database, root: Path, tmp_path: Path) -> None:
-    """The trial ended after it completed the record and before it told the master."""
+def test_sweep_deletes_record_of_unreported_checkpoint(
+    database: Database, root: Path, tmp_path: Path
+) -> None:
+    """The trial ended after completing the record and before reporting it."""
     unknown = UUIDS[0].replace("000a", "000d")
     record = tmp_path / "run" / "checkpoints" / unknown
     for path in (root / unknown, record):
@@ -254,7 +254,7 @@ def test_a_swept_checkpoint_leaves_no_complete_record(database: Database, root: 
 STORAGE = {"type": "shared_fs", "host_path": "/ck"}
 
 
-def test_old_logs_are_deleted_while_there_is_always_something_to_do(tmp_path: Path) -> None:
+def test_old_logs_are_deleted_despite_constant_wakeups(tmp_path: Path) -> None:
     changes = PubSub()
     with contextlib.closing(Database(tmp_path / "master.db", changes.publish)) as database:
 
@@ -284,7 +284,7 @@ def test_old_logs_are_deleted_while_there_is_always_something_to_do(tmp_path: Pa
             janitor.stop()
 
 
-def test_the_database_is_copied_once_a_day_unless_it_is_damaged(tmp_path: Path) -> None:
+def test_intact_database_is_copied_once_daily(tmp_path: Path) -> None:
     changes = PubSub()
     path = tmp_path / "master.db"
     with contextlib.closing(Database(path, changes.publish)) as database:
@@ -307,7 +307,7 @@ def test_the_database_is_copied_once_a_day_unless_it_is_damaged(tmp_path: Path) 
             janitor.stop()
 
 
-def test_job_that_always_fails_is_abandoned(tmp_path: Path) -> None:
+def test_permanently_failing_job_is_abandoned(tmp_path: Path) -> None:
     changes = PubSub()
     with contextlib.closing(Database(tmp_path / "master.db", changes.publish)) as database:
         store_experiment(database, tmp_path, STORAGE)
@@ -327,7 +327,7 @@ def test_job_that_always_fails_is_abandoned(tmp_path: Path) -> None:
             janitor.stop()
 
 
-def test_a_bucket_that_always_refuses_ends_the_job_with_one_error(
+def test_permanent_bucket_refusal_abandons_job_with_error(
     database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_arguments: object) -> None:

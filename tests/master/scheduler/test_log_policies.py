@@ -1,4 +1,4 @@
-"""What policies for logs do to a trial: never try it again, or not on this machine.
+"""Log policies with the actions ``cancel_retries`` and ``exclude_node``.
 
 The cases are those of Determined 0.38.1's own e2e_tests/tests/cluster/test_log_policies.py.
 """
@@ -27,7 +27,7 @@ def policy(action: str, pattern: str = "exit code [0-9]") -> list[dict[str, Any]
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A master on which what cannot run waits."""
+    """A master with ``launch_error: false``, so that unsatisfiable trials wait."""
     directory = tmp_path_factory.mktemp("patient")
     (directory / "master.yaml").write_text("launch_error: false\n")
     options = ("--config-file", str(directory / "master.yaml"))
@@ -41,7 +41,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield master
 
 
-def test_a_failure_that_is_not_to_be_retried_is_no_restart(strict: MasterForTest) -> None:
+def test_cancel_retries_policy_counts_no_restart(strict: MasterForTest) -> None:
     policies = [{"name": "bad", **one} for one in policy("cancel_retries")]
     given = config(log_policies=policies, max_restarts=1)
     experiment_id = submit(strict, given, SCRIPT)
@@ -57,9 +57,7 @@ def test_a_failure_that_is_not_to_be_retried_is_no_restart(strict: MasterForTest
 
 
 @pytest.mark.parametrize("num_slots", [0, 1])
-def test_without_another_machine_a_trial_that_excludes_this_one_fails(
-    strict: MasterForTest, num_slots: int
-) -> None:
+def test_exclude_node_policy_without_other_node_fails(strict: MasterForTest, num_slots: int) -> None:
     given = config(
         log_policies=policy("exclude_node"), max_restarts=1, resources={"slots_per_trial": num_slots}
     )
@@ -77,7 +75,7 @@ def test_without_another_machine_a_trial_that_excludes_this_one_fails(
     assert ended["state"] == "STATE_ERROR"
 
 
-def test_where_launch_error_is_off_it_waits_and_holds_nobody(patient: MasterForTest) -> None:
+def test_exclude_node_without_launch_error_waits(patient: MasterForTest) -> None:
     given = config(log_policies=policy("exclude_node"), max_restarts=1)
     experiment_id = submit(patient, given, SCRIPT)
     wait_until(patient, experiment_id, "QUEUED")
@@ -98,11 +96,13 @@ def test_where_launch_error_is_off_it_waits_and_holds_nobody(patient: MasterForT
     wait_until(patient, experiment_id, "QUEUED", "RUNNING")
     patient.client().post(f"/api/v1/experiments/{experiment_id}/kill", {})
     wait_until(patient, experiment_id, "CANCELED")
-    # A person who continues it has been at the machine, perhaps.
+    # Continuing lifts the exclusion: the user may have repaired the node.
     assert "Scheduling Trial" in log_of(patient, experiment_id)
 
 
-def test_a_command_that_can_never_run_is_refused_even_there(patient: MasterForTest, tmp_path: Path) -> None:
+def test_unsatisfiable_command_is_refused_without_launch_error(
+    patient: MasterForTest, tmp_path: Path
+) -> None:
     done = patient.det("command", "run", "--config", "resources.slots=2", "true")
 
     assert done.returncode != 0

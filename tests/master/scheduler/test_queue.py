@@ -1,4 +1,4 @@
-"""Which jobs get slots, on which nodes, and why a trial waits: pure decisions."""
+"""Pure decisions: slot assignments, node placement and reasons for waiting."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def waiting(*sizes: int) -> list[Waiting]:
     ],
     ids=["in order", "the first holds later ones", "one that never fits holds none", "no slots"],
 )
-def test_assignments_are_in_order(
+def test_assignments_follow_queue_order(
     sizes: tuple[int, ...], free: set[int], num_enabled: int, expected: list[tuple[int, list[int]]]
 ) -> None:
     assert assignments(waiting(*sizes), free, set(range(num_enabled)), {}) == expected
 
 
-def test_an_experiment_keeps_to_its_max_slots_and_holds_nobody() -> None:
+def test_experiment_at_max_slots_blocks_no_others() -> None:
     trials = [Waiting(1, 7, 1, 1), Waiting(2, 7, 1, 1), Waiting(3, 8, 1, None)]
 
     assert assignments(trials, {0, 1, 2}, {0, 1, 2}, {}) == [(1, [0]), (3, [1])]
     assert assignments(trials, {1, 2}, {0, 1, 2}, {7: 1}) == [(3, [1])]
 
 
-def test_a_trial_is_kept_off_nodes_and_one_of_a_single_node_waits_for_one() -> None:
+def test_assignments_respect_excluded_nodes_and_single_node() -> None:
     on = [slot_id_of(node, index) for node in (1, 2) for index in (0, 1)]
     first, second = on[:2], on[2:]
     waiting = Waiting(1, 1, 2, None, excluded_nodes=frozenset({1}))
@@ -54,7 +54,7 @@ def test_a_trial_is_kept_off_nodes_and_one_of_a_single_node_waits_for_one() -> N
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.none() | st.integers(0, 5)), max_size=12),
     st.sets(st.integers(0, 7)),
 )
-def test_nothing_is_given_twice_or_beyond_a_limit(
+def test_assignments_are_unique_and_within_limits(
     given_: list[tuple[int, int, int | None]], free: set[int]
 ) -> None:
     limits = {experiment: limit for _, experiment, limit in given_}
@@ -90,7 +90,7 @@ BY_FIRST = "are in use, by trial 1 of experiment 1 (gpt) on 2"
     ],
     ids=["held by a trial", "held by several", "many are counted", "behind a larger one", "at max_slots"],
 )  # fmt: skip
-def test_waiting_text_names_the_reason(
+def test_waiting_text_names_reason(
     num_slots: int, num_enabled: int, slot_users: list[SlotUser], max_slots: int | None, before: str | None, text: str
 ) -> None:  # fmt: skip
     found = waiting_text(
@@ -119,23 +119,21 @@ def counts(chosen: list[int] | None) -> dict[int, int] | None:
         (5, (3, 3), (3, 3), {0: 3, 1: 2}),
     ],
 )
-def test_place_takes_one_full_node_or_few_equal_parts(
+def test_place_uses_one_node_or_equal_parts(
     num_slots: int, free: tuple[int, ...], capacity: tuple[int, ...], expected: dict[int, int] | None
 ) -> None:
-    """What would fit on one node waits for one."""
+    """A request that fits on one node waits for one."""
     assert counts(place(num_slots, slots(*free), dict(enumerate(capacity)))) == expected
 
 
-def test_a_command_is_never_divided() -> None:
+def test_place_never_splits_single_node_request() -> None:
     assert place(4, slots(2, 2), {0: 2, 1: 2}, is_on_one_node=True) is None
     assert not could_ever_fit(4, {0: 2, 1: 2}, is_on_one_node=True)
     assert could_ever_fit(4, {0: 2, 1: 2})
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6), st.integers(1, 40))
-def test_slots_are_free_ones_once_each_as_many_as_asked_for(
-    nodes: list[tuple[int, int]], num_slots: int
-) -> None:
+def test_place_returns_free_slots_on_fewest_nodes(nodes: list[tuple[int, int]], num_slots: int) -> None:
     free = slots(*(min(unused, capacity) for unused, capacity in nodes))
     capacity = {node: most for node, (_, most) in enumerate(nodes)}
 
@@ -153,8 +151,8 @@ def test_slots_are_free_ones_once_each_as_many_as_asked_for(
     used = by_node(chosen)
     if num_slots <= max(capacity.values()):
         assert len(used) == 1
-    # No fewer nodes would have done.
+    # Fewer nodes would not suffice.
     most_first = sorted(map(len, free.values()), reverse=True)
     assert sum(most_first[: len(used) - 1]) < num_slots
-    # The order of ranks is that of nodes.
+    # Ranks are ordered by node.
     assert [node_of(slot) for slot in chosen] == sorted(node_of(slot) for slot in chosen)

@@ -1,4 +1,4 @@
-"""What an engine is asked for, and what begins; pure."""
+"""Pure functions: resource requests to an engine, and allocations to start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config(num_slots: int, **resources: Any) -> dict[str, Any]:
     return {"name": "gpt", "resources": {"slots_per_trial": num_slots, **resources}, "slurm": {}}
 
 
-def test_requests_keep_to_max_slots_and_skip_zero_slots() -> None:
+def test_requests_respect_max_slots_and_skip_zero_slots() -> None:
     waiting = [
         Waiting(1, 1, 2, 4, choices=(4, 2, 1)),
         Waiting(2, 1, 2, 4),
@@ -35,17 +35,17 @@ def test_requests_keep_to_max_slots_and_skip_zero_slots() -> None:
     assert [one.describe()[0] for one in found] == ["title of 1", "title of 3"]
 
 
-def test_begins_are_granted_requests_and_those_without_slots() -> None:
+def test_starts_are_granted_or_zero_slot_requests() -> None:
     waiting = [Waiting(1, 1, 2, None), Waiting(2, 1, 2, None), Waiting("shell", 0, 0, None)]
     assert starts_of(waiting, Answer(slots={2: (1024, 1025)})) == [(2, [1024, 1025]), ("shell", [])]
 
 
-def test_request_of_config_matches_that_of_its_trials() -> None:
+def test_request_of_config_matches_trial_requests() -> None:
     asked = request_of_config(config(3, is_single_node=True), _NODES, may_wait=False)
     assert asked is not None
     assert (asked.num_slots, asked.is_on_one_node, asked.may_wait) == (3, True, False)
     assert asked.describe()[0] == "gpt"
-    # What fits on one node is not asked for as undivided, as it is not later.
+    # is_single_node matters only for a request larger than every node, as for trials later.
     asked = request_of_config(config(2, is_single_node=True), _NODES, may_wait=True)
     assert asked is not None
     assert (asked.is_on_one_node, asked.may_wait) == (False, True)

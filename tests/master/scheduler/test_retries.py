@@ -1,4 +1,4 @@
-"""Consecutive failures: each delays the next attempt for longer, and after some the caller gives up."""
+"""Backoff after consecutive failures, and their limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_retries_back_off_and_end() -> None:
     assert retries.is_due("b")
 
 
-def test_failures_count_until_success_unless_of_the_machine() -> None:
+def test_failure_count_resets_and_skips_machine_faults() -> None:
     retries = Retries(limit=2)
     assert not retries.record_failure("a")
     retries.forget("a")
@@ -42,7 +42,7 @@ def test_failures_count_until_success_unless_of_the_machine() -> None:
     assert not retries.record_failure("c", counts=False), "a full disk after refusals of a bucket"
 
 
-def test_postponed_attempts_are_those_not_due() -> None:
+def test_postponed_returns_attempts_not_yet_due() -> None:
     now_s = 0.0
     retries = Retries(first_s=1, clock=lambda: now_s)
     retries.record_failure("a")
@@ -71,6 +71,6 @@ def _caused_by(error: OSError) -> MasterError:
         (LookupError("no such field"), False),
     ],
 )
-def test_shared_faults_are_those_of_the_machine(tmp_path: Path, error: Exception, *, expected: bool) -> None:
+def test_is_shared_fault_detects_machine_faults(tmp_path: Path, error: Exception, *, expected: bool) -> None:
     with contextlib.closing(Database(tmp_path / "master.db")) as database:
         assert is_shared_fault(error, database) == expected

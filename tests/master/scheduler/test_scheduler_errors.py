@@ -1,4 +1,4 @@
-"""Errors under the scheduler: retried with backoff, shown by health, and bounded where one trial is at fault."""
+"""Scheduler errors are retried, shown by /health, and limited per trial."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def scheduling(master: Master) -> Iterator[Scheduler]:
-    """Run a scheduler with short delays, after the end of what the master's store is filled with."""
+    """End the trials of the store, then run a scheduler with short retry delays."""
     services = master.services
     master.change("UPDATE allocations SET state = 'TERMINATED' WHERE experiment_id <= 2")
     master.change("UPDATE trials SET state = 'CANCELED' WHERE experiment_id <= 2")
@@ -74,14 +74,14 @@ def log_of(master: Master, trial_id: int) -> str:
 
 
 def use_backend(services: Services, kind: type[LocalBackend]) -> None:
-    """Replace a master's back end by one of a subclass."""
+    """Replace the master's backend with an instance of a subclass."""
     own = services.backend
     assert isinstance(own, LocalBackend)
     services.backend = kind("test", services.own_slots, own._fork_servers, is_warm=False)
 
 
 class Unready(LocalBackend):
-    """Cannot begin before ``is_ready`` is set."""
+    """A backend whose ``begin()`` fails until ``is_ready`` is set."""
 
     is_ready = threading.Event()
 
@@ -90,7 +90,7 @@ class Unready(LocalBackend):
             raise RuntimeError("can't start new thread")
 
 
-def test_backend_that_cannot_begin_is_retried_and_shown(fresh_master: Master) -> None:
+def test_backend_begin_failure_is_retried_and_shown(fresh_master: Master) -> None:
     services = fresh_master.services
     use_backend(services, Unready)
     with scheduling(fresh_master):
@@ -105,7 +105,7 @@ def test_backend_that_cannot_begin_is_retried_and_shown(fresh_master: Master) ->
 
 
 class Blind(LocalBackend):
-    """Raises for one allocation's exit, as for a file that makes a parser fail."""
+    """A backend that fails to poll allocations with a file ``workdir/blind``."""
 
     trial_id = 0
 
@@ -115,7 +115,7 @@ class Blind(LocalBackend):
         return super().observe(run)
 
 
-def test_allocation_that_always_raises_fails_its_trial(fresh_master: Master) -> None:
+def test_allocation_poll_failure_fails_its_trial(fresh_master: Master) -> None:
     services = fresh_master.services
     use_backend(services, Blind)
     with scheduling(fresh_master):
@@ -129,8 +129,8 @@ def test_allocation_that_always_raises_fails_its_trial(fresh_master: Master) -> 
         wait_for(lambda: not list((services.state_dir / "allocations").glob("*/workdir/blind")))
 
 
-def test_scheduler_never_writes_inside_a_snapshot(fresh_master: Master) -> None:
-    """A snapshot that waits for a write keeps SQLite's log from being checkpointed for as long."""
+def test_scheduler_never_writes_inside_snapshot(fresh_master: Master) -> None:
+    """A snapshot that waits for a write blocks the checkpoint of SQLite's WAL."""
     database = fresh_master.services.database
     reading, inside = threading.local(), []
     read, submit_ = database.read, database.submit
@@ -161,7 +161,7 @@ def test_scheduler_never_writes_inside_a_snapshot(fresh_master: Master) -> None:
     assert inside == []
 
 
-def test_trial_that_cannot_be_scheduled_fails_alone(fresh_master: Master) -> None:
+def test_unschedulable_trial_fails_alone(fresh_master: Master) -> None:
     fresh_master.change("UPDATE experiments SET state = 'PAUSED' WHERE id <= 2")
     broken = submit(fresh_master, "python3 -m dstrial.launch a.py")
     fresh_master.change("UPDATE experiments SET slots_per_trial = 99 WHERE id = 3")
@@ -186,7 +186,7 @@ class Failing(LocalBackend):
         raise LookupError(run.allocation_id)
 
 
-def test_reconciler_sleeps_while_an_allocation_is_postponed(fresh_master: Master) -> None:
+def test_reconciler_sleeps_while_allocation_is_postponed(fresh_master: Master) -> None:
     services = fresh_master.services
     use_backend(services, Failing)
     with services.database.read() as connection:
@@ -195,6 +195,6 @@ def test_reconciler_sleeps_while_an_allocation_is_postponed(fresh_master: Master
     reconciler = Reconciler(services, StorageWait(services.database, services.storages), retries)
 
     reconciler.poll([row], is_all_due=True)
-    time.sleep(0.6)  # the longest period of polls
+    time.sleep(0.6)  # the longest poll interval
 
     assert reconciler.poll([row], is_all_due=False) > 30

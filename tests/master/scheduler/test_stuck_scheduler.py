@@ -1,4 +1,4 @@
-"""What would hold up the scheduler: files that trials forge do not, and what does is told."""
+"""A stuck scheduler is reported; forged files of trials do not block it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dstrial.testing.master import master_for_test
 pytestmark = pytest.mark.process
 
 
-def test_health_tells_of_a_stuck_scheduler(fresh_master: Master) -> None:
+def test_health_reports_stuck_scheduler(fresh_master: Master) -> None:
     services = fresh_master.services
     assert fresh_master.get("/health", None).status == 200
 
@@ -37,7 +37,7 @@ def test_health_tells_of_a_stuck_scheduler(fresh_master: Master) -> None:
         wait_for(lambda: fresh_master.get("/health", None).status == 200)
 
 
-def test_trials_that_forge_files_are_killed(tmp_path: Path) -> None:
+def test_trials_with_forged_files_can_be_killed(tmp_path: Path) -> None:
     forgeries = ("mkfifo exit.json", "echo {} > exit.json", "rm output.log; mkfifo output.log")
     with master_for_test(tmp_path, num_slots=4) as master:
         forging = [
@@ -53,7 +53,7 @@ def test_trials_that_forge_files_are_killed(tmp_path: Path) -> None:
         assert json.loads(master.dstrial("status", "--json").stdout)["trouble"] == ""
 
 
-def test_kill_stopped_supervisor_ends_the_trial(tmp_path: Path) -> None:
+def test_kill_with_stopped_supervisor_ends_trial(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=1) as master:
         experiment_id = submit(
             master, config("python3 train.py", hyperparameters={"steps": 600, "sleep": 0.1})

@@ -1,4 +1,4 @@
-"""Jobs and allocations of the back end with a queue; the engine is one in memory."""
+"""Jobs and allocations of ``QueuedBackend`` with an in-memory engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.process
 
 @dataclasses.dataclass
 class Nodes(Transport):
-    """Reaches nodes by a command that never answers."""
+    """A transport whose command never answers."""
 
     command: tuple[str, ...] = ("cat",)
     connect_s: float = 600.0
@@ -48,7 +48,7 @@ class Nodes(Transport):
 
 @dataclasses.dataclass
 class InMemory:
-    """An engine with one node; a job in ``job_ids`` has one slot and the key of the trial of its number."""
+    """An engine with one node; job ``n`` has one slot and the key ``trial-n``."""
 
     job_ids: tuple[str, ...] = ()
     state: JobState = "running"
@@ -58,7 +58,7 @@ class InMemory:
     asked: list[JobRequest] = dataclasses.field(default_factory=list)
     on_cancel: Callable[[str], None] = lambda _: None
     cancelled: list[str] = dataclasses.field(default_factory=list)
-    way: Nodes = dataclasses.field(default_factory=Nodes)
+    node_transport: Nodes = dataclasses.field(default_factory=Nodes)
     name: str = "Memory"
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
@@ -96,7 +96,7 @@ class InMemory:
 
     def transport(self, job_id: str) -> Nodes:
         del job_id
-        return self.way
+        return self.node_transport
 
     def close(self) -> None:
         pass
@@ -116,7 +116,7 @@ def made(tmp_path: Path) -> Iterator[Made]:
     backend = QueuedBackend(
         LocalBackend("here", (), servers),
         engine,
-        AgentSettings("python", "c", 1, None, False, False, 1.0, engine.way),
+        AgentSettings("python", "c", 1, None, False, False, 1.0, engine.node_transport),
         lambda names: dict.fromkeys(names, 1),
         told.set,
         tmp_path,
@@ -131,7 +131,7 @@ def request(key: int, num_slots: int = 1, **values: Any) -> ResourceRequest:
 
 
 def begin(made: Made, *job_ids: str) -> None:
-    """Let the engine have these running jobs, whose trials wait for the nodes to answer."""
+    """Start the backend and wait until it has seen these jobs of the engine."""
     made.backend.begin()
     made.backend.request([request(int(job_id)) for job_id in job_ids])
     made.engine.job_ids = job_ids
@@ -139,7 +139,7 @@ def begin(made: Made, *job_ids: str) -> None:
 
 
 def submit(made: Made, directory: Path, index: int) -> None:
-    """Begin an allocation in the job that has a slot of the node."""
+    """Submit an allocation on one slot of node 1."""
     values: dict[str, Any] = dict.fromkeys(
         (field.name for field in dataclasses.fields(AllocationRequest)), ""
     )
@@ -166,8 +166,8 @@ def test_submit_into_job_about_to_be_cancelled_fails(made: Made, tmp_path: Path)
     assert [type(error) for error in raised] == [SlotsGoneError]
 
 
-def test_job_is_used_by_one_allocation_and_cancelled_at_its_end(made: Made, tmp_path: Path) -> None:
-    """The trial that starts again has another job."""
+def test_job_serves_one_allocation_then_is_cancelled(made: Made, tmp_path: Path) -> None:
+    """A trial that restarts gets a new job."""
     begin(made, "1")
     submit(made, tmp_path / "allocation", 0)
     polls = made.engine.num_polls
@@ -181,7 +181,7 @@ def test_job_is_used_by_one_allocation_and_cancelled_at_its_end(made: Made, tmp_
     wait_for(lambda: [one.key for one in made.engine.asked] == ["trial-1"])
 
 
-def test_job_in_use_is_not_cancelled_at_the_end_of_the_master(made: Made, tmp_path: Path) -> None:
+def test_backend_close_keeps_job_in_use(made: Made, tmp_path: Path) -> None:
     begin(made, "1", "2")
     submit(made, tmp_path / "allocation", 1)
     made.engine.state = "leaving"
@@ -190,7 +190,7 @@ def test_job_in_use_is_not_cancelled_at_the_end_of_the_master(made: Made, tmp_pa
     assert set(made.engine.cancelled) == {"1"}
 
 
-def test_job_that_ends_before_its_allocation_begins_is_no_failure(made: Made, tmp_path: Path) -> None:
+def test_submit_into_ended_job_counts_no_restart(made: Made, tmp_path: Path) -> None:
     begin(made, "1")
     made.engine.job_ids = ()
     wait_for(lambda: made.backend.job_text(1) != "job 1")
@@ -201,7 +201,7 @@ def test_job_that_ends_before_its_allocation_begins_is_no_failure(made: Made, tm
     assert not failed_start(MasterError("no such entrypoint")).was_lost
 
 
-def test_allocation_of_a_job_that_ended_without_a_master_is_lost(made: Made, tmp_path: Path) -> None:
+def test_job_ended_while_master_down_loses_allocation(made: Made, tmp_path: Path) -> None:
     directory = tmp_path / "allocation"
     directory.mkdir()
     (directory / "job.json").write_text('{"job": "1"}')
@@ -215,8 +215,8 @@ def test_allocation_of_a_job_that_ended_without_a_master_is_lost(made: Made, tmp
     assert (exit_.was_lost, exit_.explanation) == (True, "job 1 has ended")
 
 
-def test_job_nobody_requests_is_cancelled_after_first_request(made: Made) -> None:
-    """Jobs of an earlier master stay until the scheduler has said what waits."""
+def test_unrequested_job_is_cancelled_after_first_request(made: Made) -> None:
+    """Jobs of an earlier master stay until the scheduler has requested slots."""
     made.engine.job_ids, made.engine.state = ("1", "2"), "pending"
     made.backend.begin()
     wait_for(lambda: made.backend.job_text(2) == "job 2")
@@ -226,7 +226,7 @@ def test_job_nobody_requests_is_cancelled_after_first_request(made: Made) -> Non
     assert made.backend.job_text(2) == "job 2"
 
 
-def test_three_jobs_that_end_early_fail_the_request(made: Made) -> None:
+def test_three_early_job_ends_fail_request(made: Made) -> None:
     made.engine.accepts, made.engine.state = 1, "ended"
     made.backend.begin()
     refused: dict[int | str, str] = {}
@@ -240,7 +240,7 @@ def test_three_jobs_that_end_early_fail_the_request(made: Made) -> None:
     assert len(made.engine.asked) >= 3
 
 
-def test_rejected_request_waits_with_the_reason(made: Made) -> None:
+def test_rejected_request_waits_with_reason(made: Made) -> None:
     made.engine.refusal = "two jobs wait already"
     begin(made)
     made.backend.request([request(7)])
@@ -249,7 +249,7 @@ def test_rejected_request_waits_with_the_reason(made: Made) -> None:
     assert made.backend.request([request(7)]).refused == {}
 
 
-def test_request_goes_on_with_fewer_slots_where_more_are_rejected(made: Made) -> None:
+def test_rejected_request_falls_back_to_fewer_slots(made: Made) -> None:
     made.engine.accepts, made.engine.state = 2, "pending"
     begin(made)
     made.backend.request([request(7, 4, fewer=(3, 2, 1))])
@@ -257,7 +257,7 @@ def test_request_goes_on_with_fewer_slots_where_more_are_rejected(made: Made) ->
     assert [one.num_slots for one in made.engine.asked] == [4, 3, 2]
 
 
-def test_request_without_a_disabled_node_is_retried_when_it_is_enabled(made: Made) -> None:
+def test_rejected_request_is_retried_when_node_enabled(made: Made) -> None:
     begin(made)
     without = dataclasses.replace(request(7), excluded_nodes=frozenset({1}))
     made.backend.request([without])
@@ -268,9 +268,9 @@ def test_request_without_a_disabled_node_is_retried_when_it_is_enabled(made: Mad
     assert made.engine.asked[-1].excluded_nodes == frozenset()
 
 
-def test_links_to_dead_nodes_close_side_by_side(made: Made) -> None:
-    """One after another they would take two seconds each, and as long would no job be asked for or cancelled."""
-    made.engine.way.command = ("sleep", "1000")
+def test_links_to_dead_nodes_close_concurrently(made: Made) -> None:
+    """In sequence, each takes 2 s, and meanwhile no job is submitted or cancelled."""
+    made.engine.node_transport.command = ("sleep", "1000")
     begin(made, *map(str, range(1, 31)))
     made.backend.request([])
     wait_for(lambda: len(made.engine.cancelled) == 30, deadline_s=20)

@@ -1,4 +1,4 @@
-"""Which jobs are cancelled and submitted, for any jobs and requests; pure."""
+"""Pure functions that decide which jobs to submit and to cancel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _request(num_slots: int, *, is_on_one_node: bool = False) -> ResourceRequest
 
 
 def job(id_: str, key: str, state: JobState, num_slots: int = 1, **values: Any) -> TrackedJob:
-    """Return a job that was submitted for so many slots."""
+    """Return a tracked job that was submitted for ``num_slots`` slots."""
     return TrackedJob(EngineJob(id_, key, state, ""), f"job {id_}", size_of(_request(num_slots)), **values)
 
 
@@ -103,7 +103,7 @@ _JOBS = st.lists(
 
 
 @given(st.lists(st.sampled_from("abcd"), unique=True), st.sets(st.sampled_from("abcd")), _JOBS)
-def test_plan_never_cancels_used_jobs_nor_duplicates(
+def test_plan_keeps_used_jobs_and_avoids_duplicates(
     due: list[str], rejected: set[str], jobs: list[TrackedJob]
 ) -> None:
     made = planned("".join({*due, *rejected}), "".join(due), jobs, 3)
@@ -116,7 +116,7 @@ def test_plan_never_cancels_used_jobs_nor_duplicates(
     assert not made.submitted or len(made.submitted) + sum(one.state == "pending" for one in left) <= 3
 
 
-def test_chosen_counts_divide_only_what_fits_nowhere() -> None:
+def test_chosen_counts_split_only_if_no_node_fits() -> None:
     assert chosen_counts(2, {0: 1, 1: 2}) == {1: 2}
     assert chosen_counts(3, {0: 1, 1: 2}) == {0: 1, 1: 2}
     assert chosen_counts(2, {0: 1, 2: 4}, is_on_one_node=True) == {2: 2}

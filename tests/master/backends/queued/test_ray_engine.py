@@ -1,4 +1,4 @@
-"""Ray as an engine: what is asked for, refused, and said of a placement group; pure."""
+"""Pure functions of the Ray engine: bundles, refusals and job states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def group(state: str, *places: str) -> RayGroup:
 TWO = [node("a"), node("b")]
 
 
-def test_a_bundle_for_each_share_of_cores_or_accelerators() -> None:
+def test_bundles_for_splits_cpus_or_accelerators_by_node() -> None:
     assert bundles_for(JobRequest("trial-1", "", 4), TWO) == [{"CPU": 2.0}, {"CPU": 2.0}]
     assert bundles_for(JobRequest("trial-1", "", 1), TWO) == [{"CPU": 1.0}]
     assert bundles_for(JobRequest("trial-1", "", 4, wants_devices=True), [*TWO, node("gpu1")]) == [
@@ -49,7 +49,7 @@ def lacking(request: JobRequest, nodes: list[RayNode]) -> str:
     return found.expected
 
 
-def test_bundles_for_more_than_the_nodes_have_is_a_refusal() -> None:
+def test_bundles_for_too_many_slots_returns_refusal() -> None:
     expected = "at most 2, which the nodes of the Ray cluster have on one node (a 2, b 2)"
     assert bundles_for(JobRequest("check", "", 3, is_on_one_node=True), TWO) == Refusal(
         "resources.slots_per_trial", "3", expected, "Lower it, or start Ray on more nodes.", True
@@ -65,7 +65,7 @@ def test_bundles_for_more_than_the_nodes_have_is_a_refusal() -> None:
     assert many.endswith("n7 2, and 12 others)")
 
 
-def test_slots_are_accelerators_if_any_and_free_on_usable_nodes() -> None:
+def test_slot_kind_usable_nodes_and_free_count() -> None:
     assert slot_kind(TWO, {}) == "CPU"
     assert slot_kind([*TWO, node("gpu1")], {}) == "GPU"
     assert slot_kind([*TWO, node("gpu1")], {"DS_ACCELERATOR": "cpu"}) == "CPU"
@@ -74,7 +74,7 @@ def test_slots_are_accelerators_if_any_and_free_on_usable_nodes() -> None:
     assert (num_free(nodes, "CPU"), num_free(nodes, "GPU")) == (3, 0)
 
 
-def test_a_placement_group_is_known_again_by_its_name() -> None:
+def test_group_name_round_trips_to_job_key() -> None:
     name = group_name("c1", JobRequest("trial-7", "my\x1b title", 1), "t0k3")
     assert name == "dstrial c1 trial-7 t0k3 my\\x1b title"
     assert key_of(name, "c1") == "trial-7"
@@ -96,7 +96,7 @@ _TWO_BUNDLES = "pending (asks for 2 CPUs on each of 2 nodes; free now: "
     ],
     ids=["runs", "waits", "counts only living nodes", "leaves a drained node"],
 )  # fmt: skip
-def test_job_has_the_state_of_its_group(
+def test_job_of_maps_group_state(
     found: RayGroup, nodes: list[RayNode], state: JobState, text: str, hosts: str
 ) -> None:
     parts = tuple(Part(host, 2) for host in hosts)
@@ -113,9 +113,7 @@ def test_job_has_the_state_of_its_group(
         (group("CREATED", "id-a", "id-b"), ()),
     ],
 )
-def test_a_group_that_has_lost_a_node_is_over_though_ray_moves_it(
-    lost: RayGroup, first: tuple[str, ...]
-) -> None:
+def test_job_of_group_with_lost_node_is_ended(lost: RayGroup, first: tuple[str, ...]) -> None:
     dead = node("b", is_alive=False, death_reason="health check failed\n")
     job = job_of(lost, "trial-1", [node("a"), dead, node("c")], first)
     assert (job.state, job.parts) == ("ended", ())
@@ -125,6 +123,6 @@ def test_a_group_that_has_lost_a_node_is_over_though_ray_moves_it(
         assert job.text == "placement group 4a994c02: ended (one of its nodes is gone)"
 
 
-def test_an_address_of_rays_client_server_is_refused() -> None:
+def test_engine_refuses_ray_client_address() -> None:
     with pytest.raises(MasterError, match=r"ray://head:10001; expected host:port of the head, or auto"):
         RayEngine("ray://head:10001", "c1")

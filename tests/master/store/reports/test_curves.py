@@ -1,4 +1,4 @@
-"""A curve has every number that was reported, exactly, whatever the reports are like and in however many parts it is read."""
+"""Metric curves have every reported number; downsampling keeps their shape."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def read(database: Database, name: str, after: int = -1) -> list[tuple[int, int,
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(REPORTS, st.sampled_from([-1, 2]))
-def test_a_curve_is_what_reading_every_report_would_give(
+def test_curve_equals_reading_every_report(
     database: Database, reports: list[tuple[int, int, dict[str, Any]]], after: int
 ) -> None:
     stored = [(steps, archived, json.dumps(plain(one))) for steps, archived, one in reports]
@@ -73,8 +73,8 @@ def test_a_curve_is_what_reading_every_report_would_give(
 
 
 @pytest.mark.parametrize("num_at_last", [1, 2, 3])
-def test_what_is_read_in_parts_has_every_report_once(database: Database, num_at_last: int) -> None:
-    # Two runs have reported at the batch where a part ends.
+def test_curve_read_in_parts_returns_reports_once(database: Database, num_at_last: int) -> None:
+    # Up to three runs report at the batch where a part ends.
     last = curves._AT_ONCE - 1
     rows = [(1, steps, steps, 0, f'{{"loss": {steps}.25}}') for steps in range(last + 10)]
     rows += [(1 + run, last, last + run, 0, '{"loss": -1.0}') for run in range(1, num_at_last)]
@@ -87,7 +87,7 @@ def test_what_is_read_in_parts_has_every_report_once(database: Database, num_at_
     assert [value for steps, end_us, value in found if end_us == steps][-1] == f"{last + 9}.25"
 
 
-def test_reports_that_are_all_at_one_batch_end(database: Database) -> None:
+def test_curve_of_reports_at_one_batch_terminates(database: Database) -> None:
     store(database, [(run, 7, run, 0, '{"loss": 1.0}') for run in range(curves._AT_ONCE + 5)])
     assert len(read(database, "loss")) >= curves._AT_ONCE
 
@@ -96,7 +96,7 @@ SERIES = st.lists(st.floats(), max_size=300)
 
 
 @given(SERIES, st.integers(1, 60))
-def test_downsample_keeps_at_most_the_asked_points_in_order(ys: list[float], max_points: int) -> None:
+def test_downsample_returns_at_most_max_points_sorted(ys: list[float], max_points: int) -> None:
     kept = curves.downsample(ys, max_points)
     assert kept == sorted(set(kept))
     assert len(kept) <= max_points
@@ -105,7 +105,7 @@ def test_downsample_keeps_at_most_the_asked_points_in_order(ys: list[float], max
 
 
 @given(SERIES, st.integers(7, 60))
-def test_downsample_keeps_ends_extremes_and_each_non_finite_kind(ys: list[float], max_points: int) -> None:
+def test_downsample_keeps_ends_extremes_and_nonfinite_kinds(ys: list[float], max_points: int) -> None:
     kept = curves.downsample(ys, max_points)
     there = [ys[idx] for idx in kept]
     if ys:
@@ -118,13 +118,13 @@ def test_downsample_keeps_ends_extremes_and_each_non_finite_kind(ys: list[float]
         assert first is None or first in kept
 
 
-def test_downsample_keeps_spikes_and_the_shape() -> None:
+def test_downsample_keeps_spikes_and_shape() -> None:
     ys = [math.sin(idx / 500) for idx in range(10_000)]
     ys[1234], ys[7000] = 3.0, -0.99
     kept = curves.downsample(ys, 400)
     assert {1234, 7000} <= set(kept)
     assert 380 <= len(kept) <= 400
-    # Lines between what is kept are nowhere far from the series.
+    # Linear interpolation between the kept points stays near the series.
     for left, right in zip(kept, kept[1:], strict=False):
         for idx in set(range(left, right)) - {1234, 7000, left}:
             line = ys[left] + (ys[right] - ys[left]) * (idx - left) / (right - left)
@@ -132,7 +132,7 @@ def test_downsample_keeps_spikes_and_the_shape() -> None:
             assert near_spike or abs(line - ys[idx]) < 0.1
 
 
-def test_downsample_shows_a_part_without_finite_values_as_gap() -> None:
+def test_downsample_shows_nonfinite_part_as_gap() -> None:
     ys = [float(idx) for idx in range(1000)]
     ys[400:600] = [math.nan] * 200
     kept = curves.downsample(ys, 50)
@@ -145,6 +145,6 @@ def test_downsample_to_few_points_keeps_last_and_first(most: int, kept: list[int
     assert curves.downsample([1.0, 9.0, -9.0, 2.0, 3.0], most) == kept
 
 
-def test_downsample_to_no_point_is_refused() -> None:
+def test_downsample_to_zero_points_raises() -> None:
     with pytest.raises(ValueError, match="expected at least 1"):
         curves.downsample([1.0, 2.0], 0)
