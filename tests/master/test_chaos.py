@@ -16,7 +16,7 @@ import pytest
         pytest.param(8, id="the master and a supervisor of an adaptive search"),
     ],
 )
-def test_a_search_survives_what_is_killed(seed: int) -> None:
+def test_search_survives_killed_processes(seed: int) -> None:
     outcome = chaos.run(seed)
 
     assert not outcome.problems, f"killed {outcome.killed}: {outcome.problems}"

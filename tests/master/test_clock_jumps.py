@@ -109,7 +109,7 @@ def wait_for_reports(master: MasterForTest, number: int, *, before: int | None =
     wait_for(lambda: num_rows(master, "metrics") >= wanted)
 
 
-def test_a_search_under_a_clock_that_jumps_is_the_undisturbed_one(
+def test_search_is_unaffected_by_clock_jumps(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:
     master, shift = shifted
@@ -132,7 +132,7 @@ def test_a_search_under_a_clock_that_jumps_is_the_undisturbed_one(
             assert last - first > 2 * DAY_S * 1_000_000
 
 
-def test_a_jump_forwards_kills_no_trial_that_saves_what_it_was_asked_for(
+def test_forward_jump_kills_no_trial_saving_on_pause(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:
     master, shift = shifted
@@ -155,7 +155,7 @@ def test_a_jump_forwards_kills_no_trial_that_saves_what_it_was_asked_for(
     assert [one["state"] for one in found] == ["STATE_COMPLETED"]
 
 
-def test_a_jump_forwards_takes_no_detached_run_for_silent(
+def test_forward_jump_ends_no_detached_run(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:
     master, shift = shifted

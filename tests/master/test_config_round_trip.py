@@ -122,7 +122,9 @@ def _without_seen_storage(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
-def test_a_config_comes_back(outcomes: dict[str, Outcome], shared_master: MasterForTest, name: str) -> None:
+def test_config_survives_round_trip(
+    outcomes: dict[str, Outcome], shared_master: MasterForTest, name: str
+) -> None:
     one = outcomes[name]
     host_path = str(shared_master.state.path / "checkpoints")
     completed = one.case.completed(one.given, host_path)
@@ -184,7 +186,7 @@ def _is_given(config: Any, path: tuple[str, ...]) -> bool:
     return config is not None
 
 
-def test_the_cases_exercise_every_field() -> None:
+def test_cases_cover_every_config_field() -> None:
     everywhere = {
         ("name",),
         ("entrypoint",),

@@ -73,7 +73,7 @@ def create(
 @pytest.mark.parametrize(
     "entrypoint", ["model_def:DigitsTrial", "python3 -m determined.launch.deepspeed python3 train.py"]
 )
-def test_a_dstrial_trial_runs_on_two_slots(
+def test_dstrial_trial_runs_on_two_slots(
     shared_master: MasterForTest, tmp_path: Path, entrypoint: str
 ) -> None:
     context = tmp_path / "context"
@@ -104,7 +104,7 @@ def test_a_dstrial_trial_runs_on_two_slots(
         ("python3 -m determined.launch.torch_distributed --trial model_def:MyTrial", 2),
     ],
 )
-def test_a_trial_class_of_determined_runs_unmodified(
+def test_determined_trial_class_runs_unmodified(
     shared_master: MasterForTest, tmp_path: Path, entrypoint: str, num_slots: int
 ) -> None:
     (tmp_path / "model_def.py").write_text(PYTORCH_TRIAL)

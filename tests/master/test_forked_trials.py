@@ -210,7 +210,7 @@ def reports_of(master: MasterForTest, experiment_id: int) -> dict[str, list[Any]
 
 
 @pytest.mark.exhaustive("tests/trainer/test_forked_ranks.py::test_forked_ranks_train_the_same")
-def test_a_search_of_forks_trains_what_new_processes_train(master: MasterForTest) -> None:
+def test_forked_search_trains_like_new_processes(master: MasterForTest) -> None:
     search = {
         "name": "random",
         "metric": "validation_loss",
@@ -242,7 +242,7 @@ def test_a_search_of_forks_trains_what_new_processes_train(master: MasterForTest
     assert "started as a new process" in again
 
 
-def test_modules_of_a_user_are_never_imported_ahead(master: MasterForTest) -> None:
+def test_user_modules_are_never_preimported(master: MasterForTest) -> None:
     until_ready(master)
     for word in ("first", "second"):
         first_line = "import helper\nprint('it says', helper.WORD)\n"
@@ -252,7 +252,7 @@ def test_modules_of_a_user_are_never_imported_ahead(master: MasterForTest) -> No
         assert f"it says {word}" in text
 
 
-def test_a_script_is_a_new_process(master: MasterForTest) -> None:
+def test_script_runs_in_new_process(master: MasterForTest) -> None:
     """It may set variables before it imports anything."""
     until_ready(master)
     script = "import sys\nBEFORE = 'torch' in sys.modules\n" + SAY + "print('torch:', BEFORE)"
@@ -262,7 +262,7 @@ def test_a_script_is_a_new_process(master: MasterForTest) -> None:
         assert "torch: False" in text
 
 
-def test_module_named_like_an_installed_one_is_imported(master: MasterForTest) -> None:
+def test_user_module_shadowing_installed_module_is_imported(master: MasterForTest) -> None:
     """As by a process in which nothing was imported yet."""
     until_ready(master)
     first_line = "import tabulate\nprint('it is', tabulate.__file__)\n"
@@ -272,7 +272,7 @@ def test_module_named_like_an_installed_one_is_imported(master: MasterForTest) -
     assert re.search(r"it is \S+/workdir/tabulate.py\n", text)
 
 
-def test_forked_ranks_begin_like_those_of_new_processes(master: MasterForTest, tmp_path: Path) -> None:
+def test_forked_ranks_start_in_same_process_state(master: MasterForTest, tmp_path: Path) -> None:
     until_ready(master)
     state = STATE.replace("<seen>", str(tmp_path))
     ranks = {"resources": {"slots_per_trial": 2}}
@@ -314,7 +314,7 @@ def state_of(seen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_one_trial_after_the_other_is_a_fork_whatever_it_imports_and_goes_on_after_a_pause(
+def test_successive_trials_fork_and_resume_after_pause(
     master: MasterForTest,
 ) -> None:
     given = {"searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 9}}}
@@ -346,9 +346,7 @@ def test_one_trial_after_the_other_is_a_fork_whatever_it_imports_and_goes_on_aft
 
 
 @pytest.mark.parametrize("is_supervisor_killed", [False, True], ids=["by its supervisor", "by its session"])
-def test_a_forked_trial_that_is_killed_leaves_no_process(
-    master: MasterForTest, is_supervisor_killed: bool
-) -> None:
+def test_killed_forked_trial_leaves_no_process(master: MasterForTest, is_supervisor_killed: bool) -> None:
     experiment_id, trial_id = begin_forked(master, steps=1000, sleep_s=0.3)
     supervisor = supervisor_of(master, trial_id)
     seen = {*descendants(supervisor), supervisor}
@@ -367,7 +365,7 @@ def test_a_forked_trial_that_is_killed_leaves_no_process(
         time.sleep(0.1)
 
 
-def test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_server(
+def test_forked_trial_outlives_killed_fork_server(
     master: MasterForTest,
 ) -> None:
     experiment_id, trial_id = begin_forked(master, steps=12, sleep_s=0.3)
@@ -385,9 +383,7 @@ def test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_s
 
 @pytest.mark.exhaustive("[5]")
 @pytest.mark.parametrize("seed", [5, 6, 7])
-def test_a_server_that_is_killed_in_the_middle_of_forks_neither_loses_nor_doubles_a_trial(
-    master: MasterForTest, seed: int
-) -> None:
+def test_server_killed_while_forking_loses_no_trial(master: MasterForTest, seed: int) -> None:
     server = until_ready(master)
     begun = [begin(master, steps=3) for _ in range(4)]
     time.sleep(random.Random(seed).uniform(0.0, 0.2))
@@ -401,7 +397,7 @@ def test_a_server_that_is_killed_in_the_middle_of_forks_neither_loses_nor_double
         assert text.count("started as") == 1, text
 
 
-def test_a_server_that_is_stopped_is_ended_and_the_trial_is_a_new_process(master: MasterForTest) -> None:
+def test_stopped_server_is_killed_and_trial_starts_unforked(master: MasterForTest) -> None:
     server = until_ready(master)
     os.kill(server, signal.SIGSTOP)
 
@@ -411,7 +407,7 @@ def test_a_server_that_is_stopped_is_ended_and_the_trial_is_a_new_process(master
     assert not lives(server)
 
 
-def test_a_forked_trial_outlives_the_master_and_the_server_does_not(master: MasterForTest) -> None:
+def test_forked_trial_outlives_master_but_server_ends(master: MasterForTest) -> None:
     experiment_id, trial_id = begin_forked(master, steps=30, sleep_s=0.3)
     (server,) = servers_of(master)
 
@@ -425,7 +421,7 @@ def test_a_forked_trial_outlives_the_master_and_the_server_does_not(master: Mast
     assert trials(master, experiment_id)[0]["restarts"] == 0
 
 
-def test_no_process_is_left_when_the_master_goes_down(master: MasterForTest) -> None:
+def test_down_leaves_no_process(master: MasterForTest) -> None:
     _, trial_id = begin_forked(master, steps=1000, sleep_s=0.3)
     supervisor = supervisor_of(master, trial_id)
     seen = {*descendants(supervisor), supervisor, *descendants(master.record.pid), master.record.pid}
@@ -438,7 +434,7 @@ def test_no_process_is_left_when_the_master_goes_down(master: MasterForTest) -> 
     master.up()
 
 
-def test_a_server_that_is_not_needed_ends_and_a_master_without_has_none(tmp_path: Path) -> None:
+def test_idle_server_exits_and_can_be_disabled(tmp_path: Path) -> None:
     settings = tmp_path / "master.yaml"
     settings.write_text("warm_idle_timeout: 1\n")
     options = ("--config-file", str(settings))

@@ -33,7 +33,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.process
-def test_a_search_on_a_disk_that_is_full_twice_loses_nothing_and_status_says_why_it_waits(
+def test_search_on_full_disk_waits_without_loss(
     filled: list[dict[str, Any]],
 ) -> None:
     found, _ = filled
@@ -52,7 +52,7 @@ def test_a_search_on_a_disk_that_is_full_twice_loses_nothing_and_status_says_why
 
 
 @pytest.mark.process
-def test_down_ends_what_runs_though_the_disk_is_full_and_no_restart_is_counted(
+def test_down_on_full_disk_ends_all_processes(
     filled: list[dict[str, Any]],
 ) -> None:
     _, found = filled

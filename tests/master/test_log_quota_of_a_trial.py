@@ -29,7 +29,7 @@ raise RuntimeError("went wrong at last")
 """
 
 
-def test_the_end_and_the_reason_are_there_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_flooded_log_keeps_end_and_counts_dropped(tmp_path: Path) -> None:
     settings = tmp_path / "master.yaml"
     settings.write_text("limits: {trial_log_bytes: 1048576}\n")
     with master_for_test(tmp_path, num_slots=2, options=("--config-file", str(settings))) as master:
@@ -56,7 +56,7 @@ def test_the_end_and_the_reason_are_there_and_the_rest_is_counted(tmp_path: Path
     assert "hello" not in shown
 
 
-def test_what_is_printed_while_the_master_is_away_takes_a_bounded_part_of_the_disk(tmp_path: Path) -> None:
+def test_output_during_master_outage_is_bounded_on_disk(tmp_path: Path) -> None:
     settings = tmp_path / "master.yaml"
     settings.write_text("limits: {trial_log_bytes: 1048576}\n")
     go, done = tmp_path / "go", tmp_path / "done"

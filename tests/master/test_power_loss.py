@@ -42,9 +42,7 @@ def has_trained_or_ended(work: Path, before: int, machine: subprocess.Popen[byte
 @pytest.mark.exhaustive("[async_halving]")
 @pytest.mark.process
 @pytest.mark.parametrize("seed", [pytest.param(0, id="random search"), pytest.param(4, id="async_halving")])
-def test_a_search_goes_on_after_each_loss_of_power_and_takes_no_stranger_for_a_process_of_its_own(
-    short_path: Path, seed: int
-) -> None:
+def test_search_resumes_after_each_power_loss(short_path: Path, seed: int) -> None:
     boot_id = "/proc/sys/kernel/random/boot_id"
     in_namespaces = unshare(
         "--pid", "--fork", "--mount-proc",

@@ -24,7 +24,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 """
 
 
-def test_nothing_is_underway_after_the_wait(shared_master: MasterForTest) -> None:
+def test_wait_flushes_pending_reports_before_crash(shared_master: MasterForTest) -> None:
     experiment_id = submit(shared_master, config(), SCRIPT)
 
     wait_until(shared_master, experiment_id, "ERROR")

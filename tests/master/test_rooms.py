@@ -37,7 +37,7 @@ def _texts(path: Path) -> list[tuple[int, str]]:
     ]
 
 
-def test_the_store_and_what_follows_from_an_event_name_no_client_and_no_status() -> None:
+def test_store_and_lifecycle_name_no_client_or_status() -> None:
     paths = _modules(*KNOWS_NO_CLIENT)
     assert not [
         f"{path}:{line}: {text}" for path in paths for line, text in _texts(path) if CLIENT.search(text)
@@ -57,9 +57,7 @@ def test_the_store_and_what_follows_from_an_event_name_no_client_and_no_status()
         (InvalidError("name is empty; expected a text. Choose a name."), 400, "name is empty; expected a text. Choose a name."),
     ],
 )  # fmt: skip
-def test_an_error_of_the_store_is_answered_with_its_status_and_its_words(
-    error: StoreError, status: int, text: str
-) -> None:
+def test_store_error_maps_to_status_and_text(error: StoreError, status: int, text: str) -> None:
     answered = status_and_text(error)
     assert (answered.status, answered.text) == (status, text)
 
@@ -68,7 +66,7 @@ def _outside() -> list[Path]:
     return [path for path in sorted(MASTER.rglob("*.py")) if MASTER / "store" not in path.parents]
 
 
-def test_nobody_but_the_store_says_sql() -> None:
+def test_only_store_contains_sql() -> None:
     paths = [
         path
         for path in _outside()
@@ -86,5 +84,5 @@ def test_nobody_but_the_store_says_sql() -> None:
     assert not said + executed
 
 
-def test_nobody_but_the_store_sees_a_row_of_sqlite() -> None:
+def test_only_store_uses_sqlite_rows() -> None:
     assert not [str(path) for path in _outside() if "sqlite3.Row" in path.read_text(encoding="utf-8")]

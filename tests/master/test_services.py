@@ -16,7 +16,7 @@ from dstrial.master.settings import MasterSettings
 from dstrial.master.store.database import Database
 
 
-def test_agent_back_end_deletes_status_files_of_earlier_back_ends(tmp_path: Path) -> None:
+def test_agent_backend_deletes_stale_status_files(tmp_path: Path) -> None:
     for name in (HOSTS_NAME, ENGINE_NAME):
         (tmp_path / name).write_text("of an earlier master")
     pubsub = PubSub()

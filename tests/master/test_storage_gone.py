@@ -120,7 +120,7 @@ def mount_again(storage: Path) -> None:
 
 @pytest.mark.exhaustive("[True]")
 @pytest.mark.parametrize("is_mount_point", [False, True])
-def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_it_is_back(
+def test_unmounted_storage_is_not_recreated_and_trial_resumes(
     master: MasterForTest, tmp_path: Path, *, is_mount_point: bool
 ) -> None:
     storage = tmp_path / "nfs" / "checkpoints"
@@ -157,7 +157,9 @@ def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_
     wait_for(lambda: half_written(master, experiment_id, storage) == set())
 
 
-def test_nothing_is_deleted_as_long_as_the_storage_is_away(master: MasterForTest, tmp_path: Path) -> None:
+def test_checkpoint_deletion_is_postponed_while_storage_unmounted(
+    master: MasterForTest, tmp_path: Path
+) -> None:
     storage = tmp_path / "storage"
     given = saving(tmp_path, storage)
     given["checkpoint_storage"]["save_trial_latest"] = 1
@@ -196,9 +198,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 """
 
 
-def test_what_killed_runs_have_half_written_is_swept_with_its_bytes(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_half_written_checkpoints_of_killed_runs_are_deleted(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     theirs = storage / "0f4f1f9e-8f0a-4c3e-9a53-1f4b1b8a0f5e"
     theirs.mkdir(parents=True)
@@ -214,9 +214,7 @@ def test_what_killed_runs_have_half_written_is_swept_with_its_bytes(
     assert {path.parent.name for path in storage.glob("*/half")} == {kept["uuid"], theirs.name}
 
 
-def test_a_copy_of_the_database_that_is_put_back_costs_no_checkpoint_that_was_reported_since(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_database_restore_keeps_checkpoints_reported_since(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     experiment_id = submit(master, saving(tmp_path, storage), SAVING)
     wait_for(lambda: len(checkpoints(master, experiment_id)) >= 2)
@@ -246,9 +244,7 @@ def listed_in(storage: Path) -> set[str]:
     return {path.parent.name for path in storage.glob("*/state.json")}
 
 
-def test_a_master_that_is_started_while_the_storage_is_away_waits_as_well(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_master_started_without_storage_waits(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     experiment_id = submit(master, saving(tmp_path, storage), SAVING)
     wait_for(lambda: len(checkpoints(master, experiment_id)) >= 2)
@@ -265,7 +261,7 @@ def test_a_master_that_is_started_while_the_storage_is_away_waits_as_well(
     assert lost(master, experiment_id, storage) == []
 
 
-def test_two_masters_share_a_storage_by_one_marker(master: MasterForTest, tmp_path: Path) -> None:
+def test_masters_sharing_storage_use_same_marker(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     (tmp_path / "second").mkdir()
     (tmp_path / "last").touch()
@@ -276,7 +272,7 @@ def test_two_masters_share_a_storage_by_one_marker(master: MasterForTest, tmp_pa
     assert (storage / STORAGE_MARKER).read_text() == first
 
 
-def test_a_storage_that_is_really_unmounted_keeps_every_checkpoint(tmp_path: Path) -> None:
+def test_real_unmount_loses_no_checkpoint(tmp_path: Path) -> None:
     probe = f"mkdir {tmp_path}/probe; mount --bind {tmp_path}/probe {tmp_path}/probe; umount {tmp_path}/probe"
     in_namespaces = unshare("--mount", probe=probe)
     program = Path(__file__).with_name("unmounting.py")

@@ -45,7 +45,7 @@ while True:
 
 @pytest.mark.exhaustive("[20]")
 @pytest.mark.parametrize("num_kills", [20, 40])
-def test_kills_lose_nothing_that_was_confirmed(tmp_path: Path, num_kills: int) -> None:
+def test_killed_writer_loses_no_confirmed_row(tmp_path: Path, num_kills: int) -> None:
     seeded = random.Random(17)
     path, log = tmp_path / "master.db", tmp_path / "writer.log"
     script = tmp_path / "writer.py"

@@ -33,7 +33,7 @@ def busy(seeded_master: Master) -> dict[str, str]:
     return seeded_master.write(fill)
 
 
-def test_the_endpoint_tells_who_holds_which_slot_and_why_others_wait(
+def test_endpoint_reports_slot_holders_and_pending_reasons(
     seeded_master: Master, busy: dict[str, str]
 ) -> None:
     found = seeded_master.get("/page/cluster").json
@@ -52,7 +52,7 @@ def test_the_endpoint_tells_who_holds_which_slot_and_why_others_wait(
     assert reasons[HTML] == ""
 
 
-def test_use_counts_deleted_experiments(seeded_master: Master, busy: dict[str, str]) -> None:
+def test_usage_counts_deleted_experiments(seeded_master: Master, busy: dict[str, str]) -> None:
     day = seeded_master.get("/page/cluster/usage?hours=24").json
     assert len(day["times"]) == len(day["used"]) == NUM_BUCKETS
     assert max(day["used"]) == pytest.approx(5.0)  # 3 of the deleted one, and two trials that have always run
@@ -69,7 +69,7 @@ def administrator(seeded_master: Master) -> Iterator[None]:
     seeded_master.change("UPDATE users SET admin = 0 WHERE username = 'determined'")
 
 
-def test_nodes_and_slots_are_switched_off_after_a_question_and_on_again(
+def test_slot_and_node_disabling_requires_confirmation(
     browser: Browser, seeded_master: Master, busy: dict[str, str], administrator: None
 ) -> None:
     browser.show("/det/clusters", "main table")
@@ -100,7 +100,7 @@ def test_nodes_and_slots_are_switched_off_after_a_question_and_on_again(
     assert off() == {}
 
 
-def test_the_queue_is_put_in_another_order_and_follows_what_others_do(
+def test_queue_is_reordered_and_follows_external_changes(
     browser: Browser, seeded_master: Master, busy: dict[str, str]
 ) -> None:
     browser.show("/det/cluster", "[aria-label=Queue] tbody tr[data-idx='4']")

@@ -72,9 +72,7 @@ def tab(experiment: int, name: str) -> str:
     return f"/det/experiments/{experiment}/{name}"
 
 
-def test_every_hyperparameter_that_differs_has_an_axis_and_what_it_explains(
-    browser: Browser, seeded: Seeded
-) -> None:
+def test_differing_hyperparameters_have_axes_and_importance(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.search, "hyperparameters"), "canvas")
     label = browser.page.locator("canvas").first.get_attribute("aria-label")
     assert label.startswith("Parallel coordinates of 30 trials over lr, layers, optimizer, loss; 30 within")
@@ -105,7 +103,7 @@ def kept(browser: Browser) -> list[dict[str, str]]:
     return browser.csv(browser.page.get_by_label("CSV of parallel coordinates"))
 
 
-def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(browser: Browser, seeded: Seeded) -> None:
+def test_axis_range_is_set_and_cleared_by_keyboard(browser: Browser, seeded: Seeded) -> None:
     press = browser.page.keyboard.press
     browser.show(tab(seeded.search, "hyperparameters"), "canvas")
     everything = kept(browser)
@@ -153,9 +151,7 @@ def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(browser: Browser
     assert kept(browser) == everything
 
 
-def test_a_line_under_the_pointer_tells_of_its_trial_and_leads_to_it(
-    browser: Browser, seeded: Seeded
-) -> None:
+def test_hovered_line_shows_and_opens_its_trial(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.search, "hyperparameters"), "canvas")
     box = browser.page.locator("canvas").first.bounding_box()
     # Beside the metric's axis the best trial's line is the lowest, and nearly at its foot.
@@ -168,7 +164,9 @@ def test_a_line_under_the_pointer_tells_of_its_trial_and_leads_to_it(
     browser.until("location.pathname.includes('/trials/')")
 
 
-def test_few_trials_or_equal_ones_say_so(browser: Browser, seeded: Seeded, seeded_master: Master) -> None:
+def test_too_few_or_equal_trials_are_reported(
+    browser: Browser, seeded: Seeded, seeded_master: Master
+) -> None:
     def fill(tx: Transaction) -> int:
         experiment = add_experiment(tx, name="odd", num_trials=3)
         one, two, three = trials_of(tx, experiment)
@@ -185,7 +183,7 @@ def test_few_trials_or_equal_ones_say_so(browser: Browser, seeded: Seeded, seede
     browser.until("document.body.innerText.includes('nothing to compare yet')")
 
 
-def test_rungs_say_who_was_stopped_where(browser: Browser, seeded: Seeded) -> None:
+def test_rungs_show_outcome_of_every_trial(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.fork, "rungs"), "table.rungs")
     assert browser.texts("table.rungs tbody tr")[0].split()[:7] == ["1", "10", "6", "2", "3", "1", "2"]
     outcomes = browser.texts("[aria-label='Trials by rung'] tbody tr[data-idx] td:last-child")
@@ -196,7 +194,7 @@ def test_rungs_say_who_was_stopped_where(browser: Browser, seeded: Seeded) -> No
     assert "Rungs" not in browser.texts(".tabs a")
 
 
-def test_checkpoints_have_their_layout_and_lines_to_copy(
+def test_checkpoints_show_layout_and_copyable_commands(
     open_browser: Callable[..., Browser], seeded: Seeded
 ) -> None:
     browser = open_browser(permissions=["clipboard-read", "clipboard-write"])
@@ -211,7 +209,7 @@ def test_checkpoints_have_their_layout_and_lines_to_copy(
     browser.until("document.querySelectorAll('tbody tr[data-idx]').length === 3")
 
 
-def test_a_checkpoint_is_registered_in_a_new_model_and_then_not_deleted(
+def test_registered_checkpoint_cannot_be_deleted(
     open_browser: Callable[..., Browser], seeded: Seeded
 ) -> None:
     browser = open_browser()
@@ -235,7 +233,7 @@ def test_a_checkpoint_is_registered_in_a_new_model_and_then_not_deleted(
     )
 
 
-def test_a_checkpoint_is_deleted_only_after_a_question(
+def test_checkpoint_deletion_requires_confirmation(
     browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
     def fill(tx: Transaction) -> str:
@@ -261,9 +259,7 @@ def test_a_checkpoint_is_deleted_only_after_a_question(
     browser.until("!document.querySelector('section.details button.danger')")
 
 
-def test_the_config_is_shown_as_submitted_and_with_origins_without_secrets(
-    browser: Browser, seeded: Seeded
-) -> None:
+def test_config_is_shown_with_origins_without_secrets(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.search, "config"), ".code")
     assert "# What is searched for" in browser.text(".code")
     assert "HF_TOKEN=********" in browser.text(".code")
@@ -283,7 +279,7 @@ def test_the_config_is_shown_as_submitted_and_with_origins_without_secrets(
     )
 
 
-def test_code_is_shown_with_line_numbers_and_what_differs_from_its_parent(
+def test_code_is_shown_with_diff_to_parent(
     open_browser: Callable[..., Browser], browser: Browser, seeded: Seeded
 ) -> None:
     browser.show(tab(seeded.search, "code?file=train.py"), ".code")
@@ -307,7 +303,7 @@ def test_code_is_shown_with_line_numbers_and_what_differs_from_its_parent(
     assert browser.problems.pop().endswith("404 (Not Found)")
 
 
-def test_notes_labels_name_and_description_are_edited(
+def test_notes_labels_name_and_description_are_editable(
     browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
     experiment = seeded_master.write(lambda tx: add_experiment(tx, name="before", labels=("old",)))
@@ -335,9 +331,7 @@ def test_notes_labels_name_and_description_are_edited(
     assert (*row.values(),) == ("after", "why", "<script>alert(1)</script>\nsecond line", '["a/b & c"]')
 
 
-def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_concurrent_note_edit_is_reported(browser: Browser, seeded_master: Master) -> None:
     experiment = seeded_master.write(add_experiment)
     browser.show(tab(experiment, "notes"), "textarea")
     browser.page.fill("textarea", "mine")
@@ -353,7 +347,7 @@ def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
     assert browser.page.input_value("textarea") == "theirs"
 
 
-def test_an_experiment_deleted_while_it_is_looked_at_says_so(
+def test_experiment_deleted_while_open_is_reported(
     open_browser: Callable[..., Browser], seeded_master: Master
 ) -> None:
     experiment = seeded_master.write(add_experiment)
@@ -375,9 +369,7 @@ def test_an_experiment_deleted_while_it_is_looked_at_says_so(
     browser.problems[:] = [problem for problem in browser.problems if "404 (Not Found)" not in problem]
 
 
-def test_actions_of_many_ask_the_master_as_its_protocol_has_it(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_archive_and_unarchive_buttons_reach_master(browser: Browser, seeded_master: Master) -> None:
     experiment = seeded_master.write(add_experiment)
     browser.show(tab(experiment, "notes"), ".tools")
     browser.page.click("button:text-is('Archive')")

@@ -31,9 +31,7 @@ def link(master: MasterForTest) -> str:
     return found[1]
 
 
-def test_the_link_of_up_opens_the_page_once_and_leaves_no_code_behind(
-    window: Browser, shared_master: MasterForTest
-) -> None:
+def test_login_link_works_once_and_leaves_no_code(window: Browser, shared_master: MasterForTest) -> None:
     address = link(shared_master)
     code = address.partition("#")[2]
     window.page.goto(address)
@@ -53,7 +51,7 @@ def test_the_link_of_up_opens_the_page_once_and_leaves_no_code_behind(
     ]  # as the form itself is answered
 
 
-def test_an_expired_login_is_said_and_leads_back_to_the_same_address(
+def test_expired_login_is_reported_and_restores_address(
     window: Browser, shared_master: MasterForTest
 ) -> None:
     window.page.goto(link(shared_master))

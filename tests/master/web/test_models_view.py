@@ -14,9 +14,7 @@ pytestmark = pytest.mark.process
 HTML = "<img src=x onerror=alert(1)> & co"
 
 
-def test_a_model_is_made_and_gets_a_version_whose_checkpoint_is_shown(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_created_model_shows_checkpoint_of_its_version(browser: Browser, seeded_master: Master) -> None:
     checkpoint = seeded_master.checkpoints[1]
     browser.show("/det/models", "main table")
     browser.page.click("button:has-text('New model')")
@@ -41,7 +39,7 @@ def test_a_model_is_made_and_gets_a_version_whose_checkpoint_is_shown(
     assert f"det model describe '{HTML}' --version 1" in panel
 
 
-def test_models_and_versions_are_edited_archived_and_deleted(browser: Browser, seeded_master: Master) -> None:
+def test_models_and_versions_are_edited_archived_deleted(browser: Browser, seeded_master: Master) -> None:
     seeded_master.write(
         lambda tx: add_model(tx, "digits", seeded_master.checkpoints[1], seeded_master.checkpoints[2])
     )
@@ -76,7 +74,7 @@ def test_models_and_versions_are_edited_archived_and_deleted(browser: Browser, s
     assert seeded_master.rows("SELECT name FROM models WHERE name LIKE 'digits%'") == []
 
 
-def test_what_others_change_is_shown_and_a_model_that_goes_is_said_to_be_gone(
+def test_external_changes_and_deletion_are_shown(
     open_browser: Callable[..., Browser], seeded_master: Master
 ) -> None:
     browser = open_browser()
@@ -90,7 +88,7 @@ def test_what_others_change_is_shown_and_a_model_that_goes_is_said_to_be_gone(
     browser.problems.clear()  # The browser notes the answer 404 itself.
 
 
-def test_a_refused_name_is_told_with_the_reason(open_browser: Callable[..., Browser]) -> None:
+def test_refused_model_name_is_explained(open_browser: Callable[..., Browser]) -> None:
     browser = open_browser()
     browser.open("/det/models", "main table")
     browser.page.click("button:has-text('New model')")

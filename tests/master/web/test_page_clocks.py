@@ -67,7 +67,7 @@ def took(browser: Browser, name: str) -> str:
 
 @pytest.mark.exhaustive("[an hour back]")
 @pytest.mark.parametrize("jump", JUMPS)
-def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
+def test_ages_follow_master_clock_when_browser_jumps(
     open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, jump: str
 ) -> None:
     seeded_master.change("UPDATE experiments SET name = 'runs' WHERE id = ?", seeded.experiment)
@@ -96,7 +96,7 @@ def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
     assert TOOK.match(took(browser, "gpt"))
 
 
-def test_a_time_at_the_end_of_all_times_keeps_no_view_from_being_shown(
+def test_extreme_report_times_break_no_view(
     open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded
 ) -> None:
     for told, status in (

@@ -146,7 +146,7 @@ def judge(chromium: Any) -> Any:
 @pytest.mark.exhaustive("[light-1300]", "[dark-390]")
 @pytest.mark.parametrize("width", [1300, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_view_and_tab_is_painted_and_accessible(
+def test_views_and_tabs_are_painted_and_accessible(
     open_browser: Callable[..., Browser], shown: Shown, directory: Path, judge: Any, scheme: str, width: int
 ) -> None:
     # The page's policy lets nothing foreign run; in this window alone it does not hold.
@@ -171,7 +171,7 @@ def test_every_view_and_tab_is_painted_and_accessible(
     assert found == {}
 
 
-def test_the_pictures_of_documents_can_be_made_and_are_shown(
+def test_document_pictures_are_renderable_and_referenced(
     open_browser: Callable[..., Browser], shown: Shown, directory: Path, judge: Any
 ) -> None:
     for name, (view, scheme) in DOCUMENTS.items():
@@ -190,7 +190,7 @@ def test_the_pictures_of_documents_can_be_made_and_are_shown(
 
 @pytest.mark.exhaustive("[dark]")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_dialogs_have_nothing_against_them_and_the_keyboard_ends_them(
+def test_dialogs_are_accessible_and_close_on_escape(
     open_browser: Callable[..., Browser], shown: Shown, scheme: str
 ) -> None:
     browser = open_browser(bypass_csp=True, color_scheme=scheme)
@@ -211,9 +211,7 @@ def test_dialogs_have_nothing_against_them_and_the_keyboard_ends_them(
 
 @pytest.mark.exhaustive("[/det/experiments]")
 @pytest.mark.parametrize("path", ["/det/experiments", "/det/tasks", "/det/models"])
-def test_a_table_is_reached_and_used_by_the_keyboard(
-    open_browser: Callable[..., Browser], shown: Shown, path: str
-) -> None:
+def test_table_is_usable_by_keyboard(open_browser: Callable[..., Browser], shown: Shown, path: str) -> None:
     browser = open_browser()
     browser.open(path, "tbody tr[data-idx]")
     press = browser.page.keyboard.press
@@ -237,7 +235,7 @@ def test_a_table_is_reached_and_used_by_the_keyboard(
     browser.until(f"location.pathname === {json.dumps(where)}")
 
 
-def test_the_first_tab_leads_past_the_main_line(open_browser: Callable[..., Browser], shown: Shown) -> None:
+def test_first_tab_reaches_skip_link(open_browser: Callable[..., Browser], shown: Shown) -> None:
     browser = open_browser(token="admin")
     for path in views(shown).values():
         browser.show(path)

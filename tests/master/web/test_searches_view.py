@@ -23,7 +23,7 @@ def _filled(seeded_master: Master) -> None:
     )
 
 
-def test_search_that_has_told_nothing_yet_is_listed_and_says_so(browser: Browser) -> None:
+def test_search_without_progress_is_listed(browser: Browser) -> None:
     browser.show("/det/searches", "tbody tr[data-idx='1']")
     browser.page.click(f"a[href='/det/searches/{LIVE}']:has-text('gpt')")
     browser.page.wait_for_selector(".facts")
@@ -31,9 +31,7 @@ def test_search_that_has_told_nothing_yet_is_listed_and_says_so(browser: Browser
     assert "0 of 0 configurations measured" in browser.text(".facts")
 
 
-def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_grow(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_running_search_shows_growing_predictions_and_front(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         add_search(tx, search_id=TOLD)
         return tx.execute(
@@ -82,7 +80,7 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
     assert browser.page.evaluate("window.isSame")
 
 
-def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(browser: Browser) -> None:
+def test_ended_search_shows_report_and_escapes_markup(browser: Browser) -> None:
     browser.show(f"/det/searches/{ENDED}", "tbody tr.best")
     facts = browser.text(".facts")
     assert "100.0 % better than its own configuration" in facts
@@ -98,9 +96,7 @@ def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
     assert href.startswith("/det/experiments/")
 
 
-def test_a_search_that_an_error_has_ended_is_not_called_completed(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_failed_search_is_not_shown_as_completed(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         add_search(tx, search_id=FAILED, has_report=True)
         told = r"\"is_finished\": true"
@@ -129,7 +125,7 @@ def test_a_search_that_an_error_has_ended_is_not_called_completed(
         ("44444442", ("CANCELED", "DELETED"), "CANCELED"),
     ],
 )
-def test_without_a_report_the_experiments_say_what_became_of_a_search(
+def test_search_without_report_takes_experiments_state(
     seeded_master: Master, search_id: str, states: tuple[str, str], shown: str
 ) -> None:
     first, others = states
@@ -143,7 +139,7 @@ def test_without_a_report_the_experiments_say_what_became_of_a_search(
     assert seeded_master.get(f"/page/searches/{search_id}").json["search"]["state"] == shown
 
 
-def test_an_unknown_search_is_said_to_be_none(open_browser: Callable[..., Browser]) -> None:
+def test_unknown_search_is_not_found(open_browser: Callable[..., Browser]) -> None:
     browser = open_browser()
     browser.open("/det/searches/%3Cb%3E", "main .problem")
     assert "search '<b>' is not found" in browser.text("main .problem")

@@ -167,9 +167,7 @@ def test_service_page_reaches_neither_master_nor_session(
     context.close()
 
 
-def test_service_page_opens_again_after_its_grant_is_lost(
-    hostile: tuple[TasksHere, str], chromium: Any
-) -> None:
+def test_service_page_reopens_after_grant_is_lost(hostile: tuple[TasksHere, str], chromium: Any) -> None:
     det, path = hostile
     master = f"http://localhost:{det.master.record.port}"
     cookie = {"name": "auth", "value": det.token, "url": master, "httpOnly": True, "sameSite": "Strict"}

@@ -50,7 +50,7 @@ def history(database: Database) -> tuple[list[int], list[list[float | None]]]:
 
 
 @pytest.mark.parametrize("num_reports", [0, 1, 2, instruments.MAX_REPORTS])
-def test_of_few_reports_all_are_told_but_those_of_the_past(database: Database, num_reports: int) -> None:
+def test_history_of_few_reports_omits_only_archived(database: Database, num_reports: int) -> None:
     rows = [(1, step, int(step % 5 == 3), report(step, 3)) for step in range(num_reports)]
     random.Random(num_reports).shuffle(rows)
     store(database, rows)
@@ -58,7 +58,7 @@ def test_of_few_reports_all_are_told_but_those_of_the_past(database: Database, n
     assert history(database) == (there, [[step, step + 1 / 1024, step + 2 / 1024] for step in there])
 
 
-def test_of_many_reports_some_are_read_at_even_distances_and_the_last(database: Database) -> None:
+def test_history_of_many_reports_is_sampled_evenly(database: Database) -> None:
     num_reports = 3 * instruments.MAX_REPORTS + 2
     # No other one is looked into: it could not be read.
     rows = [(1, step, 0, report(step, 2) if step % 4 == 0 else "broken") for step in range(num_reports)]
@@ -70,7 +70,7 @@ def test_of_many_reports_some_are_read_at_even_distances_and_the_last(database: 
     assert len(steps) <= instruments.MAX_REPORTS
 
 
-def test_the_ends_are_those_that_count_where_a_run_began_again(database: Database) -> None:
+def test_history_after_restart_spans_unarchived_reports(database: Database) -> None:
     num_reports = 2 * instruments.MAX_REPORTS
     first = [(1, step, int(step > 500), report(step, 2)) for step in range(num_reports)]
     again = [(2, step, 0, report(step, 2)) for step in range(501, 600)]
@@ -81,7 +81,7 @@ def test_the_ends_are_those_that_count_where_a_run_began_again(database: Databas
     assert len(steps) >= 600 // 3
 
 
-def test_names_that_no_report_has_are_nothing(database: Database) -> None:
+def test_history_of_unreported_metric_is_empty(database: Database) -> None:
     store(
         database,
         [(1, 1, 0, '{"ranks": {"forward": "text"}}'), (1, 2, 0, '{"ranks": "damaged"}'), (1, 3, 0, "{}")],
