@@ -1,4 +1,4 @@
-"""A run of the chaos program for each searcher; all of them are in its closing table."""
+"""Runs of the chaos program, which kills processes of small searches."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Options, port, usage, logs and shutdown of the master process."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -94,7 +96,7 @@ def test_tail_returns_whole_lines(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_wait_for_end_resumes_stopped_master(state: StateDirectory) -> None:
-    # A process of many threads is stopped a moment after SIGSTOP, and `dstrial down` may have looked before.
+    # SIGSTOP takes effect late in a process with many threads, possibly after `dstrial down` has checked for it.
     program = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as master:
         assert master.stdout is not None

@@ -1,4 +1,4 @@
-"""The real ``det`` command and SDK against a real master: what each command does, exits with and prints."""
+"""Effects, exit codes and output of the real ``det`` command and SDK."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Det:
         wait_for(lambda: self.experiment(experiment_id)["state"] == f"STATE_{state}", f"it is not {state}")
 
     def settle(self, experiment_id: int, state: str) -> None:
-        """Wait until an experiment is in a state, and then a while for it to leave that state wrongly."""
+        """Wait until an experiment has a state, and check that it keeps it for a second."""
         self.wait(experiment_id, state)
         time.sleep(1.0)
         assert self.experiment(experiment_id)["state"] == f"STATE_{state}"
@@ -126,7 +126,7 @@ class Det:
 
 
 def typed(master: MasterForTest, text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that asks; without a terminal it takes even passwords from the standard input."""
+    """Run a command that prompts; without a terminal, even passwords come from stdin."""
     return warm_start.run_command(
         [sys.executable, "-m", "determined.cli", *words],
         env=dict(master.env), input=text, start_new_session=True,
@@ -148,13 +148,13 @@ def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
 
 @pytest.fixture(scope="module")
 def followed(det: Det) -> str:
-    """What was printed of an experiment that was created and followed."""
+    """Output of ``det e create -f`` for an experiment."""
     return det.ok("e", "create", str(det.short), str(det.context), "-f")
 
 
 @pytest.fixture(scope="module")
 def ended(det: Det, followed: str) -> int:
-    """That experiment, which has completed; it is only looked at."""
+    """Id of that experiment, completed; tests must not modify it."""
     experiment_id = created(followed)
     det.wait(experiment_id, "COMPLETED")
     return experiment_id
@@ -162,7 +162,7 @@ def ended(det: Det, followed: str) -> int:
 
 @pytest.fixture(scope="module")
 def paused(det: Det) -> int:
-    """An experiment that has never run."""
+    """Id of a paused experiment that has never run."""
     return det.create(det.long, "--paused")
 
 
@@ -539,6 +539,7 @@ def test_determined_launcher_entrypoint_runs(det: Det) -> None:
 
 
 def test_up_logs_in_after_password_change(tmp_path: Path) -> None:
+    """``dstrial up`` uses the owner's socket, so it needs no password."""
     with master_for_test(tmp_path, num_slots=1) as master:
         other_name = f"http://127.0.0.1:{master.record.port}"
 

@@ -1,4 +1,4 @@
-"""Every sub-command of ``det`` and every public method of the SDK does what the tables say, at a real master."""
+"""Tables of all ``det`` sub-commands and SDK methods, generated on a real master."""
 
 from __future__ import annotations
 

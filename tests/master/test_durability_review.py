@@ -1,4 +1,4 @@
-"""What a master must survive: its own death, other commands at the same time, floods of output, full disks, damage."""
+"""Faults that a master survives: kills, concurrent commands, full disks, damage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dstrial.master.scheduler.reconciler import compile_policies, matches
 from dstrial.master.state_directory import StateDirectory, process_start_time
 from dstrial.testing.master import MasterForTest, master_for_test
 
-DEAF = """
+IGNORES_PREEMPTION = """
 import os, time, urllib.request
 path = f"/api/v1/allocations/{os.environ['DET_ALLOCATION_ID']}/signals/preemption"
 token = {"Authorization": "Bearer " + os.environ["DET_SESSION_TOKEN"]}
@@ -76,8 +76,9 @@ def test_master_outage_logs_single_retry_line(master: MasterForTest, tmp_path: P
 def test_restarted_master_must_reuse_trials_port(
     master: MasterForTest,
 ) -> None:
+    """On that port, the master takes back the running trial, which `down` then kills."""
     experiment_id = submit(
-        master, config("exec python3 train.py", resources={"slots_per_trial": 2}), DEAF % 7101
+        master, config("exec python3 train.py", resources={"slots_per_trial": 2}), IGNORES_PREEMPTION % 7101
     )
     wait_for(lambda: "ready" in log_of(master, experiment_id))
     port = master.record.port
@@ -92,7 +93,7 @@ def test_restarted_master_must_reuse_trials_port(
     [allocation_id] = live_allocations(master.state)
     assert allocation_id.endswith(".1")
 
-    # The trial ignores that it should stop, and a second `down` asks for no more than the first.
+    # The trial ignores the preemption signal, and a second SIGTERM does not kill it either.
     for _ in range(2):
         os.kill(master.record.pid, signal.SIGTERM)
         time.sleep(0.3)
@@ -102,7 +103,7 @@ def test_restarted_master_must_reuse_trials_port(
     assert "trials have not stopped within 0.5 s and are killed" in ended.stderr
     assert live_allocations(master.state) == []
 
-    # Nor does it wait in silence where it does not fit any more.
+    # On a master with too few slots, the requeued trial's log states why the trial waits.
     assert master.dstrial("up", "--slots", "1", "--port", str(port)).returncode == 0
     assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
     assert "the trial needs 2 slots and waits; this master has 1" in log_of(master, experiment_id)

@@ -1,4 +1,4 @@
-"""Entrypoints that users have, under a real master: dstrial trials, Determined's launch layers and trial classes."""
+"""Entrypoints under a real master: trial classes and Determined's launch layers."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class MyTrial(PyTorchTrial):
 def create(
     master: MasterForTest, context: Path, config: dict[str, object], num_tries: int = 3
 ) -> tuple[int, str]:
-    """Create an experiment with ``det`` and follow it; return its id and what was printed.
+    """Create an experiment with ``det`` and follow it; return its id and the output.
 
-    Determined's DeepSpeed launcher ends its runner five seconds after the ranks, which is too early for a busy machine: an
-    experiment that ended so, by the exit code of SIGTERM, is created again.
+    On a busy machine, Determined's DeepSpeed launcher may kill its runner five seconds after the ranks ended. An experiment
+    that fails with the resulting exit code 241 (SIGTERM) is created again.
     """
     (context / "exp.yaml").write_text(yaml.safe_dump(config))
     done = master.det("e", "create", str(context / "exp.yaml"), str(context), "-f", deadline_s=200)

@@ -1,4 +1,4 @@
-"""Fields of the experiment config and of the master's settings, each with its effect on a real trial."""
+"""Effects of experiment config fields and master settings on real trials."""
 
 from __future__ import annotations
 

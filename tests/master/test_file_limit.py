@@ -1,4 +1,4 @@
-"""How many files the master and its trials may open."""
+"""Open file limit (RLIMIT_NOFILE) of the master and its trials."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_master_without_free_descriptors_answers_503(tmp_path: Path) -> None:
             held.request("GET", "/health")
             assert held.getresponse().read()
             before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-            # It has more, so that it can open none.
+            # More than 3 files are open already, so the master can open no further one.
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
             held.request("GET", "/api/v1/master/logs", headers=headers)
             answer = held.getresponse()

@@ -1,4 +1,4 @@
-"""What the master's process is made of."""
+"""Libraries that the master process must not load."""
 
 from __future__ import annotations
 

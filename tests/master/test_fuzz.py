@@ -1,3 +1,5 @@
+"""Fuzzing of the master's HTTP API."""
+
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,4 @@
-"""Lines of the master that scripts of Determined's users look for in logs, by the real ``det`` command."""
+"""The master's log lines that scripts of Determined users search for."""
 
 from __future__ import annotations
 

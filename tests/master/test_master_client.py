@@ -1,4 +1,4 @@
-"""What ``dstrial`` commands say when a master's answer is cut off."""
+"""Errors of the master client for truncated or missing responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[bytes], Client]]:
-    """Listen once, answer with these bytes whatever is asked, and hang up; return a client of that."""
+    """Factory of clients whose server sends the given bytes and hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threads: list[threading.Thread] = []
 
@@ -24,7 +24,7 @@ def answering() -> Iterator[Callable[[bytes], Client]]:
             connection, _ = listener.accept()
             with connection:
                 asked = b""
-                while not asked.endswith(b"}"):  # what is not read would reset the connection
+                while not asked.endswith(b"}"):  # closing with unread data would reset the connection
                     asked += connection.recv(65536)
                 connection.sendall(data)
 

@@ -1,4 +1,4 @@
-"""Where a master listens for its owner, and what it finds there when it starts."""
+"""Unix socket on which a master accepts logins of its owner without a password."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine whose power goes: all processes end at once, and the same process ids are given again."""
+"""Power loss of a machine: all processes die, and their ids are reused after boot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_CUTS = 3
 
 
 def num_reports(work: Path) -> int:
-    """Return how many reports of training are stored."""
+    """Return the number of stored training reports, 0 if the database is unreadable."""
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(
@@ -43,6 +43,7 @@ def has_trained_or_ended(work: Path, before: int, machine: subprocess.Popen[byte
 @pytest.mark.process
 @pytest.mark.parametrize("seed", [pytest.param(0, id="random search"), pytest.param(4, id="async_halving")])
 def test_search_resumes_after_each_power_loss(short_path: Path, seed: int) -> None:
+    """Processes that reuse the ids of dead ones are not killed."""
     boot_id = "/proc/sys/kernel/random/boot_id"
     in_namespaces = unshare(
         "--pid", "--fork", "--mount-proc",

@@ -1,4 +1,4 @@
-"""Waiting for a change loses none and ends at its deadline."""
+"""Notification of coroutines and threads about published topics."""
 
 from __future__ import annotations
 

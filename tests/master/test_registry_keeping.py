@@ -1,4 +1,4 @@
-"""What people do with what they trained: register, move, bundle, delete; on a master whose trials are real."""
+"""Registering, bundling and deleting of trained results, with real trials."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def steps_left(session: api.Session, experiment_id: int) -> set[int]:
 
 
 def files_of_tensorboard(master: MasterForTest, experiment_id: int) -> list[Path]:
-    # os.walk, because a directory may go while it is looked at.
+    # os.walk ignores directories that are deleted during the walk.
     return [
         Path(directory, name)
         for experiment in master.state.path.glob(f"checkpoints/*/tensorboard/experiment/{experiment_id}")

@@ -1,4 +1,4 @@
-"""What a trial reported before it died hard right after a wait is with the master."""
+"""Reports before ``PendingReports.wait`` are stored even if the trial then dies."""
 
 from __future__ import annotations
 

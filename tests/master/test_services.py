@@ -1,3 +1,5 @@
+"""Services of a running master."""
+
 from __future__ import annotations
 
 import asyncio
@@ -41,5 +43,5 @@ def test_agent_backend_deletes_stale_status_files(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_check_leaves_garbage_collection_enabled(served: Master) -> None:
-    """A check that hangs must not leave the whole process without a collector."""
+    """A hanging check must not leave the process without garbage collection."""
     assert asyncio.run(served.services.check(gc.isenabled))

@@ -1,4 +1,4 @@
-"""The master's settings file: defaults, what is taken, and every problem at once."""
+"""Parsing and validation of the master's settings file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The master's settings file from ``dstrial up`` on, what it makes of experiments that never fit, and what reaches trials."""
+"""Settings file in ``dstrial up``; config values that are refused or reach trials."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_up_reads_settings_file(tmp_path: Path) -> None:
         assert (again.returncode, "already running" in again.stdout) == (0, True)
         assert "--config-file changes nothing" in again.stderr
 
-        # The port of the file is not the one that DET_MASTER names.
+        # The file sets another port than that of DET_MASTER, so pass the address.
         (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config("true", resources={"slots_per_trial": 3})))
         address = ("-m", f"http://localhost:{port}")
         created = master.det(*address, "e", "create", str(tmp_path / "exp.yaml"))

@@ -1,3 +1,5 @@
+"""State directory of a master: location, permissions, record and lock."""
+
 from __future__ import annotations
 
 import os

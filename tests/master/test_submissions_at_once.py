@@ -1,4 +1,4 @@
-"""Hundreds of submissions at once, and a master that is killed among them: what is confirmed is there, once."""
+"""Hundreds of concurrent submissions, also with a master that is killed meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trial files and configs as Determined's users have them, submitted unchanged by ``det experiment create``."""
+"""Trial files and configs of Determined users, run without changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrial.testing.master import MasterForTest
 
 pytestmark = [pytest.mark.process, pytest.mark.ranks]
 
-# As Determined's examples for DeepSpeed are written: their imports, AttrDict, a reducer, .item(), the deprecated property.
+# Written like Determined's DeepSpeed examples, with AttrDict, a reducer, .item() and a deprecated property.
 MODEL_DEF = """
 from typing import Any, Dict
 
@@ -145,7 +145,7 @@ max_restarts: 0
 scheduling_unit: 20
 """
 ENTRYPOINTS: list[Any] = [
-    None,  # as OLD_YAML has it
+    None,  # the entrypoint of OLD_YAML
     "model_def:DigitsTrial",
     "bash train.sh",
     "python3 -m determined.launch.deepspeed -- python3 train.py",
@@ -153,7 +153,7 @@ ENTRYPOINTS: list[Any] = [
 
 
 def write_model_definition(directory: Path, *, spawns: bool = True) -> None:
-    """Write the files; without ``spawns`` the loader has no process of its own, which takes seconds and a guarded script."""
+    """Write a model definition; without ``spawns``, its data loader has no worker."""
     workers = "**(SPAWNED if self.context.distributed.rank == 0 else {}),"
     (directory / "model_def.py").write_text(MODEL_DEF if spawns else MODEL_DEF.replace(workers, ""))
     (directory / "train.py").write_text(TRAINER_SCRIPT)
@@ -263,7 +263,7 @@ def test_dry_run_describes_same_file_without_gpu(tmp_path: Path) -> None:
     assert dry_run(asked, deadline_s=200).parameters == 64 * 64 + 64 + 64 * 10 + 10
 
 
-WHOSE = """
+PRINT_MODULES = """
 import determined.pytorch, determined.pytorch.deepspeed as ds
 import determined as det
 print("whose", ds.Trainer.__module__, determined.pytorch.PyTorchTrial.__module__)
@@ -291,7 +291,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 def test_import_switch_restores_determined_in_allocation(
     shared_master: MasterForTest, changes: dict[str, Any], expected: str
 ) -> None:
-    experiment_id = submit(shared_master, config(resources={"slots_per_trial": 0}, **changes), WHOSE)
+    experiment_id = submit(shared_master, config(resources={"slots_per_trial": 0}, **changes), PRINT_MODULES)
 
     wait_until(shared_master, experiment_id, "COMPLETED")
     assert expected in log_of(shared_master, experiment_id)

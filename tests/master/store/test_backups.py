@@ -1,4 +1,4 @@
-"""A copy is whole whatever is written meanwhile, and a restored one gives no number twice."""
+"""Backup and restore of the master's database."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_job(tx: Transaction) -> int:
     cursor = tx.execute(
         "INSERT INTO work (kind, experiment_id, payload, created_us) VALUES ('gc', 1, '{}', 1)"
     )
-    # In the same transaction as the row, so that a copy that tears them apart is seen.
+    # In the same transaction as the row: a backup that splits the transaction has a wrong count.
     tx.execute(
         "INSERT INTO cluster (key, value) VALUES ('jobs', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
     )
@@ -35,7 +35,7 @@ def dump(path: Path) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A database with three jobs that is closed."""
+    """Path of a closed database that contains three jobs."""
     with contextlib.closing(Database(tmp_path / "master.db")) as database:
         database.write(make_cluster_id)
         for _ in range(3):
@@ -44,8 +44,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def written_meanwhile(database: Database) -> Iterator[None]:
-    """Write as fast as it goes while the block lasts."""
+def concurrent_writes(database: Database) -> Iterator[None]:
+    """Write from four threads as fast as possible within the block."""
     is_over = threading.Event()
 
     def write() -> None:
@@ -64,7 +64,7 @@ def written_meanwhile(database: Database) -> Iterator[None]:
 
 
 def test_backup_under_load_is_consistent_snapshot(path: Path, tmp_path: Path) -> None:
-    with contextlib.closing(Database(path)) as database, written_meanwhile(database):
+    with contextlib.closing(Database(path)) as database, concurrent_writes(database):
         for number in range(5):
             target = tmp_path / f"copy{number}.db"
             backups.make_copy(path, target)

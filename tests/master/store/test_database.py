@@ -1,4 +1,4 @@
-"""One writer that commits in groups: what fails takes nothing with it, and nobody sees what is not committed."""
+"""Group commits of the writer thread, and isolation of readers from it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_topics_are_published_only_after_commit(tmp_path: Path) -> None:
 
 
 def test_write_succeeds_if_notifying_fails_after_commit(tmp_path: Path) -> None:
-    """A client that sees an error sends its write again, and stores the row twice."""
+    """An error would make the client retry the write and store the row twice."""
 
     def notify(topics: set[str]) -> None:
         raise RuntimeError("the event loop is closed")

@@ -1,4 +1,4 @@
-"""Rows as dataclasses: every statement gives what its dataclass has, in a new database and in one of an old release."""
+"""Mapping of SQL rows to dataclasses."""
 
 import contextlib
 import dataclasses
@@ -93,8 +93,6 @@ def test_statements_match_their_dataclasses(connection: sqlite3.Connection) -> N
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
-    """Two columns."""
-
     name: str
     is_on: "bool | None"
 

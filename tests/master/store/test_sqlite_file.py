@@ -1,4 +1,4 @@
-"""A damaged or lost database is refused at the start; what a killed master leaves is taken."""
+"""Check of the database file when it is opened, and recovery after a kill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def num_rows(path: Path) -> int:
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """What SIGKILL leaves: 201 rows in the file, 200 in the log, and a copy of the 201."""
+    """State after SIGKILL: 201 rows in the file, 200 in the WAL, a backup of 201."""
     path, left = tmp_path / "work" / "master.db", tmp_path / "killed" / "master.db"
     path.parent.mkdir()
     with contextlib.closing(Database(path)) as database:
@@ -123,14 +123,14 @@ def test_reading_leaves_wal_of_killed_master(killed: Path) -> None:
 
 
 def test_commits_are_synced_before_confirmation(tmp_path: Path) -> None:
-    """What SQLite's FULL (2) does in WAL mode: a sync of the log after each commit."""
+    """In WAL mode, synchronous = FULL (2) makes SQLite sync the WAL on each commit."""
     with contextlib.closing(Database(tmp_path / "master.db")) as database:
         found = database.write(lambda tx: tx.execute("PRAGMA synchronous").fetchone()[0])
     assert found == 2
 
 
 def test_writes_after_failed_large_write_survive_kill(tmp_path: Path) -> None:
-    """SQLite 3.40.1 writes it without checksums unless it may not spill its cache, and drops it at the next start."""
+    """If the page cache may spill, SQLite 3.40.1 loses these commits at recovery."""
 
     def fill_the_cache_and_fail(tx: Transaction) -> None:
         for _ in range(8000):

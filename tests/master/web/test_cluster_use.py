@@ -1,4 +1,4 @@
-"""Slot usage over time, free slots, and reasons of pending entries, without a master."""
+"""Slot usage over time, free slots, and reasons for waiting, without a master."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dstrial.master.web.cluster import SlotCounts, count_slots, pending_reason, 
 
 
 def test_usage_is_averaged_per_bucket() -> None:
-    # Two slots for the second half of the first part and all of the second, one slot that has not ended.
+    # Buckets of 10: two slots from 5 to 20, and one slot from 30 on.
     assert usage([(2, 5, 20), (1, 30, None)], 0, 40, 4) == [1.0, 2.0, 0.0, 1.0]
     assert usage([(1, -100, 100)], 0, 10, 2) == [1.0, 1.0]
     assert usage([], 0, 10, 3) == [0.0, 0.0, 0.0]
 
 
 def test_negative_span_does_not_reduce_usage() -> None:
-    # A clock was set back between.
+    # If the clock was set back, a span may end before its start.
     assert usage([(1, 0, 10), (4, 8, 2)], 0, 10, 2) == [1.0, 1.0]
 
 

@@ -1,4 +1,4 @@
-"""Trials side by side in a real browser."""
+"""Comparison of trials, in a real browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be done with one experiment from its page, against a running master with real trials."""
+"""Actions on an experiment's page, on a running master with real trials."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_tensorboard_is_started_opened_and_stopped(browser: Browser, done: int) 
     assert ".localhost:" in opened.value.url
     with opened.value.expect_response(lambda answer: "/data/runs" in answer.url) as runs:
         opened.value.reload()
-    assert runs.value.ok  # its own requests carry the cookie of its own address
+    assert runs.value.ok  # requests of TensorBoard's page carry the cookie of its own host name
     assert "TensorBoard" in opened.value.title()
     opened.value.close()
     browser.page.click("text=Stop TensorBoard")

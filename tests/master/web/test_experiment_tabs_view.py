@@ -1,4 +1,4 @@
-"""The tabs of an experiment beside its overview, in a real browser."""
+"""Tabs of an experiment other than its overview, in a real browser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAME = "<img src=x onerror=alert(1)>"
 
 @dataclasses.dataclass(frozen=True)
 class Seeded:
-    """What the tests look at: a search, its fork by halving with few trials, and checkpoints of the search."""
+    """Ids of a search, its fork (an async_halving search) and a checkpoint on disk."""
 
     search: int
     fork: int
@@ -82,14 +82,14 @@ def test_differing_hyperparameters_have_axes_and_importance(browser: Browser, se
             "[aria-label='Importance of hyperparameters'] tbody tr[data-idx]"
         ).all()
     }
-    # The metric is the distance of lr from its middle, with little of the layers and nothing of the optimizer.
+    # In the seeded rows, the metric depends strongly on lr, weakly on layers and not on the optimizer.
     assert set(shares) == {"lr", "layers", "optimizer"}
     assert shares["lr"] > 0.6 > 0.3 > shares["optimizer"]
     assert browser.page.locator(".charts.small canvas").count() == 3
 
 
 def tab_to(browser: Browser, name: str) -> None:
-    """Press Tab until what has this name has the focus."""
+    """Press Tab until the element with this label or text is focused."""
     for _ in range(60):
         browser.page.keyboard.press("Tab")
         named = "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
@@ -98,15 +98,15 @@ def tab_to(browser: Browser, name: str) -> None:
     raise AssertionError(f"Tab does not come to {name!r}")
 
 
-def kept(browser: Browser) -> list[dict[str, str]]:
-    """Return the rows of the trials that parallel coordinates keep."""
+def selected_rows(browser: Browser) -> list[dict[str, str]]:
+    """Return the CSV rows of the trials within the chosen ranges."""
     return browser.csv(browser.page.get_by_label("CSV of parallel coordinates"))
 
 
 def test_axis_range_is_set_and_cleared_by_keyboard(browser: Browser, seeded: Seeded) -> None:
     press = browser.page.keyboard.press
     browser.show(tab(seeded.search, "hyperparameters"), "canvas")
-    everything = kept(browser)
+    everything = selected_rows(browser)
     browser.page.focus("h1")
     tab_to(browser, "Ranges")
     press("Enter")
@@ -118,16 +118,16 @@ def test_axis_range_is_set_and_cleared_by_keyboard(browser: Browser, seeded: See
     press("ArrowDown")
     browser.until("location.search.includes('ranges=loss%3A0.000%3A0.')")
     limit = float(focused.get_attribute("aria-valuetext"))
-    rows = kept(browser)
+    rows = selected_rows(browser)
     assert 1 < len(rows) < 30
     assert rows == [row for row in everything if float(row["loss"]) <= limit * 1.001]
     assert f"{len(rows)} of 30 trials" in browser.text(".ranges [role=status]")
     label = browser.page.locator("canvas").first.get_attribute("aria-label")
     assert f"{len(rows)} within the marked ranges" in label
-    # What a mouse would have left in the address filters the same.
+    # After a reload, the ranges in the address select the same trials.
     browser.page.reload()
     browser.until("document.body.innerText.includes('of 30 trials')")
-    assert kept(browser) == rows
+    assert selected_rows(browser) == rows
 
     browser.page.focus("h1")
     tab_to(browser, "Ranges")
@@ -135,26 +135,26 @@ def test_axis_range_is_set_and_cleared_by_keyboard(browser: Browser, seeded: See
     tab_to(browser, "optimizer at least")
     focused = browser.page.locator(":focus")
     assert focused.get_attribute("aria-valuetext") == "adam"
-    press("End")  # One end stops at the other.
+    press("End")  # The lower end cannot pass the upper end.
     tab_to(browser, "optimizer at most")
     press("Home")
     browser.until("location.search.includes('optimizer')")
     last = browser.page.locator(":focus").get_attribute("aria-valuetext")
     assert last != "adam"
-    assert kept(browser) == [row for row in rows if row["optimizer"] == last]
-    tab_to(browser, "optimizer at least")  # Taking the file has taken the focus.
+    assert selected_rows(browser) == [row for row in rows if row["optimizer"] == last]
+    tab_to(browser, "optimizer at least")  # The download has moved the focus.
     press("Delete")
     browser.until("!location.search.includes('optimizer')")
     tab_to(browser, "loss at least")
     press("Escape")
     browser.until("!location.search.includes('ranges')")
-    assert kept(browser) == everything
+    assert selected_rows(browser) == everything
 
 
 def test_hovered_line_shows_and_opens_its_trial(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.search, "hyperparameters"), "canvas")
     box = browser.page.locator("canvas").first.bounding_box()
-    # Beside the metric's axis the best trial's line is the lowest, and nearly at its foot.
+    # Near the metric's axis, the best trial's line is the lowest, almost at the bottom.
     browser.page.mouse.move(box["x"] + box["width"] - 85, box["y"] + box["height"] - 21)
     browser.page.wait_for_selector(".tip")
     assert "trial" in browser.text(".tip")
@@ -254,7 +254,7 @@ def test_checkpoint_deletion_requires_confirmation(
     browser.page.click("dialog button.danger")
     browser.until("document.body.innerText.includes('being deleted')")
     assert is_asked_for()
-    # What follows is the scheduler's, which this master does not have.
+    # This master has no scheduler, so delete the files here.
     seeded_master.write(lambda tx: set_resources(tx, name, {}))
     browser.until("!document.querySelector('section.details button.danger')")
 
@@ -321,7 +321,7 @@ def test_notes_labels_name_and_description_are_editable(
     browser.page.click("form:has-text('New label') button")
     browser.until("document.body.innerText.includes('label a/b & c: added')")
     browser.page.get_by_label("Remove label a/b & c").wait_for()
-    # Who is about to click it removes no other one.
+    # The new label does not reuse the button of the old label.
     assert old.get_attribute("aria-label") == "Remove label old"
     browser.page.get_by_label("Remove label old").click()
     browser.until("document.body.innerText.includes('label old: removed')")

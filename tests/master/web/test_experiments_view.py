@@ -1,4 +1,4 @@
-"""The list of experiments and one experiment, in a real browser."""
+"""The list of experiments and an experiment's overview, in a real browser."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_list_filter_and_order_survive_reload(browser: Browser, search: int) -> 
 
 
 def test_filter_matches_hyperparameter_ranges_of_searches(browser: Browser, search: int) -> None:
-    # Its learning rate is searched for from 10**-4 to 10**-1, its layers from 1 to 8, its optimizer among two.
+    # Search space: lr from 1e-4 to 1e-1, layers from 1 to 8, optimizer adam or sgd.
     for condition, is_found in (
         ("lr<0.001", True),
         ("lr<0.00001", False),
@@ -58,7 +58,7 @@ def test_filter_matches_hyperparameter_ranges_of_searches(browser: Browser, sear
         ("nothing-is-so", False),
         ("optimizer:ada", True),
     ):
-        # Each is another answer than the one before, so that it is waited for.
+        # Results alternate, so that every wait needs a change of the list.
         browser.show(f"/det/experiments?filter={urllib.parse.quote(condition)}", ".table tbody tr")
         found = f"document.querySelector('tbody a[href=\"/det/experiments/{search}\"]') !== null"
         browser.until(f"({found}) === {str(is_found).lower()}")
@@ -108,7 +108,7 @@ def test_curves_update_while_search_creates_trials(browser: Browser, seeded_mast
     browser.show(f"/det/experiments/{experiment}/overview", ".chart")
     browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('2 curves')")
     database.write(lambda tx: add_metric(tx, row["id"], "validation", [(500, {"loss": 0.015625})]))
-    for _ in range(20):  # As often as a change is shown.
+    for _ in range(20):  # Add trials about as often as the page refreshes.
         database.write(lambda tx: add_trial(tx, experiment))
         browser.page.wait_for_timeout(700)
         if b",500,0.015625" in browser.saved(".chart button:has-text('CSV')"):
@@ -146,7 +146,7 @@ def test_chart_zoom_is_reset_when_axis_changes(browser: Browser, search: int) ->
     browser.page.wait_for_selector(".chart button:has-text('Whole')")
     browser.page.select_option("label:has-text('Over') select", "epochs")
     browser.until("!document.querySelector('.chart .tools').innerText.includes('Whole')")
-    # All of it is there: at its right end is the end of a curve.
+    # The whole chart is shown again: the end of a curve is at its right edge.
     for down in range(10, int(box["height"]), 20):
         browser.page.mouse.move(box["x"] + box["width"] - 3, box["y"] + down)
         browser.page.wait_for_timeout(50)

@@ -1,4 +1,4 @@
-"""The files of a model definition, as the page shows them."""
+"""Listing, display and comparison of model definition files for the page."""
 
 from __future__ import annotations
 

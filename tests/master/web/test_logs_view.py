@@ -1,4 +1,4 @@
-"""Logs in a real browser: live, filtered, very long, and with lines that nobody should have to read whole."""
+"""Log views in a real browser: live, filtered and very long logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 HTML = "<img src=x onerror=alert(1)> & co"
 LONG = 20 * 2**20
-MANY = 300_000  # more than what is searched at once
+MANY = 300_000  # more lines than one request searches
 Open = Callable[..., Browser]
 
 AT_END = (
@@ -114,7 +114,7 @@ def test_lines_are_filtered_by_level_rank_text(browser: Browser, steps: Log) -> 
     browser.page.fill("label:has-text('Rank') input", "2")
     browser.until("[...document.querySelectorAll('.line .by')].every((one) => one.innerText === 'rank 2')")
     browser.page.fill("input[aria-label='Only lines with']", "STEP 100")
-    # Of rank 2 and at least a warning; steps that begin with 100.
+    # Lines of rank 2 with at least level WARNING whose step starts with 100.
     wanted = [
         idx
         for idx in range(3000)
@@ -187,11 +187,11 @@ def test_huge_log_is_paged_and_searched(browser: Browser, many: Log, num_lines: 
     log = many if num_lines == MANY else numbered(many.master, num_lines)
     browser.show(f"/det/trials/{log.trial}/logs", ".line")
     browser.until(f"{has(f'line {num_lines - 1:07}')} && {AT_END}")
-    # Up through several pages: nothing is missing between them, and not all of them are kept.
+    # Scroll up through several pages: no line is missing, and only some pages stay loaded.
     for _ in range(12):
         browser.page.hover(".lines")
         browser.page.mouse.wheel(0, -4000)
-        browser.page.wait_for_timeout(100)  # As fast as a hand turns a wheel.
+        browser.page.wait_for_timeout(100)  # About as fast as a mouse wheel is turned by hand.
     numbers = [int(text.split()[1]) for text in browser.texts(".line .said")]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     assert numbers[-1] - numbers[0] > 600
@@ -201,7 +201,7 @@ def test_huge_log_is_paged_and_searched(browser: Browser, many: Log, num_lines: 
     for _ in range(12):
         browser.page.hover(".lines")
         browser.page.mouse.wheel(0, 4000)
-        browser.page.wait_for_timeout(100)  # As fast as a hand turns a wheel.
+        browser.page.wait_for_timeout(100)  # About as fast as a mouse wheel is turned by hand.
     numbers = [int(text.split()[1]) for text in browser.texts(".line .said")]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     assert len(numbers) <= 1200
@@ -271,7 +271,7 @@ def test_lines_printed_while_hidden_are_shown_afterwards(open_browser: Open, see
     log.add((0, None, "while hidden"))
     browser.page.wait_for_timeout(
         1500
-    )  # Longer than a change takes to be shown; were it not, the test would only see less.
+    )  # Longer than the page takes to show a change; a shorter wait would only weaken the test.
     assert browser.texts(".line .said") == ["before"]
     browser.page.evaluate(hide, False)
     browser.until(has("while hidden"))

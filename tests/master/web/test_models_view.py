@@ -1,4 +1,4 @@
-"""The registry of models in a real browser: made, changed, archived, deleted."""
+"""The model registry in a real browser: create, edit, archive, delete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_created_model_shows_checkpoint_of_its_version(browser: Browser, seeded_
     assert f"det checkpoint download {checkpoint}" in panel
     assert HTML in panel
     assert browser.page.get_attribute(".panel .facts a", "href") == "/det/experiments/1/trials/1"
-    # The name is no word of a shell.
+    # The name is quoted for the shell.
     assert f"det model describe '{HTML}' --version 1" in panel
 
 
@@ -85,7 +85,7 @@ def test_external_changes_and_deletion_are_shown(
     browser.page.wait_for_selector("h2:has-text('Versions')")
     assert seeded_master.send("DELETE", "/api/v1/models/made%20later", token="determined").status == 200
     browser.page.wait_for_selector("main .problem:has-text('is not found')")
-    browser.problems.clear()  # The browser notes the answer 404 itself.
+    browser.problems.clear()  # The browser logs the 404 response as an error.
 
 
 def test_refused_model_name_is_explained(open_browser: Callable[..., Browser]) -> None:
@@ -96,4 +96,4 @@ def test_refused_model_name_is_explained(open_browser: Callable[..., Browser]) -
     browser.page.click("dialog button.main")
     browser.page.wait_for_selector(".notices p.problem:has-text('without slashes')")
     assert "/det/models" in browser.page.url
-    browser.problems.clear()  # The browser notes the answer 400 itself.
+    browser.problems.clear()  # The browser logs the 400 response as an error.

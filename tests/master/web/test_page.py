@@ -1,4 +1,4 @@
-"""The documents of the master's page: who gets them, and what they may load."""
+"""HTML documents of the master's page: login, security policy and content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "<script>alert(1)</script> & co"
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page with their attributes."""
+    """HTML elements of a response, with their attributes."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()

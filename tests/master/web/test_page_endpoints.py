@@ -1,4 +1,4 @@
-"""What the page asks the master for: lists, curves and events."""
+"""HTTP endpoints of the page: lists, curves, assets and events."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_events_end_after_logout(fresh_master: Master) -> None:
         answer = connection.getresponse()
         assert next_event(answer) == {"master": fresh_master.services.master_id}
         assert fresh_master.send("POST", "/api/v1/auth/logout", token=token).status == 200
-        # Nothing happens that would be told, and no sign of life is due.
+        # Neither an event nor a keep-alive is due, so only the logout can end the stream.
         assert answer.read() in (b"", b"\n"), "it ends by itself"
     finally:
         connection.close()

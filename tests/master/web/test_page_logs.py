@@ -1,4 +1,4 @@
-"""What the page asks of logs, instruments and trials side by side, over HTTP."""
+"""HTTP endpoints of the page for logs, telemetry and comparison of trials."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
         def fill(tx):
             trial, other = trials_of(tx, add_experiment(tx, num_trials=2))
             lines = [(idx % 3 or None, LEVELS[idx % 5], f"Step {idx} é") for idx in range(1000)]
-            # Both print at the same time: ids of one log have gaps.
+            # Both trials print alternately, so that the line ids of each log have gaps.
             for start in range(0, 1000, 10):
                 add_lines(tx, task_of(tx, trial), trial, lines[start : start + 10])
                 add_lines(tx, task_of(tx, other), other, [(0, None, "of another trial")])
@@ -80,7 +80,7 @@ def test_page_length_is_clamped(seeded: Seeded) -> None:
 def test_endpoint_filters_lines_by_level_rank_text(seeded: Seeded) -> None:
     everything = range(1000)
     assert seeded.numbers(limit=1000, level="WARNING") == [idx for idx in everything if idx % 5 >= 3]
-    # A line that names no level counts as INFO.
+    # A line without a level counts as INFO.
     assert seeded.numbers(limit=1000, level="INFO") == [idx for idx in everything if idx % 5 != 1]
     assert seeded.numbers(limit=1000, rank=2) == [idx for idx in everything if idx % 3 == 2]
     assert seeded.numbers(limit=1000, rank=[-1, 1]) == [idx for idx in everything if idx % 3 != 2]

@@ -1,4 +1,4 @@
-"""Modules of the page that compute and draw nothing, run by node: importance, axes, CSV."""
+"""JavaScript modules of the page that need no browser, run by Node.js."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.skipif(NODE is None, reason="Requ
 
 
 def run(module: str, script: str, given: Any) -> Any:
-    """Run statements that turn ``given`` into ``answer``, with a module's names in ``own``."""
+    """Run JavaScript that sets ``answer`` from ``given``; ``own`` is the module."""
     code = f"""
         import * as own from {json.dumps((STATIC / module).as_uri())};
         import {{ readFileSync }} from "node:fs";
@@ -153,7 +153,7 @@ def test_elapsed_time_survives_backward_clock_steps() -> None:
     ]
     assert run("format.js", "answer = given.map(([times, start]) => own.elapsed(times, start));", cases) == [
         [1, 2, 3],
-        # What the clock was set forward by has passed, as far as anybody can tell.
+        # A forward step of the clock cannot be told from elapsed time.
         [1, 2, 2, 3, 3599, 3600],
         [0, 1, 15],
         [],

@@ -1,4 +1,4 @@
-"""The rungs of a search by halving, from snapshots of real searches."""
+"""Rungs of successive-halving searches, from snapshots of real searchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches of dsat on the page: live by the report that dsat writes while it runs and at its end."""
+"""Views of dsat searches, from the reports that dsat writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving import Master
 
 pytestmark = pytest.mark.process
 
-LIVE, ENDED, TOLD, FAILED = "0a1b2c3d", "11111111", "22222222", "33333333"
+LIVE, ENDED, REPORTING, FAILED = "0a1b2c3d", "11111111", "22222222", "33333333"
 CURVES = "[...document.querySelectorAll('.plot')].map((one) => one.getAttribute('aria-label'))"
 
 
@@ -33,14 +33,14 @@ def test_search_without_progress_is_listed(browser: Browser) -> None:
 
 def test_running_search_shows_growing_predictions_and_front(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
-        add_search(tx, search_id=TOLD)
+        add_search(tx, search_id=REPORTING)
         return tx.execute(
-            "SELECT id FROM experiments WHERE labels LIKE ?", (f"%dsat-{TOLD}-search%",)
+            "SELECT id FROM experiments WHERE labels LIKE ?", (f"%dsat-{REPORTING}-search%",)
         ).fetchone()[0]
 
     worker = seeded_master.write(fill)
 
-    def tell(num_measured: int) -> None:
+    def write_report(num_measured: int) -> None:
         running = {"state": "running", **dict.fromkeys(("value", "throughput", "step_s", "memory_bytes"))}
         rows = [
             search_row(number, 10.0 * number, experiment=worker, memory_bytes=1e9 * number)
@@ -60,8 +60,8 @@ def test_running_search_shows_growing_predictions_and_front(browser: Browser, se
 
         seeded_master.write(write)
 
-    tell(11)
-    browser.show(f"/det/searches/{TOLD}", "tbody tr.best")
+    write_report(11)
+    browser.show(f"/det/searches/{REPORTING}", "tbody tr.best")
     assert "so far" in browser.text("main ul")
     assert "running" in browser.text(".facts")
     assert "1 of 3 configurations measured" in browser.text(".facts")
@@ -71,7 +71,7 @@ def test_running_search_shows_growing_predictions_and_front(browser: Browser, se
     ]
     assert browser.page.evaluate(CURVES) == curves
     browser.page.evaluate("window.isSame = true")
-    tell(13)
+    write_report(13)
     browser.until("document.querySelector('.facts').textContent.includes('3 of 3 configurations measured')")
     grown = [one.replace("2 curves", "4 curves") for one in curves]
     assert browser.page.evaluate(CURVES) == grown
@@ -143,4 +143,4 @@ def test_unknown_search_is_not_found(open_browser: Callable[..., Browser]) -> No
     browser = open_browser()
     browser.open("/det/searches/%3Cb%3E", "main .problem")
     assert "search '<b>' is not found" in browser.text("main .problem")
-    browser.problems.clear()  # The browser notes the answer 404 itself.
+    browser.problems.clear()  # The browser logs the 404 response as an error.

@@ -1,4 +1,4 @@
-"""The history of an instrument by rank: all of few reports, some of many, and no more is read than is told."""
+"""Downsampled history of a telemetry metric by rank."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
 
 
 def report(step: int, num_ranks: int) -> str:
-    """Return a report whose rank r has measured step + r / 1024."""
+    """Return a telemetry report in which rank r has the value step + r / 1024."""
     ranks = {NAME: [step + rank / 1024 for rank in range(num_ranks)], "other": ["NaN"] * num_ranks}
     return json.dumps({"other": 1.5, "ranks": ranks})
 
 
 def store(database: Database, rows: Sequence[Row]) -> None:
-    """Store (run, batch, whether it is archived, report)."""
+    """Replace all telemetry reports by rows of (run, batch, archived, JSON)."""
 
     def write(tx: Transaction) -> None:
         tx.execute("DELETE FROM metrics")
@@ -60,7 +60,7 @@ def test_history_of_few_reports_omits_only_archived(database: Database, num_repo
 
 def test_history_of_many_reports_is_sampled_evenly(database: Database) -> None:
     num_reports = 3 * instruments.MAX_REPORTS + 2
-    # No other one is looked into: it could not be read.
+    # Reports outside the sample are invalid JSON: reading one of them would raise.
     rows = [(1, step, 0, report(step, 2) if step % 4 == 0 else "broken") for step in range(num_reports)]
     rows[-1] = (1, num_reports - 1, 0, report(num_reports - 1, 2))
     store(database, rows)
@@ -77,7 +77,7 @@ def test_history_after_restart_spans_unarchived_reports(database: Database) -> N
     store(database, first + again)
     steps, _ = history(database)
     assert (steps[0], steps[-1]) == (0, 599)
-    # Of those that do not count some are chosen too, and left out.
+    # The sample is taken from all reports; the archived ones in it are then skipped.
     assert len(steps) >= 600 // 3
 
 

@@ -1,4 +1,4 @@
-"""A log that is larger than it may be keeps its newest lines, and says what is left out."""
+"""Log quota: deletion of the oldest lines and the master's notes about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMAND = LogOwner("command", None, "command.1")
 
 
 class Log:
-    """A database in which one log grows."""
+    """A log in a database of its own, to which numbered lines are added."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -37,11 +37,11 @@ class Log:
             return logs.query(connection, wanted)
 
     def printed(self, owner: LogOwner = TRIAL) -> list[int]:
-        """Return the numbers of the lines that are kept, in order."""
+        """Return the numbers of the lines that are still stored, in log order."""
         return [int(row.log.split()[1]) for row in self.rows(owner) if row.source == "task"]
 
-    def said(self, owner: LogOwner = TRIAL) -> list[str]:
-        """Return the master's own lines."""
+    def master_lines(self, owner: LogOwner = TRIAL) -> list[str]:
+        """Return the lines that the master itself has added to the log."""
         return [row.log.rstrip("\n") for row in self.rows(owner) if row.source == "master"]
 
 
@@ -66,7 +66,7 @@ def test_log_within_quota_is_kept_whole(log: Log) -> None:
     log.print(100)
 
     assert log.printed() == list(range(200))
-    assert log.said() == []
+    assert log.master_lines() == []
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 100, 3000])
@@ -80,7 +80,7 @@ def test_log_over_quota_keeps_newest_and_counts_dropped(log: Log, owner: LogOwne
     assert kept == [*range(3000 - len(kept), 3000)]
     assert 340 < len(kept) < 410, "64 KiB, 160 to 190 bytes each"
     assert size_of(log) < QUOTA
-    assert log.said(owner) == [
+    assert log.master_lines(owner) == [
         "the log is larger than limits.trial_log_bytes of the master's settings, 65,536 bytes: its oldest lines are left out",
         f"{3000 - len(kept):,} lines are left out of this log",
     ]
@@ -91,7 +91,7 @@ def test_complete_log_ends_without_master_message(log: Log) -> None:
     log.database.write(lambda tx: log_quota.tell_at_end(tx, TRIAL))
     log.database.write(lambda tx: log_quota.tell_at_end(tx, COMMAND))
 
-    assert log.said() == []
+    assert log.master_lines() == []
 
 
 def test_lost_lines_count_as_left_out(log: Log) -> None:
@@ -113,7 +113,7 @@ def test_log_with_loss_and_truncation_reports_both(log: Log) -> None:
     for _ in range(20):
         log.print(100)
 
-    loss, cut = log.said()
+    loss, cut = log.master_lines()
     assert loss.startswith("5 lines are left out here")
     assert cut.startswith("the log is larger than limits.trial_log_bytes")
 
@@ -164,4 +164,4 @@ def test_quota_restarts_after_expired_log_is_deleted(log: Log) -> None:
     log.print(100, COMMAND)
 
     assert log.printed(COMMAND) == list(range(100))
-    assert log.said(COMMAND) == []
+    assert log.master_lines(COMMAND) == []

@@ -1,4 +1,4 @@
-"""Reports of trials in a real database: recognised, merged, summarised, archived; and what follows from them."""
+"""Metric reports in a database: storing, merging, summaries, archiving, effects."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class Store:
             return [row.steps for row in metrics.reports(connection, [1], group)]
 
     def summaries(self, group: str = "avg_metrics") -> dict[str, Any]:
-        """Return the summaries of a group as lists show them."""
+        """Return the metric summaries of a group, as listings return them."""
         with self.database.read() as connection:
             (row,) = listings.list_trials(connection, now_us=0, trial_id=1)
         found: dict[str, Any] = json.loads(row.summary_metrics).get(group, {})
         return found
 
     def lines(self) -> list[str]:
-        """Return what the master says in the trial's log."""
+        """Return the master's lines in the trial's log, each with its level."""
         with self.database.read() as connection:
             rows = logs.query(connection, logs.LogFilter(trial_id=1, sources=("master",)))
         return [f"{row.level}: {row.log.rstrip()}" for row in rows]
@@ -141,7 +141,7 @@ def test_summary_covers_numbers_strings_and_nan(store: Store) -> None:
 
 
 def test_metric_names_beyond_limit_are_dropped(store: Store) -> None:
-    """The limit holds for all groups of a trial together; the log says once that names are left out."""
+    """The limit applies to all groups of a trial together; one warning is logged."""
     names = [f"name{number}" for number in range(metric_summaries.MAX_NAMES + 5)]
 
     store.report(1, dict.fromkeys(names[:9000], 1.0))
@@ -182,7 +182,7 @@ def test_searcher_metric_is_kept_beyond_name_limit(store: Store) -> None:
 
 def test_report_cost_is_independent_of_metric_count(tmp_path: Path) -> None:
     def cost(num_before: int) -> tuple[int, int]:
-        """Return steps of SQLite's virtual machine and bytes of Python's objects, of one report."""
+        """Return the SQLite VM steps and the peak Python memory of storing a report."""
         directory = tmp_path / str(num_before)
         directory.mkdir()
         store = Store(directory)
@@ -214,8 +214,8 @@ def test_report_cost_is_independent_of_metric_count(tmp_path: Path) -> None:
     assert many[1] <= 2 * few[1]
 
 
-def whole_tables(store: Store, perform: Callable[[Transaction], object]) -> list[str]:
-    """Return the statements of a write that read a whole table of those that grow, each with SQLite's plan."""
+def full_table_scans(store: Store, perform: Callable[[Transaction], object]) -> list[str]:
+    """Return the statements of a write that scan metrics, logs or trials fully."""
     statements: list[str] = []
 
     def write(tx: Transaction) -> list[str]:
@@ -242,13 +242,13 @@ def test_report_scans_no_whole_table(store: Store) -> None:
 
     store.report(1, {"score": 1.0}, "validation")
     store.checkpoint(1)
-    assert whole_tables(store, report("training", 2)) == []
-    assert whole_tables(store, report("validation", 2)) == []
-    assert whole_tables(store, report("validation", 1)) == [], "merged"
+    assert full_table_scans(store, report("training", 2)) == []
+    assert full_table_scans(store, report("validation", 2)) == []
+    assert full_table_scans(store, report("validation", 1)) == [], "merged"
     store.end(1, "Traceback")
     store.assign()
-    assert whole_tables(store, report("training", 2)) == [], "archives"
-    assert whole_tables(store, lambda tx: metrics.last_validation(tx.connection, 1)) == []
+    assert full_table_scans(store, report("training", 2)) == [], "archives"
+    assert full_table_scans(store, lambda tx: metrics.last_validation(tx.connection, 1)) == []
 
 
 def test_listings_scan_no_whole_table(store: Store) -> None:
@@ -264,13 +264,13 @@ def test_listings_scan_no_whole_table(store: Store) -> None:
         lambda c: checkpoint_rows.latest_completed(c, 1),
     ]
 
-    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 7  # type: ignore[misc]
+    assert [full_table_scans(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 7  # type: ignore[misc]
 
 
 def test_experiment_deletion_scans_no_whole_table(store: Store) -> None:
     store.report(1, {"score": 1.0}, "validation")
 
-    assert whole_tables(store, lambda tx: experiment_rows.forget(tx, store.experiment_id)) == []
+    assert full_table_scans(store, lambda tx: experiment_rows.forget(tx, store.experiment_id)) == []
 
 
 def test_metric_names_with_any_character_are_summarised(store: Store) -> None:
@@ -282,6 +282,7 @@ def test_metric_names_with_any_character_are_summarised(store: Store) -> None:
 
 
 def test_report_stream_messages_are_bounded_in_size(store: Store) -> None:
+    """Reports of 3 MB each are split over two messages of the stream."""
     for steps in range(1, 5):
         store.report(steps, {"text": "x" * 3_000_000})
     store.report(5, {"loss": 1.0})

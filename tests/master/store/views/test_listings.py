@@ -1,4 +1,4 @@
-"""A page of experiments or trials costs what it shows, in steps of SQLite's virtual machine."""
+"""Cost of listing pages, counted in steps of SQLite's virtual machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PAGES: dict[str, Callable[[Connection], object]] = {
 
 
 def filled(path: Path, number: int) -> Database:
-    """Return a database of so many experiments, the first of which has so many trials."""
+    """Return a database with ``number`` experiments; the first has ``number`` trials."""
 
     def fill(tx: Transaction) -> None:
         tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
