@@ -34,7 +34,7 @@ class Case:
 
     Attributes:
         given: the submitted fields, in addition to name, entrypoint, searcher and seed, which have defaults here.
-        also: completed fields that are neither submitted nor defaults; ``environment`` and ``resources`` are merged with defaults.
+        also: completed fields that are neither submitted nor defaults; ``environment`` and ``resources`` are filled by defaults.
         hparams: hyperparameters that the first trial sees, if these are not the submitted constants.
         template: config template to which the submitted config is applied.
     """

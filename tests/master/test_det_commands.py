@@ -154,7 +154,7 @@ def followed(det: Det) -> str:
 
 @pytest.fixture(scope="module")
 def ended(det: Det, followed: str) -> int:
-    """Id of that experiment, completed; tests must not modify it."""
+    """Id of the experiment of ``followed``, completed; tests only read it."""
     experiment_id = created(followed)
     det.wait(experiment_id, "COMPLETED")
     return experiment_id

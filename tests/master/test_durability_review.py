@@ -76,7 +76,7 @@ def test_master_outage_logs_single_retry_line(master: MasterForTest, tmp_path: P
 def test_restarted_master_must_reuse_trials_port(
     master: MasterForTest,
 ) -> None:
-    """On that port, the master takes back the running trial, which `down` then kills."""
+    """`dstrial up` fails on another port; on the old port, it readopts the trial."""
     experiment_id = submit(
         master, config("exec python3 train.py", resources={"slots_per_trial": 2}), IGNORES_PREEMPTION % 7101
     )

@@ -392,7 +392,7 @@ def test_forked_trial_outlives_killed_fork_server(
 @pytest.mark.exhaustive("[5]")
 @pytest.mark.parametrize("seed", [5, 6, 7])
 def test_server_killed_while_forking_loses_no_trial(master: MasterForTest, seed: int) -> None:
-    """Each trial starts exactly once, without a counted restart."""
+    """Each trial starts exactly once, and no restart is counted."""
     server = wait_for_server(master)
     begun = [start_trial(master, steps=3) for _ in range(4)]
     time.sleep(random.Random(seed).uniform(0.0, 0.2))

@@ -153,7 +153,7 @@ ENTRYPOINTS: list[Any] = [
 
 
 def write_model_definition(directory: Path, *, spawns: bool = True) -> None:
-    """Write a model definition; without ``spawns``, its data loader has no worker."""
+    """Write a model definition; without ``spawns``, its data loader has no worker process."""
     workers = "**(SPAWNED if self.context.distributed.rank == 0 else {}),"
     (directory / "model_def.py").write_text(MODEL_DEF if spawns else MODEL_DEF.replace(workers, ""))
     (directory / "train.py").write_text(TRAINER_SCRIPT)

@@ -31,7 +31,7 @@ def num_rows(path: Path) -> int:
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """State after SIGKILL: 201 rows in the file, 200 in the WAL, a backup of 201."""
+    """Path of a killed database: 201 rows in the file, 200 in the WAL, a backup of 201."""
     path, left = tmp_path / "work" / "master.db", tmp_path / "killed" / "master.db"
     path.parent.mkdir()
     with contextlib.closing(Database(path)) as database:
@@ -130,7 +130,7 @@ def test_commits_are_synced_before_confirmation(tmp_path: Path) -> None:
 
 
 def test_writes_after_failed_large_write_survive_kill(tmp_path: Path) -> None:
-    """If the page cache may spill, SQLite 3.40.1 loses these commits at recovery."""
+    """With cache_spill on, SQLite 3.40.1 loses the later commits at recovery."""
 
     def fill_the_cache_and_fail(tx: Transaction) -> None:
         for _ in range(8000):

@@ -32,7 +32,7 @@ class Browser:
         self.page.wait_for_selector(wait_for)
 
     def show(self, path: str, wait_for: str = "main h1") -> None:
-        """Go to a view without a reload, as the page's links do; load a new window."""
+        """Go to a view as the page's links do, without a reload unless the window is new."""
         if not self.page.url.startswith(f"{self.address}/"):
             self.open(path, wait_for)
             return

@@ -1,4 +1,4 @@
-"""Metric reports in a database: storing, merging, summaries, archiving, effects."""
+"""Metric reports in a database: storing, merging, summaries and archiving."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_log_rows_are_returned_once_in_order(state: StateDirectory) -> None:
 
 
 def test_stalled_trial_is_reported_with_cause(state: StateDirectory, tmp_path: Path) -> None:
-    """The text is read from stalled.json, without terminal escape sequences."""
+    """The cause comes from stalled.json and is stripped of escape sequences."""
     directory = tmp_path / "allocation"
     directory.mkdir()
     database = Database(state.database_path)
