@@ -1,4 +1,4 @@
-"""An experiment in a database without a master, and checkpoints of its trial."""
+"""Helpers that store an experiment and checkpoints without a running master."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = "entrypoint: 'true'\nsearcher: {name: single, metric: score}\n"
 
 
 def store_experiment(database: Database, context_dir: Path, storage: dict[str, Any]) -> None:
-    """Store user 1, and experiment 1 of theirs with trial 1, whose checkpoints go to ``storage``."""
+    """Store user 1 and their experiment 1 with trial 1, which saves to ``storage``."""
     submission = check_submission(CONFIG, context_dir=context_dir, defaults=MasterDefaults(storage))
 
     def create(tx: Transaction) -> None:
@@ -26,7 +26,7 @@ def store_experiment(database: Database, context_dir: Path, storage: dict[str, A
 
 
 def store_checkpoints(database: Database, root: Path, *uuids: str) -> None:
-    """Store checkpoints of trial 1, each with one file of one byte below ``root``."""
+    """Store checkpoints of trial 1, each with a one-byte file below ``root``."""
 
     def add(tx: Transaction) -> None:
         for uuid in uuids:
@@ -49,6 +49,6 @@ def store_checkpoints(database: Database, root: Path, *uuids: str) -> None:
 
 
 def num_pending(database: Database) -> int:
-    """Return how much work of the janitor's is left."""
+    """Return the number of unfinished background jobs."""
     with database.read() as connection:
         return int(connection.execute("SELECT COUNT(*) FROM work WHERE ended_us IS NULL").fetchone()[0])

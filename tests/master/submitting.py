@@ -1,4 +1,4 @@
-"""Submit experiments with scripts that need no torch to a real master, and look at what becomes of them."""
+"""Helpers that submit experiments without torch to a real master and poll them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waiting import sleep_a_little
 from dstrial.master.client import Client
 from dstrial.testing.master import MasterForTest
 
-# By address, process id and start of the process that serves.
+# Key: address, pid and start time of the master process.
 _clients: dict[tuple[str, int, str], Client] = {}
 
 TRAIN = """
@@ -74,7 +74,7 @@ def submit(master: MasterForTest, given: dict[str, Any], script: str = TRAIN, **
 
 
 def client_of(master: MasterForTest) -> Client:
-    """Return a client that has logged in once at this process: who looks until something is so asks hundreds of times."""
+    """Return a cached client, so that polling does not log in for each request."""
     record = master.record
     key = (record.address, record.pid, record.start_time)
     if key not in _clients:

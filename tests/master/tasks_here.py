@@ -1,4 +1,4 @@
-"""Somebody who works with the tasks of a master: the ``det`` command, a session, and waiting."""
+"""A user of tasks: the ``det`` command, an API session, and polling."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ DEADLINE_S = 90.0
 
 
 class TasksHere:
-    """A user of one master.
-
-    Args:
-        master: it runs.
-        home: an existing directory.
-    """
+    """A logged-in user of a running master; ``home`` is an existing directory."""
 
     def __init__(self, master: MasterForTest, home: Path) -> None:
         self.master = master
@@ -42,7 +37,7 @@ class TasksHere:
         return self.ok("command", "run", "--detach", *options, *words).split()[-1]
 
     def task(self, text: str, *options: str) -> str:
-        """Make a generic task and return its id."""
+        """Create a generic task from a config text and return its id."""
         path = self.home / "task.yaml"
         path.write_text(text)
         found = re.search(r"Created task (\S+)", self.ok("task", "create", str(path), *options))
@@ -62,11 +57,11 @@ class TasksHere:
         return {**found, "taskState": found["taskState"].removeprefix("GENERIC_TASK_STATE_")}
 
     def wait(self, task_id: str, state: str) -> None:
-        """Wait until a command is in a state."""
+        """Wait until the command has the state."""
         wait_for(lambda: self.command(task_id)["state"] == f"STATE_{state}", f"{task_id} to be {state}")
 
     def log(self, task_id: str) -> list[str]:
-        """Return what the processes of a task have printed."""
+        """Return the lines that the processes of a task have printed."""
         return [line.log.strip() for line in api.task_logs(self.session, task_id) if line.source == "task"]
 
 

@@ -1,4 +1,4 @@
-"""A run of the chaos program for each searcher; all of them are in its closing table."""
+"""Runs of the chaos program, which kills processes of small searches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
         pytest.param(8, id="the master and a supervisor of an adaptive search"),
     ],
 )
-def test_a_search_survives_what_is_killed(seed: int) -> None:
+def test_search_survives_killed_processes(seed: int) -> None:
     outcome = chaos.run(seed)
 
     assert not outcome.problems, f"killed {outcome.killed}: {outcome.problems}"

@@ -1,4 +1,4 @@
-"""A wall clock that jumps by a day, forwards and back, under a master and all processes of its trials."""
+"""Jumps of the wall clock by a day under a master and all processes of trials."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SILENCE_S = 20
 SECONDS = struct.Struct("<q")
 SOURCE = Path(__file__).with_name("shifted_clock.cpp")
 
-# Saves only when it is allowed to, after it was asked to stop.
+# After the preemption signal, the trial waits for the file ``go`` before it saves.
 SLOW_TO_STOP = """
 import json, pathlib, time
 import determined as det
@@ -77,7 +77,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def master_and_shift(
     tmp_path_factory: pytest.TempPathFactory, library: Path
 ) -> Iterator[tuple[MasterForTest, Path]]:
-    """A master whose clock, and that of all that it starts, is the machine's plus the seconds that a file says."""
+    """A master with a shifted clock, and the file with the shift in seconds."""
     directory = tmp_path_factory.mktemp("shifted")
     path = directory / "shift"
     path.write_bytes(SECONDS.pack(0))
@@ -92,7 +92,7 @@ def master_and_shift(
 
 @pytest.fixture
 def shifted(master_and_shift: tuple[MasterForTest, Path]) -> tuple[MasterForTest, Callable[[int], None]]:
-    """The master, and what sets its clock to so many seconds from where it is at the beginning of the test."""
+    """The master and a function that shifts its clock relative to the test's start."""
     master, path = master_and_shift
     (before,) = SECONDS.unpack(path.read_bytes())
 
@@ -104,12 +104,12 @@ def shifted(master_and_shift: tuple[MasterForTest, Path]) -> tuple[MasterForTest
 
 
 def wait_for_reports(master: MasterForTest, number: int, *, before: int | None = None) -> None:
-    """Wait for as many reports, behind ``before`` or those that there are."""
+    """Wait for ``number`` reports more than ``before`` (default: the current count)."""
     wanted = number + (num_rows(master, "metrics") if before is None else before)
     wait_for(lambda: num_rows(master, "metrics") >= wanted)
 
 
-def test_a_search_under_a_clock_that_jumps_is_the_undisturbed_one(
+def test_search_is_unaffected_by_clock_jumps(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:
     master, shift = shifted
@@ -123,7 +123,7 @@ def test_a_search_under_a_clock_that_jumps_is_the_undisturbed_one(
     with opened(master) as connection:
         search, problems = look(master, connection, experiment_id, tmp_path / "journals")
         assert problems == []
-        # No run was taken for silent, lost or late, and the clock did jump, also where ranks print.
+        # Each trial has a single run, so none was restarted; timestamps of log lines show the jumps.
         assert num_rows(master, "allocations") == len(search.trials)
         for source in ("task", "master"):
             first, last = connection.execute(
@@ -132,7 +132,7 @@ def test_a_search_under_a_clock_that_jumps_is_the_undisturbed_one(
             assert last - first > 2 * DAY_S * 1_000_000
 
 
-def test_a_jump_forwards_kills_no_trial_that_saves_what_it_was_asked_for(
+def test_forward_jump_kills_no_trial_saving_on_pause(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:
     master, shift = shifted
@@ -143,7 +143,7 @@ def test_a_jump_forwards_kills_no_trial_that_saves_what_it_was_asked_for(
     wait_for((tmp_path / "asked").exists)
 
     shift(DAY_S)
-    time.sleep(2.0)  # The scheduler looks several times a second.
+    time.sleep(2.0)  # The scheduler polls several times a second.
     (tmp_path / "go").touch()
     wait_until(master, experiment_id, "PAUSED")
     wait_for(lambda: re.search("was terminated|crashed", log_of(master, experiment_id)))
@@ -155,9 +155,10 @@ def test_a_jump_forwards_kills_no_trial_that_saves_what_it_was_asked_for(
     assert [one["state"] for one in found] == ["STATE_COMPLETED"]
 
 
-def test_a_jump_forwards_takes_no_detached_run_for_silent(
+def test_forward_jump_ends_no_detached_run(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:
+    """The jump must not look like a missed heartbeat."""
     master, shift = shifted
     before = num_rows(master, "metrics")
     started_s = time.monotonic()
@@ -165,13 +166,13 @@ def test_a_jump_forwards_takes_no_detached_run_for_silent(
         [sys.executable, "-c", DETACHED, str(tmp_path)], env=dict(master.env), cwd=tmp_path
     )
     try:
-        # A master looks for silent runs only when it is older than their time.
+        # A master checks for missing heartbeats only after it has run for the timeout.
         wait_for(lambda: time.monotonic() > started_s + SILENCE_S + 2)
         wait_for_reports(master, 3, before=before)
         (tmp_path / "quiet").touch()
         time.sleep(1.0)
         shift(DAY_S)
-        time.sleep(3.0)  # It looks once a second.
+        time.sleep(3.0)  # The master checks heartbeats once a second.
         (tmp_path / "quiet").unlink()
         wait_for_reports(master, 2)
         (tmp_path / "last").touch()

@@ -1,6 +1,6 @@
-"""Every field of an experiment config comes back as it went in: submitted, completed with defaults, seen by the trial.
+"""Round trip of every experiment config field: submitted, completed, in the trial.
 
-Secrets are the exception: the trial sees them, and nobody is shown them.
+Secrets are the exception: only the trial sees them, and the API masks them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DEFAULTS: dict[str, Any] = _TABLE["defaults"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One config.
+    """An experiment config and the expected result.
 
     Attributes:
-        given: what is submitted, besides name, entrypoint, searcher and seed where it has none.
-        also: what of the completed config is neither given nor a default; sections with defaults are completed by them.
-        hparams: what the first trial sees, where these are not constants.
-        template: what is below the config.
+        given: the submitted fields, in addition to name, entrypoint, searcher and seed, which have defaults here.
+        also: completed fields that are neither submitted nor defaults; ``environment`` and ``resources`` are filled by defaults.
+        hparams: hyperparameters that the first trial sees, if these are not the submitted constants.
+        template: config template to which the submitted config is applied.
     """
 
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -45,7 +45,7 @@ class Case:
     template: Mapping[str, Any] | None = None
 
     def completed(self, submitted: Mapping[str, Any], host_path: str) -> dict[str, Any]:
-        """Return what the master must make of it: what is given over the defaults, section by section."""
+        """Return the expected effective config: submitted fields over the defaults."""
         expected = copy.deepcopy(DEFAULTS)
         expected["searcher"] = _TABLE["searchers"][submitted["searcher"]["name"]]
         expected["checkpoint_storage"] = {**_TABLE["shared_fs"], "host_path": host_path}
@@ -64,7 +64,7 @@ CASES = {name: Case(**fields) for name, fields in _TABLE["cases"].items()}
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A case, and what became of it."""
+    """A case, its submitted config, and the configs that the API and the trial show."""
 
     case: Case
     given: dict[str, Any]
@@ -75,7 +75,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(shared_master: MasterForTest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Every case submitted, and run by a trial that records what it sees and ends."""
+    """Outcome of every case; each was submitted and run by a trial that records it."""
     directory = tmp_path_factory.mktemp("seen")
     client = shared_master.client()
     submitted: dict[str, tuple[int, dict[str, Any], str, Path]] = {}
@@ -122,7 +122,9 @@ def _without_seen_storage(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
-def test_a_config_comes_back(outcomes: dict[str, Outcome], shared_master: MasterForTest, name: str) -> None:
+def test_config_survives_round_trip(
+    outcomes: dict[str, Outcome], shared_master: MasterForTest, name: str
+) -> None:
     one = outcomes[name]
     host_path = str(shared_master.state.path / "checkpoints")
     completed = one.case.completed(one.given, host_path)
@@ -159,7 +161,7 @@ SECRETS = (
 
 
 def _as_shown(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with what nobody is shown hidden."""
+    """Return a copy of a config in which secrets are masked as in API responses."""
     shown = copy.deepcopy(dict(config))
     for *outer, last in SECRETS:
         section: Any = shown
@@ -184,7 +186,7 @@ def _is_given(config: Any, path: tuple[str, ...]) -> bool:
     return config is not None
 
 
-def test_the_cases_exercise_every_field() -> None:
+def test_cases_cover_every_config_field() -> None:
     everywhere = {
         ("name",),
         ("entrypoint",),
@@ -192,8 +194,7 @@ def test_the_cases_exercise_every_field() -> None:
         ("searcher", "metric"),
         ("reproducibility", "experiment_seed"),
     }
-    # These two name what a trial starts from; lifecycle/test_keeping.py trains one and starts another from it.
-    # requirements is a file that has to be there: test_task_venv.py installs one.
+    # Tested elsewhere: warm starts need a trained trial, and requirements needs an installable file.
     elsewhere = {
         ("searcher", "source_trial_id"),
         ("searcher", "source_checkpoint_uuid"),

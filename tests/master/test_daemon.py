@@ -1,3 +1,5 @@
+"""Options, port, usage, logs and shutdown of the master process."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -48,17 +50,17 @@ def own_start_time() -> str:
     return start_time
 
 
-def test_options_survive_the_way_to_the_process() -> None:
+def test_master_options_round_trip_through_arguments() -> None:
     options = MasterOptions(port=0, num_slots=3, config_file="/a b/m.yaml", has_passwords=False)
     assert MasterOptions.from_arguments(options.to_arguments()) == options
 
 
-def test_the_port_is_8080_unless_asked_for(state: StateDirectory) -> None:
+def test_port_defaults_to_8080(state: StateDirectory) -> None:
     assert choose_port(state, MasterOptions()) == 8080
     assert choose_port(state, MasterOptions(port=0)) == 0
 
 
-def test_trials_that_run_keep_the_port(state: StateDirectory) -> None:
+def test_running_trials_pin_master_port(state: StateDirectory) -> None:
     with_allocation(state, os.getpid(), own_start_time())
     assert live_allocations(state) == ["a.1"]
     assert choose_port(state, MasterOptions()) == 8123
@@ -70,20 +72,20 @@ def test_trials_that_run_keep_the_port(state: StateDirectory) -> None:
 
 
 @pytest.mark.parametrize(("start_time", "allocation_state"), [("1", "RUNNING"), (None, "TERMINATED")])
-def test_trials_that_have_ended_leave_the_port_free(
+def test_ended_trials_release_master_port(
     state: StateDirectory, start_time: str | None, allocation_state: str
 ) -> None:
     with_allocation(state, os.getpid(), start_time or own_start_time(), allocation_state)
     assert choose_port(state, MasterOptions()) == 8080
 
 
-def test_usage_counts_slots_of_allocations_that_have_not_ended(state: StateDirectory) -> None:
+def test_usage_counts_slots_of_live_allocations(state: StateDirectory) -> None:
     assert dataclasses.astuple(usage(state)) == (0, {}, {})
     with_allocation(state, 1, "1")
     assert usage(state).num_slots_used == 2
 
 
-def test_the_end_of_a_file_is_read_in_whole_lines(tmp_path: Path) -> None:
+def test_tail_returns_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     assert tail(path, 3) == []
     path.write_text("".join(f"{line_idx} {'x' * 50_000}\n" for line_idx in range(5)))
@@ -93,8 +95,8 @@ def test_the_end_of_a_file_is_read_in_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_master_that_is_stopped_after_it_was_asked_to_end_goes_on_and_ends(state: StateDirectory) -> None:
-    # A process of many threads is stopped a moment after SIGSTOP, and `dstrial down` may have looked before.
+def test_wait_for_end_resumes_stopped_master(state: StateDirectory) -> None:
+    # SIGSTOP takes effect late in a process with many threads, possibly after `dstrial down` has checked for it.
     program = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as master:
         assert master.stdout is not None

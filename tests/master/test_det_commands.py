@@ -1,4 +1,4 @@
-"""The real ``det`` command and SDK against a real master: what each command does, exits with and prints."""
+"""Effects, exit codes and output of the real ``det`` command and SDK."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Det:
         wait_for(lambda: self.experiment(experiment_id)["state"] == f"STATE_{state}", f"it is not {state}")
 
     def settle(self, experiment_id: int, state: str) -> None:
-        """Wait until an experiment is in a state, and then a while for it to leave that state wrongly."""
+        """Wait until an experiment has a state, and check that it keeps it for a second."""
         self.wait(experiment_id, state)
         time.sleep(1.0)
         assert self.experiment(experiment_id)["state"] == f"STATE_{state}"
@@ -126,7 +126,7 @@ class Det:
 
 
 def typed(master: MasterForTest, text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that asks; without a terminal it takes even passwords from the standard input."""
+    """Run a command that prompts; without a terminal, even passwords come from stdin."""
     return warm_start.run_command(
         [sys.executable, "-m", "determined.cli", *words],
         env=dict(master.env), input=text, start_new_session=True,
@@ -148,13 +148,13 @@ def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
 
 @pytest.fixture(scope="module")
 def followed(det: Det) -> str:
-    """What was printed of an experiment that was created and followed."""
+    """Output of ``det e create -f`` for an experiment."""
     return det.ok("e", "create", str(det.short), str(det.context), "-f")
 
 
 @pytest.fixture(scope="module")
 def ended(det: Det, followed: str) -> int:
-    """That experiment, which has completed; it is only looked at."""
+    """Id of the experiment of ``followed``, completed; tests only read it."""
     experiment_id = created(followed)
     det.wait(experiment_id, "COMPLETED")
     return experiment_id
@@ -162,16 +162,16 @@ def ended(det: Det, followed: str) -> int:
 
 @pytest.fixture(scope="module")
 def paused(det: Det) -> int:
-    """An experiment that has never run."""
+    """Id of a paused experiment that has never run."""
     return det.create(det.long, "--paused")
 
 
-def test_create_follows_the_log_to_its_end(followed: str) -> None:
+def test_create_follows_log_to_end(followed: str) -> None:
     assert "WARNING: batch 3" in followed
     assert "Trial log stream ended" in followed
 
 
-def test_create_paused_config_and_include(det: Det) -> None:
+def test_create_accepts_paused_config_and_include(det: Det) -> None:
     extra = det.directory / "extra.txt"
     extra.write_text("more")
 
@@ -184,7 +184,7 @@ def test_create_paused_config_and_include(det: Det) -> None:
         assert {"train.py", "extra.txt"} <= set(archive.getnames())
 
 
-def test_create_leaves_out_ignored_files_and_marked_directories(det: Det) -> None:
+def test_create_skips_ignored_files_and_marked_directories(det: Det) -> None:
     context, extra = det.directory / "ignoring", det.directory / "extra"
     for name in (
         *("train.py", "kept.txt", "notes.secret", "data/large.bin", "own/x.py"),
@@ -204,13 +204,13 @@ def test_create_leaves_out_ignored_files_and_marked_directories(det: Det) -> Non
     assert names == {"train.py", "kept.txt", "own/x.py", "extra/inner.txt"}
 
 
-def test_create_test_mode(det: Det) -> None:
+def test_create_in_test_mode_succeeds(det: Det) -> None:
     assert "Model definition test succeeded" in det.ok(
         "e", "create", "--test-mode", str(det.short), str(det.context)
     )
 
 
-def test_a_wrong_config_is_refused_with_every_problem(det: Det) -> None:
+def test_invalid_config_is_refused_with_every_problem(det: Det) -> None:
     wrong = det.directory / "wrong.yaml"
     wrong.write_text("nmae: x\nentrypoint: true\nsearcher: {name: asha, metric: loss}\n")
 
@@ -220,13 +220,13 @@ def test_a_wrong_config_is_refused_with_every_problem(det: Det) -> None:
     assert "async_halving" in said
 
 
-def test_list_in_its_forms(det: Det, ended: int) -> None:
+def test_list_prints_table_and_csv(det: Det, ended: int) -> None:
     assert re.search(rf"{ended} \| determined .*short.*COMPLETED", det.ok("e", "list"))
     rows = list(csv.DictReader(det.ok("e", "list", "--all", "--csv").splitlines()))
     assert str(ended) in [row["ID"] for row in rows]
 
 
-def test_describe_in_its_forms(det: Det, ended: int) -> None:
+def test_describe_prints_json_text_and_csv(det: Det, ended: int) -> None:
     [described] = json.loads(det.ok("e", "describe", str(ended), "--json"))
     assert described["experiment"]["id"] == ended
     text = det.ok("e", "describe", str(ended), "--metrics")
@@ -238,7 +238,7 @@ def test_describe_in_its_forms(det: Det, ended: int) -> None:
         assert len(list(csv.DictReader(file))) == 3
 
 
-def test_logs_and_their_filters(det: Det, ended: int) -> None:
+def test_logs_filter_by_position_level_and_source(det: Det, ended: int) -> None:
     everything = det.ok("e", "logs", str(ended)).splitlines()
     assert det.ok("e", "logs", str(ended), "--head", "2").splitlines()[:2] == everything[:2]
     tail = [line for line in det.ok("e", "logs", str(ended), "--tail", "2").splitlines() if "||" in line]
@@ -252,7 +252,7 @@ def test_logs_and_their_filters(det: Det, ended: int) -> None:
     assert "batch" not in det.ok("e", "logs", str(ended), "--source", "master").replace("batches", "")
 
 
-def test_every_filter_of_logs(det: Det, ended: int) -> None:
+def test_logs_filter_by_agent_time_and_rank(det: Det, ended: int) -> None:
     trial_id = str(det.trial(ended))
     lines = json.loads(
         "[" + det.ok("trial", "logs", trial_id, "--json").rpartition("}")[0].replace("}\n{", "},{") + "}]"
@@ -289,19 +289,19 @@ def test_every_filter_of_logs(det: Det, ended: int) -> None:
     assert last["taskId"] == task_id
 
 
-def test_logs_that_cannot_be(det: Det, ended: int) -> None:
+def test_invalid_logs_requests_are_refused(det: Det, ended: int) -> None:
     said = det.refused("e", "logs", str(ended), "--timestamp-after", "yesterday")
     assert "timestampAfter is 'yesterday'; expected a time" in said
     assert "trial 999999 is not found" in det.refused("trial", "logs", "999999")
 
 
-def test_wait_tells_the_end_by_its_exit_code(det: Det, ended: int) -> None:
+def test_wait_exit_code_reports_outcome(det: Det, ended: int) -> None:
     assert det.run("e", "wait", str(ended)).returncode == 0
     experiment_id = det.create(det.config("failing", {}))
     det.refused("e", "wait", "--polling-interval", "1", str(experiment_id))
 
 
-def test_pause_activate_cancel_and_the_slots(det: Det) -> None:
+def test_pause_activate_cancel_update_slots(det: Det) -> None:
     experiment_id = det.create(det.long)
     det.wait(experiment_id, "RUNNING")
     assert f"Experiment {experiment_id}" in det.ok("slot", "list")
@@ -316,7 +316,7 @@ def test_pause_activate_cancel_and_the_slots(det: Det) -> None:
     det.wait(experiment_id, "CANCELED")
 
 
-def test_archive_unarchive_and_delete(det: Det) -> None:
+def test_archive_unarchive_and_delete_change_list(det: Det) -> None:
     experiment_id = det.create(det.short)
     det.wait(experiment_id, "COMPLETED")
     det.ok("e", "archive", str(experiment_id))
@@ -327,12 +327,12 @@ def test_archive_unarchive_and_delete(det: Det) -> None:
     wait_for(lambda: f" {experiment_id} |" not in det.ok("e", "list", "--all"))
 
 
-def test_an_experiment_that_runs_cannot_be_archived_or_deleted(det: Det, paused: int) -> None:
+def test_unfinished_experiment_cannot_be_archived_or_deleted(det: Det, paused: int) -> None:
     for verb in (["archive"], ["delete", "--yes"]):
         assert "expected one that has ended" in det.refused("e", *verb, str(paused))
 
 
-def test_continue_with_another_config(det: Det) -> None:
+def test_continue_accepts_changed_config(det: Det) -> None:
     experiment_id = det.create(det.short, "--config", "hyperparameters.sleep=0.01")
     det.wait(experiment_id, "COMPLETED")
 
@@ -342,7 +342,7 @@ def test_continue_with_another_config(det: Det) -> None:
     assert det.get(f"trials/{det.trial(experiment_id)}")["trial"]["totalBatchesProcessed"] == 5
 
 
-def test_labels_and_settings(det: Det, paused: int) -> None:
+def test_labels_and_settings_can_be_changed(det: Det, paused: int) -> None:
     number = str(paused)
     det.ok("e", "label", "add", number, "mine")
     det.ok("e", "set", "name", number, "renamed")
@@ -362,7 +362,7 @@ def test_labels_and_settings(det: Det, paused: int) -> None:
     assert det.experiment(int(number))["labels"] == []
 
 
-def test_trials_and_checkpoints_of_an_experiment(det: Det, ended: int) -> None:
+def test_trials_and_checkpoints_are_listed(det: Det, ended: int) -> None:
     trial_id = det.trial(ended)
     assert re.search(rf" {trial_id} \| COMPLETED", det.ok("e", "list-trials", str(ended)))
     assert "COMPLETED" in det.ok("e", "list-checkpoints", str(ended))
@@ -373,7 +373,7 @@ def test_trials_and_checkpoints_of_an_experiment(det: Det, ended: int) -> None:
     }  # fmt: skip
 
 
-def test_a_trial_is_described_as_csv_and_as_a_table(det: Det, ended: int) -> None:
+def test_trial_describe_prints_csv_and_table(det: Det, ended: int) -> None:
     trial_id = str(det.trial(ended))
     text = det.ok("trial", "describe", trial_id, "--csv")
     rows = list(csv.DictReader(text.partition("Workloads:\n")[2].splitlines(keepends=True)))
@@ -385,7 +385,7 @@ def test_a_trial_is_described_as_csv_and_as_a_table(det: Det, ended: int) -> Non
     assert '"validation_metrics": {' in text
 
 
-def test_checkpoints_are_described_and_downloaded_both_ways(det: Det, ended: int) -> None:
+def test_checkpoints_are_described_and_downloaded(det: Det, ended: int) -> None:
     uuid = det.completed(ended)[-1]
     assert uuid in det.ok("checkpoint", "describe", uuid)
     for mode in ("direct", "master"):
@@ -402,7 +402,7 @@ def test_checkpoints_are_described_and_downloaded_both_ways(det: Det, ended: int
     assert (best / "state.json").exists()
 
 
-def test_checkpoints_are_deleted_whole_and_in_part(det: Det) -> None:
+def test_checkpoints_are_deleted_fully_or_partially(det: Det) -> None:
     experiment_id = det.create(det.short)
     det.wait(experiment_id, "COMPLETED")
     wait_for(lambda: len(det.completed(experiment_id)) == 2)
@@ -415,7 +415,7 @@ def test_checkpoints_are_deleted_whole_and_in_part(det: Det) -> None:
     wait_for(lambda: wanted.items() <= det.checkpoints(experiment_id).items())
 
 
-def test_a_checkpoint_whose_files_were_removed_by_hand_is_looked_at_anew(det: Det) -> None:
+def test_checkpoint_rm_refreshes_manually_removed_files(det: Det) -> None:
     experiment_id = det.create(det.short, "-f")
     uuid = det.completed(experiment_id)[-1]
     (det.master.state.path / "checkpoints" / uuid / "state.json").unlink()
@@ -426,7 +426,7 @@ def test_a_checkpoint_whose_files_were_removed_by_hand_is_looked_at_anew(det: De
     assert set(det.get(f"checkpoints/{uuid}")["checkpoint"]["resources"]) == {"metadata.json"}
 
 
-def test_another_gc_policy_says_what_it_deletes_and_deletes_it(det: Det) -> None:
+def test_gc_policy_announces_and_performs_deletions(det: Det) -> None:
     experiment_id = det.create(det.short, "--config", "checkpoint_storage.save_trial_latest=3", "-f")
     det.wait(experiment_id, "COMPLETED")
     [one, two, three] = det.completed(experiment_id)
@@ -442,7 +442,7 @@ def test_another_gc_policy_says_what_it_deletes_and_deletes_it(det: Det) -> None
     wait_for(lambda: det.completed(experiment_id) == [three])
 
 
-def test_users_log_in_change_their_passwords_and_log_out(det: Det) -> None:
+def test_users_log_in_change_password_log_out(det: Det) -> None:
     def whoami() -> str:
         return det.ok("user", "whoami").strip()
 
@@ -463,7 +463,7 @@ def test_users_log_in_change_their_passwords_and_log_out(det: Det) -> None:
     assert det.type(f"{det.master.password()}\n", "user", "login", "determined").returncode == 0
 
 
-def test_the_master_and_its_agent(det: Det) -> None:
+def test_master_and_agent_commands_work(det: Det) -> None:
     assert "0.38.1" in det.ok("master", "info")
     assert "administrator" in det.refused("master", "config", "--json")
     shown = det.ok_as_admin("master", "config", "--json")
@@ -481,7 +481,7 @@ def test_the_master_and_its_agent(det: Det) -> None:
     assert "False" not in det.ok("slot", "list").replace("| False ", "", 2)
 
 
-def test_slots_and_the_queue_decide_who_runs(det: Det) -> None:
+def test_slots_and_queue_decide_run_order(det: Det) -> None:
     agent = str(det.get("agents")["agents"][0]["id"])
     det.ok_as_admin("slot", "disable", agent, "1")
     first, second, third = (det.create(det.long) for _ in range(3))
@@ -508,7 +508,7 @@ def test_slots_and_the_queue_decide_who_runs(det: Det) -> None:
         det.wait(experiment_id, "CANCELED")
 
 
-def test_the_sdk_reads_metrics_and_checkpoints(det: Det, ended: int) -> None:
+def test_sdk_reads_metrics_and_checkpoints(det: Det, ended: int) -> None:
     program = f"""
 from determined.experimental import client
 experiment = client.get_experiment({ended})
@@ -526,7 +526,7 @@ print(sorted(client.get_experiment({ended}).labels))
 
 
 @pytest.mark.exhaustive("tests/master/lifecycle/test_several_ranks.py::test_a_script_runs_once_per_slot")
-def test_an_entrypoint_of_determineds_launcher_runs(det: Det) -> None:
+def test_determined_launcher_entrypoint_runs(det: Det) -> None:
     experiment_id = det.create(
         det.short, "--config", "entrypoint=python3 -m determined.launch.torch_distributed python3 train.py"
     )
@@ -538,7 +538,8 @@ def test_an_entrypoint_of_determineds_launcher_runs(det: Det) -> None:
     assert "Scheduling" not in of_rank
 
 
-def test_up_serves_whoever_has_changed_the_first_password(tmp_path: Path) -> None:
+def test_up_logs_in_after_password_change(tmp_path: Path) -> None:
+    """``dstrial up`` uses the owner's socket, so it needs no password."""
     with master_for_test(tmp_path, num_slots=1) as master:
         other_name = f"http://127.0.0.1:{master.record.port}"
 

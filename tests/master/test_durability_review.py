@@ -1,4 +1,4 @@
-"""What a master must survive: its own death, other commands at the same time, floods of output, full disks, damage."""
+"""Faults that a master survives: kills, concurrent commands, full disks, damage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dstrial.master.scheduler.reconciler import compile_policies, matches
 from dstrial.master.state_directory import StateDirectory, process_start_time
 from dstrial.testing.master import MasterForTest, master_for_test
 
-DEAF = """
+IGNORES_PREEMPTION = """
 import os, time, urllib.request
 path = f"/api/v1/allocations/{os.environ['DET_ALLOCATION_ID']}/signals/preemption"
 token = {"Authorization": "Bearer " + os.environ["DET_SESSION_TOKEN"]}
@@ -55,7 +55,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 
 
 @pytest.mark.process
-def test_absent_master_is_one_line_of_a_log(master: MasterForTest, tmp_path: Path) -> None:
+def test_master_outage_logs_single_retry_line(master: MasterForTest, tmp_path: Path) -> None:
     experiment_id = submit(master, config(), REPORTING.replace("GATE", str(tmp_path / "gate")))
     wait_for(lambda: "ready" in log_of(master, experiment_id))
 
@@ -73,11 +73,12 @@ def test_absent_master_is_one_line_of_a_log(master: MasterForTest, tmp_path: Pat
 
 
 @pytest.mark.process
-def test_only_the_port_that_trials_report_to_takes_back_the_trials_of_a_killed_master(
+def test_restarted_master_must_reuse_trials_port(
     master: MasterForTest,
 ) -> None:
+    """`dstrial up` fails on another port; on the old port, it readopts the trial."""
     experiment_id = submit(
-        master, config("exec python3 train.py", resources={"slots_per_trial": 2}), DEAF % 7101
+        master, config("exec python3 train.py", resources={"slots_per_trial": 2}), IGNORES_PREEMPTION % 7101
     )
     wait_for(lambda: "ready" in log_of(master, experiment_id))
     port = master.record.port
@@ -92,7 +93,7 @@ def test_only_the_port_that_trials_report_to_takes_back_the_trials_of_a_killed_m
     [allocation_id] = live_allocations(master.state)
     assert allocation_id.endswith(".1")
 
-    # The trial ignores that it should stop, and a second `down` asks for no more than the first.
+    # The trial ignores the preemption signal, and a second SIGTERM does not kill it either.
     for _ in range(2):
         os.kill(master.record.pid, signal.SIGTERM)
         time.sleep(0.3)
@@ -102,14 +103,14 @@ def test_only_the_port_that_trials_report_to_takes_back_the_trials_of_a_killed_m
     assert "trials have not stopped within 0.5 s and are killed" in ended.stderr
     assert live_allocations(master.state) == []
 
-    # Nor does it wait in silence where it does not fit any more.
+    # On a master with too few slots, the requeued trial's log states why the trial waits.
     assert master.dstrial("up", "--slots", "1", "--port", str(port)).returncode == 0
     assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
     assert "the trial needs 2 slots and waits; this master has 1" in log_of(master, experiment_id)
 
 
 @pytest.mark.process
-def test_a_trial_that_floods_its_log_can_be_killed_while_others_run(master: MasterForTest) -> None:
+def test_log_flooding_trial_blocks_neither_others_nor_kill(master: MasterForTest) -> None:
     mark = f"flood{os.getpid()}"
     flood = submit(master, config([sys.executable, "-c", f"{mark!r}\nwhile True: print('x' * 4000)"]))
     logs = (master.state.path / "allocations").glob
@@ -124,7 +125,7 @@ def test_a_trial_that_floods_its_log_can_be_killed_while_others_run(master: Mast
 
 
 @pytest.mark.process
-def test_two_ups_at_the_same_time_find_one_master(tmp_path: Path) -> None:
+def test_concurrent_ups_start_single_master(tmp_path: Path) -> None:
     state = StateDirectory(tmp_path / "state")
     env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "config"), "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-m", "dstrial.cli", "up", "--port", "0", "--state-dir", str(state.path)]
@@ -144,7 +145,7 @@ def test_two_ups_at_the_same_time_find_one_master(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_damaged_database_and_a_file_in_the_way_are_named(tmp_path: Path) -> None:
+def test_unusable_state_directory_is_named_in_error(tmp_path: Path) -> None:
     damaged = StateDirectory(tmp_path / "damaged")
     damaged.make()
     damaged.database_path.write_bytes(b"x" * 5000)
@@ -169,7 +170,7 @@ def test_a_damaged_database_and_a_file_in_the_way_are_named(tmp_path: Path) -> N
 
 
 @pytest.mark.process
-def test_a_full_disk_makes_a_supervisor_wait_and_loses_no_line(tmp_path: Path) -> None:
+def test_supervisor_waits_on_full_disk_without_loss(tmp_path: Path) -> None:
     directory = tmp_path / "allocation"
     entrypoint = "echo first; until [ -e go ]; do sleep 0.05; done; seq 1 2000"
     local.prepare(allocation_request(directory, entrypoint=entrypoint))
@@ -197,13 +198,13 @@ def test_a_full_disk_makes_a_supervisor_wait_and_loses_no_line(tmp_path: Path) -
         local.remove(directory)
 
 
-def test_a_line_that_no_supervisor_wrote_is_text() -> None:
+def test_malformed_log_line_parses_as_text() -> None:
     for damaged in ("\0\0\0\0", "", "12 x text", "99999999999999999999999 o text"):
         assert parse(damaged).text == f"{damaged}\n"
     assert parse("12 o INFO: text").time_us == 12
 
 
-def test_a_pattern_that_begins_with_anything_is_found() -> None:
+def test_log_pattern_with_leading_wildcard_matches() -> None:
     for written in (".*CUDA out of memory.*", ".*.*a|b", ".*?a", "a.*b"):
         [policy] = compile_policies({"log_policies": [{"pattern": written}]})
         assert policy.text == written

@@ -1,4 +1,4 @@
-"""Entrypoints that users have, under a real master: dstrial trials, Determined's launch layers and trial classes."""
+"""Entrypoints under a real master: trial classes and Determined's launch layers."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class MyTrial(PyTorchTrial):
 def create(
     master: MasterForTest, context: Path, config: dict[str, object], num_tries: int = 3
 ) -> tuple[int, str]:
-    """Create an experiment with ``det`` and follow it; return its id and what was printed.
+    """Create an experiment with ``det`` and follow it; return its id and the output.
 
-    Determined's DeepSpeed launcher ends its runner five seconds after the ranks, which is too early for a busy machine: an
-    experiment that ended so, by the exit code of SIGTERM, is created again.
+    On a busy machine, Determined's DeepSpeed launcher may kill its runner five seconds after the ranks ended. An experiment
+    that fails with the resulting exit code 241 (SIGTERM) is created again.
     """
     (context / "exp.yaml").write_text(yaml.safe_dump(config))
     done = master.det("e", "create", str(context / "exp.yaml"), str(context), "-f", deadline_s=200)
@@ -73,7 +73,7 @@ def create(
 @pytest.mark.parametrize(
     "entrypoint", ["model_def:DigitsTrial", "python3 -m determined.launch.deepspeed python3 train.py"]
 )
-def test_a_dstrial_trial_runs_on_two_slots(
+def test_dstrial_trial_runs_on_two_slots(
     shared_master: MasterForTest, tmp_path: Path, entrypoint: str
 ) -> None:
     context = tmp_path / "context"
@@ -104,7 +104,7 @@ def test_a_dstrial_trial_runs_on_two_slots(
         ("python3 -m determined.launch.torch_distributed --trial model_def:MyTrial", 2),
     ],
 )
-def test_a_trial_class_of_determined_runs_unmodified(
+def test_determined_trial_class_runs_unmodified(
     shared_master: MasterForTest, tmp_path: Path, entrypoint: str, num_slots: int
 ) -> None:
     (tmp_path / "model_def.py").write_text(PYTORCH_TRIAL)

@@ -1,4 +1,4 @@
-"""Fields of the experiment config and of the master's settings, each with its effect on a real trial."""
+"""Effects of experiment config fields and master settings on real trials."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def master(settings: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
 
 
-def test_settings_of_the_master_reach_trials_and_experiments_win_over_them(
-    master: MasterForTest, settings: Path
-) -> None:
+def test_experiment_config_overrides_master_settings_in_trials(master: MasterForTest, settings: Path) -> None:
     given = config(environment={"environment_variables": ["FROM_EXPERIMENT=2"]}, hyperparameters={"steps": 2})
 
     experiment_id = submit(master, given, SHOW + TRAIN)
@@ -75,7 +73,7 @@ def test_settings_of_the_master_reach_trials_and_experiments_win_over_them(
 
 
 @pytest.mark.parametrize("source", ["source_trial_id", "source_checkpoint_uuid"])
-def test_a_warm_start_begins_from_the_checkpoint_of_another_trial(master: MasterForTest, source: str) -> None:
+def test_warm_start_resumes_from_other_trials_checkpoint(master: MasterForTest, source: str) -> None:
     first = submit(master, config(hyperparameters={"steps": 4}))
     wait_until(master, first, "COMPLETED")
     (trial,) = trials(master, first)
@@ -94,12 +92,12 @@ def test_a_warm_start_begins_from_the_checkpoint_of_another_trial(master: Master
 @pytest.mark.parametrize(
     "source", [{"source_trial_id": 99999}, {"source_checkpoint_uuid": "11111111-2222-3333-4444-555555555555"}]
 )
-def test_a_warm_start_from_nothing_is_refused(master: MasterForTest, source: dict[str, Any]) -> None:
+def test_warm_start_from_unknown_source_is_refused(master: MasterForTest, source: dict[str, Any]) -> None:
     with pytest.raises(DstrialError, match=next(iter(source))):
         submit(master, config(searcher={"name": "single", "metric": "score", **source}))
 
 
-def test_another_python_runs_the_trial(master: MasterForTest, tmp_path: Path) -> None:
+def test_configured_python_executable_runs_trial(master: MasterForTest, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv" / "bin" / "python3"
     given = config(environment={"environment_variables": [f"DET_PYTHON_EXECUTABLE={python}"]})
@@ -116,9 +114,7 @@ def test_another_python_runs_the_trial(master: MasterForTest, tmp_path: Path) ->
     assert f"executable {python}" in log_of(master, experiment_id)
 
 
-def test_the_startup_hook_of_a_model_definition_runs_first_and_its_failure_ends_the_trial(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_startup_hook_runs_first_and_failure_ends_trial(master: MasterForTest, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHOW)
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config()))
     (tmp_path / "startup-hook.sh").write_text('export FROM_HOOK="$FROM_HOOK and mine"\n')
@@ -133,7 +129,7 @@ def test_the_startup_hook_of_a_model_definition_runs_first_and_its_failure_ends_
     assert master.det("e", "wait", failed.stdout.split("Created experiment ")[1].split()[0]).returncode == 1
 
 
-def test_a_single_trial_with_invalid_hyperparameters_is_an_error(master: MasterForTest) -> None:
+def test_invalid_hyperparameters_end_single_trial_experiment(master: MasterForTest) -> None:
     experiment_id = submit(master, config(hyperparameters={"invalid": True}))
 
     wait_until(master, experiment_id, "ERROR", "COMPLETED")
@@ -143,7 +139,7 @@ def test_a_single_trial_with_invalid_hyperparameters_is_an_error(master: MasterF
     assert "its hyperparameters are invalid" in log_of(master, experiment_id)
 
 
-def test_a_killed_trial_that_waits_never_starts(master: MasterForTest) -> None:
+def test_trial_killed_while_queued_never_starts(master: MasterForTest) -> None:
     holder = submit(master, config(resources={"slots_per_trial": 2}), SLEEPER)
     wait_until(master, holder, "RUNNING")
     waiting = submit(master, config())

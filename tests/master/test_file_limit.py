@@ -1,4 +1,4 @@
-"""How many files the master and its trials may open."""
+"""Open file limit (RLIMIT_NOFILE) of the master and its trials."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with subprocess.Popen(["sleep", "60"]) as child:
         (9000, 9000, 4436, 9000, 9000),
     ],
 )
-def test_the_limit_is_raised_as_far_as_allowed_and_what_is_started_gets_the_old_one(
+def test_limit_is_raised_and_restored_for_children(
     soft: int, hard: int, connections: int, raised: int, of_child: int
 ) -> None:
     command = ["prlimit", f"--nofile={soft}:{hard}", sys.executable, "-c", _CODE]
@@ -46,7 +46,7 @@ def test_the_limit_is_raised_as_far_as_allowed_and_what_is_started_gets_the_old_
 
 
 @pytest.mark.parametrize("limit", [16, 24, 32, 64])
-def test_up_with_few_open_files_is_refused(tmp_path: Path, limit: int) -> None:
+def test_up_with_low_file_limit_is_refused(tmp_path: Path, limit: int) -> None:
     command = ["-m", "dstrial.cli", "up", "--state-dir", str(tmp_path), "--port", "0"]
     ended = subprocess.run(
         ["prlimit", f"--nofile={limit}", sys.executable, *command], capture_output=True, text=True, timeout=60
@@ -57,7 +57,7 @@ def test_up_with_few_open_files_is_refused(tmp_path: Path, limit: int) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_a_master_short_of_files_answers_that_it_is_and_goes_on(tmp_path: Path) -> None:
+def test_master_without_free_descriptors_answers_503(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=1) as master:
         client, pid = master.client(), master.record.pid
         headers = {"Authorization": f"Bearer {new_token(master.record, 'determined')}"}
@@ -66,7 +66,7 @@ def test_a_master_short_of_files_answers_that_it_is_and_goes_on(tmp_path: Path) 
             held.request("GET", "/health")
             assert held.getresponse().read()
             before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-            # It has more, so that it can open none.
+            # More than 3 files are open already, so the master can open no further one.
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
             held.request("GET", "/api/v1/master/logs", headers=headers)
             answer = held.getresponse()

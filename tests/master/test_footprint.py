@@ -1,4 +1,4 @@
-"""What the master's process is made of."""
+"""Libraries that the master process must not load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrial.testing.master import master_for_test
 
 
 @pytest.mark.process
-def test_the_master_maps_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_master_process_maps_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(warm_start.SWITCH, "0")
     with master_for_test(tmp_path) as master:
         maps = Path(f"/proc/{master.record.pid}/maps").read_text()
@@ -23,7 +23,7 @@ def test_the_master_maps_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.process
-def test_importing_the_whole_master_imports_neither_torch_nor_deepspeed() -> None:
+def test_master_import_loads_neither_torch_nor_deepspeed() -> None:
     code = (
         "import sys, dstrial.master.server, dstrial.master.app, dstrial.master.scheduler;"
         "print([m for m in ('torch', 'deepspeed') if m in sys.modules])"

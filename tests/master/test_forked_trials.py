@@ -1,4 +1,4 @@
-"""Trials that are forks: they train what new processes train, and survive whatever happens to the process they come from."""
+"""Trials that are forked from a fork server, a process with preloaded modules."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ pytestmark = [pytest.mark.process, pytest.mark.ranks, pytest.mark.timeout(600)]
 
 DEADLINE_S = 240.0
 SMALL = Path(__file__).parents[1] / "programs"
-# /proc/PID/environ shows the variables of the program that was executed; a rank's own has RANK.
-SAY = """
+# /proc/self/environ is the environment at exec time: in a fork, it is the server's and has no RANK.
+PRINT_START_METHOD = """
 import pathlib
 _variables = pathlib.Path("/proc/self/environ").read_bytes().split(b"\\0")
 print("started as", "a new process" if any(one.startswith(b"RANK=") for one in _variables) else "a fork")
 """
-NOTHING = "python3 -m dstrial.launch --trial train:main --help"
-"""An entrypoint for which a server is started, as for any trial class, and which imports next to nothing itself."""
+HELP_ENTRYPOINT = "python3 -m dstrial.launch --trial train:main --help"
+"""Fast entrypoint for which the master starts a fork server, as for any trial class."""
 PORTS = ("DTRAIN_SSH_PORT", "INTER_TRAIN_PROCESS_COMM_PORT_1", "INTER_TRAIN_PROCESS_COMM_PORT_2")
-STATE = """
+RECORD_STATE = """
 import json, os, pathlib, random, signal, sys
 MODULES = {name: getattr(getattr(module, "__spec__", None), "origin", None) for name, module in sys.modules.items()}
 os.environ["HF_HOME"] = "/set/by/the/definition"
@@ -64,41 +64,41 @@ SEEN = {
 }
 NAME = f"{os.environ['DET_TRIAL_ID']}-{os.environ['RANK']}.json"
 pathlib.Path("<seen>", NAME).write_text(json.dumps(SEEN))
-""" % (PORTS,)  # noqa: UP031  # it has braces of its own
+""" % (PORTS,)  # noqa: UP031  # the code contains braces
 
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
-    """A master with a fork server of its own."""
+    """A master with its own fork server."""
     directory = tmp_path_factory.mktemp("master")
     with master_for_test(directory, num_slots=4, env={SWITCH: "0"}) as running:
         yield running
 
 
-def begin(master: MasterForTest, steps: int = 2, sleep_s: float = 0.0) -> int:
+def start_trial(master: MasterForTest, steps: int = 2, sleep_s: float = 0.0) -> int:
     search = {"name": "single", "metric": "validation_loss", "max_length": {"batches": steps}}
     return submit_small(master, small(searcher=search, hyperparameters={"batch_sleep_s": sleep_s}))
 
 
-def end(master: MasterForTest, experiment_id: int, state: str = "COMPLETED") -> str:
-    """Wait for an experiment's end; return its log."""
+def wait_for_log(master: MasterForTest, experiment_id: int, state: str = "COMPLETED") -> str:
+    """Wait until an experiment has the final ``state``; return its log."""
     wait_until(master, experiment_id, state, deadline_s=DEADLINE_S)
     return log_of(master, experiment_id)
 
 
-def until_ready(master: MasterForTest) -> int:
-    """Return the pid of the master's server once it has imported all: the next trial is a fork."""
+def wait_for_server(master: MasterForTest) -> int:
+    """Return the fork server's pid once it is ready; the next trial is then forked."""
     if not servers_of(master):
-        end(master, submit(master, config(NOTHING)))
+        wait_for_log(master, submit(master, config(HELP_ENTRYPOINT)))
     wait_for(lambda: ready_servers_of(master), "no server", deadline_s=DEADLINE_S)
     (server,) = servers_of(master)
     return server
 
 
-def begin_forked(master: MasterForTest, steps: int, sleep_s: float) -> tuple[int, int]:
-    """Start a trial that is a fork; return the ids of its experiment and of itself once it has reported."""
-    until_ready(master)
-    experiment_id = begin(master, steps, sleep_s)
+def start_forked_trial(master: MasterForTest, steps: int, sleep_s: float) -> tuple[int, int]:
+    """Start a forked trial; return experiment and trial id after its first report."""
+    wait_for_server(master)
+    experiment_id = start_trial(master, steps, sleep_s)
     wait_for(lambda: trials(master, experiment_id), "there is no trial", deadline_s=DEADLINE_S)
     (trial,) = trials(master, experiment_id)
     wait_for(lambda: steps_of(master, trial["id"]), "it does not report", deadline_s=DEADLINE_S)
@@ -117,7 +117,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def words_of(pid: int) -> str:
+def command_line_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
@@ -125,15 +125,17 @@ def words_of(pid: int) -> str:
 
 
 def servers_of(master: MasterForTest) -> list[int]:
-    """Return the fork servers of a master."""
-    return [pid for pid in children_of(master.record.pid) if "dstrial.fork_server.server" in words_of(pid)]
+    """Return the pids of a master's fork servers."""
+    return [
+        pid for pid in children_of(master.record.pid) if "dstrial.fork_server.server" in command_line_of(pid)
+    ]
 
 
 def ready_servers_of(master: MasterForTest) -> list[int]:
-    return [one.pid for one in shown_servers(master.state.path) if one.state == "ready" and lives(one.pid)]
+    return [one.pid for one in shown_servers(master.state.path) if one.state == "ready" and is_alive(one.pid)]
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except OSError:
@@ -141,7 +143,7 @@ def lives(pid: int) -> bool:
 
 
 def supervisor_of(master: MasterForTest, trial_id: int) -> int:
-    """Return the supervisor of the one allocation that runs for a trial."""
+    """Return the pid of the supervisor of a trial's allocation."""
     for directory in (master.state.path / "allocations").iterdir():
         spec = json.loads((directory / "spec.json").read_text())
         if spec["environment"].get("DET_TRIAL_ID") == str(trial_id):
@@ -150,7 +152,7 @@ def supervisor_of(master: MasterForTest, trial_id: int) -> int:
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    """Config of a trial that a DeepSpeed engine trains."""
+    """Return the config of a small trial with a DeepSpeed engine."""
     hyperparameters = {
         "deepspeed_config": {
             "train_micro_batch_size_per_gpu": 4,
@@ -182,7 +184,9 @@ def submit_small(
 ) -> int:
     contents = {path.name: path.read_bytes() for path in SMALL.glob("small_*.py")}
     contents |= {name: text.encode() for name, text in more.items()}
-    contents["witnessed.py"] = (first_line + SAY + "from small_trials import DataParallelTrial\n").encode()
+    contents["witnessed.py"] = (
+        first_line + PRINT_START_METHOD + "from small_trials import DataParallelTrial\n"
+    ).encode()
     files = [
         {"path": name, "type": 48, "content": base64.b64encode(data).decode(), "mtime": "0", "mode": 420}
         for name, data in contents.items()
@@ -192,7 +196,7 @@ def submit_small(
 
 
 def reports_of(master: MasterForTest, experiment_id: int) -> dict[str, list[Any]]:
-    """Return what each trial of an experiment has reported, by its hyperparameters."""
+    """Return the reported metrics of each trial, keyed by its hyperparameters."""
     found = {}
     for trial in trials(master, experiment_id):
         found[json.dumps(trial["hparams"], sort_keys=True)] = [
@@ -202,7 +206,7 @@ def reports_of(master: MasterForTest, experiment_id: int) -> dict[str, list[Any]
                 f"/api/v1/trials/metrics/trial_metrics?group={group}&trialIds={trial['id']}"
             )
             for report in line["metrics"]
-            for metrics in report["metrics"].values()  # those of training and of validation have a name each
+            for metrics in report["metrics"].values()  # the key differs between training and validation
             for key, value in sorted((metrics or {}).items())
             if "per_second" not in key
         ]
@@ -210,7 +214,7 @@ def reports_of(master: MasterForTest, experiment_id: int) -> dict[str, list[Any]
 
 
 @pytest.mark.exhaustive("tests/trainer/test_forked_ranks.py::test_forked_ranks_train_the_same")
-def test_a_search_of_forks_trains_what_new_processes_train(master: MasterForTest) -> None:
+def test_forked_search_trains_like_new_processes(master: MasterForTest) -> None:
     search = {
         "name": "random",
         "metric": "validation_loss",
@@ -219,15 +223,15 @@ def test_a_search_of_forks_trains_what_new_processes_train(master: MasterForTest
         "max_concurrent_trials": 1,
     }
     cold = submit_small(master, small(searcher=search, data={"dstrial": {"warm": False}}))
-    text = end(master, cold)
+    text = wait_for_log(master, cold)
     assert text.count("started as a new process") == 4
     assert not servers_of(master)
 
-    first = end(master, submit_small(master, small()))
+    first = wait_for_log(master, submit_small(master, small()))
     assert "started as a new process" in first, "the server is importing still"
-    until_ready(master)
+    wait_for_server(master)
     warm = submit_small(master, small(searcher=search))
-    text = end(master, warm)
+    text = wait_for_log(master, warm)
 
     assert text.count("started as a fork") == 4
     assert len(servers_of(master)) == 1
@@ -238,50 +242,52 @@ def test_a_search_of_forks_trains_what_new_processes_train(master: MasterForTest
     )
     assert reports_of(master, warm) == expected
 
-    again = end(master, submit_small(master, small(data={"dstrial": {"warm": False}})))
+    again = wait_for_log(master, submit_small(master, small(data={"dstrial": {"warm": False}})))
     assert "started as a new process" in again
 
 
-def test_modules_of_a_user_are_never_imported_ahead(master: MasterForTest) -> None:
-    until_ready(master)
+def test_user_modules_are_never_preimported(master: MasterForTest) -> None:
+    wait_for_server(master)
     for word in ("first", "second"):
         first_line = "import helper\nprint('it says', helper.WORD)\n"
         files = {"helper.py": f"WORD = {word!r}\n"}
-        text = end(master, submit_small(master, small(), first_line, files))
+        text = wait_for_log(master, submit_small(master, small(), first_line, files))
         assert "started as a fork" in text
         assert f"it says {word}" in text
 
 
-def test_a_script_is_a_new_process(master: MasterForTest) -> None:
-    """It may set variables before it imports anything."""
-    until_ready(master)
-    script = "import sys\nBEFORE = 'torch' in sys.modules\n" + SAY + "print('torch:', BEFORE)"
+def test_script_runs_in_new_process(master: MasterForTest) -> None:
+    """A script may set environment variables before its first import."""
+    wait_for_server(master)
+    script = "import sys\nBEFORE = 'torch' in sys.modules\n" + PRINT_START_METHOD + "print('torch:', BEFORE)"
     for launch in ("dstrial.launch", "dstrial.launch --slots 1"):
-        text = end(master, submit(master, config(f"python3 -m {launch} train.py"), script))
+        text = wait_for_log(master, submit(master, config(f"python3 -m {launch} train.py"), script))
         assert "started as a new process" in text
         assert "torch: False" in text
 
 
-def test_module_named_like_an_installed_one_is_imported(master: MasterForTest) -> None:
-    """As by a process in which nothing was imported yet."""
-    until_ready(master)
+def test_user_module_shadowing_installed_module_is_imported(master: MasterForTest) -> None:
+    """The server has imported the installed module, so the trial is not forked."""
+    wait_for_server(master)
     first_line = "import tabulate\nprint('it is', tabulate.__file__)\n"
-    text = end(master, submit_small(master, small(), first_line, {"tabulate.py": "tabulate = str\n"}))
+    text = wait_for_log(
+        master, submit_small(master, small(), first_line, {"tabulate.py": "tabulate = str\n"})
+    )
     assert "started as a new process" in text
     assert "workdir/tabulate.py is named like tabulate, which is imported ahead" in text
     assert re.search(r"it is \S+/workdir/tabulate.py\n", text)
 
 
-def test_forked_ranks_begin_like_those_of_new_processes(master: MasterForTest, tmp_path: Path) -> None:
-    until_ready(master)
-    state = STATE.replace("<seen>", str(tmp_path))
+def test_forked_ranks_start_in_same_process_state(master: MasterForTest, tmp_path: Path) -> None:
+    wait_for_server(master)
+    state = RECORD_STATE.replace("<seen>", str(tmp_path))
     ranks = {"resources": {"slots_per_trial": 2}}
     search = {"name": "random", "metric": "validation_loss", "max_length": {"batches": 1}}
     search |= {"max_trials": 4, "max_concurrent_trials": 1}
     new = submit_small(master, small(**ranks, data={"dstrial": {"warm": False}}), state)
-    assert end(master, new).count("started as a new process") == 2
+    assert wait_for_log(master, new).count("started as a new process") == 2
     forks = submit_small(master, small(**ranks, searcher=search), state)
-    assert end(master, forks).count("started as a fork") == 8
+    assert wait_for_log(master, forks).count("started as a fork") == 8
 
     seen = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     (cold,) = trials(master, new)
@@ -298,14 +304,14 @@ def test_forked_ranks_begin_like_those_of_new_processes(master: MasterForTest, t
 
 
 def state_of(seen: dict[str, Any]) -> dict[str, Any]:
-    """Return what a rank has seen without what is of its allocation."""
+    """Return a rank's recorded state without the values specific to its allocation."""
     variables = dict(seen.pop("environment"))
     ports = [int(variables[name]) for name in PORTS]
     home = str(Path(seen["directory"]).parent)
     text = (
         json.dumps(seen).replace(home, "<allocation>").replace("/bin/python3", "/bin/python")
-    )  # links to one file
-    variables.pop(WARM_VARIABLE, None)  # by which the one is a new process
+    )  # python and python3 link to the same file
+    variables.pop(WARM_VARIABLE, None)  # set only if forks are disabled
     return {
         **json.loads(text),
         "ports": "its own" if seen["ports"] == ports else seen["ports"],
@@ -314,15 +320,16 @@ def state_of(seen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_one_trial_after_the_other_is_a_fork_whatever_it_imports_and_goes_on_after_a_pause(
+def test_successive_trials_fork_and_resume_after_pause(
     master: MasterForTest,
 ) -> None:
+    """Modules that only the trial imports, here scikit-learn, do not prevent forks."""
     given = {"searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 9}}}
     imports = "import sklearn.datasets\n"
-    server = until_ready(master)
+    server = wait_for_server(master)
     (before,) = shown_servers(master.state.path)
     whole = submit_small(master, small(**given), imports)
-    text = end(master, whole)
+    text = wait_for_log(master, whole)
     assert "started as a fork" in text
     paused = submit_small(master, small(**given, hyperparameters={"batch_sleep_s": 0.5}), imports)
     wait_for(lambda: trials(master, paused), "there is no trial", deadline_s=DEADLINE_S)
@@ -338,7 +345,7 @@ def test_one_trial_after_the_other_is_a_fork_whatever_it_imports_and_goes_on_aft
     assert len(steps_of(master, trial["id"])) < 9
     master.client().post(f"/api/v1/experiments/{paused}/activate")
 
-    text = end(master, paused)
+    text = wait_for_log(master, paused)
     assert text.count("started as a fork") == 2
     assert list(reports_of(master, paused).values()) == list(reports_of(master, whole).values())
     (shown,) = shown_servers(master.state.path)
@@ -346,13 +353,11 @@ def test_one_trial_after_the_other_is_a_fork_whatever_it_imports_and_goes_on_aft
 
 
 @pytest.mark.parametrize("is_supervisor_killed", [False, True], ids=["by its supervisor", "by its session"])
-def test_a_forked_trial_that_is_killed_leaves_no_process(
-    master: MasterForTest, is_supervisor_killed: bool
-) -> None:
-    experiment_id, trial_id = begin_forked(master, steps=1000, sleep_s=0.3)
+def test_killed_forked_trial_leaves_no_process(master: MasterForTest, is_supervisor_killed: bool) -> None:
+    experiment_id, trial_id = start_forked_trial(master, steps=1000, sleep_s=0.3)
     supervisor = supervisor_of(master, trial_id)
     seen = {*descendants(supervisor), supervisor}
-    assert len(seen) >= 3  # with its launcher and its rank
+    assert len(seen) >= 3  # the supervisor, its launcher and its rank
     assert seen <= members_of_session(supervisor)
 
     if is_supervisor_killed:
@@ -360,36 +365,36 @@ def test_a_forked_trial_that_is_killed_leaves_no_process(
     killed = master.det("trial", "kill", str(trial_id))
 
     assert is_supervisor_killed or killed.returncode == 0, killed.stderr
-    wait_for(lambda: not members_of_session(supervisor) and not any(map(lives, seen)), "a process is left")
+    wait_for(lambda: not members_of_session(supervisor) and not any(map(is_alive, seen)), "a process is left")
     give_up_at_s = time.monotonic() + DEADLINE_S
     while trials(master, experiment_id)[0]["state"] not in ("STATE_CANCELED", "STATE_ERROR"):
         assert time.monotonic() < give_up_at_s, trials(master, experiment_id)[0]["state"]
         time.sleep(0.1)
 
 
-def test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_server(
+def test_forked_trial_outlives_killed_fork_server(
     master: MasterForTest,
 ) -> None:
-    experiment_id, trial_id = begin_forked(master, steps=12, sleep_s=0.3)
+    """The next trial starts as a new process, later ones from a new fork server."""
+    experiment_id, trial_id = start_forked_trial(master, steps=12, sleep_s=0.3)
     (server,) = servers_of(master)
 
     os.kill(server, signal.SIGKILL)
 
-    assert end(master, experiment_id).count("started as") == 1
+    assert wait_for_log(master, experiment_id).count("started as") == 1
     assert steps_of(master, trial_id) == list(range(1, 13))
-    text = end(master, begin(master))
+    text = wait_for_log(master, start_trial(master))
     assert "the trial starts as a new process, not as a fork" in text
-    assert until_ready(master) != server
-    assert "started as a fork" in end(master, begin(master))
+    assert wait_for_server(master) != server
+    assert "started as a fork" in wait_for_log(master, start_trial(master))
 
 
 @pytest.mark.exhaustive("[5]")
 @pytest.mark.parametrize("seed", [5, 6, 7])
-def test_a_server_that_is_killed_in_the_middle_of_forks_neither_loses_nor_doubles_a_trial(
-    master: MasterForTest, seed: int
-) -> None:
-    server = until_ready(master)
-    begun = [begin(master, steps=3) for _ in range(4)]
+def test_server_killed_while_forking_loses_no_trial(master: MasterForTest, seed: int) -> None:
+    """Each trial starts exactly once, and no restart is counted."""
+    server = wait_for_server(master)
+    begun = [start_trial(master, steps=3) for _ in range(4)]
     time.sleep(random.Random(seed).uniform(0.0, 0.2))
     os.kill(server, signal.SIGKILL)
     for experiment_id in begun:
@@ -401,32 +406,32 @@ def test_a_server_that_is_killed_in_the_middle_of_forks_neither_loses_nor_double
         assert text.count("started as") == 1, text
 
 
-def test_a_server_that_is_stopped_is_ended_and_the_trial_is_a_new_process(master: MasterForTest) -> None:
-    server = until_ready(master)
+def test_stopped_server_is_killed_and_trial_starts_unforked(master: MasterForTest) -> None:
+    server = wait_for_server(master)
     os.kill(server, signal.SIGSTOP)
 
-    text = end(master, begin(master))
+    text = wait_for_log(master, start_trial(master))
 
     assert "the trial starts as a new process, not as a fork: it is stopped (SIGSTOP)" in text
-    assert not lives(server)
+    assert not is_alive(server)
 
 
-def test_a_forked_trial_outlives_the_master_and_the_server_does_not(master: MasterForTest) -> None:
-    experiment_id, trial_id = begin_forked(master, steps=30, sleep_s=0.3)
+def test_forked_trial_outlives_master_but_server_ends(master: MasterForTest) -> None:
+    experiment_id, trial_id = start_forked_trial(master, steps=30, sleep_s=0.3)
     (server,) = servers_of(master)
 
     master.kill()
-    wait_for(lambda: not lives(server), "the server outlives its master")
+    wait_for(lambda: not is_alive(server), "the server outlives its master")
     master.up()
 
-    text = end(master, experiment_id)
+    text = wait_for_log(master, experiment_id)
     assert text.count("started as") == 1
     assert steps_of(master, trial_id) == list(range(1, 31))
     assert trials(master, experiment_id)[0]["restarts"] == 0
 
 
-def test_no_process_is_left_when_the_master_goes_down(master: MasterForTest) -> None:
-    _, trial_id = begin_forked(master, steps=1000, sleep_s=0.3)
+def test_down_leaves_no_process(master: MasterForTest) -> None:
+    _, trial_id = start_forked_trial(master, steps=1000, sleep_s=0.3)
     supervisor = supervisor_of(master, trial_id)
     seen = {*descendants(supervisor), supervisor, *descendants(master.record.pid), master.record.pid}
 
@@ -434,34 +439,34 @@ def test_no_process_is_left_when_the_master_goes_down(master: MasterForTest) -> 
 
     assert ended.returncode == 0, ended.stderr
     assert not members_of_session(supervisor)
-    wait_for(lambda: not any(map(lives, seen)), f"left: {[words_of(pid) for pid in seen]}")
+    wait_for(lambda: not any(map(is_alive, seen)), f"left: {[command_line_of(pid) for pid in seen]}")
     master.up()
 
 
-def test_a_server_that_is_not_needed_ends_and_a_master_without_has_none(tmp_path: Path) -> None:
+def test_idle_server_exits_and_can_be_disabled(tmp_path: Path) -> None:
     settings = tmp_path / "master.yaml"
     settings.write_text("warm_idle_timeout: 1\n")
     options = ("--config-file", str(settings))
     with master_for_test(tmp_path, num_slots=1, options=options, env={SWITCH: "0"}) as master:
-        needs_one, needs_none = submit(master, config(NOTHING)), submit(master, config("sleep 600"))
-        end(master, needs_one)
+        needs_one, needs_none = submit(master, config(HELP_ENTRYPOINT)), submit(master, config("sleep 600"))
+        wait_for_log(master, needs_one)
         wait_for(lambda: ready_servers_of(master), "no server", deadline_s=DEADLINE_S)
         (server,) = servers_of(master)
         master.client().post(f"/api/v1/experiments/{needs_none}/kill")
-        wait_for(lambda: not lives(server), "a server that is not needed is kept")
+        wait_for(lambda: not is_alive(server), "a server that is not needed is kept")
         assert not servers_of(master)
 
         master.kill()
         settings.write_text("warm: false\n")
         master.up()
-        experiment_id = begin(master)
-        while not end_or_none(master, experiment_id):
+        experiment_id = start_trial(master)
+        while not has_completed(master, experiment_id):
             assert not servers_of(master)
             time.sleep(0.1)
         assert "started as a new process" in log_of(master, experiment_id)
 
 
-def end_or_none(master: MasterForTest, experiment_id: int) -> bool:
+def has_completed(master: MasterForTest, experiment_id: int) -> bool:
     found = master.client().get(f"/api/v1/experiments/{experiment_id}")["experiment"]
     assert found["state"] != "STATE_ERROR", log_of(master, experiment_id)
     return bool(found["state"] == "STATE_COMPLETED")

@@ -1,4 +1,4 @@
-"""A disk that is full to the last byte under a master and a search: all wait for room, and nothing is lost."""
+"""A master and searches on a completely full disk: writers wait, nothing is lost."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PROGRAM = Path(__file__).with_name("filling.py")
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run the program in a mount namespace, and return what it has found of each of two searches."""
+    """Observations of filling.py, run in a mount namespace, for each of two searches."""
     probed = tmp_path_factory.mktemp("probed")
     probe = f"mkdir {probed}/probe; mount -t tmpfs -o size=1m small {probed}/probe"
     in_namespace = unshare("--mount", probe=probe)
-    # Determined's ranks meet at sockets in the temporary directory, whose paths have at most 107 characters.
+    # Determined's ranks connect through Unix sockets in the temporary directory; their paths have at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="full-") as work:
         ended = subprocess.run(
             [*in_namespace, sys.executable, str(PROGRAM), work, "wait,kill", "down"],
@@ -33,26 +33,26 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.process
-def test_a_search_on_a_disk_that_is_full_twice_loses_nothing_and_status_says_why_it_waits(
+def test_search_on_full_disk_waits_without_loss(
     filled: list[dict[str, Any]],
 ) -> None:
     found, _ = filled
 
     assert found["problems"] == []
     for seen in found["seen"]:
-        # Nobody was told that something is stored which is not.
+        # Everything that the master had confirmed is stored.
         assert seen["lost"] == []
         assert seen["refusal"].startswith("503 ")
         assert "could not be written" in seen["status"]
         assert "Free some space" in seen["status"]
-    # A master that was killed meanwhile does not start, and says why.
+    # A master that was killed cannot start again on the full disk; its error names the cause.
     killed = found["seen"][1]
     assert killed["code"] == 1
     assert "No space left on device" in killed["output"]
 
 
 @pytest.mark.process
-def test_down_ends_what_runs_though_the_disk_is_full_and_no_restart_is_counted(
+def test_down_on_full_disk_ends_all_processes(
     filled: list[dict[str, Any]],
 ) -> None:
     _, found = filled

@@ -1,3 +1,5 @@
+"""Fuzzing of the master's HTTP API."""
+
 from __future__ import annotations
 
 import sys
@@ -13,7 +15,7 @@ from serving import serving
 pytestmark = pytest.mark.process
 
 
-def test_mutated_requests_get_answers_and_leave_the_database_intact(tmp_path: Path) -> None:
+def test_mutated_requests_are_answered_without_database_damage(tmp_path: Path) -> None:
     with serving(tmp_path / "state") as master:
         report = Fuzzer(master, seed=7).run(1500)
     assert not report.failures, "\n".join(report.failures[:10])

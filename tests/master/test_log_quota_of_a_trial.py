@@ -1,4 +1,4 @@
-"""A trial that prints more than its log may hold: what `det` shows of it, and that others go on."""
+"""Log quota of real trials, and disk use of output during a master outage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ raise RuntimeError("went wrong at last")
 """
 
 
-def test_the_end_and_the_reason_are_there_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_flooded_log_keeps_end_and_counts_dropped(tmp_path: Path) -> None:
     settings = tmp_path / "master.yaml"
     settings.write_text("limits: {trial_log_bytes: 1048576}\n")
     with master_for_test(tmp_path, num_slots=2, options=("--config-file", str(settings))) as master:
@@ -49,14 +49,14 @@ def test_the_end_and_the_reason_are_there_and_the_rest_is_counted(tmp_path: Path
     (crashed,) = [line for line in shown.splitlines() if " crashed: " in line]
     assert "RuntimeError: went wrong at last" in crashed
     (at_the_end,) = [line for line in shown.splitlines() if "left out of this log" in line]
-    # Lines of the traceback count as well.
+    # The trial prints a few other lines, which may be among those counted.
     assert abs(int(at_the_end.split("WARNING: ")[1].split()[0].replace(",", "")) - num_left_out) < 10
     assert "the log is larger than limits.trial_log_bytes" in shown
     assert size < 8 * 2**20
     assert "hello" not in shown
 
 
-def test_what_is_printed_while_the_master_is_away_takes_a_bounded_part_of_the_disk(tmp_path: Path) -> None:
+def test_output_during_master_outage_is_bounded_on_disk(tmp_path: Path) -> None:
     settings = tmp_path / "master.yaml"
     settings.write_text("limits: {trial_log_bytes: 1048576}\n")
     go, done = tmp_path / "go", tmp_path / "done"

@@ -1,4 +1,4 @@
-"""Lines of the master that scripts of Determined's users look for in logs, by the real ``det`` command."""
+"""The master's log lines that scripts of Determined users search for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
 @pytest.mark.parametrize(
     ("entrypoint", "state", "text"), [("true", "COMPLETED", ENDED_WELL), ("exit 3", "ERROR", FAILED)]
 )
-def test_what_a_trial_s_log_says(master: MasterForTest, entrypoint: str, state: str, text: str) -> None:
+def test_trial_log_contains_expected_master_lines(
+    master: MasterForTest, entrypoint: str, state: str, text: str
+) -> None:
     experiment_id = submit(master, config(entrypoint), "")
     wait_until(master, experiment_id, state)
 
@@ -39,7 +41,7 @@ def test_what_a_trial_s_log_says(master: MasterForTest, entrypoint: str, state: 
     assert len(trials(master, experiment_id)) == 1
 
 
-def test_nul_in_a_log_message_comes_back(master: MasterForTest) -> None:
+def test_nul_in_log_message_round_trips(master: MasterForTest) -> None:
     experiment_id = submit(master, config(r"printf 'a\0b \033[2J\n'"), "")
     wait_until(master, experiment_id, "COMPLETED")
     (trial,) = trials(master, experiment_id)
@@ -52,7 +54,7 @@ def test_nul_in_a_log_message_comes_back(master: MasterForTest) -> None:
 
 
 @pytest.mark.parametrize(("script", "text"), [("exit 0", ENDED_WELL), ("exit 3", FAILED)])
-def test_what_a_command_s_log_says(master: MasterForTest, script: str, text: str) -> None:
+def test_command_log_contains_exit_line(master: MasterForTest, script: str, text: str) -> None:
     done = master.det("command", "run", "--config", "resources.slots=0", "sh", "-c", script)
 
     assert text in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What ``dstrial`` commands say when a master's answer is cut off."""
+"""Errors of the master client for truncated or missing responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[bytes], Client]]:
-    """Listen once, answer with these bytes whatever is asked, and hang up; return a client of that."""
+    """Factory of clients whose server sends the given bytes and hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threads: list[threading.Thread] = []
 
@@ -24,7 +24,7 @@ def answering() -> Iterator[Callable[[bytes], Client]]:
             connection, _ = listener.accept()
             with connection:
                 asked = b""
-                while not asked.endswith(b"}"):  # what is not read would reset the connection
+                while not asked.endswith(b"}"):  # closing with unread data would reset the connection
                     asked += connection.recv(65536)
                 connection.sendall(data)
 
@@ -40,7 +40,7 @@ def answering() -> Iterator[Callable[[bytes], Client]]:
 
 @pytest.mark.parametrize("head", ["200 OK", "503 Service Unavailable"])
 @pytest.mark.parametrize("body", [b"", b'{"experiment": {'], ids=["nothing", "a part"])
-def test_an_answer_that_ends_before_its_body_is_a_lost_connection(
+def test_truncated_response_is_reported_as_lost_connection(
     answering: Callable[[bytes], Client], head: str, body: bytes
 ) -> None:
     client = answering(f"HTTP/1.1 {head}\r\nContent-Length: 5698\r\n\r\n".encode() + body)
@@ -51,7 +51,7 @@ def test_an_answer_that_ends_before_its_body_is_a_lost_connection(
         client.post("/api/v1/experiments", {"config": "{}"})
 
 
-def test_a_master_that_does_not_answer_is_no_missing_master() -> None:
+def test_unresponsive_master_is_reported_as_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Client(f"http://localhost:{listener.getsockname()[1]}", timeout_s=0.2)
         with pytest.raises(MasterError, match=r"has not answered /info within 0\.2 s.*`dstrial status`"):

@@ -1,4 +1,4 @@
-"""Where a master listens for its owner, and what it finds there when it starts."""
+"""Unix socket on which a master accepts logins of its owner without a password."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def assert_owner_gets_in(master: MasterForTest) -> None:
     assert master.det("user", "whoami").stdout == "You are logged in as user 'determined'\n"
 
 
-def test_a_path_longer_than_a_sockets_address_is_no_matter(tmp_path: Path) -> None:
+def test_long_state_directory_path_is_supported(tmp_path: Path) -> None:
     directory = tmp_path / ("a long name " * 12) / ("and another" * 12)
     directory.mkdir(parents=True)
     with master_for_test(directory, num_slots=1) as master:
@@ -35,7 +35,7 @@ def test_a_path_longer_than_a_sockets_address_is_no_matter(tmp_path: Path) -> No
         assert_owner_gets_in(master)
 
 
-def test_the_socket_of_a_killed_master_is_replaced_and_that_of_an_ended_one_is_gone(tmp_path: Path) -> None:
+def test_socket_is_replaced_after_kill_removed_after_end(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=1) as master:
         path = Path(master.record.socket)
         master.kill()
@@ -48,7 +48,7 @@ def test_the_socket_of_a_killed_master_is_replaced_and_that_of_an_ended_one_is_g
     assert not path.exists()
 
 
-def test_where_the_state_directory_takes_no_socket_up_is_one_clear_error(tmp_path: Path) -> None:
+def test_state_directory_without_sockets_is_refused(tmp_path: Path) -> None:
     state = StateDirectory(tmp_path)
     state.make()
     (tmp_path / "master.sock" / "taken").mkdir(parents=True)
@@ -58,20 +58,20 @@ def test_where_the_state_directory_takes_no_socket_up_is_one_clear_error(tmp_pat
         owner_socket.listening(state).__enter__()
 
 
-def test_a_user_that_does_not_exist_is_one_clear_error(shared_master: MasterForTest) -> None:
+def test_login_of_unknown_user_is_refused(shared_master: MasterForTest) -> None:
     ended = shared_master.dstrial("login", "--user", "nobody")
     assert ended.returncode == 1
     assert "user 'nobody' does not exist" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_a_master_that_does_not_answer_is_one_clear_error(tmp_path: Path) -> None:
+def test_token_without_master_socket_raises_error(tmp_path: Path) -> None:
     record = MasterRecord(os.getpid(), "1", 1, (), "c", "0.1.0", str(tmp_path / "none"))
     with pytest.raises(MasterError, match="No such file or directory"):
         new_token(record)
 
 
-def test_ending_in_the_foreground_removes_the_socket(tmp_path: Path) -> None:
+def test_sigint_of_master_removes_socket(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=1) as master:
         path = Path(master.record.socket)
         os.kill(master.record.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""A machine whose power goes: all processes end at once, and the same process ids are given again."""
+"""Power loss of a machine: all processes die, and their ids are reused after boot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_CUTS = 3
 
 
 def num_reports(work: Path) -> int:
-    """Return how many reports of training are stored."""
+    """Return the number of stored training reports, 0 if the database is unreadable."""
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(
@@ -42,9 +42,8 @@ def has_trained_or_ended(work: Path, before: int, machine: subprocess.Popen[byte
 @pytest.mark.exhaustive("[async_halving]")
 @pytest.mark.process
 @pytest.mark.parametrize("seed", [pytest.param(0, id="random search"), pytest.param(4, id="async_halving")])
-def test_a_search_goes_on_after_each_loss_of_power_and_takes_no_stranger_for_a_process_of_its_own(
-    short_path: Path, seed: int
-) -> None:
+def test_search_resumes_after_each_power_loss(short_path: Path, seed: int) -> None:
+    """Processes that reuse the ids of dead ones are not killed."""
     boot_id = "/proc/sys/kernel/random/boot_id"
     in_namespaces = unshare(
         "--pid", "--fork", "--mount-proc",

@@ -1,4 +1,4 @@
-"""Waiting for a change loses none and ends at its deadline."""
+"""Notification of coroutines and threads about published topics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from dstrial.master.pubsub import PubSub
 
 
-def test_a_change_between_looking_and_waiting_is_not_lost() -> None:
+def test_change_between_poll_and_wait_is_not_lost() -> None:
     async def scenario() -> bool:
         changes = PubSub()
         seen = changes.version("allocation:a")
@@ -18,7 +18,7 @@ def test_a_change_between_looking_and_waiting_is_not_lost() -> None:
     assert asyncio.run(scenario())
 
 
-def test_a_change_from_another_thread_wakes_every_waiter_of_its_topic_only() -> None:
+def test_publish_from_thread_wakes_topics_waiters_only() -> None:
     async def scenario() -> list[bool]:
         changes = PubSub()
         waits = [
@@ -33,7 +33,7 @@ def test_a_change_from_another_thread_wakes_every_waiter_of_its_topic_only() -> 
     assert asyncio.run(scenario()) == [True, True, False]
 
 
-def test_a_waiter_that_is_cancelled_leaves_nothing_behind() -> None:
+def test_cancelled_waiter_leaves_no_entry() -> None:
     async def scenario() -> int:
         changes = PubSub()
         wait = asyncio.create_task(changes.wait("a", 0, 10))
@@ -46,7 +46,7 @@ def test_a_waiter_that_is_cancelled_leaves_nothing_behind() -> None:
     assert asyncio.run(scenario()) == 0
 
 
-def test_a_thread_is_told_by_its_event() -> None:
+def test_listening_thread_is_notified_by_event() -> None:
     changes = PubSub()
     event = changes.listen("scheduler")
 
@@ -56,7 +56,7 @@ def test_a_thread_is_told_by_its_event() -> None:
     assert event.is_set()
 
 
-def test_a_follower_gets_every_wanted_topic_once_whenever_it_looks() -> None:
+def test_follower_receives_each_wanted_topic_once() -> None:
     changes = PubSub()
 
     async def follow() -> list[set[str]]:

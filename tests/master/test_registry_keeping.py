@@ -1,4 +1,4 @@
-"""What people do with what they trained: register, move, bundle, delete; on a master whose trials are real."""
+"""Registering, bundling and deleting of trained results, with real trials."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def steps_left(session: api.Session, experiment_id: int) -> set[int]:
 
 
 def files_of_tensorboard(master: MasterForTest, experiment_id: int) -> list[Path]:
-    # os.walk, because a directory may go while it is looked at.
+    # os.walk ignores directories that are deleted during the walk.
     return [
         Path(directory, name)
         for experiment in master.state.path.glob(f"checkpoints/*/tensorboard/experiment/{experiment_id}")
@@ -76,7 +76,7 @@ def files_of_tensorboard(master: MasterForTest, experiment_id: int) -> list[Path
     ]
 
 
-def test_registered_checkpoints_outlive_every_policy_and_deletion(
+def test_registered_checkpoints_survive_gc_policy_and_deletion(
     shared_master: MasterForTest, session: api.Session, det: DetHere
 ) -> None:
     keep = {"save_experiment_best": 0, "save_trial_best": 0, "save_trial_latest": 4}
@@ -102,7 +102,7 @@ def test_registered_checkpoints_outlive_every_policy_and_deletion(
     assert files_of_tensorboard(shared_master, experiment_id) == []
 
 
-def test_tensorboard_files_are_deleted_and_checkpoints_stay(
+def test_tensorboard_files_are_deleted_without_checkpoints(
     shared_master: MasterForTest, session: api.Session, det: DetHere
 ) -> None:
     experiment_id, other_id = (submit(shared_master, config(), TRAIN) for _ in range(2))
@@ -120,7 +120,7 @@ def test_tensorboard_files_are_deleted_and_checkpoints_stay(
     det.ok("e", "kill", str(running))
 
 
-def test_a_project_is_deleted_with_its_experiments(
+def test_workspace_deletion_deletes_projects_and_experiments(
     shared_master: MasterForTest, session: api.Session, det: DetHere
 ) -> None:
     det.ok("workspace", "create", "doomed")
@@ -140,7 +140,7 @@ def test_a_project_is_deleted_with_its_experiments(
     assert not (shared_master.state.path / "checkpoints" / checkpoint.uuid).exists()
 
 
-def test_a_support_bundle_has_logs_and_descriptions(
+def test_support_bundle_contains_logs_and_descriptions(
     shared_master: MasterForTest, det: DetHere, tmp_path: Path
 ) -> None:
     experiment_id = trained(shared_master)
@@ -161,7 +161,7 @@ def test_a_support_bundle_has_logs_and_descriptions(
     assert json.loads(found["api_experiment_call.json"])["experiment"]["id"] == experiment_id
 
 
-def test_a_users_script_trains_registers_and_downloads(shared_master: MasterForTest, tmp_path: Path) -> None:
+def test_example_script_trains_registers_and_downloads(shared_master: MasterForTest, tmp_path: Path) -> None:
     context, settings = tmp_path / "context", tmp_path / "script.yaml"
     context.mkdir()
     (context / "train.py").write_text(TRAIN)

@@ -1,4 +1,4 @@
-"""What a trial reported before it died hard right after a wait is with the master."""
+"""Reports before ``PendingReports.wait`` are stored even if the trial then dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 """
 
 
-def test_nothing_is_underway_after_the_wait(shared_master: MasterForTest) -> None:
+def test_wait_flushes_pending_reports_before_crash(shared_master: MasterForTest) -> None:
     experiment_id = submit(shared_master, config(), SCRIPT)
 
     wait_until(shared_master, experiment_id, "ERROR")

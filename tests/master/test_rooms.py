@@ -1,4 +1,4 @@
-"""Who says what in the master: the store has all SQL, and neither it nor what follows from an event knows a client."""
+"""Module boundaries in the master, such as no SQL outside the store."""
 
 import ast
 import functools
@@ -15,11 +15,11 @@ MASTER = Path(__file__).parents[2] / "dstrial" / "master"
 SQL_WORDS = re.compile(r"SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH|CREATE|ALTER|DROP|PRAGMA|SAVEPOINT|BEGIN")
 SQL = re.compile(rf"\s*({SQL_WORDS.pattern})\s")
 CLIENT = re.compile(r"`(det|dstrial) ")
-KNOWS_NO_CLIENT = ("store", "lifecycle")
+CLIENT_FREE_PACKAGES = ("store", "lifecycle")
 
 
-def _modules(*rooms: str) -> list[Path]:
-    return [path for room in rooms for path in sorted((MASTER / room).rglob("*.py"))]
+def _modules(*packages: str) -> list[Path]:
+    return [path for package in packages for path in sorted((MASTER / package).rglob("*.py"))]
 
 
 @functools.cache
@@ -27,8 +27,8 @@ def _nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
-def _texts(path: Path) -> list[tuple[int, str]]:
-    """The string constants of a module that are no docstrings."""
+def _string_constants(path: Path) -> list[tuple[int, str]]:
+    """Return (line number, text) of a module's string constants, without docstrings."""
     said = {id(node.value) for node in _nodes(path) if isinstance(node, ast.Expr)}
     return [
         (node.lineno, node.value)
@@ -37,10 +37,13 @@ def _texts(path: Path) -> list[tuple[int, str]]:
     ]
 
 
-def test_the_store_and_what_follows_from_an_event_name_no_client_and_no_status() -> None:
-    paths = _modules(*KNOWS_NO_CLIENT)
+def test_store_and_lifecycle_name_no_client_or_status() -> None:
+    paths = _modules(*CLIENT_FREE_PACKAGES)
     assert not [
-        f"{path}:{line}: {text}" for path in paths for line, text in _texts(path) if CLIENT.search(text)
+        f"{path}:{line}: {text}"
+        for path in paths
+        for line, text in _string_constants(path)
+        if CLIENT.search(text)
     ]
     assert not [str(path) for path in paths if RequestError.__name__ in path.read_text(encoding="utf-8")]
 
@@ -57,24 +60,27 @@ def test_the_store_and_what_follows_from_an_event_name_no_client_and_no_status()
         (InvalidError("name is empty; expected a text. Choose a name."), 400, "name is empty; expected a text. Choose a name."),
     ],
 )  # fmt: skip
-def test_an_error_of_the_store_is_answered_with_its_status_and_its_words(
-    error: StoreError, status: int, text: str
-) -> None:
+def test_store_error_maps_to_status_and_text(error: StoreError, status: int, text: str) -> None:
     answered = status_and_text(error)
     assert (answered.status, answered.text) == (status, text)
 
 
-def _outside() -> list[Path]:
+def _modules_outside_store() -> list[Path]:
     return [path for path in sorted(MASTER.rglob("*.py")) if MASTER / "store" not in path.parents]
 
 
-def test_nobody_but_the_store_says_sql() -> None:
+def test_only_store_contains_sql() -> None:
     paths = [
         path
-        for path in _outside()
+        for path in _modules_outside_store()
         if SQL_WORDS.search(text := path.read_text(encoding="utf-8")) or "execute" in text
     ]
-    said = [f"{path}:{line}: {text}" for path in paths for line, text in _texts(path) if SQL.match(text)]
+    said = [
+        f"{path}:{line}: {text}"
+        for path in paths
+        for line, text in _string_constants(path)
+        if SQL.match(text)
+    ]
     executed = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
         for path in paths
@@ -86,5 +92,7 @@ def test_nobody_but_the_store_says_sql() -> None:
     assert not said + executed
 
 
-def test_nobody_but_the_store_sees_a_row_of_sqlite() -> None:
-    assert not [str(path) for path in _outside() if "sqlite3.Row" in path.read_text(encoding="utf-8")]
+def test_only_store_uses_sqlite_rows() -> None:
+    assert not [
+        str(path) for path in _modules_outside_store() if "sqlite3.Row" in path.read_text(encoding="utf-8")
+    ]

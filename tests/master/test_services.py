@@ -1,3 +1,5 @@
+"""Services of a running master."""
+
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +18,7 @@ from dstrial.master.settings import MasterSettings
 from dstrial.master.store.database import Database
 
 
-def test_agent_back_end_deletes_status_files_of_earlier_back_ends(tmp_path: Path) -> None:
+def test_agent_backend_deletes_stale_status_files(tmp_path: Path) -> None:
     for name in (HOSTS_NAME, ENGINE_NAME):
         (tmp_path / name).write_text("of an earlier master")
     pubsub = PubSub()
@@ -41,5 +43,5 @@ def test_agent_back_end_deletes_status_files_of_earlier_back_ends(tmp_path: Path
 
 @pytest.mark.process
 def test_check_leaves_garbage_collection_enabled(served: Master) -> None:
-    """A check that hangs must not leave the whole process without a collector."""
+    """A hanging check must not leave the process without garbage collection."""
     assert asyncio.run(served.services.check(gc.isenabled))

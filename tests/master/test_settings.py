@@ -1,4 +1,4 @@
-"""The master's settings file: defaults, what is taken, and every problem at once."""
+"""Parsing and validation of the master's settings file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert defaults.checkpoint_storage["host_path"] == str(tmp_path / "checkpoints")
 
 
-def test_what_the_file_says_is_taken(tmp_path: Path) -> None:
+def test_settings_file_values_are_applied(tmp_path: Path) -> None:
     text = """
 port: 9090
 launch_error: false
@@ -49,7 +49,7 @@ retention_policy: {log_retention_days: 30}
 
 
 @pytest.mark.parametrize(("hook", "runs"), [("startup_hook: pool", "pool"), ("", "master")])
-def test_pool_defaults_lie_over_the_masters(tmp_path: Path, hook: str, runs: str) -> None:
+def test_pool_defaults_override_master_defaults(tmp_path: Path, hook: str, runs: str) -> None:
     text = f"""
 task_container_defaults: {{environment_variables: [A=1], startup_hook: master}}
 resource_pools:
@@ -69,7 +69,7 @@ resource_pools:
         assert f"resource_pools[0].task_container_defaults.{part}" in str(raised.value)
 
 
-def test_every_problem_is_named_with_its_line(tmp_path: Path) -> None:
+def test_every_problem_is_reported_with_line(tmp_path: Path) -> None:
     text = "prot: 1\nlog: {level: loud}\ncheckpoint_storage: {host_path: data}\nresource_pools: [{name: x}, {}]\n"
 
     with pytest.raises(ConfigError) as raised:
@@ -82,13 +82,13 @@ def test_every_problem_is_named_with_its_line(tmp_path: Path) -> None:
         assert part in message
 
 
-def test_a_hostile_settings_file_is_a_config_error(tmp_path: Path) -> None:
+def test_hostile_settings_file_raises_config_error(tmp_path: Path) -> None:
     for text in ("port: &a [*a]\n", "[" * 20_000, "log: " + "1" * 5000, "x" * 2**21):
         with pytest.raises(ConfigError, match=r"master\.yaml"):
             MasterSettings.load(written(tmp_path, text))
 
 
-def test_lifespans_of_access_tokens_and_the_key_of_webhooks_are_checked(tmp_path: Path) -> None:
+def test_token_lifespans_and_webhook_settings_are_validated(tmp_path: Path) -> None:
     path = tmp_path / "master.yaml"
     path.write_text(
         "security: {token: {default_lifespan_days: 9, max_lifespan_days: 7}}\n"
@@ -111,7 +111,7 @@ def test_lifespans_of_access_tokens_and_the_key_of_webhooks_are_checked(tmp_path
     assert "a long secret" not in str(settings.as_config())
 
 
-def test_slurm_is_named_by_our_key_or_by_determineds(tmp_path: Path) -> None:
+def test_slurm_is_selected_by_either_key(tmp_path: Path) -> None:
     ours = MasterSettings.load(
         written(tmp_path, "backend: slurm\nslurm: {sbatch_args: [--partition=gpu], gpu_type: a100}")
     )
@@ -123,7 +123,7 @@ def test_slurm_is_named_by_our_key_or_by_determineds(tmp_path: Path) -> None:
     assert MasterSettings.load().backend == "agent"
 
 
-def test_what_contradicts_slurm_is_told_at_once(tmp_path: Path) -> None:
+def test_settings_contradicting_slurm_are_rejected(tmp_path: Path) -> None:
     text = "backend: agent\nresource_manager: {type: slurm}\nslurm: {sbatch_args: [gpu]}"
     with pytest.raises(ConfigError) as caught:
         MasterSettings.load(written(tmp_path, text))
@@ -135,7 +135,7 @@ def test_what_contradicts_slurm_is_told_at_once(tmp_path: Path) -> None:
         MasterSettings.load(written(tmp_path, "backend: slurm\nhostfile: hosts"))
 
 
-def test_ray_has_an_address_and_no_hostfile_beside_it(tmp_path: Path) -> None:
+def test_ray_accepts_address_but_no_hostfile(tmp_path: Path) -> None:
     found = MasterSettings.load(written(tmp_path, 'backend: ray\nray: {address: "10.0.0.11:6379"}'))
     assert (found.backend, found.ray_address) == ("ray", "10.0.0.11:6379")
     assert found.as_config()["ray"] == {"address": "10.0.0.11:6379"}
@@ -145,6 +145,6 @@ def test_ray_has_an_address_and_no_hostfile_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_every_back_end_is_a_choice_of_settings_and_up(name: str, tmp_path: Path) -> None:
+def test_backends_are_choices_of_settings_and_up(name: str, tmp_path: Path) -> None:
     assert MasterSettings.load(written(tmp_path, f"backend: {name}")).backend == name
     assert build_parser("up").parse_args(["up", "--backend", name]).backend == name

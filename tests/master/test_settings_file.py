@@ -1,4 +1,4 @@
-"""The master's settings file from ``dstrial up`` on, what it makes of experiments that never fit, and what reaches trials."""
+"""Settings file in ``dstrial up``; config values that are refused or reach trials."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POLICIES = [
 ]
 
 
-def test_the_settings_file_is_read_by_up(tmp_path: Path) -> None:
+def test_up_reads_settings_file(tmp_path: Path) -> None:
     settings, port = tmp_path / "master.yaml", free_port()
     settings.write_text(yaml.safe_dump({"log": {"level": "error"}}))
     with master_for_test(tmp_path, num_slots=1, options=("--config-file", str(settings))) as master:
@@ -51,7 +51,7 @@ def test_the_settings_file_is_read_by_up(tmp_path: Path) -> None:
         assert (again.returncode, "already running" in again.stdout) == (0, True)
         assert "--config-file changes nothing" in again.stderr
 
-        # The port of the file is not the one that DET_MASTER names.
+        # The file sets another port than that of DET_MASTER, so pass the address.
         (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config("true", resources={"slots_per_trial": 3})))
         address = ("-m", f"http://localhost:{port}")
         created = master.det(*address, "e", "create", str(tmp_path / "exp.yaml"))
@@ -62,7 +62,7 @@ def test_the_settings_file_is_read_by_up(tmp_path: Path) -> None:
         assert (shown["port"], shown["launch_error"]) == (port, False)
 
 
-def test_what_can_never_run_or_would_do_nothing_is_refused(shared_master: MasterForTest) -> None:
+def test_unsatisfiable_or_ineffective_config_is_refused(shared_master: MasterForTest) -> None:
     good = [{"name": "CUDA OOM", "pattern": None}, {"pattern": "d", "action": "exclude_node"}]
     few = {"slots_per_trial": 2, "max_slots": 1}
     with pytest.raises(DstrialError) as raised:
@@ -94,7 +94,7 @@ def seen(master: MasterForTest, seed: int) -> list[Any]:
     return list(ast.literal_eval(found))
 
 
-def test_seeds_and_periods_reach_the_trial(shared_master: MasterForTest) -> None:
+def test_seeds_and_periods_reach_trial(shared_master: MasterForTest) -> None:
     first, again, other = seen(shared_master, 5), seen(shared_master, 5), seen(shared_master, 6)
 
     assert first == again

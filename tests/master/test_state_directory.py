@@ -1,3 +1,5 @@
+"""State directory of a master: location, permissions, record and lock."""
+
 from __future__ import annotations
 
 import os
@@ -25,19 +27,19 @@ def state(tmp_path: Path) -> StateDirectory:
     return made
 
 
-def test_the_directory_is_its_owners_only(state: StateDirectory) -> None:
+def test_directory_is_private_to_owner(state: StateDirectory) -> None:
     assert stat.S_IMODE(state.path.stat().st_mode) == 0o700
     assert state.allocations_path.is_dir()
     assert state.checkpoints_path.is_dir()
 
 
-def test_a_place_that_cannot_be_written_to_is_one_clear_error(tmp_path: Path) -> None:
+def test_unwritable_location_raises_master_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MasterError, match=r"cannot be made \(Not a directory\); expected"):
         StateDirectory(tmp_path / "file" / "state").make()
 
 
-def test_a_record_comes_back_as_it_was_written(state: StateDirectory) -> None:
+def test_record_round_trips(state: StateDirectory) -> None:
     record = record_of(1, "2")
     state.write_record(record)
     assert state.read_record() == record
@@ -45,24 +47,24 @@ def test_a_record_comes_back_as_it_was_written(state: StateDirectory) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}'])
-def test_a_damaged_record_is_none(state: StateDirectory, content: str) -> None:
+def test_damaged_record_reads_as_none(state: StateDirectory, content: str) -> None:
     state.record_path.write_text(content)
     assert state.read_record() is None
 
 
-def test_a_record_of_a_living_process_is_a_running_master(state: StateDirectory) -> None:
+def test_record_of_live_process_is_running_master(state: StateDirectory) -> None:
     start_time = process_start_time(os.getpid())
     assert start_time is not None
     state.write_record(record_of(os.getpid(), start_time))
     assert state.running() is not None
 
 
-def test_a_reused_process_id_is_no_running_master(state: StateDirectory) -> None:
+def test_reused_pid_is_no_running_master(state: StateDirectory) -> None:
     state.write_record(record_of(os.getpid(), "1"))
     assert state.running() is None
 
 
-def test_a_second_master_cannot_have_the_directory(state: StateDirectory) -> None:
+def test_second_lock_of_directory_is_refused(state: StateDirectory) -> None:
     with (
         state.lock(),
         pytest.raises(MasterError, match=f"in use by process {os.getpid()}; expected"),
@@ -73,9 +75,7 @@ def test_a_second_master_cannot_have_the_directory(state: StateDirectory) -> Non
         pass
 
 
-def test_the_environment_names_the_directory_unless_the_user_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_environment_sets_directory_unless_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DSTRIAL_STATE_DIR", str(tmp_path / "a"))
     assert StateDirectory.choose().path == tmp_path / "a"
     assert StateDirectory.choose(tmp_path / "b").path == tmp_path / "b"
@@ -85,7 +85,7 @@ def test_the_environment_names_the_directory_unless_the_user_does(
 
 
 @pytest.mark.process
-def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
+def test_unreaped_process_counts_as_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert process_start_time(process.pid) is not None
         assert process.stdin is not None

@@ -1,4 +1,4 @@
-"""A checkpoint storage that goes away, as an unmounted NFS does, is waited for, and nothing is made in its place."""
+"""Checkpoint storage that disappears, such as an unmounted NFS, and returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
 
-# Saves at every step, waits between two saves while a file is there, and stops where another one is.
+# Saves at every step, pauses between two saves while the file ``hold`` exists, ends if the file ``last`` exists.
 SAVING = """
 import json, os, pathlib, sys, time
 import determined as det
@@ -48,7 +48,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
             (path / "state.json").write_text(json.dumps(step))
     core.train.report_validation_metrics(step, {"score": 0.5})
 """
-# TensorBoard files go to the storage as well; writing them takes torch.
+# Also uploads TensorBoard files to the storage, which requires torch.
 SAVING_EVENTS = SAVING.replace("MANUAL", "AUTO")
 
 
@@ -75,7 +75,7 @@ def checkpoints(master: MasterForTest, experiment_id: int) -> list[dict[str, Any
 
 
 def lost(master: MasterForTest, experiment_id: int, storage: Path) -> list[str]:
-    """Return the checkpoints listed as COMPLETED that are not in the storage, to the byte."""
+    """Return uuids of COMPLETED checkpoints, one per missing or wrongly sized file."""
     rows = [one for one in checkpoints(master, experiment_id) if one["state"].endswith("COMPLETED")]
     assert rows
     return [
@@ -97,7 +97,7 @@ def half_written(master: MasterForTest, experiment_id: int, storage: Path) -> se
 
 @contextlib.contextmanager
 def between_saves(tmp_path: Path) -> Iterator[None]:
-    """Hold a trial up between two saves: a save that has begun may still make its directory."""
+    """Pause a trial between two saves: no save is in progress within the block."""
     (tmp_path / "hold").touch()
     wait_for((tmp_path / "held").exists)
     yield
@@ -120,7 +120,7 @@ def mount_again(storage: Path) -> None:
 
 @pytest.mark.exhaustive("[True]")
 @pytest.mark.parametrize("is_mount_point", [False, True])
-def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_it_is_back(
+def test_unmounted_storage_is_not_recreated_and_trial_resumes(
     master: MasterForTest, tmp_path: Path, *, is_mount_point: bool
 ) -> None:
     storage = tmp_path / "nfs" / "checkpoints"
@@ -138,7 +138,7 @@ def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_
     assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
     status = json.loads(master.dstrial("status", "--json").stdout)
     assert "waiting for its checkpoint storage" in status["starting"][0]["phase"]
-    # Whoever has another storage is not held up.
+    # A trial with another storage is not delayed.
     other = submit(
         master, config(checkpoint_storage={"type": "shared_fs", "host_path": str(tmp_path / "other")})
     )
@@ -157,7 +157,9 @@ def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_
     wait_for(lambda: half_written(master, experiment_id, storage) == set())
 
 
-def test_nothing_is_deleted_as_long_as_the_storage_is_away(master: MasterForTest, tmp_path: Path) -> None:
+def test_checkpoint_deletion_is_postponed_while_storage_unmounted(
+    master: MasterForTest, tmp_path: Path
+) -> None:
     storage = tmp_path / "storage"
     given = saving(tmp_path, storage)
     given["checkpoint_storage"]["save_trial_latest"] = 1
@@ -174,7 +176,7 @@ def test_nothing_is_deleted_as_long_as_the_storage_is_away(master: MasterForTest
 
     mount_again(storage)
     wait_for(lambda: sum("COMPLETED" in one["state"] for one in checkpoints(master, experiment_id)) == 1)
-    # One that the trial was writing when it was cancelled is nobody's, and goes after those that are stored.
+    # A checkpoint that was half-written at the cancellation is deleted after the stored checkpoints.
     wait_for(lambda: len([path for path in storage.glob("*-*-*-*-*") if (path / "model").exists()]) == 1)
 
 
@@ -182,7 +184,7 @@ def master_log(master: MasterForTest) -> str:
     return "".join(path.read_text() for path in master.state.path.glob("*.log"))
 
 
-DYING = """
+KILLED_WHILE_SAVING = """
 import os, pathlib, signal, sys
 import determined as det
 
@@ -196,15 +198,14 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 """
 
 
-def test_what_killed_runs_have_half_written_is_swept_with_its_bytes(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_half_written_checkpoints_of_killed_runs_are_deleted(master: MasterForTest, tmp_path: Path) -> None:
+    """The log states their sizes; directories of other masters are kept."""
     storage = tmp_path / "storage"
     theirs = storage / "0f4f1f9e-8f0a-4c3e-9a53-1f4b1b8a0f5e"
     theirs.mkdir(parents=True)
     (theirs / "half").write_text("of another master")
     given = config(max_restarts=5, checkpoint_storage={"type": "shared_fs", "host_path": str(storage)})
-    experiment_id = submit(master, given, DYING)
+    experiment_id = submit(master, given, KILLED_WHILE_SAVING)
 
     wait_until(master, experiment_id, "COMPLETED")
     wait_for(lambda: log_of(master, experiment_id).count("deleted a half-written checkpoint of a run") == 3)
@@ -214,9 +215,7 @@ def test_what_killed_runs_have_half_written_is_swept_with_its_bytes(
     assert {path.parent.name for path in storage.glob("*/half")} == {kept["uuid"], theirs.name}
 
 
-def test_a_copy_of_the_database_that_is_put_back_costs_no_checkpoint_that_was_reported_since(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_database_restore_keeps_checkpoints_reported_since(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     experiment_id = submit(master, saving(tmp_path, storage), SAVING)
     wait_for(lambda: len(checkpoints(master, experiment_id)) >= 2)
@@ -225,7 +224,7 @@ def test_a_copy_of_the_database_that_is_put_back_costs_no_checkpoint_that_was_re
     wait_for(lambda: len(checkpoints(master, experiment_id)) >= copied + 5)
     reported = {one["uuid"] for one in checkpoints(master, experiment_id)}
     master.kill()
-    # A process that the master was starting holds its lock for a moment.
+    # A child process of the killed master may still hold the lock for a moment.
     wait_for(lambda: master.dstrial("restore", str(tmp_path / "copy.db")).returncode == 0)
 
     master.up()
@@ -246,9 +245,7 @@ def listed_in(storage: Path) -> set[str]:
     return {path.parent.name for path in storage.glob("*/state.json")}
 
 
-def test_a_master_that_is_started_while_the_storage_is_away_waits_as_well(
-    master: MasterForTest, tmp_path: Path
-) -> None:
+def test_master_started_without_storage_waits(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     experiment_id = submit(master, saving(tmp_path, storage), SAVING)
     wait_for(lambda: len(checkpoints(master, experiment_id)) >= 2)
@@ -265,7 +262,7 @@ def test_a_master_that_is_started_while_the_storage_is_away_waits_as_well(
     assert lost(master, experiment_id, storage) == []
 
 
-def test_two_masters_share_a_storage_by_one_marker(master: MasterForTest, tmp_path: Path) -> None:
+def test_masters_sharing_storage_use_same_marker(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     (tmp_path / "second").mkdir()
     (tmp_path / "last").touch()
@@ -276,7 +273,7 @@ def test_two_masters_share_a_storage_by_one_marker(master: MasterForTest, tmp_pa
     assert (storage / STORAGE_MARKER).read_text() == first
 
 
-def test_a_storage_that_is_really_unmounted_keeps_every_checkpoint(tmp_path: Path) -> None:
+def test_real_unmount_loses_no_checkpoint(tmp_path: Path) -> None:
     probe = f"mkdir {tmp_path}/probe; mount --bind {tmp_path}/probe {tmp_path}/probe; umount {tmp_path}/probe"
     in_namespaces = unshare("--mount", probe=probe)
     program = Path(__file__).with_name("unmounting.py")

@@ -1,4 +1,4 @@
-"""Hundreds of submissions at once, and a master that is killed among them: what is confirmed is there, once."""
+"""Hundreds of concurrent submissions, also with a master that is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_EACH = 21
 
 @pytest.mark.process
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_every_confirmed_submission_is_there_once(tmp_path: Path, *, is_killed: bool) -> None:
+def test_confirmed_submissions_are_stored_exactly_once(tmp_path: Path, *, is_killed: bool) -> None:
     confirmed: dict[str, int] = {}
     refused: list[str] = []
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Trial files and configs as Determined's users have them, submitted unchanged by ``det experiment create``."""
+"""Trial files and configs of Determined users, run without changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrial.testing.master import MasterForTest
 
 pytestmark = [pytest.mark.process, pytest.mark.ranks]
 
-# As Determined's examples for DeepSpeed are written: their imports, AttrDict, a reducer, .item(), the deprecated property.
+# Written like Determined's DeepSpeed examples, with AttrDict, a reducer, .item() and a deprecated property.
 MODEL_DEF = """
 from typing import Any, Dict
 
@@ -145,7 +145,7 @@ max_restarts: 0
 scheduling_unit: 20
 """
 ENTRYPOINTS: list[Any] = [
-    None,  # as OLD_YAML has it
+    None,  # the entrypoint of OLD_YAML
     "model_def:DigitsTrial",
     "bash train.sh",
     "python3 -m determined.launch.deepspeed -- python3 train.py",
@@ -153,7 +153,7 @@ ENTRYPOINTS: list[Any] = [
 
 
 def write_model_definition(directory: Path, *, spawns: bool = True) -> None:
-    """Write the files; without ``spawns`` the loader has no process of its own, which takes seconds and a guarded script."""
+    """Write a model definition; without ``spawns``, its data loader has no worker process."""
     workers = "**(SPAWNED if self.context.distributed.rank == 0 else {}),"
     (directory / "model_def.py").write_text(MODEL_DEF if spawns else MODEL_DEF.replace(workers, ""))
     (directory / "train.py").write_text(TRAINER_SCRIPT)
@@ -166,7 +166,7 @@ def write_model_definition(directory: Path, *, spawns: bool = True) -> None:
     "[model_def:DigitsTrial]", "[python3 -m determined.launch.deepspeed -- python3 train.py]"
 )
 @pytest.mark.parametrize("entrypoint", ENTRYPOINTS)
-def test_an_old_trial_file_and_its_old_yaml_train_as_they_are(
+def test_determined_trial_file_and_yaml_train_unchanged(
     shared_master: MasterForTest, tmp_path: Path, entrypoint: Any
 ) -> None:
     write_model_definition(tmp_path, spawns=entrypoint != "model_def:DigitsTrial")
@@ -190,9 +190,7 @@ def test_an_old_trial_file_and_its_old_yaml_train_as_they_are(
 
 @pytest.mark.exhaustive("[True]")
 @pytest.mark.parametrize("is_switched_off", [False, True])
-def test_the_same_file_trains_under_the_launcher_without_a_master(
-    tmp_path: Path, is_switched_off: bool
-) -> None:
+def test_same_file_trains_under_launcher_without_master(tmp_path: Path, is_switched_off: bool) -> None:
     write_model_definition(tmp_path)
     if is_switched_off:
         with (tmp_path / "exp.yaml").open("a") as file:
@@ -238,7 +236,7 @@ with det_ds.init(hparams=hparams) as context:
 """
 
 
-def test_a_script_that_makes_its_own_controller_trains(tmp_path: Path) -> None:
+def test_script_with_own_trial_controller_trains(tmp_path: Path) -> None:
     write_model_definition(tmp_path, spawns=False)
     (tmp_path / "own.py").write_text(CONTROLLER_SCRIPT)
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -248,7 +246,7 @@ def test_a_script_that_makes_its_own_controller_trains(tmp_path: Path) -> None:
     assert "trained 4" in done.stdout
 
 
-def test_a_search_describes_the_same_file_without_a_gpu(tmp_path: Path) -> None:
+def test_dry_run_describes_same_file_without_gpu(tmp_path: Path) -> None:
     write_model_definition(tmp_path)
     deepspeed = {
         "train_batch_size": 32,
@@ -265,7 +263,7 @@ def test_a_search_describes_the_same_file_without_a_gpu(tmp_path: Path) -> None:
     assert dry_run(asked, deadline_s=200).parameters == 64 * 64 + 64 + 64 * 10 + 10
 
 
-WHOSE = """
+PRINT_MODULES = """
 import determined.pytorch, determined.pytorch.deepspeed as ds
 import determined as det
 print("whose", ds.Trainer.__module__, determined.pytorch.PyTorchTrial.__module__)
@@ -290,10 +288,10 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
     ],
     ids=["without", "by the config", "by a variable"],
 )
-def test_the_switch_restores_determined_in_an_allocation(
+def test_import_switch_restores_determined_in_allocation(
     shared_master: MasterForTest, changes: dict[str, Any], expected: str
 ) -> None:
-    experiment_id = submit(shared_master, config(resources={"slots_per_trial": 0}, **changes), WHOSE)
+    experiment_id = submit(shared_master, config(resources={"slots_per_trial": 0}, **changes), PRINT_MODULES)
 
     wait_until(shared_master, experiment_id, "COMPLETED")
     assert expected in log_of(shared_master, experiment_id)

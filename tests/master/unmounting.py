@@ -1,8 +1,8 @@
-"""A storage that is really unmounted and mounted again under a master, in a mount namespace of its own.
+"""Unmount and remount a checkpoint storage under a master, in a mount namespace.
 
     python unmounting.py WORK
 
-Needs the right to mount. The last line of the output is JSON: what was found.
+Requires permission to mount. The last line of the output is JSON with the observations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A copy is whole whatever is written meanwhile, and a restored one gives no number twice."""
+"""Backup and restore of the master's database."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_job(tx: Transaction) -> int:
     cursor = tx.execute(
         "INSERT INTO work (kind, experiment_id, payload, created_us) VALUES ('gc', 1, '{}', 1)"
     )
-    # In the same transaction as the row, so that a copy that tears them apart is seen.
+    # In the same transaction as the row: a backup that splits the transaction has a wrong count.
     tx.execute(
         "INSERT INTO cluster (key, value) VALUES ('jobs', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
     )
@@ -35,7 +35,7 @@ def dump(path: Path) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A database with three jobs that is closed."""
+    """Path of a closed database that contains three jobs."""
     with contextlib.closing(Database(tmp_path / "master.db")) as database:
         database.write(make_cluster_id)
         for _ in range(3):
@@ -44,8 +44,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def written_meanwhile(database: Database) -> Iterator[None]:
-    """Write as fast as it goes while the block lasts."""
+def concurrent_writes(database: Database) -> Iterator[None]:
+    """Write from four threads as fast as possible within the block."""
     is_over = threading.Event()
 
     def write() -> None:
@@ -63,8 +63,8 @@ def written_meanwhile(database: Database) -> Iterator[None]:
             thread.join()
 
 
-def test_a_copy_made_under_load_is_one_moment_of_the_database(path: Path, tmp_path: Path) -> None:
-    with contextlib.closing(Database(path)) as database, written_meanwhile(database):
+def test_backup_under_load_is_consistent_snapshot(path: Path, tmp_path: Path) -> None:
+    with contextlib.closing(Database(path)) as database, concurrent_writes(database):
         for number in range(5):
             target = tmp_path / f"copy{number}.db"
             backups.make_copy(path, target)
@@ -74,7 +74,7 @@ def test_a_copy_made_under_load_is_one_moment_of_the_database(path: Path, tmp_pa
                 assert num_jobs == int(counted) >= 3
 
 
-def test_a_copy_is_one_private_file(path: Path, tmp_path: Path) -> None:
+def test_backup_is_single_private_file(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "elsewhere" / "copy.db"
     with contextlib.closing(Database(path)):
         backups.make_copy(path, target)
@@ -84,7 +84,7 @@ def test_a_copy_is_one_private_file(path: Path, tmp_path: Path) -> None:
     assert dump(target) == dump(path)
 
 
-def test_a_copy_replaces_nothing(path: Path, tmp_path: Path) -> None:
+def test_backup_overwrites_no_existing_file(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "mine.db"
     target.write_text("mine")
 
@@ -94,13 +94,13 @@ def test_a_copy_replaces_nothing(path: Path, tmp_path: Path) -> None:
     assert target.read_text() == "mine"
 
 
-def test_where_there_is_no_database_nothing_is_copied(tmp_path: Path) -> None:
+def test_backup_of_missing_database_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MasterError, match="is missing or empty; expected a database"):
         backups.make_copy(tmp_path / "master.db", tmp_path / "copy.db")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_database_is_not_copied(path: Path, tmp_path: Path) -> None:
+def test_backup_of_damaged_database_is_refused(path: Path, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4096 * 3 : 4096 * 4] = bytes(4096)
     path.write_bytes(data)
@@ -110,7 +110,7 @@ def test_a_damaged_database_is_not_copied(path: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*copy.db*"))
 
 
-def test_seven_daily_copies_are_kept_and_those_of_a_person_all(path: Path) -> None:
+def test_daily_backups_keep_seven_plus_manual_copies(path: Path) -> None:
     asked = sqlite_file.new_path(path, 0.0, "master")
     backups.make_copy(path, asked)
     start_s = time.time()
@@ -123,7 +123,7 @@ def test_seven_daily_copies_are_kept_and_those_of_a_person_all(path: Path) -> No
     assert len(list(sqlite_file.directory_of(path).iterdir())) == 8
 
 
-def test_a_restored_database_is_the_copy_and_gives_no_number_twice(path: Path, tmp_path: Path) -> None:
+def test_restored_database_equals_copy_and_reuses_no_id(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy.db"
     backups.make_copy(path, target)
     with contextlib.closing(Database(path)) as database:
@@ -148,7 +148,7 @@ def test_a_restored_database_is_the_copy_and_gives_no_number_twice(path: Path, t
         assert database.write(add_job) == max(given) + 1
 
 
-def test_what_a_killed_master_left_is_kept_with_its_log(path: Path, tmp_path: Path) -> None:
+def test_restore_keeps_killed_masters_database_and_wal(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy.db"
     backups.make_copy(path, target)
     killed = tmp_path / "killed"
@@ -166,7 +166,7 @@ def test_what_a_killed_master_left_is_kept_with_its_log(path: Path, tmp_path: Pa
     Database(killed / "master.db").close()
 
 
-def test_a_damaged_copy_changes_nothing(path: Path, tmp_path: Path) -> None:
+def test_restore_of_damaged_copy_changes_nothing(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy.db"
     backups.make_copy(path, target)
     data = bytearray(target.read_bytes())
@@ -183,7 +183,7 @@ def test_a_damaged_copy_changes_nothing(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_moved", [1, 2])
-def test_an_interrupted_restore_is_refused_and_can_be_repeated(
+def test_interrupted_restore_blocks_start_until_repeated(
     path: Path, tmp_path: Path, num_moved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "copy.db"
@@ -212,7 +212,7 @@ def test_an_interrupted_restore_is_refused_and_can_be_repeated(
     assert dump(path) == dump(target)
 
 
-def test_a_copy_is_brought_back_where_there_is_nothing(path: Path, tmp_path: Path) -> None:
+def test_restore_into_empty_directory_succeeds(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy.db"
     backups.make_copy(path, target)
     (tmp_path / "new").mkdir()

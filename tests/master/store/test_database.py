@@ -1,4 +1,4 @@
-"""One writer that commits in groups: what fails takes nothing with it, and nobody sees what is not committed."""
+"""Group commits of the writer thread, and isolation of readers from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def keys(database: Database) -> set[str]:
         return {row["key"] for row in connection.execute("SELECT key FROM cluster")}
 
 
-def test_a_function_that_fails_is_rolled_back_alone(tmp_path: Path) -> None:
+def test_failed_write_in_group_is_rolled_back_alone(tmp_path: Path) -> None:
     database = Database(tmp_path / "master.db")
     gate = threading.Event()
     first = database.submit(lambda tx: gate.wait(10))
@@ -52,7 +52,7 @@ def test_a_function_that_fails_is_rolled_back_alone(tmp_path: Path) -> None:
     database.close()
 
 
-def test_topics_are_published_after_the_commit_and_not_for_what_failed(tmp_path: Path) -> None:
+def test_topics_are_published_only_after_commit(tmp_path: Path) -> None:
     seen: list[tuple[set[str], set[str]]] = []
     other: list[Database] = []
     database = Database(tmp_path / "master.db", lambda topics: seen.append((topics, keys(other[0]))))
@@ -67,7 +67,7 @@ def test_topics_are_published_after_the_commit_and_not_for_what_failed(tmp_path:
 
 
 def test_write_succeeds_if_notifying_fails_after_commit(tmp_path: Path) -> None:
-    """A client that sees an error sends its write again, and stores the row twice."""
+    """An error would make the client retry the write and store the row twice."""
 
     def notify(topics: set[str]) -> None:
         raise RuntimeError("the event loop is closed")
@@ -80,7 +80,7 @@ def test_write_succeeds_if_notifying_fails_after_commit(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_reader_sees_one_moment_while_others_write(tmp_path: Path) -> None:
+def test_read_is_snapshot_during_concurrent_write(tmp_path: Path) -> None:
     database = Database(tmp_path / "master.db")
     database.write(put("a", "1"))
 
@@ -94,7 +94,7 @@ def test_a_reader_sees_one_moment_while_others_write(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_reader_cannot_write(tmp_path: Path) -> None:
+def test_read_connection_rejects_writes(tmp_path: Path) -> None:
     database = Database(tmp_path / "master.db")
 
     with pytest.raises(sqlite3.OperationalError, match="readonly"), database.read() as connection:
@@ -113,7 +113,7 @@ def test_reads_of_many_threads_share_few_connections(tmp_path: Path) -> None:
         assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
 
 
-def test_reads_inside_reads_wait_for_nobody(tmp_path: Path) -> None:
+def test_nested_reads_do_not_block(tmp_path: Path) -> None:
     with contextlib.closing(Database(tmp_path / "master.db")) as database, contextlib.ExitStack() as stack:
         outer = [stack.enter_context(database.read()) for _ in range(20)]
         database.write(put("a", "1"))
@@ -121,7 +121,7 @@ def test_reads_inside_reads_wait_for_nobody(tmp_path: Path) -> None:
         assert len(set(map(id, outer))) == len(outer)
 
 
-def test_closing_finishes_what_was_submitted_and_refuses_more(tmp_path: Path) -> None:
+def test_close_finishes_pending_writes_and_rejects_new(tmp_path: Path) -> None:
     database = Database(tmp_path / "master.db")
     futures = [database.submit(put(str(number), "")) for number in range(1000)]
 
@@ -136,7 +136,7 @@ def test_closing_finishes_what_was_submitted_and_refuses_more(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
-def test_a_file_of_another_schema_version_is_refused(tmp_path: Path, version: int) -> None:
+def test_database_of_other_schema_version_is_refused(tmp_path: Path, version: int) -> None:
     with sqlite3.connect(tmp_path / "master.db") as connection:
         connection.execute(f"PRAGMA user_version = {version}")
 

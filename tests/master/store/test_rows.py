@@ -1,4 +1,4 @@
-"""Rows as dataclasses: every statement gives what its dataclass has, in a new database and in one of an old release."""
+"""Mapping of SQL rows to dataclasses."""
 
 import contextlib
 import dataclasses
@@ -81,20 +81,18 @@ def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
         yield found
 
 
-def test_every_table_has_the_columns_of_its_dataclass(connection: sqlite3.Connection) -> None:
+def test_tables_match_their_dataclasses(connection: sqlite3.Connection) -> None:
     for table, kind in TABLES.items():
         fetch_all(kind, connection, f"SELECT * FROM {table}")  # type: ignore[var-annotated]
 
 
-def test_every_statement_gives_what_its_dataclass_has(connection: sqlite3.Connection) -> None:
+def test_statements_match_their_dataclasses(connection: sqlite3.Connection) -> None:
     for read in READS:
         read(connection)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
-    """Two columns."""
-
     name: str
     is_on: "bool | None"
 
@@ -103,7 +101,7 @@ def _pair(connection: sqlite3.Connection, sql: str) -> Any:
     return fetch_one(Pair, connection, sql)
 
 
-def test_columns_go_by_their_names_and_truth_values_are_made(connection: sqlite3.Connection) -> None:
+def test_row_mapping_is_by_name_and_converts_booleans(connection: sqlite3.Connection) -> None:
     assert _pair(connection, "SELECT 1 AS is_on, 'a' AS name") == Pair("a", True)
     assert _pair(connection, "SELECT 0 AS is_on, 'a' AS name").is_on is False
     assert _pair(connection, "SELECT NULL AS is_on, 'a' AS name").is_on is None
@@ -113,14 +111,14 @@ def test_columns_go_by_their_names_and_truth_values_are_made(connection: sqlite3
 @pytest.mark.parametrize(
     "columns", ["'a' AS name", "'a' AS name, 1 AS is_on, 2 AS more", "'a' AS name, 1 AS other"]
 )
-def test_a_statement_with_other_columns_is_refused_though_it_finds_nothing(
+def test_statement_with_wrong_columns_raises_without_rows(
     connection: sqlite3.Connection, columns: str
 ) -> None:
     with pytest.raises(TypeError, match="expected those of Pair"):
         fetch_all(Pair, connection, f"SELECT {columns} WHERE 0")
 
 
-def test_a_row_shows_no_password_and_no_address_that_may_be_a_secret() -> None:
+def test_repr_hides_password_hash_and_webhook_url() -> None:
     hidden = {
         (kind.__name__, field.name)
         for kind in (users.StoredUser, webhooks.DueEvent)

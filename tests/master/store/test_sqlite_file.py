@@ -1,4 +1,4 @@
-"""A damaged or lost database is refused at the start; what a killed master leaves is taken."""
+"""Check of the database file when it is opened, and recovery after a kill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def num_rows(path: Path) -> int:
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """What SIGKILL leaves: 201 rows in the file, 200 in the log, and a copy of the 201."""
+    """Path of a killed database: 201 rows in the file, 200 in the WAL, a backup of 201."""
     path, left = tmp_path / "work" / "master.db", tmp_path / "killed" / "master.db"
     path.parent.mkdir()
     with contextlib.closing(Database(path)) as database:
@@ -73,7 +73,7 @@ def delete_with_log(path: Path) -> None:
     ],
     ids=["cleared pages", "cut", "emptied", "deleted", "deleted with its log"],
 )
-def test_a_damaged_or_lost_database_is_refused_and_left_alone(
+def test_damaged_or_missing_database_is_refused_unchanged(
     killed: Path, change: Callable[[Path], object], words: str
 ) -> None:
     log = killed.with_name("master.db-wal")
@@ -86,14 +86,14 @@ def test_a_damaged_or_lost_database_is_refused_and_left_alone(
     assert [path.read_bytes() if path.exists() else b"" for path in (killed, log)] == before
 
 
-def test_an_interrupted_check_is_no_damage(killed: Path) -> None:
+def test_interrupted_integrity_check_reports_no_damage(killed: Path) -> None:
     with sqlite_file.reading(killed) as connection:
         connection.set_progress_handler(lambda: 1, 1)
         with pytest.raises(sqlite3.OperationalError, match="interrupted"):
             sqlite_file.check_whole(connection)
 
 
-def test_an_emptied_database_with_a_log_is_refused(killed: Path) -> None:
+def test_emptied_database_with_wal_is_refused(killed: Path) -> None:
     shutil.rmtree(sqlite_file.directory_of(killed))
     killed.write_bytes(b"")
 
@@ -102,7 +102,7 @@ def test_an_emptied_database_with_a_log_is_refused(killed: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [None, b"garbage" * 5000], ids=["no index", "a damaged index"])
-def test_what_a_killed_master_left_is_taken(killed: Path, index: bytes | None) -> None:
+def test_database_of_killed_master_is_recovered(killed: Path, index: bytes | None) -> None:
     if index is not None:
         killed.with_name("master.db-shm").write_bytes(index)
 
@@ -112,7 +112,7 @@ def test_what_a_killed_master_left_is_taken(killed: Path, index: bytes | None) -
     assert not killed.with_name("master.db-wal").exists()
 
 
-def test_looking_leaves_the_log_of_a_killed_master(killed: Path) -> None:
+def test_reading_leaves_wal_of_killed_master(killed: Path) -> None:
     log = killed.with_name("master.db-wal")
     before = log.read_bytes()
 
@@ -122,15 +122,15 @@ def test_looking_leaves_the_log_of_a_killed_master(killed: Path) -> None:
     assert log.read_bytes() == before
 
 
-def test_commits_are_synced_before_they_are_told_of(tmp_path: Path) -> None:
-    """What SQLite's FULL (2) does in WAL mode: a sync of the log after each commit."""
+def test_commits_are_synced_before_confirmation(tmp_path: Path) -> None:
+    """In WAL mode, synchronous = FULL (2) makes SQLite sync the WAL on each commit."""
     with contextlib.closing(Database(tmp_path / "master.db")) as database:
         found = database.write(lambda tx: tx.execute("PRAGMA synchronous").fetchone()[0])
     assert found == 2
 
 
-def test_what_follows_a_large_function_that_failed_is_not_lost_by_a_kill(tmp_path: Path) -> None:
-    """SQLite 3.40.1 writes it without checksums unless it may not spill its cache, and drops it at the next start."""
+def test_writes_after_failed_large_write_survive_kill(tmp_path: Path) -> None:
+    """With cache_spill on, SQLite 3.40.1 loses the later commits at recovery."""
 
     def fill_the_cache_and_fail(tx: Transaction) -> None:
         for _ in range(8000):
@@ -149,7 +149,7 @@ def test_what_follows_a_large_function_that_failed_is_not_lost_by_a_kill(tmp_pat
     assert num_rows(killed / "master.db") == 3
 
 
-def test_a_page_damaged_while_the_master_runs_is_told_of(tmp_path: Path) -> None:
+def test_page_damaged_at_runtime_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "master.db"
     with contextlib.closing(Database(path)) as database:
         database.write(make_cluster_id)

@@ -1,4 +1,4 @@
-"""A browser's window on a master's page, as tests use it."""
+"""Helper that drives a master's page in a browser window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 30.0
 
 @dataclasses.dataclass
 class Browser:
-    """A browser's window on a master, and what was wrong in it."""
+    """A browser window on a master's page, with the errors that the page has logged."""
 
     master: Master
     page: Any
@@ -27,12 +27,12 @@ class Browser:
         return f"http://localhost:{self.master.port}"
 
     def open(self, path: str, wait_for: str = "main h1") -> None:
-        """Go to an address of the page and wait until something is shown."""
+        """Load a path of the page and wait until an element appears."""
         self.page.goto(self.address + path)
         self.page.wait_for_selector(wait_for)
 
     def show(self, path: str, wait_for: str = "main h1") -> None:
-        """Go to another view as a link of the page does, without loading the page again; load it in a new window."""
+        """Go to a view as the page's links do, without a reload unless the window is new."""
         if not self.page.url.startswith(f"{self.address}/"):
             self.open(path, wait_for)
             return
@@ -44,12 +44,12 @@ class Browser:
         self.page.wait_for_selector(wait_for)
 
     def open_bare(self) -> None:
-        """Go to a document without the page's policy, in which a test can import a module of the page."""
+        """Open a document without the page's policy, to import modules of the page."""
         self.page.route("**/favicon.ico", lambda route: route.fulfill(status=204))
         self.page.goto(f"{self.address}/page/assets/icon.svg")
 
     def forgive(self, text: str) -> None:
-        """Forget what the browser has told of answers that a test wanted."""
+        """Drop logged errors that contain a text, such as that of an expected response."""
         self.problems[:] = [one for one in self.problems if text not in one]
 
     def text(self, selector: str) -> str:
@@ -59,7 +59,7 @@ class Browser:
         return [str(text) for text in self.page.locator(selector).all_inner_texts()]
 
     def saved(self, button: Any) -> bytes:
-        """Press a button, given itself or by a selector, and return the file that it gives."""
+        """Click a download button (a locator or a selector) and return the file."""
         with self.page.expect_download() as waiting:
             (self.page.locator(button).first if isinstance(button, str) else button).click()
         return Path(waiting.value.path()).read_bytes()
@@ -68,8 +68,8 @@ class Browser:
         return list(csv.DictReader(io.StringIO(self.saved(button).decode(), newline="")))
 
     def until(self, condition: str) -> None:
-        """Wait until an expression of JavaScript is true."""
-        # Not the browser's own way to wait: it would need what the page's policy forbids.
+        """Wait until a JavaScript expression is true."""
+        # Playwright's wait_for_function would need eval, which the page's policy forbids.
         deadline_s = time.monotonic() + LIMIT_S
         while not self.page.evaluate(condition):
             assert time.monotonic() < deadline_s, f"not within {LIMIT_S} s: {condition}"

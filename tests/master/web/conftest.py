@@ -1,4 +1,4 @@
-"""A real browser before a master's application; tests that want it are skipped where there is none."""
+"""Browser fixtures on a served master; without Chromium, their tests are skipped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving import Master, serving
 
 from dstrial.master.web import page
 
-# The first has no window, whose own pages cost as much as ours.
+# Prefer the headless shell: the user interface of a full browser costs as much time as the page itself.
 CHROMIUM = next(
     filter(
         None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))
@@ -23,7 +23,7 @@ CHROMIUM = next(
 
 @pytest.fixture(scope="module")
 def seeded_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
-    """A master's application over HTTP, without a scheduler; each file fills it by itself."""
+    """A served master without a scheduler; each test file inserts its own rows."""
     with serving(tmp_path_factory.mktemp("page") / "state", has_passwords=False) as master:
         yield master
 
@@ -36,7 +36,7 @@ def chromium() -> Iterator[Any]:
     if not page.has_libraries():
         pytest.fail(page.MISSING)
     with api.sync_playwright() as playwright:
-        # As root Chromium has no sandbox; what it opens is ours.
+        # Chromium's sandbox does not work as root; only our own pages are opened.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -45,7 +45,7 @@ def chromium() -> Iterator[Any]:
 def open_window(
     chromium: Any, master: Master, token: str | None = "determined", **options: Any
 ) -> tuple[Browser, Any]:
-    """Return a window, logged in, that notes what is wrong in it, and its context, which is to be closed."""
+    """Return a window that collects errors, and its context, which must be closed."""
     context = chromium.new_context(
         **{"viewport": {"width": 1300, "height": 900}, "accept_downloads": True, "locale": "en-US", **options}
     )
@@ -72,7 +72,7 @@ def open_window(
 
 @pytest.fixture
 def open_browser(chromium: Any, seeded_master: Master) -> Iterator[Callable[..., Browser]]:
-    """Open windows, logged in; at the end none may have broken the page's rules or raised anything."""
+    """Function that opens windows; at teardown, none may have logged an error."""
     opened: list[tuple[Browser, Any]] = []
 
     def open_one(
@@ -96,10 +96,10 @@ def kept_window(chromium: Any, seeded_master: Master) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(kept_window: Browser) -> Iterator[Browser]:
-    """A window that tests of a file share which look at views: the page is loaded in it once, as ``show`` does."""
+    """A window shared by all tests of a file; teardown fails if it has logged errors."""
     yield kept_window
     try:
-        kept_window.show("/det/models")  # Nothing of a view is kept for the next test.
+        kept_window.show("/det/models")  # Leave the view, so that the next test starts without its state.
     except BaseException:
         kept_window.page.goto("about:blank")
         raise

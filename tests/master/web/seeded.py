@@ -1,4 +1,4 @@
-"""Rows for the page: experiments with curves, trials with logs, checkpoints, tasks, models, searches; no processes."""
+"""Insert rows for the page to show, such as experiments, logs, tasks and models."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def add_experiment(
     seed: int = 0,
     metrics: tuple[str, ...] = ("loss", "accuracy"),
 ) -> int:
-    """Add an experiment whose trials have validated ``num_points`` times; return its id."""
+    """Add an experiment whose trials validate ``num_points`` times; return its id."""
     chance = random.Random(seed)
     start_us = now_us() - 3600 * 1_000_000
     is_live = state in ("ACTIVE", "PAUSED")
@@ -157,7 +157,7 @@ def task_of(tx: Transaction, trial: int) -> str:
 
 
 def add_runs(tx: Transaction, trial: int, runs: Sequence[tuple[int, int, int | None, str]]) -> None:
-    """Add allocations: (from batch, slots, exit code or None while it runs, why it ended)."""
+    """Add allocations of (first batch, slots, exit code or None if running, reason)."""
     row = tx.execute("SELECT experiment_id, task_id, start_us FROM trials WHERE id = ?", (trial,)).fetchone()
     for number, (steps, slots, code, reason) in enumerate(runs, 1):
         start_us = row["start_us"] + number * 30_000_000
@@ -174,7 +174,7 @@ def add_runs(tx: Transaction, trial: int, runs: Sequence[tuple[int, int, int | N
 def add_lines(
     tx: Transaction, task: str, trial: int | None, lines: Iterable[tuple[int | None, str | None, str]]
 ) -> None:
-    """Add lines of a log: (rank, level, text without its end)."""
+    """Add log lines of (rank, level, text without newline)."""
     start_us = now_us() - 600 * 1_000_000
     tx.executemany(
         "INSERT INTO logs (task_id, trial_id, time_us, level, rank, source, stdtype, log) "
@@ -188,7 +188,7 @@ def add_lines(
 
 
 def add_bare_task(tx: Transaction) -> str:
-    """Add a task without a trial and a command; return its id."""
+    """Add a task that belongs to no trial or command; return its id."""
     task = str(uuid.uuid4())
     add(tx, "tasks", id=task, type="COMMAND", start_us=now_us())
     return task
@@ -197,7 +197,7 @@ def add_bare_task(tx: Transaction) -> str:
 def add_metric(
     tx: Transaction, trial: int, group: str, reports: Iterable[tuple[int, dict[str, object]]]
 ) -> None:
-    """Add reports: (batches, metrics); each number becomes a metric that is listed."""
+    """Add reports of (batches, metrics), and summaries of their scalar metrics."""
     row = tx.execute("SELECT experiment_id, start_us FROM trials WHERE id = ?", (trial,)).fetchone()
     kinds: dict[str, str] = {}
     for steps, metrics in reports:
@@ -212,7 +212,7 @@ def add_metric(
 
 
 def add_instruments(tx: Transaction, trial: int, num_ranks: int, num_reports: int = 20) -> None:
-    """Add what ranks measured; rank 1 is slow, and has most memory."""
+    """Add telemetry by rank, with extra forward time and memory for rank 1."""
     reports = []
     for report in range(1, num_reports + 1):
         forward = [20.0 + (15 if rank == 1 else rank % 3) + report % 4 for rank in range(num_ranks)]
@@ -234,7 +234,7 @@ def add_instruments(tx: Transaction, trial: int, num_ranks: int, num_reports: in
 
 
 def packed(files: Mapping[str, str | bytes]) -> bytes:
-    """Return a model definition."""
+    """Return a model definition archive (tar.gz) of the files."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for path, content in files.items():
@@ -256,13 +256,13 @@ def config_of(tx: Transaction, experiment: int) -> dict[str, Any]:
 
 
 def give_config(tx: Transaction, experiment: int, text: str, **changes: Any) -> None:
-    """Let an experiment have been submitted with a text, and change its effective config."""
+    """Set an experiment's submitted config text, and change its effective config."""
     config = {**config_of(tx, experiment), **changes}
     tx.update("experiments", experiment, {"original_config": text, "config": config})
 
 
 def make_halving(tx: Transaction, experiment: int) -> None:
-    """Make a search of eight trials or more one by halving: three rungs, one trial failed, two under way."""
+    """Turn a search of at least 8 trials into async_halving with three rungs."""
     searcher = {
         **{"name": "async_halving", "metric": "loss", "smaller_is_better": True, "time_metric": "batches"},
         **{"max_time": 160, "num_rungs": 3, "divisor": 4.0, "max_trials": 16, "max_concurrent_trials": 4},
@@ -299,7 +299,7 @@ def add_checkpoint(
     state: str = "COMPLETED",
     storage: Path | None = None,
 ) -> str:
-    """Add a checkpoint of two files, in a storage where there is one; return its uuid."""
+    """Add a checkpoint and return its uuid; with ``storage``, write its two files."""
     name = str(uuid.uuid4())
     if storage is not None:
         (storage / name).mkdir(parents=True)
@@ -325,7 +325,7 @@ def add_task(
     ports: tuple[int, ...] = (),
     is_pausable: bool = False,
 ) -> str:
-    """Add a command, TensorBoard or generic task; with ``slots`` (also none) it runs. Return its id."""
+    """Add a task and return its id; unless ``slots`` is None, the task is running."""
     task_id, now = str(uuid.uuid4()), now_us() - 60_000_000
     is_over = state in ("COMPLETED", "CANCELED", "ERROR")
     config = {
@@ -348,7 +348,7 @@ def add_task(
 
 
 def add_past_use(tx: Transaction, hours_ago: float, hours: float, num_slots: int) -> None:
-    """Add what a deleted experiment has used."""
+    """Add slot usage of a deleted experiment."""
     start_us = now_us() - round(hours_ago * 3600e6)
     add(
         tx, "past_usage", allocation_id=str(uuid.uuid4()), kind="TRIAL", user_id=owner_of(tx), experiment_id=999,
@@ -358,7 +358,7 @@ def add_past_use(tx: Transaction, hours_ago: float, hours: float, num_slots: int
 
 
 def add_model(tx: Transaction, name: str, *checkpoints: str, labels: tuple[str, ...] = ()) -> int:
-    """Add a model whose versions are some checkpoints; return its number."""
+    """Add a model with a version for each checkpoint; return the model's id."""
     owner, own = owner_of(tx), {"description": "reads digits", "labels": list(labels)}
     number = models.create(tx, name=name, owner_id=owner, workspace_id=1, **own)
     for checkpoint in checkpoints:
@@ -367,14 +367,14 @@ def add_model(tx: Transaction, name: str, *checkpoints: str, labels: tuple[str, 
 
 
 def search_row(number: int, scale: float, **columns: Any) -> dict[str, Any]:
-    """Return a measured row of a search's report."""
+    """Return the row of a measured configuration in the report of a dsat search."""
     measured = {"value": scale, "throughput": scale, "step_s": 0.2 * number, "state": "measured"}
     shown = {"trial_id": number, "description": f"zero {number}, <b>4 x 8</b>"}
     return {**shown, **measured, "predicted": {"step_s": 0.19 * number}, **columns}
 
 
 def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0a1b2c3d") -> str:
-    """Add a search of dsat as a master knows it: three trials, one that searches and, once it has ended, its report."""
+    """Add the experiments of a dsat search; with ``has_report``, add its results too."""
 
     def submit(part: str, name: str, description: str, state: str, notes: str = "") -> int:
         labels = ("dsat", f"dsat-{search_id}-{part}")
@@ -409,7 +409,7 @@ def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What addresses name: a search of 24 trials, its best trial, another experiment, a task, a search of dsat."""
+    """Ids of a search, its best trial, another experiment, a task and a dsat search."""
 
     search: int
     trial: int
@@ -430,7 +430,7 @@ _LINES = (
 
 
 def fill_every_view(tx: Transaction) -> Shown:
-    """Add experiments as a person has them, and fill each view and tab."""
+    """Add rows for every view and tab of the page; return the ids in their addresses."""
     dsat = add_search(tx, has_report=True)
     for number in range(14):
         given = {"state": _STATES[number % 5], "num_trials": 1 + number % 4, "seed": number}
@@ -469,7 +469,7 @@ def fill_every_view(tx: Transaction) -> Shown:
     for owner, of in ((task_of(tx, trial), trial), (task, None)):
         add_lines(tx, owner, of, lines)
     add_model(tx, "digits", add_checkpoint(tx, search, trial, 600), labels=("vision",))
-    # The two experiments of every test: begun a while ago.
+    # The two experiments of every served master start at time 1: move them to the newest start time.
     newest = "(SELECT MAX(start_us) FROM experiments)"
     for change in (
         f"experiments SET name = 'finetune ' || id, start_us = {newest} WHERE id < 3",

@@ -1,4 +1,4 @@
-"""Slot usage over time, free slots, and reasons of pending entries, without a master."""
+"""Slot usage over time, free slots, and reasons for waiting, without a master."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dstrial.master.store.nodes import agent_key
 from dstrial.master.web.cluster import SlotCounts, count_slots, pending_reason, usage
 
 
-def test_use_of_a_time_is_told_by_its_parts() -> None:
-    # Two slots for the second half of the first part and all of the second, one slot that has not ended.
+def test_usage_is_averaged_per_bucket() -> None:
+    # Buckets of 10: two slots from 5 to 20, and one slot from 30 on.
     assert usage([(2, 5, 20), (1, 30, None)], 0, 40, 4) == [1.0, 2.0, 0.0, 1.0]
     assert usage([(1, -100, 100)], 0, 10, 2) == [1.0, 1.0]
     assert usage([], 0, 10, 3) == [0.0, 0.0, 0.0]
 
 
-def test_use_that_ended_before_it_began_takes_nothing_from_that_of_others() -> None:
-    # A clock was set back between.
+def test_negative_span_does_not_reduce_usage() -> None:
+    # If the clock was set back, a span may end before its start.
     assert usage([(1, 0, 10), (4, 8, 2)], 0, 10, 2) == [1.0, 1.0]
 
 
@@ -28,7 +28,7 @@ def test_use_that_ended_before_it_began_takes_nothing_from_that_of_others() -> N
     st.lists(st.tuples(st.integers(1, 8), st.integers(-50, 150), st.integers(0, 150)), max_size=20),
     st.integers(1, 40),
 )
-def test_no_use_is_lost_or_made_by_dividing_a_time(spans: list[tuple[int, int, int]], num: int) -> None:
+def test_bucketing_preserves_total_usage(spans: list[tuple[int, int, int]], num: int) -> None:
     given_spans = [(slots, start, start + length) for slots, start, length in spans]
     used = sum(slots * max(0, min(end, 100) - max(start, 0)) for slots, start, end in given_spans)
     parts = usage(given_spans, 0, 100, num)
@@ -36,7 +36,7 @@ def test_no_use_is_lost_or_made_by_dividing_a_time(spans: list[tuple[int, int, i
     assert all(part >= 0 for part in parts)
 
 
-def test_slots_that_are_off_or_down_are_no_room() -> None:
+def test_disabled_or_down_slots_are_not_usable() -> None:
     def node(node_id: int, *slots: int, why_down: str | None = None) -> Node:
         found = tuple(Slot(slot, "cpu", "cpu", f"cpu-{slot}") for slot in slots)
         return Node(node_id, f"n{node_id}", "127.0.0.1", found, why_down, 0)
@@ -46,7 +46,7 @@ def test_slots_that_are_off_or_down_are_no_room() -> None:
     assert count_slots(nodes, {2: True, agent_key(1): False}, frozenset({0})) == SlotCounts(usable=2, free=1)
 
 
-def test_the_queue_says_why_somebody_waits() -> None:
+def test_pending_reason_describes_demand_and_supply() -> None:
     counts = SlotCounts(usable=4, free=1)
     assert pending_reason(2, 0, 3, counts) == ""
     assert pending_reason(1, 1, 0, counts) == "waits for 1 slot: 1 of 4 free"

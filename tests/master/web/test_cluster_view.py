@@ -1,4 +1,4 @@
-"""The cluster and its queue: what the endpoints tell, and the views in a real browser."""
+"""Endpoints and browser views of the cluster and its queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HTML = "<img src=x onerror=alert(1)> & co"
 
 @pytest.fixture(scope="module")
 def busy(seeded_master: Master) -> dict[str, str]:
-    """A cluster of four slots, three in use, and who waits."""
+    """Ids of tasks in a cluster with four slots, three of them in use."""
 
     def fill(tx):
         add_past_use(tx, 10, 2, 3)
@@ -33,7 +33,7 @@ def busy(seeded_master: Master) -> dict[str, str]:
     return seeded_master.write(fill)
 
 
-def test_the_endpoint_tells_who_holds_which_slot_and_why_others_wait(
+def test_endpoint_reports_slot_holders_and_pending_reasons(
     seeded_master: Master, busy: dict[str, str]
 ) -> None:
     found = seeded_master.get("/page/cluster").json
@@ -52,10 +52,10 @@ def test_the_endpoint_tells_who_holds_which_slot_and_why_others_wait(
     assert reasons[HTML] == ""
 
 
-def test_use_counts_deleted_experiments(seeded_master: Master, busy: dict[str, str]) -> None:
+def test_usage_counts_deleted_experiments(seeded_master: Master, busy: dict[str, str]) -> None:
     day = seeded_master.get("/page/cluster/usage?hours=24").json
     assert len(day["times"]) == len(day["used"]) == NUM_BUCKETS
-    assert max(day["used"]) == pytest.approx(5.0)  # 3 of the deleted one, and two trials that have always run
+    assert max(day["used"]) == pytest.approx(5.0)  # 3 slots of the deleted experiment and 2 of running trials
     assert min(day["used"]) == pytest.approx(2.0)
     assert seeded_master.get("/page/cluster/usage?hours=999999").status == 200
     assert seeded_master.get("/page/cluster/usage?hours=x").status == 400
@@ -63,13 +63,13 @@ def test_use_counts_deleted_experiments(seeded_master: Master, busy: dict[str, s
 
 @pytest.fixture
 def administrator(seeded_master: Master) -> Iterator[None]:
-    """The user of the browser is an administrator, as nobody else may switch slots."""
+    """Make the browser's user an administrator, as only those may disable slots."""
     seeded_master.change("UPDATE users SET admin = 1 WHERE username = 'determined'")
     yield
     seeded_master.change("UPDATE users SET admin = 0 WHERE username = 'determined'")
 
 
-def test_nodes_and_slots_are_switched_off_after_a_question_and_on_again(
+def test_slot_and_node_disabling_requires_confirmation(
     browser: Browser, seeded_master: Master, busy: dict[str, str], administrator: None
 ) -> None:
     browser.show("/det/clusters", "main table")
@@ -100,7 +100,7 @@ def test_nodes_and_slots_are_switched_off_after_a_question_and_on_again(
     assert off() == {}
 
 
-def test_the_queue_is_put_in_another_order_and_follows_what_others_do(
+def test_queue_is_reordered_and_follows_external_changes(
     browser: Browser, seeded_master: Master, busy: dict[str, str]
 ) -> None:
     browser.show("/det/cluster", "[aria-label=Queue] tbody tr[data-idx='4']")
@@ -119,7 +119,7 @@ def test_the_queue_is_put_in_another_order_and_follows_what_others_do(
     browser.page.keyboard.press("Enter")
     browser.until(f"({names})[0] === 'big'")
     assert seeded_master.rows("SELECT priority FROM commands WHERE description = 'big'") == [{"priority": 7}]
-    # What somebody else does is shown without loading the page.
+    # A change by another client is shown without a page reload.
     body = {"updates": [{"jobId": job_of(seeded_master, "big"), "priority": 99}]}
     assert seeded_master.send("POST", "/api/v1/job-queues", body, token="determined").status == 200
     browser.until(f"({names}).at(-1) === 'big'")

@@ -1,4 +1,4 @@
-"""Trials side by side in a real browser."""
+"""Comparison of trials, in a real browser."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def curves(number: int) -> str:
     return f"document.querySelector('.plot')?.getAttribute('aria-label').includes('{number} curves')"
 
 
-def test_curves_of_chosen_metrics_lie_over_each_other(browser: Browser, seeded: Seeded) -> None:
+def test_chosen_metrics_are_charted_for_all_trials(browser: Browser, seeded: Seeded) -> None:
     browser.show(f"/det/compare?trials={','.join(map(str, seeded.trials))}", ".chart")
     browser.until(curves(3))
     assert "validation: loss" in browser.text(".chart figcaption")
@@ -52,7 +52,7 @@ def test_curves_of_chosen_metrics_lie_over_each_other(browser: Browser, seeded: 
     browser.until("document.querySelectorAll('.chart').length === 1")
 
 
-def test_hyperparameters_that_differ_are_marked(browser: Browser, seeded: Seeded) -> None:
+def test_differing_hyperparameters_are_marked(browser: Browser, seeded: Seeded) -> None:
     browser.show(f"/det/compare?trials={seeded.trials[0]},{seeded.trials[1]}", "tr.differs")
     assert any(text.startswith("lr") for text in browser.texts("tr.differs th"))
     assert "global_batch_size" not in browser.text("table.side")
@@ -63,9 +63,7 @@ def test_hyperparameters_that_differ_are_marked(browser: Browser, seeded: Seeded
     browser.until("document.querySelector('h1').innerText === 'Compare 1 trial'")
 
 
-def test_experiments_stand_for_their_best_trials_and_their_configs_are_compared(
-    browser: Browser, seeded: Seeded
-) -> None:
+def test_experiments_are_compared_by_best_trial_and_config(browser: Browser, seeded: Seeded) -> None:
     browser.show(f"/det/compare?experiments={seeded.first},{seeded.second}", ".diff")
     assert f"trial {seeded.best_of_second}" in browser.text("table.side thead")
     gone, new = browser.texts(".diff .removed"), browser.texts(".diff .added")
@@ -78,7 +76,7 @@ def test_experiments_stand_for_their_best_trials_and_their_configs_are_compared(
     browser.until("document.querySelector('main').innerText.includes('Choose two experiments.')")
 
 
-def test_what_is_missing_is_named_and_the_rest_is_shown(browser: Browser, seeded: Seeded) -> None:
+def test_missing_trial_is_reported_and_rest_shown(browser: Browser, seeded: Seeded) -> None:
     browser.show(f"/det/compare?trials={seeded.trials[0]},999999", "main .problem")
     assert browser.text("main .problem") == "trial 999999 is not found."
     assert browser.text("h1") == "Compare 1 trial"

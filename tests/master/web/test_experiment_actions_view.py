@@ -1,4 +1,4 @@
-"""What can be done with one experiment from its page, against a running master with real trials."""
+"""Actions on an experiment's page, on a running master with real trials."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def done(shared_master: MasterForTest) -> Iterator[int]:
     shared_master.client().send("DELETE", f"/api/v1/experiments/{number}")
 
 
-def test_a_fork_is_checked_submitted_with_its_parent_and_runs(
+def test_fork_is_validated_and_submitted_with_parent(
     browser: Browser, shared_master: MasterForTest, done: int
 ) -> None:
     browser.open(f"/det/experiments/{done}/notes", ".tools")
@@ -85,7 +85,7 @@ def test_a_fork_is_checked_submitted_with_its_parent_and_runs(
     browser.problems.clear()
 
 
-def test_an_ended_experiment_is_continued(browser: Browser, shared_master: MasterForTest, done: int) -> None:
+def test_ended_experiment_is_continued(browser: Browser, shared_master: MasterForTest, done: int) -> None:
     browser.open(f"/det/experiments/{done}/notes", ".tools")
     browser.page.click("text=Continue …")
     browser.page.click("dialog button.main")
@@ -100,9 +100,7 @@ def test_an_ended_experiment_is_continued(browser: Browser, shared_master: Maste
     browser.until("document.querySelector('.facts .state').innerText === 'completed'")
 
 
-def test_priority_and_project_are_changed_and_an_action_is_done(
-    browser: Browser, shared_master: MasterForTest
-) -> None:
+def test_priority_project_and_kill_actions_work(browser: Browser, shared_master: MasterForTest) -> None:
     client = shared_master.client()
     place = client.post("/api/v1/workspaces", {"name": "page-actions"})["workspace"]["id"]
     project = client.post(
@@ -127,7 +125,7 @@ def test_priority_and_project_are_changed_and_an_action_is_done(
     client.send("DELETE", f"/api/v1/workspaces/{place}")
 
 
-def test_a_tensorboard_is_started_opened_and_stopped(browser: Browser, done: int) -> None:
+def test_tensorboard_is_started_opened_and_stopped(browser: Browser, done: int) -> None:
     browser.open(f"/det/experiments/{done}/notes", ".tools")
     browser.page.click("button:text-is('TensorBoard')")
     browser.page.click("text=Start a TensorBoard")
@@ -138,7 +136,7 @@ def test_a_tensorboard_is_started_opened_and_stopped(browser: Browser, done: int
     assert ".localhost:" in opened.value.url
     with opened.value.expect_response(lambda answer: "/data/runs" in answer.url) as runs:
         opened.value.reload()
-    assert runs.value.ok  # its own requests carry the cookie of its own address
+    assert runs.value.ok  # requests of TensorBoard's page carry the cookie of its own host name
     assert "TensorBoard" in opened.value.title()
     opened.value.close()
     browser.page.click("text=Stop TensorBoard")

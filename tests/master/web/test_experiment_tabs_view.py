@@ -1,4 +1,4 @@
-"""The tabs of an experiment beside its overview, in a real browser."""
+"""Tabs of an experiment other than its overview, in a real browser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAME = "<img src=x onerror=alert(1)>"
 
 @dataclasses.dataclass(frozen=True)
 class Seeded:
-    """What the tests look at: a search, its fork by halving with few trials, and checkpoints of the search."""
+    """Ids of a search, its fork (an async_halving search) and a checkpoint on disk."""
 
     search: int
     fork: int
@@ -72,9 +72,7 @@ def tab(experiment: int, name: str) -> str:
     return f"/det/experiments/{experiment}/{name}"
 
 
-def test_every_hyperparameter_that_differs_has_an_axis_and_what_it_explains(
-    browser: Browser, seeded: Seeded
-) -> None:
+def test_differing_hyperparameters_have_axes_and_importance(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.search, "hyperparameters"), "canvas")
     label = browser.page.locator("canvas").first.get_attribute("aria-label")
     assert label.startswith("Parallel coordinates of 30 trials over lr, layers, optimizer, loss; 30 within")
@@ -84,14 +82,14 @@ def test_every_hyperparameter_that_differs_has_an_axis_and_what_it_explains(
             "[aria-label='Importance of hyperparameters'] tbody tr[data-idx]"
         ).all()
     }
-    # The metric is the distance of lr from its middle, with little of the layers and nothing of the optimizer.
+    # In the seeded rows, the metric depends strongly on lr, weakly on layers and not on the optimizer.
     assert set(shares) == {"lr", "layers", "optimizer"}
     assert shares["lr"] > 0.6 > 0.3 > shares["optimizer"]
     assert browser.page.locator(".charts.small canvas").count() == 3
 
 
 def tab_to(browser: Browser, name: str) -> None:
-    """Press Tab until what has this name has the focus."""
+    """Press Tab until the element with this label or text is focused."""
     for _ in range(60):
         browser.page.keyboard.press("Tab")
         named = "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
@@ -100,15 +98,15 @@ def tab_to(browser: Browser, name: str) -> None:
     raise AssertionError(f"Tab does not come to {name!r}")
 
 
-def kept(browser: Browser) -> list[dict[str, str]]:
-    """Return the rows of the trials that parallel coordinates keep."""
+def selected_rows(browser: Browser) -> list[dict[str, str]]:
+    """Return the CSV rows of the trials within the chosen ranges."""
     return browser.csv(browser.page.get_by_label("CSV of parallel coordinates"))
 
 
-def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(browser: Browser, seeded: Seeded) -> None:
+def test_axis_range_is_set_and_cleared_by_keyboard(browser: Browser, seeded: Seeded) -> None:
     press = browser.page.keyboard.press
     browser.show(tab(seeded.search, "hyperparameters"), "canvas")
-    everything = kept(browser)
+    everything = selected_rows(browser)
     browser.page.focus("h1")
     tab_to(browser, "Ranges")
     press("Enter")
@@ -120,16 +118,16 @@ def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(browser: Browser
     press("ArrowDown")
     browser.until("location.search.includes('ranges=loss%3A0.000%3A0.')")
     limit = float(focused.get_attribute("aria-valuetext"))
-    rows = kept(browser)
+    rows = selected_rows(browser)
     assert 1 < len(rows) < 30
     assert rows == [row for row in everything if float(row["loss"]) <= limit * 1.001]
     assert f"{len(rows)} of 30 trials" in browser.text(".ranges [role=status]")
     label = browser.page.locator("canvas").first.get_attribute("aria-label")
     assert f"{len(rows)} within the marked ranges" in label
-    # What a mouse would have left in the address filters the same.
+    # After a reload, the ranges in the address select the same trials.
     browser.page.reload()
     browser.until("document.body.innerText.includes('of 30 trials')")
-    assert kept(browser) == rows
+    assert selected_rows(browser) == rows
 
     browser.page.focus("h1")
     tab_to(browser, "Ranges")
@@ -137,28 +135,26 @@ def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(browser: Browser
     tab_to(browser, "optimizer at least")
     focused = browser.page.locator(":focus")
     assert focused.get_attribute("aria-valuetext") == "adam"
-    press("End")  # One end stops at the other.
+    press("End")  # The lower end cannot pass the upper end.
     tab_to(browser, "optimizer at most")
     press("Home")
     browser.until("location.search.includes('optimizer')")
     last = browser.page.locator(":focus").get_attribute("aria-valuetext")
     assert last != "adam"
-    assert kept(browser) == [row for row in rows if row["optimizer"] == last]
-    tab_to(browser, "optimizer at least")  # Taking the file has taken the focus.
+    assert selected_rows(browser) == [row for row in rows if row["optimizer"] == last]
+    tab_to(browser, "optimizer at least")  # The download has moved the focus.
     press("Delete")
     browser.until("!location.search.includes('optimizer')")
     tab_to(browser, "loss at least")
     press("Escape")
     browser.until("!location.search.includes('ranges')")
-    assert kept(browser) == everything
+    assert selected_rows(browser) == everything
 
 
-def test_a_line_under_the_pointer_tells_of_its_trial_and_leads_to_it(
-    browser: Browser, seeded: Seeded
-) -> None:
+def test_hovered_line_shows_and_opens_its_trial(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.search, "hyperparameters"), "canvas")
     box = browser.page.locator("canvas").first.bounding_box()
-    # Beside the metric's axis the best trial's line is the lowest, and nearly at its foot.
+    # Near the metric's axis, the best trial's line is the lowest, almost at the bottom.
     browser.page.mouse.move(box["x"] + box["width"] - 85, box["y"] + box["height"] - 21)
     browser.page.wait_for_selector(".tip")
     assert "trial" in browser.text(".tip")
@@ -168,7 +164,9 @@ def test_a_line_under_the_pointer_tells_of_its_trial_and_leads_to_it(
     browser.until("location.pathname.includes('/trials/')")
 
 
-def test_few_trials_or_equal_ones_say_so(browser: Browser, seeded: Seeded, seeded_master: Master) -> None:
+def test_too_few_or_equal_trials_are_reported(
+    browser: Browser, seeded: Seeded, seeded_master: Master
+) -> None:
     def fill(tx: Transaction) -> int:
         experiment = add_experiment(tx, name="odd", num_trials=3)
         one, two, three = trials_of(tx, experiment)
@@ -185,7 +183,7 @@ def test_few_trials_or_equal_ones_say_so(browser: Browser, seeded: Seeded, seede
     browser.until("document.body.innerText.includes('nothing to compare yet')")
 
 
-def test_rungs_say_who_was_stopped_where(browser: Browser, seeded: Seeded) -> None:
+def test_rungs_show_outcome_of_every_trial(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.fork, "rungs"), "table.rungs")
     assert browser.texts("table.rungs tbody tr")[0].split()[:7] == ["1", "10", "6", "2", "3", "1", "2"]
     outcomes = browser.texts("[aria-label='Trials by rung'] tbody tr[data-idx] td:last-child")
@@ -196,7 +194,7 @@ def test_rungs_say_who_was_stopped_where(browser: Browser, seeded: Seeded) -> No
     assert "Rungs" not in browser.texts(".tabs a")
 
 
-def test_checkpoints_have_their_layout_and_lines_to_copy(
+def test_checkpoints_show_layout_and_copyable_commands(
     open_browser: Callable[..., Browser], seeded: Seeded
 ) -> None:
     browser = open_browser(permissions=["clipboard-read", "clipboard-write"])
@@ -211,7 +209,7 @@ def test_checkpoints_have_their_layout_and_lines_to_copy(
     browser.until("document.querySelectorAll('tbody tr[data-idx]').length === 3")
 
 
-def test_a_checkpoint_is_registered_in_a_new_model_and_then_not_deleted(
+def test_registered_checkpoint_cannot_be_deleted(
     open_browser: Callable[..., Browser], seeded: Seeded
 ) -> None:
     browser = open_browser()
@@ -235,7 +233,7 @@ def test_a_checkpoint_is_registered_in_a_new_model_and_then_not_deleted(
     )
 
 
-def test_a_checkpoint_is_deleted_only_after_a_question(
+def test_checkpoint_deletion_requires_confirmation(
     browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
     def fill(tx: Transaction) -> str:
@@ -256,14 +254,12 @@ def test_a_checkpoint_is_deleted_only_after_a_question(
     browser.page.click("dialog button.danger")
     browser.until("document.body.innerText.includes('being deleted')")
     assert is_asked_for()
-    # What follows is the scheduler's, which this master does not have.
+    # This master has no scheduler, so delete the files here.
     seeded_master.write(lambda tx: set_resources(tx, name, {}))
     browser.until("!document.querySelector('section.details button.danger')")
 
 
-def test_the_config_is_shown_as_submitted_and_with_origins_without_secrets(
-    browser: Browser, seeded: Seeded
-) -> None:
+def test_config_is_shown_with_origins_without_secrets(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.search, "config"), ".code")
     assert "# What is searched for" in browser.text(".code")
     assert "HF_TOKEN=********" in browser.text(".code")
@@ -283,7 +279,7 @@ def test_the_config_is_shown_as_submitted_and_with_origins_without_secrets(
     )
 
 
-def test_code_is_shown_with_line_numbers_and_what_differs_from_its_parent(
+def test_code_is_shown_with_diff_to_parent(
     open_browser: Callable[..., Browser], browser: Browser, seeded: Seeded
 ) -> None:
     browser.show(tab(seeded.search, "code?file=train.py"), ".code")
@@ -307,7 +303,7 @@ def test_code_is_shown_with_line_numbers_and_what_differs_from_its_parent(
     assert browser.problems.pop().endswith("404 (Not Found)")
 
 
-def test_notes_labels_name_and_description_are_edited(
+def test_notes_labels_name_and_description_are_editable(
     browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
     experiment = seeded_master.write(lambda tx: add_experiment(tx, name="before", labels=("old",)))
@@ -325,7 +321,7 @@ def test_notes_labels_name_and_description_are_edited(
     browser.page.click("form:has-text('New label') button")
     browser.until("document.body.innerText.includes('label a/b & c: added')")
     browser.page.get_by_label("Remove label a/b & c").wait_for()
-    # Who is about to click it removes no other one.
+    # The new label does not reuse the button of the old label.
     assert old.get_attribute("aria-label") == "Remove label old"
     browser.page.get_by_label("Remove label old").click()
     browser.until("document.body.innerText.includes('label old: removed')")
@@ -335,9 +331,7 @@ def test_notes_labels_name_and_description_are_edited(
     assert (*row.values(),) == ("after", "why", "<script>alert(1)</script>\nsecond line", '["a/b & c"]')
 
 
-def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_concurrent_note_edit_is_reported(browser: Browser, seeded_master: Master) -> None:
     experiment = seeded_master.write(add_experiment)
     browser.show(tab(experiment, "notes"), "textarea")
     browser.page.fill("textarea", "mine")
@@ -353,7 +347,7 @@ def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
     assert browser.page.input_value("textarea") == "theirs"
 
 
-def test_an_experiment_deleted_while_it_is_looked_at_says_so(
+def test_experiment_deleted_while_open_is_reported(
     open_browser: Callable[..., Browser], seeded_master: Master
 ) -> None:
     experiment = seeded_master.write(add_experiment)
@@ -375,9 +369,7 @@ def test_an_experiment_deleted_while_it_is_looked_at_says_so(
     browser.problems[:] = [problem for problem in browser.problems if "404 (Not Found)" not in problem]
 
 
-def test_actions_of_many_ask_the_master_as_its_protocol_has_it(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_archive_and_unarchive_buttons_reach_master(browser: Browser, seeded_master: Master) -> None:
     experiment = seeded_master.write(add_experiment)
     browser.show(tab(experiment, "notes"), ".tools")
     browser.page.click("button:text-is('Archive')")

@@ -1,4 +1,4 @@
-"""The list of experiments and one experiment, in a real browser."""
+"""The list of experiments and an experiment's overview, in a real browser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def search(seeded_master: Master) -> int:
     return seeded_master.write(fill)
 
 
-def test_the_list_is_filtered_sorted_and_kept_in_the_address(browser: Browser, search: int) -> None:
+def test_list_filter_and_order_survive_reload(browser: Browser, search: int) -> None:
     browser.show("/", "tbody tr[data-idx]")
     assert browser.text("tbody tr[data-idx='0'] td:nth-child(3)") == NAME
     browser.page.fill("input[type=search]", "label:long state:completed")
@@ -45,8 +45,8 @@ def test_the_list_is_filtered_sorted_and_kept_in_the_address(browser: Browser, s
     assert [float(text.split()[1]) for text in browser.texts("tbody tr[data-idx] td:nth-child(7)")] == best
 
 
-def test_a_search_is_found_by_what_its_hyperparameters_may_be(browser: Browser, search: int) -> None:
-    # Its learning rate is searched for from 10**-4 to 10**-1, its layers from 1 to 8, its optimizer among two.
+def test_filter_matches_hyperparameter_ranges_of_searches(browser: Browser, search: int) -> None:
+    # Search space: lr from 1e-4 to 1e-1, layers from 1 to 8, optimizer adam or sgd.
     for condition, is_found in (
         ("lr<0.001", True),
         ("lr<0.00001", False),
@@ -58,13 +58,13 @@ def test_a_search_is_found_by_what_its_hyperparameters_may_be(browser: Browser, 
         ("nothing-is-so", False),
         ("optimizer:ada", True),
     ):
-        # Each is another answer than the one before, so that it is waited for.
+        # Results alternate, so that every wait needs a change of the list.
         browser.show(f"/det/experiments?filter={urllib.parse.quote(condition)}", ".table tbody tr")
         found = f"document.querySelector('tbody a[href=\"/det/experiments/{search}\"]') !== null"
         browser.until(f"({found}) === {str(is_found).lower()}")
 
 
-def test_the_curves_of_a_search_are_in_one_chart_with_the_best_marked(browser: Browser, search: int) -> None:
+def test_search_curves_share_chart_with_best_marked(browser: Browser, search: int) -> None:
     browser.show(f"/det/experiments/{search}/overview", "tbody tr.best")
     browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('16 curves')")
     assert browser.text("tbody tr.best td:nth-child(2)").endswith("★")
@@ -74,9 +74,7 @@ def test_the_curves_of_a_search_are_in_one_chart_with_the_best_marked(browser: B
     assert "x=epochs" in browser.page.url
 
 
-def test_a_change_is_shown_without_loading_the_page_again(
-    browser: Browser, search: int, seeded_master: Master
-) -> None:
+def test_change_is_shown_without_page_reload(browser: Browser, search: int, seeded_master: Master) -> None:
     browser.show("/?filter=appears", "td.empty")
     browser.page.evaluate("window.isSame = true")
     seeded_master.write(lambda tx: add_experiment(tx, name="appears later"))
@@ -84,7 +82,7 @@ def test_a_change_is_shown_without_loading_the_page_again(
     assert browser.page.evaluate("window.isSame")
 
 
-def test_curves_of_the_list_come_also_where_its_rows_change_before_the_answer(
+def test_sparklines_load_though_rows_change_meanwhile(
     open_browser: Callable[..., Browser], search: int
 ) -> None:
     browser = open_browser()
@@ -103,14 +101,14 @@ def test_curves_of_the_list_come_also_where_its_rows_change_before_the_answer(
     browser.until("document.querySelectorAll('tbody tr[data-idx] svg.spark').length === 4")
 
 
-def test_curves_go_on_while_a_search_makes_trials(browser: Browser, seeded_master: Master) -> None:
+def test_curves_update_while_search_creates_trials(browser: Browser, seeded_master: Master) -> None:
     database = seeded_master.services.database
     experiment = database.write(lambda tx: add_experiment(tx, name="grows", state="ACTIVE", num_trials=2))
     (row,) = seeded_master.rows("SELECT MIN(id) AS id FROM trials WHERE experiment_id = ?", experiment)
     browser.show(f"/det/experiments/{experiment}/overview", ".chart")
     browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('2 curves')")
     database.write(lambda tx: add_metric(tx, row["id"], "validation", [(500, {"loss": 0.015625})]))
-    for _ in range(20):  # As often as a change is shown.
+    for _ in range(20):  # Add trials about as often as the page refreshes.
         database.write(lambda tx: add_trial(tx, experiment))
         browser.page.wait_for_timeout(700)
         if b",500,0.015625" in browser.saved(".chart button:has-text('CSV')"):
@@ -118,9 +116,7 @@ def test_curves_go_on_while_a_search_makes_trials(browser: Browser, seeded_maste
     pytest.fail("A curve was not asked for again while its search made trials.")
 
 
-def test_a_curve_that_could_not_be_had_is_asked_for_again(
-    open_browser: Callable[..., Browser], search: int
-) -> None:
+def test_failed_curve_request_is_retried(open_browser: Callable[..., Browser], search: int) -> None:
     browser = open_browser()
     asked: list[str] = []
 
@@ -139,7 +135,7 @@ def test_a_curve_that_could_not_be_had_is_asked_for_again(
     browser.forgive("500")
 
 
-def test_a_part_of_a_chart_is_let_go_of_when_its_axis_is_another_one(browser: Browser, search: int) -> None:
+def test_chart_zoom_is_reset_when_axis_changes(browser: Browser, search: int) -> None:
     browser.show(f"/det/experiments/{search}/overview", ".chart")
     browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('16 curves')")
     box = browser.page.locator(".plot .u-over").bounding_box()
@@ -150,7 +146,7 @@ def test_a_part_of_a_chart_is_let_go_of_when_its_axis_is_another_one(browser: Br
     browser.page.wait_for_selector(".chart button:has-text('Whole')")
     browser.page.select_option("label:has-text('Over') select", "epochs")
     browser.until("!document.querySelector('.chart .tools').innerText.includes('Whole')")
-    # All of it is there: at its right end is the end of a curve.
+    # The whole chart is shown again: the end of a curve is at its right edge.
     for down in range(10, int(box["height"]), 20):
         browser.page.mouse.move(box["x"] + box["width"] - 3, box["y"] + down)
         browser.page.wait_for_timeout(50)
@@ -159,9 +155,7 @@ def test_a_part_of_a_chart_is_let_go_of_when_its_axis_is_another_one(browser: Br
     assert "epochs 5:" in browser.text(".chart .tip")
 
 
-def test_ten_thousand_trials_are_listed_filtered_and_drawn_in_part(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_ten_thousand_trials_are_listed_and_filtered(browser: Browser, seeded_master: Master) -> None:
     experiment = seeded_master.write(
         lambda tx: add_experiment(tx, name="many", num_trials=10_000, num_points=2, seed=1)
     )

@@ -1,4 +1,4 @@
-"""The files of a model definition, as the page shows them."""
+"""Listing, display and comparison of model definition files for the page."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_files_are_listed_by_path() -> None:
     assert listed_files(b"") == {"files": [], "more": False}
 
 
-def test_a_file_is_shown_as_text_cut_where_it_is_long() -> None:
+def test_file_is_shown_as_text_and_truncated() -> None:
     assert shown_file(TGZ, "./b//two.py")["text"] == "x = 1\n"
     assert shown_file(TGZ, "a.bin") == {
         "path": "a.bin",
@@ -83,7 +83,7 @@ def test_a_file_is_shown_as_text_cut_where_it_is_long() -> None:
     assert (len(long["text"]), long["isCut"], long["bytes"]) == (MAX_TEXT_BYTES, True, MAX_TEXT_BYTES + 5)
 
 
-def test_links_and_paths_outside_are_not_listed_files() -> None:
+def test_links_and_outside_paths_are_not_listed() -> None:
     assert paths_of(HOSTILE) == ["in.py"]
     assert shown_file(HOSTILE, "in.py")["text"] == "x"
 
@@ -102,7 +102,7 @@ def test_links_and_paths_outside_are_not_listed_files() -> None:
         ("large", "large", 413),
     ],
 )
-def test_shown_file_of_anything_else_is_refused(which: str, path: str, status: int) -> None:
+def test_shown_file_of_invalid_path_is_refused(which: str, path: str, status: int) -> None:
     with pytest.raises(RequestError) as caught:
         shown_file(ARCHIVES[which], path)
     assert caught.value.status == status
@@ -125,7 +125,7 @@ def test_shown_file_of_anything_else_is_refused(which: str, path: str, status: i
         ),
     ],
 )
-def test_files_that_differ_are_never_shown_as_equal(
+def test_differing_files_are_never_shown_as_equal(
     before: dict[str, str], after: dict[str, str], expected: list[str]
 ) -> None:
     lines = code_differences(packed(before), packed(after))
@@ -147,7 +147,7 @@ def test_differences_read_each_archive_twice(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("which", ["text", "magic", "cut short"])
-def test_listed_of_damaged_archive_is_refused(which: str) -> None:
+def test_listing_damaged_archive_is_refused(which: str) -> None:
     with pytest.raises(RequestError, match="is damaged"):
         listed_files(ARCHIVES[which])
 
@@ -158,6 +158,6 @@ def test_pack_path_depth_over_100_is_refused() -> None:
         sent("a/" * 101 + "train.py")
 
 
-def test_pack_below_marked_directory_is_left_out() -> None:
+def test_pack_skips_files_below_marked_directories() -> None:
     tgz = sent("env/pyvenv.cfg", "env/bin/python", "env-2/kept.py", "a/b/pyvenv.cfg", "a/b", "a/c.py")
     assert paths_of(tgz) == ["a/c.py", "env-2/kept.py"]

@@ -1,4 +1,4 @@
-"""The way into the page: the link that `dstrial up` prints, and a login that has expired under an open page."""
+"""Login link printed by `dstrial up`, and a login that expires on an open page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def window(open_browser: Callable[..., Browser], shared_master: MasterForTest) -> Browser:
-    """A window on a real master that nobody has logged in to."""
+    """A window on a real master, without a login."""
     real: Any = SimpleNamespace(port=urlsplit(shared_master.address).port, tokens={})
     return open_browser(master=real, token=None)
 
@@ -31,9 +31,7 @@ def link(master: MasterForTest) -> str:
     return found[1]
 
 
-def test_the_link_of_up_opens_the_page_once_and_leaves_no_code_behind(
-    window: Browser, shared_master: MasterForTest
-) -> None:
+def test_login_link_works_once_and_leaves_no_code(window: Browser, shared_master: MasterForTest) -> None:
     address = link(shared_master)
     code = address.partition("#")[2]
     window.page.goto(address)
@@ -43,17 +41,17 @@ def test_the_link_of_up_opens_the_page_once_and_leaves_no_code_behind(
     assert code not in window.page.content()
     window.page.go_back()
     assert code not in window.page.url
-    # Whoever finds it later gets nothing of it.
+    # The link does not work a second time.
     window.page.context.clear_cookies()
     window.page.goto(address)
     window.page.wait_for_selector("[role=alert]:has-text('has been used')")
     assert window.page.context.cookies() == []
     window.problems[:] = [
         one for one in window.problems if "401" not in one
-    ]  # as the form itself is answered
+    ]  # the login form is sent with status 401
 
 
-def test_an_expired_login_is_said_and_leads_back_to_the_same_address(
+def test_expired_login_is_reported_and_restores_address(
     window: Browser, shared_master: MasterForTest
 ) -> None:
     window.page.goto(link(shared_master))
@@ -63,7 +61,7 @@ def test_an_expired_login_is_said_and_leads_back_to_the_same_address(
     Client(shared_master.address, token).post("/api/v1/auth/logout")
     window.page.select_option("label:has-text('Over the last') select", "1")
     window.page.wait_for_selector(".banner[role=alert]:has-text('Your login has expired')")
-    assert window.text("main h1") == "Cluster"  # What was shown stays.
+    assert window.text("main h1") == "Cluster"  # The view stays visible.
     window.page.click(".banner button")
     window.page.wait_for_selector("#password")
     assert window.page.url == f"{window.address}/det/clusters?hours=1"

@@ -1,4 +1,4 @@
-"""Logs in a real browser: live, filtered, very long, and with lines that nobody should have to read whole."""
+"""Log views in a real browser: live, filtered and very long logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.process
 
 HTML = "<img src=x onerror=alert(1)> & co"
 LONG = 20 * 2**20
-MANY = 300_000  # more than what is searched at once
+MANY = 300_000  # more lines than one request searches
 Open = Callable[..., Browser]
 
 AT_END = (
@@ -74,9 +74,7 @@ def many(seeded_master: Master) -> Log:
     return numbered(seeded_master, MANY)
 
 
-def test_the_newest_lines_are_at_the_bottom_and_new_ones_follow(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_newest_lines_are_shown_and_followed(browser: Browser, seeded_master: Master) -> None:
     log = new_log(seeded_master, *((0, None, f"line {idx}") for idx in range(300)))
     browser.show(f"/det/trials/{log.trial}/logs", ".line")
     browser.until(f"{has('line 299')} && {AT_END}")
@@ -85,9 +83,7 @@ def test_the_newest_lines_are_at_the_bottom_and_new_ones_follow(
     assert browser.texts(".line .said")[-1] == "this is new"
 
 
-def test_following_stops_when_scrolled_up_and_a_button_goes_on(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_scrolling_up_pauses_following_until_button(browser: Browser, seeded_master: Master) -> None:
     log = new_log(seeded_master, *((0, None, f"line {idx}") for idx in range(400)))
     browser.show(f"/det/trials/{log.trial}/logs", ".line")
     browser.until(f"{has('line 399')} && {AT_END}")
@@ -109,7 +105,7 @@ def test_following_stops_when_scrolled_up_and_a_button_goes_on(
     browser.until(f"{has('after that')} && {AT_END}")
 
 
-def test_lines_are_filtered_by_level_rank_and_text_on_the_master(browser: Browser, steps: Log) -> None:
+def test_lines_are_filtered_by_level_rank_text(browser: Browser, steps: Log) -> None:
     browser.show(f"/det/trials/{steps.trial}/logs", ".line")
     browser.page.select_option("label:has-text('Level') select", "WARNING")
     browser.until(
@@ -118,7 +114,7 @@ def test_lines_are_filtered_by_level_rank_and_text_on_the_master(browser: Browse
     browser.page.fill("label:has-text('Rank') input", "2")
     browser.until("[...document.querySelectorAll('.line .by')].every((one) => one.innerText === 'rank 2')")
     browser.page.fill("input[aria-label='Only lines with']", "STEP 100")
-    # Of rank 2 and at least a warning; steps that begin with 100.
+    # Lines of rank 2 with at least level WARNING whose step starts with 100.
     wanted = [
         idx
         for idx in range(3000)
@@ -133,7 +129,7 @@ def test_lines_are_filtered_by_level_rank_and_text_on_the_master(browser: Browse
     browser.until(f"{NUM_LINES} > 100 && {AT_END}")
 
 
-def test_lines_that_come_while_the_newest_are_searched_for_are_shown(
+def test_lines_arriving_during_search_are_shown(
     open_browser: Open, seeded_master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_pages, "MAX_SEARCHED", 100)
@@ -155,7 +151,7 @@ def test_lines_that_come_while_the_newest_are_searched_for_are_shown(
     assert browser.texts(".line .said") == ["wanted 1", "wanted 2", "wanted 3"]
 
 
-def test_text_of_programs_is_shown_and_never_obeyed(browser: Browser, seeded_master: Master) -> None:
+def test_markup_and_escapes_are_shown_as_text(browser: Browser, seeded_master: Master) -> None:
     log = new_log(
         seeded_master,
         (0, "INFO", HTML),
@@ -170,7 +166,7 @@ def test_text_of_programs_is_shown_and_never_obeyed(browser: Browser, seeded_mas
     )
 
 
-def test_a_line_without_end_is_cut_and_whole_in_the_file(open_browser: Open, seeded_master: Master) -> None:
+def test_very_long_line_is_truncated_except_in_file(open_browser: Open, seeded_master: Master) -> None:
     log = new_log(seeded_master, (0, None, "before"), (0, "ERROR", "x" * LONG), (0, None, "after"))
     browser = open_browser()
     sizes: list[int] = []
@@ -187,17 +183,15 @@ def test_a_line_without_end_is_cut_and_whole_in_the_file(open_browser: Open, see
 
 @pytest.mark.exhaustive("[300000]")
 @pytest.mark.parametrize("num_lines", [MANY, 1_000_000])
-def test_hundreds_of_thousands_of_lines_are_read_from_both_ends_and_searched(
-    browser: Browser, many: Log, num_lines: int
-) -> None:
+def test_huge_log_is_paged_and_searched(browser: Browser, many: Log, num_lines: int) -> None:
     log = many if num_lines == MANY else numbered(many.master, num_lines)
     browser.show(f"/det/trials/{log.trial}/logs", ".line")
     browser.until(f"{has(f'line {num_lines - 1:07}')} && {AT_END}")
-    # Up through several pages: nothing is missing between them, and not all of them are kept.
+    # Scroll up through several pages: no line is missing, and only some pages stay loaded.
     for _ in range(12):
         browser.page.hover(".lines")
         browser.page.mouse.wheel(0, -4000)
-        browser.page.wait_for_timeout(100)  # As fast as a hand turns a wheel.
+        browser.page.wait_for_timeout(100)  # About as fast as a mouse wheel is turned by hand.
     numbers = [int(text.split()[1]) for text in browser.texts(".line .said")]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     assert numbers[-1] - numbers[0] > 600
@@ -207,7 +201,7 @@ def test_hundreds_of_thousands_of_lines_are_read_from_both_ends_and_searched(
     for _ in range(12):
         browser.page.hover(".lines")
         browser.page.mouse.wheel(0, 4000)
-        browser.page.wait_for_timeout(100)  # As fast as a hand turns a wheel.
+        browser.page.wait_for_timeout(100)  # About as fast as a mouse wheel is turned by hand.
     numbers = [int(text.split()[1]) for text in browser.texts(".line .said")]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     assert len(numbers) <= 1200
@@ -215,7 +209,7 @@ def test_hundreds_of_thousands_of_lines_are_read_from_both_ends_and_searched(
     browser.until(f"{NUM_LINES} === 1 && {has('line 0000042')}")
 
 
-def test_what_is_looked_at_stays_when_lines_come_before_it(browser: Browser, many: Log) -> None:
+def test_scroll_position_survives_loading_earlier_lines(browser: Browser, many: Log) -> None:
     browser.show(f"/det/trials/{many.trial}/logs", ".line")
     browser.until(f"{has(f'line {MANY - 1:07}')} && {AT_END}")
     before = browser.page.evaluate(
@@ -230,7 +224,7 @@ def test_what_is_looked_at_stays_when_lines_come_before_it(browser: Browser, man
     )
 
 
-def test_a_line_has_an_address(browser: Browser, many: Log) -> None:
+def test_log_line_has_permalink(browser: Browser, many: Log) -> None:
     (row,) = many.master.rows("SELECT id FROM logs WHERE task_id = ? AND log = 'line 0200000\n'", many.task)
     browser.show(f"/det/trials/{many.trial}/logs?line={row['id']}", ".line[aria-current]")
     assert browser.text(".line[aria-current] .said") == "line 0200000"
@@ -245,7 +239,7 @@ def test_a_line_has_an_address(browser: Browser, many: Log) -> None:
     assert "Copy link" in browser.text(".chosen")
 
 
-def test_a_whole_log_is_a_file(browser: Browser, steps: Log) -> None:
+def test_whole_log_is_downloadable(browser: Browser, steps: Log) -> None:
     browser.show(f"/det/trials/{steps.trial}/logs", ".line")
     with browser.page.expect_download() as download:
         browser.page.click("a:has-text('Download all')")
@@ -255,7 +249,7 @@ def test_a_whole_log_is_a_file(browser: Browser, steps: Log) -> None:
     assert download.value.suggested_filename == f"trial-{steps.trial}.log"
 
 
-def test_a_command_has_a_log_of_its_own(open_browser: Open, seeded_master: Master) -> None:
+def test_command_has_its_own_log(open_browser: Open, seeded_master: Master) -> None:
     task = seeded_master.write(add_bare_task)
     browser = open_browser()
     browser.open(f"/det/tasks/{task}/logs", ".lines .edge")
@@ -267,9 +261,7 @@ def test_a_command_has_a_log_of_its_own(open_browser: Open, seeded_master: Maste
     browser.forgive("404")
 
 
-def test_lines_that_come_while_nobody_looks_are_there_afterwards(
-    open_browser: Open, seeded_master: Master
-) -> None:
+def test_lines_printed_while_hidden_are_shown_afterwards(open_browser: Open, seeded_master: Master) -> None:
     log = new_log(seeded_master, (0, None, "before"))
     browser = open_browser()
     browser.open(f"/det/trials/{log.trial}/logs", ".line")
@@ -279,13 +271,13 @@ def test_lines_that_come_while_nobody_looks_are_there_afterwards(
     log.add((0, None, "while hidden"))
     browser.page.wait_for_timeout(
         1500
-    )  # Longer than a change takes to be shown; were it not, the test would only see less.
+    )  # Longer than the page takes to show a change; a shorter wait would only weaken the test.
     assert browser.texts(".line .said") == ["before"]
     browser.page.evaluate(hide, False)
     browser.until(has("while hidden"))
 
 
-def test_an_open_log_goes_on_after_a_restart_of_the_master(open_browser: Open, tmp_path: Path) -> None:
+def test_open_log_continues_after_master_restart(open_browser: Open, tmp_path: Path) -> None:
     with serving(tmp_path / "state", has_passwords=False) as master:
         log = new_log(master, (0, None, "before"))
         browser = open_browser(master=master)

@@ -1,4 +1,4 @@
-"""The registry of models in a real browser: made, changed, archived, deleted."""
+"""The model registry in a real browser: create, edit, archive, delete."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ pytestmark = pytest.mark.process
 HTML = "<img src=x onerror=alert(1)> & co"
 
 
-def test_a_model_is_made_and_gets_a_version_whose_checkpoint_is_shown(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_created_model_shows_checkpoint_of_its_version(browser: Browser, seeded_master: Master) -> None:
     checkpoint = seeded_master.checkpoints[1]
     browser.show("/det/models", "main table")
     browser.page.click("button:has-text('New model')")
@@ -37,11 +35,11 @@ def test_a_model_is_made_and_gets_a_version_whose_checkpoint_is_shown(
     assert f"det checkpoint download {checkpoint}" in panel
     assert HTML in panel
     assert browser.page.get_attribute(".panel .facts a", "href") == "/det/experiments/1/trials/1"
-    # The name is no word of a shell.
+    # The name is quoted for the shell.
     assert f"det model describe '{HTML}' --version 1" in panel
 
 
-def test_models_and_versions_are_edited_archived_and_deleted(browser: Browser, seeded_master: Master) -> None:
+def test_models_and_versions_are_edited_archived_deleted(browser: Browser, seeded_master: Master) -> None:
     seeded_master.write(
         lambda tx: add_model(tx, "digits", seeded_master.checkpoints[1], seeded_master.checkpoints[2])
     )
@@ -76,7 +74,7 @@ def test_models_and_versions_are_edited_archived_and_deleted(browser: Browser, s
     assert seeded_master.rows("SELECT name FROM models WHERE name LIKE 'digits%'") == []
 
 
-def test_what_others_change_is_shown_and_a_model_that_goes_is_said_to_be_gone(
+def test_external_changes_and_deletion_are_shown(
     open_browser: Callable[..., Browser], seeded_master: Master
 ) -> None:
     browser = open_browser()
@@ -87,10 +85,10 @@ def test_what_others_change_is_shown_and_a_model_that_goes_is_said_to_be_gone(
     browser.page.wait_for_selector("h2:has-text('Versions')")
     assert seeded_master.send("DELETE", "/api/v1/models/made%20later", token="determined").status == 200
     browser.page.wait_for_selector("main .problem:has-text('is not found')")
-    browser.problems.clear()  # The browser notes the answer 404 itself.
+    browser.problems.clear()  # The browser logs the 404 response as an error.
 
 
-def test_a_refused_name_is_told_with_the_reason(open_browser: Callable[..., Browser]) -> None:
+def test_refused_model_name_is_explained(open_browser: Callable[..., Browser]) -> None:
     browser = open_browser()
     browser.open("/det/models", "main table")
     browser.page.click("button:has-text('New model')")
@@ -98,4 +96,4 @@ def test_a_refused_name_is_told_with_the_reason(open_browser: Callable[..., Brow
     browser.page.click("dialog button.main")
     browser.page.wait_for_selector(".notices p.problem:has-text('without slashes')")
     assert "/det/models" in browser.page.url
-    browser.problems.clear()  # The browser notes the answer 400 itself.
+    browser.problems.clear()  # The browser logs the 400 response as an error.

@@ -1,4 +1,4 @@
-"""The documents of the master's page: who gets them, and what they may load."""
+"""HTML documents of the master's page: login, security policy and content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "<script>alert(1)</script> & co"
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page with their attributes."""
+    """HTML elements of a response, with their attributes."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def experiment_id(seeded_master: Master) -> int:
     return seeded_master.write(lambda tx: add_experiment(tx, name=NAME))
 
 
-def test_page_without_a_login_is_only_the_form(seeded_master: Master, experiment_id: int) -> None:
+def test_page_without_login_shows_only_form(seeded_master: Master, experiment_id: int) -> None:
     answer = seeded_master.get(f"/det/experiments/{experiment_id}", token=None)
 
     assert answer.status == 401
@@ -51,7 +51,7 @@ def test_page_without_a_login_is_only_the_form(seeded_master: Master, experiment
 @pytest.mark.parametrize(
     "path", ["/", "/det/experiments/1/overview", "/det/experiments/1/trials/1/logs", "/det/tasks"]
 )
-def test_each_address_that_det_prints_is_the_page(
+def test_addresses_printed_by_det_serve_page(
     seeded_master: Master, cookie: dict[str, str], path: str
 ) -> None:
     answer = seeded_master.send("GET", path, headers=cookie)
@@ -63,7 +63,7 @@ def test_each_address_that_det_prints_is_the_page(
     assert f"'nonce-{entry['nonce']}'" in policy
 
 
-def test_document_holds_no_text_of_users(
+def test_document_contains_no_user_text(
     seeded_master: Master, cookie: dict[str, str], experiment_id: int
 ) -> None:
     document = seeded_master.send("GET", f"/det/experiments/{experiment_id}", headers=cookie)

@@ -1,4 +1,4 @@
-"""The page under clocks that are wrong: the reader's, which jumps under an open page, and those of nodes that report."""
+"""The page with wrong clocks, of the browser and of nodes that report."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TOOK = re.compile(r"^1h( [0-9]m)?$")
 JUMPS: dict[str, Callable[[Any], None]] = {
     "a day forwards": lambda clock: clock.set_system_time(time.time() + DAY_S),
     "an hour back": lambda clock: clock.set_system_time(time.time() - HOUR_S),
-    # With it everything else of the browser that measures time goes on, too.
+    # Unlike set_system_time, fast_forward also runs the browser's timers.
     "an hour asleep": lambda clock: clock.fast_forward(HOUR_S * 1000),
 }
-"""What happens to a browser's clock while a page is open."""
+"""Changes of a browser's clock while a page is open."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Seeded:
     experiment: int
-    """Runs for an hour, with two trials."""
+    """An experiment that has run for an hour, with two trials."""
     trial: int
 
 
@@ -44,7 +44,7 @@ def seeded(seeded_master: Master) -> Seeded:
         add_task(tx, name="prints", slots=(3,), num_slots=1)
         add_search(tx)
         hour_us = HOUR_S * 1_000_000
-        # The times that a master sends with its answers are of whole seconds: nothing began an hour ago to the second.
+        # The master sends times in whole seconds, so avoid ages of exactly an hour: add a minute.
         for table in ("experiments", "trials"):
             tx.execute(f"UPDATE {table} SET start_us = start_us - {hour_us // 60}")
         return Seeded(experiment, trial)
@@ -53,7 +53,7 @@ def seeded(seeded_master: Master) -> Seeded:
 
 
 def took(browser: Browser, name: str) -> str:
-    """Return what a table says in the column *Took* of the row with a link of this text."""
+    """Return the *Took* cell of the table row whose link has the text ``name``."""
     found = browser.page.evaluate(
         """(name) => {
           const row = [...document.querySelectorAll('tbody tr a')].find((a) => a.textContent === name).closest('tr');
@@ -67,7 +67,7 @@ def took(browser: Browser, name: str) -> str:
 
 @pytest.mark.exhaustive("[an hour back]")
 @pytest.mark.parametrize("jump", JUMPS)
-def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
+def test_ages_follow_master_clock_when_browser_jumps(
     open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, jump: str
 ) -> None:
     seeded_master.change("UPDATE experiments SET name = 'runs' WHERE id = ?", seeded.experiment)
@@ -77,7 +77,7 @@ def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
     assert TOOK.match(took(browser, "runs"))
     browser.page.evaluate("window.isSame = true")
     JUMPS[jump](browser.page.clock)
-    # What happens after the jump is shown, and ages are as old as they were.
+    # Changes after the jump are shown, and the ages have not jumped.
     for number, name in enumerate(("renamed", "runs")):
         seeded_master.write(
             lambda tx, name=name: (
@@ -88,7 +88,7 @@ def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
         browser.until(f"document.querySelector('tbody').innerText.includes('{name}')")
         assert TOOK.match(took(browser, name)), (number, took(browser, name))
     assert browser.page.evaluate("window.isSame")
-    # A view that is opened after the jump.
+    # Views that are opened after the jump show the same ages.
     for path in (f"/det/experiments/{seeded.experiment}", f"/det/trials/{seeded.trial}"):
         browser.open(path, ".facts")
         assert re.search(r", 1h( [0-9]m)?$", browser.text(".facts"), re.MULTILINE), browser.text(".facts")
@@ -96,7 +96,7 @@ def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
     assert TOOK.match(took(browser, "gpt"))
 
 
-def test_a_time_at_the_end_of_all_times_keeps_no_view_from_being_shown(
+def test_extreme_report_times_break_no_view(
     open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded
 ) -> None:
     for told, status in (

@@ -1,4 +1,4 @@
-"""What the page asks the master for: lists, curves and events."""
+"""HTTP endpoints of the page: lists, curves, assets and events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trials_of(master: Master, experiment: int) -> list[int]:
     return [row["id"] for row in master.get(f"/page/experiments/{experiment}/trials").json["trials"]]
 
 
-def test_an_experiment_has_what_its_row_in_the_list_has(seeded_master: Master, search: int) -> None:
+def test_experiment_contains_fields_of_its_list_row(seeded_master: Master, search: int) -> None:
     (row,) = seeded_master.get(f"/page/experiments?ids={search}").json["experiments"]
     assert (row["name"], row["state"], row["trials"], row["labels"]) == ("<b>", "COMPLETED", 3, ["long"])
     assert row["hyperparameters"]["lr"]["type"] == "log"
@@ -37,9 +37,7 @@ def test_an_experiment_has_what_its_row_in_the_list_has(seeded_master: Master, s
     assert row["id"] in [each["id"] for each in seeded_master.get("/page/experiments").json["experiments"]]
 
 
-def test_a_curve_has_at_most_the_points_that_are_asked_for_and_its_ends(
-    seeded_master: Master, search: int
-) -> None:
+def test_curve_is_downsampled_with_both_ends_kept(seeded_master: Master, search: int) -> None:
     first, *_ = trials = trials_of(seeded_master, search)
     path = "/page/series?group=validation&name=loss" + "".join(f"&trials={trial}" for trial in trials)
     whole = seeded_master.get(path).json["series"]
@@ -57,7 +55,7 @@ def test_a_curve_has_at_most_the_points_that_are_asked_for_and_its_ends(
     assert end["batches"] == [49_990, 50_000]
 
 
-def test_values_that_are_not_finite_and_names_of_any_kind_are_told(seeded_master: Master) -> None:
+def test_non_finite_values_and_unusual_names_are_returned(seeded_master: Master) -> None:
     name = 'größe a."b\\c [0]'
     experiment = seeded_master.write(
         lambda tx: add_experiment(tx, num_points=3, metrics=("loss", name, "größe"))
@@ -80,7 +78,7 @@ def test_values_that_are_not_finite_and_names_of_any_kind_are_told(seeded_master
     assert loss["values"][1] == "NaN"
 
 
-def test_what_cannot_be_answered_is_said(seeded_master: Master, search: int) -> None:
+def test_invalid_page_requests_return_errors(seeded_master: Master, search: int) -> None:
     for path, status, words in (
         ("/page/experiments/999999", 404, "experiment 999999 is not found"),
         ("/page/trials/999999", 404, "trial 999999 is not found"),
@@ -98,7 +96,7 @@ def test_what_cannot_be_answered_is_said(seeded_master: Master, search: int) -> 
         assert words in answer.error
 
 
-def test_files_of_the_page_are_asked_for_again_only_if_they_have_changed(seeded_master: Master) -> None:
+def test_unchanged_assets_are_answered_with_304(seeded_master: Master) -> None:
     first = seeded_master.get("/page/assets/views/experiment/overview.js", token=None)
     assert first.status == 200
     assert first.headers["content-type"].startswith("text/javascript")
@@ -127,7 +125,7 @@ def next_event(answer: http.client.HTTPResponse) -> dict[str, object]:
             return dict(json.loads(line.removeprefix("data: ")))
 
 
-def test_events_tell_what_has_changed_and_which_master_it_is(
+def test_events_announce_changes_and_master_id(
     seeded_master: Master, events: http.client.HTTPResponse
 ) -> None:
     assert events.getheader("content-type") == "text/event-stream"
@@ -138,7 +136,7 @@ def test_events_tell_what_has_changed_and_which_master_it_is(
     assert next_event(events) == {"all": True}
 
 
-def test_events_end_for_who_has_logged_out(fresh_master: Master) -> None:
+def test_events_end_after_logout(fresh_master: Master) -> None:
     token = fresh_master.tokens["other"]
     connection = http.client.HTTPConnection("127.0.0.1", fresh_master.port, timeout=30)
     try:
@@ -147,7 +145,7 @@ def test_events_end_for_who_has_logged_out(fresh_master: Master) -> None:
         answer = connection.getresponse()
         assert next_event(answer) == {"master": fresh_master.services.master_id}
         assert fresh_master.send("POST", "/api/v1/auth/logout", token=token).status == 200
-        # Nothing happens that would be told, and no sign of life is due.
+        # Neither an event nor a keep-alive is due, so only the logout can end the stream.
         assert answer.read() in (b"", b"\n"), "it ends by itself"
     finally:
         connection.close()

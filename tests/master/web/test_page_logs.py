@@ -1,4 +1,4 @@
-"""What the page asks of logs, instruments and trials side by side, over HTTP."""
+"""HTTP endpoints of the page for logs, telemetry and comparison of trials."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
         def fill(tx):
             trial, other = trials_of(tx, add_experiment(tx, num_trials=2))
             lines = [(idx % 3 or None, LEVELS[idx % 5], f"Step {idx} é") for idx in range(1000)]
-            # Both print at the same time: ids of one log have gaps.
+            # Both trials print alternately, so that the line ids of each log have gaps.
             for start in range(0, 1000, 10):
                 add_lines(tx, task_of(tx, trial), trial, lines[start : start + 10])
                 add_lines(tx, task_of(tx, other), other, [(0, None, "of another trial")])
@@ -54,7 +54,7 @@ def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
         yield master.write(fill)
 
 
-def test_pages_go_in_both_directions_without_gap_or_repetition(seeded: Seeded) -> None:
+def test_pages_cover_log_in_both_directions(seeded: Seeded) -> None:
     found: list[int] = []
     page = seeded.logs(limit=70)
     while True:
@@ -72,15 +72,15 @@ def test_pages_go_in_both_directions_without_gap_or_repetition(seeded: Seeded) -
     assert forth == list(range(1000))
 
 
-def test_a_page_is_never_longer_than_it_may_be(seeded: Seeded) -> None:
+def test_page_length_is_clamped(seeded: Seeded) -> None:
     assert len(seeded.logs(limit=10**6)["lines"]) == log_pages.MAX_LINES
     assert len(seeded.logs(limit=-5)["lines"]) == 1
 
 
-def test_lines_are_chosen_by_level_rank_and_text(seeded: Seeded) -> None:
+def test_endpoint_filters_lines_by_level_rank_text(seeded: Seeded) -> None:
     everything = range(1000)
     assert seeded.numbers(limit=1000, level="WARNING") == [idx for idx in everything if idx % 5 >= 3]
-    # A line that names no level counts as INFO.
+    # A line without a level counts as INFO.
     assert seeded.numbers(limit=1000, level="INFO") == [idx for idx in everything if idx % 5 != 1]
     assert seeded.numbers(limit=1000, rank=2) == [idx for idx in everything if idx % 3 == 2]
     assert seeded.numbers(limit=1000, rank=[-1, 1]) == [idx for idx in everything if idx % 3 != 2]
@@ -88,7 +88,7 @@ def test_lines_are_chosen_by_level_rank_and_text(seeded: Seeded) -> None:
     assert seeded.numbers(text="%") == seeded.numbers(text="_") == []
 
 
-def test_a_search_goes_on_where_a_request_has_ended(seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_resumes_across_requests(seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_pages, "MAX_SEARCHED", 300)
     page = seeded.logs(text="Step 5 ")
     times = 1
@@ -101,7 +101,7 @@ def test_a_search_goes_on_where_a_request_has_ended(seeded: Seeded, monkeypatch:
     assert page["searchedTo"] is None
 
 
-def test_a_task_has_its_own_log_or_that_of_its_trial(seeded: Seeded) -> None:
+def test_task_has_own_log_or_trials_log(seeded: Seeded) -> None:
     own = seeded.master.get(f"/page/logs?task={seeded.task}").json
     assert [line["text"] for line in own["lines"]] == ["of a command"]
     task = seeded.master.rows("SELECT task_id FROM trials WHERE id = ?", seeded.trial)[0]["task_id"]
@@ -109,7 +109,7 @@ def test_a_task_has_its_own_log_or_that_of_its_trial(seeded: Seeded) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "é" * 999, "\x00a\x00", "é" * 4000, "a\n\n"])
-def test_a_line_is_whole_or_cut_with_its_length(seeded: Seeded, text: str) -> None:
+def test_line_is_whole_or_truncated_with_length(seeded: Seeded, text: str) -> None:
     def fill(tx):
         task = add_bare_task(tx)
         add_lines(tx, task, None, [(None, None, text)])
@@ -143,13 +143,13 @@ def test_a_line_is_whole_or_cut_with_its_length(seeded: Seeded, text: str) -> No
         ("task=%1b%5b31m", 404, r"task '\\x1b[31m' is not found"),
     ],
 )
-def test_what_cannot_be_answered_is_told(seeded: Seeded, query: str, status: int, words: str) -> None:
+def test_invalid_log_requests_return_errors(seeded: Seeded, query: str, status: int, words: str) -> None:
     answer = seeded.master.get(f"/page/logs?{query}")
     assert answer.status == status
     assert words in answer.error
 
 
-def test_of_many_ranks_those_that_stand_out_have_curves(seeded: Seeded) -> None:
+def test_outlier_ranks_are_charted_among_many(seeded: Seeded) -> None:
     master = seeded.master
     master.write(lambda tx: add_instruments(tx, seeded.other, 100, num_reports=3))
     found = master.get(f"/page/trials/{seeded.other}/instruments/series?name=process_memory_bytes").json
@@ -162,7 +162,7 @@ def test_of_many_ranks_those_that_stand_out_have_curves(seeded: Seeded) -> None:
     assert newest["values"]["timed_by"] == "host clock"
 
 
-def test_instruments_of_runs_with_other_numbers_of_ranks_are_one_history(seeded: Seeded) -> None:
+def test_instruments_merge_runs_of_different_sizes(seeded: Seeded) -> None:
     def fill(tx):
         trial = trials_of(tx, add_experiment(tx))[0]
         rows = [
@@ -184,7 +184,7 @@ def test_instruments_of_runs_with_other_numbers_of_ranks_are_one_history(seeded:
     assert seeded.master.get(f"/page/trials/{trial}/instruments").json["report"]["ranks"] == {}
 
 
-def test_an_experiment_stands_for_its_best_trial_and_is_named_without_one(seeded: Seeded) -> None:
+def test_experiment_is_compared_by_its_best_trial(seeded: Seeded) -> None:
     def fill(tx):
         best = add_experiment(tx, num_trials=3, seed=5)
         return best, add_experiment(tx, num_trials=1, num_points=0)
@@ -204,7 +204,7 @@ def test_an_experiment_stands_for_its_best_trial_and_is_named_without_one(seeded
     assert seeded.master.get(f"/page/compare?{many}").status == 400
 
 
-def test_the_whole_log_ends_where_it_ended_when_it_was_asked_for(seeded: Seeded, tmp_path: Path) -> None:
+def test_whole_log_download_contains_every_line(seeded: Seeded, tmp_path: Path) -> None:
     answer = seeded.master.get(f"/page/logs/file?trial={seeded.trial}")
     lines = answer.content.decode().splitlines()
     assert len(lines) == 1000

@@ -1,4 +1,4 @@
-"""Modules of the page that compute and draw nothing, run by node: importance, axes, CSV."""
+"""JavaScript modules of the page that need no browser, run by Node.js."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.skipif(NODE is None, reason="Requ
 
 
 def run(module: str, script: str, given: Any) -> Any:
-    """Run statements that turn ``given`` into ``answer``, with a module's names in ``own``."""
+    """Run JavaScript that sets ``answer`` from ``given``; ``own`` is the module."""
     code = f"""
         import * as own from {json.dumps((STATIC / module).as_uri())};
         import {{ readFileSync }} from "node:fs";
@@ -59,7 +59,7 @@ def points(count: int) -> list[dict[str, Any]]:
 IMPORTANCE = "answer = own.importance(given, own.varyingAxes(given, {}));"
 
 
-def test_importance_is_the_bias_corrected_correlation_ratio_of_ranks() -> None:
+def test_importance_is_bias_corrected_correlation_ratio_of_ranks() -> None:
     given = points(60)
     found = {one["name"]: one for one in run("hp_space.js", IMPORTANCE, given)}
 
@@ -83,7 +83,7 @@ def test_importance_is_the_bias_corrected_correlation_ratio_of_ranks() -> None:
     assert found["kind"]["direction"] is None
 
 
-def test_importance_says_nothing_of_too_few_trials() -> None:
+def test_importance_of_too_few_trials_is_null() -> None:
     assert run("hp_space.js", IMPORTANCE, points(19)) is None
     assert run("hp_space.js", IMPORTANCE, [*points(19), {"id": 99, "hp": {}, "best": "NaN"}]) is None
     assert len(run("hp_space.js", IMPORTANCE, points(20))) == 3
@@ -114,7 +114,7 @@ def test_axes_are_linear_logarithmic_or_categorical() -> None:
     ]
 
 
-def test_nothing_that_a_spreadsheet_would_compute_is_written_as_csv() -> None:
+def test_csv_export_escapes_formulas() -> None:
     given = ["=1+1", ["=1+1"], ["@x", 2], " =1+1", "\t=1+1", "\r=1+1", "\n+x"]
     kept = ["-1.5", " -1.5", "-Infinity", -1.5, [1, -2], ["a", "=b"], "a=b", None, True, ""]
     text = run("format.js", "answer = own.csv(given.map((one) => [one, 0]));", given + kept)
@@ -124,7 +124,7 @@ def test_nothing_that_a_spreadsheet_would_compute_is_written_as_csv() -> None:
     assert cells[7:] == ["-1.5", " -1.5", "-Infinity", "-1.5", "1,-2", "a,=b", "a=b", "", "true", ""]
 
 
-def test_numbers_along_an_axis_are_short_and_told_apart() -> None:
+def test_axis_ticks_are_short_and_distinct() -> None:
     cases = [
         ([0, 0.5, 1], 0.5),
         ([840e6, 850e6, -860e6], 10e6),
@@ -143,7 +143,7 @@ def test_numbers_along_an_axis_are_short_and_told_apart() -> None:
     ]
 
 
-def test_time_that_has_passed_goes_on_where_a_clock_was_set_back() -> None:
+def test_elapsed_time_survives_backward_clock_steps() -> None:
     hour = 3_600_000
     cases = [
         ([1000, 2000, 3000], 0),
@@ -153,14 +153,14 @@ def test_time_that_has_passed_goes_on_where_a_clock_was_set_back() -> None:
     ]
     assert run("format.js", "answer = given.map(([times, start]) => own.elapsed(times, start));", cases) == [
         [1, 2, 3],
-        # What the clock was set forward by has passed, as far as anybody can tell.
+        # A forward step of the clock cannot be told from elapsed time.
         [1, 2, 2, 3, 3599, 3600],
         [0, 1, 15],
         [],
     ]
 
 
-def test_a_master_tells_the_time_and_a_late_answer_does_not_set_it_back() -> None:
+def test_page_clock_follows_master_except_late_responses() -> None:
     script = """
         const first = own.now();
         const start = Date.parse("2030-01-01T00:00:00Z");

@@ -1,6 +1,6 @@
-"""Every view and tab, light and dark, wide and as on a phone: painted, accessible by axe-core and by the keyboard.
+"""Rendering and accessibility of every view and tab of the page.
 
-``PAGE_PICTURES=DIRECTORY`` keeps them there, and those of README and docs below ``documents``; else they are thrown away.
+``PAGE_PICTURES=DIRECTORY`` keeps the screenshots there, and those for README and docs in its subdirectory ``documents``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ DOCUMENTS = {
     "page-experiments.png": ("experiments", "light"),
     "page-cluster.png": ("cluster", "light"),
 }
-"""Name of a picture in docs/pictures -> view and colours."""
-SEARCH_PICTURES = {"page-search.png", "page-search-dark.png"}  # by tools/search_pictures.py
+"""Name of a picture in docs/pictures -> (view, colour scheme)."""
+SEARCH_PICTURES = {"page-search.png", "page-search-dark.png"}  # made by tools/search_pictures.py
 MOST_BYTES = 120_000
-# Charts and drawings that tell of something to draw and have no coloured point.
+# Labels of charts that have data to draw but no coloured pixel.
 EMPTY_CHARTS = """
 [...document.querySelectorAll('.chart canvas')].filter((canvas) => {
   const label = canvas.closest('[aria-label]')?.getAttribute('aria-label') ?? '';
@@ -44,7 +44,7 @@ EMPTY_CHARTS = """
   return true;
 }).map((canvas) => canvas.closest('[aria-label]')?.getAttribute('aria-label') ?? canvas.outerHTML)
 """
-# Of a picture: how many colours it has, and the share of the most frequent one.
+# Of a picture: number of colours, share of the most frequent colour, width in pixels.
 COLOURS = """
 async (url) => {
   const image = new Image();
@@ -81,7 +81,7 @@ def tabs_of(module: str) -> list[str]:
 
 
 def views(shown: Shown) -> dict[str, str]:
-    """Return name -> address of every view and tab; those of the main line are found in the page itself."""
+    """Return name -> address of every view and tab; menu entries come from app.js."""
     experiment = f"/det/experiments/{shown.search}"
     trial = f"{experiment}/trials/{shown.trial}"
     main = re.findall(r'title: "([^"]+)", href: "([^"]+)"', (STATIC / "app.js").read_text())
@@ -100,11 +100,11 @@ def views(shown: Shown) -> dict[str, str]:
 
 
 def settle(browser: Browser, address: str) -> None:
-    """Open a view and wait until it has been loaded, its charts have been drawn, and nothing moves any more."""
+    """Open a view and wait until it is loaded and its charts are drawn."""
     browser.show(address)
     browser.until("!document.querySelector('.loading')")
     browser.until(f"({EMPTY_CHARTS}).length === 0")
-    # What is drawn when it comes near to being seen.
+    # Some charts are drawn only when they are scrolled near the viewport.
     browser.page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
     browser.page.wait_for_timeout(300)
     browser.page.evaluate("window.scrollTo(0, 0)")
@@ -112,7 +112,7 @@ def settle(browser: Browser, address: str) -> None:
 
 
 def take(browser: Browser, judge: Any, target: Path, *, is_whole: bool) -> None:
-    """Write a picture, and look at it: it is as wide as the window, has many colours, and is not all of one."""
+    """Save a screenshot; check that it is as wide as the window and not blank."""
     browser.page.screenshot(path=str(target), full_page=is_whole)
     url = f"data:image/png;base64,{base64.b64encode(target.read_bytes()).decode()}"
     count, share, width = judge.evaluate(COLOURS, url)
@@ -122,7 +122,7 @@ def take(browser: Browser, judge: Any, target: Path, *, is_whole: bool) -> None:
 
 
 def violations(browser: Browser) -> list[str]:
-    """Return what axe-core finds against WCAG 2 A and AA, with where."""
+    """Return axe-core's violations of WCAG 2 A and AA as JSON texts."""
     if not AXE.exists():
         pytest.skip("Requires: [axe-core]")
     if not browser.page.evaluate("'axe' in window"):
@@ -137,7 +137,7 @@ def violations(browser: Browser) -> list[str]:
 
 @pytest.fixture
 def judge(chromium: Any) -> Any:
-    """A window of nobody's page, in which pictures are looked at."""
+    """A blank browser page in which screenshots are analysed."""
     context = chromium.new_context()
     yield context.new_page()
     context.close()
@@ -146,10 +146,10 @@ def judge(chromium: Any) -> Any:
 @pytest.mark.exhaustive("[light-1300]", "[dark-390]")
 @pytest.mark.parametrize("width", [1300, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_view_and_tab_is_painted_and_accessible(
+def test_views_and_tabs_are_painted_and_accessible(
     open_browser: Callable[..., Browser], shown: Shown, directory: Path, judge: Any, scheme: str, width: int
 ) -> None:
-    # The page's policy lets nothing foreign run; in this window alone it does not hold.
+    # Bypass the page's security policy in this window, so that axe-core can run.
     browser = open_browser(
         color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True, token="admin"
     )
@@ -167,11 +167,11 @@ def test_every_view_and_tab_is_painted_and_accessible(
         problems = violations(browser)
         if problems:
             found[address] = problems
-    browser.forgive("404")  # Of what is not there.
+    browser.forgive("404")  # The views of missing objects log it.
     assert found == {}
 
 
-def test_the_pictures_of_documents_can_be_made_and_are_shown(
+def test_document_pictures_are_renderable_and_referenced(
     open_browser: Callable[..., Browser], shown: Shown, directory: Path, judge: Any
 ) -> None:
     for name, (view, scheme) in DOCUMENTS.items():
@@ -190,7 +190,7 @@ def test_the_pictures_of_documents_can_be_made_and_are_shown(
 
 @pytest.mark.exhaustive("[dark]")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_dialogs_have_nothing_against_them_and_the_keyboard_ends_them(
+def test_dialogs_are_accessible_and_close_on_escape(
     open_browser: Callable[..., Browser], shown: Shown, scheme: str
 ) -> None:
     browser = open_browser(bypass_csp=True, color_scheme=scheme)
@@ -211,9 +211,7 @@ def test_dialogs_have_nothing_against_them_and_the_keyboard_ends_them(
 
 @pytest.mark.exhaustive("[/det/experiments]")
 @pytest.mark.parametrize("path", ["/det/experiments", "/det/tasks", "/det/models"])
-def test_a_table_is_reached_and_used_by_the_keyboard(
-    open_browser: Callable[..., Browser], shown: Shown, path: str
-) -> None:
+def test_table_is_usable_by_keyboard(open_browser: Callable[..., Browser], shown: Shown, path: str) -> None:
     browser = open_browser()
     browser.open(path, "tbody tr[data-idx]")
     press = browser.page.keyboard.press
@@ -237,13 +235,13 @@ def test_a_table_is_reached_and_used_by_the_keyboard(
     browser.until(f"location.pathname === {json.dumps(where)}")
 
 
-def test_the_first_tab_leads_past_the_main_line(open_browser: Callable[..., Browser], shown: Shown) -> None:
+def test_first_tab_reaches_skip_link(open_browser: Callable[..., Browser], shown: Shown) -> None:
     browser = open_browser(token="admin")
     for path in views(shown).values():
         browser.show(path)
         browser.until("!document.querySelector('.loading')")
         assert browser.page.evaluate("document.activeElement.tagName") == "BODY", path
-        # From where a new window begins, and not from where the view before had the focus.
+        # Start at the top of the document, as in a new window, not at the focus of the previous view.
         browser.page.evaluate(
             "document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex')"
         )
@@ -252,4 +250,4 @@ def test_the_first_tab_leads_past_the_main_line(open_browser: Callable[..., Brow
         browser.page.keyboard.press("Enter")
         assert browser.page.evaluate("document.activeElement.tagName") == "H1", path
         browser.page.evaluate("document.activeElement.blur()")
-    browser.forgive("404")  # Of what is not there.
+    browser.forgive("404")  # The views of missing objects log it.

@@ -1,4 +1,4 @@
-"""The rungs of a search by halving, from snapshots of real searches."""
+"""Rungs of successive-halving searches, from snapshots of real searchers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shown(search: Searcher, ids: list[str], searcher: dict[str, Any] = SEARCHER)
     return rungs_of(searcher, state["method"], frozenset(state["closed"]), trials)
 
 
-def test_who_was_stopped_went_on_failed_and_is_under_way() -> None:
+def test_rung_outcomes_cover_every_trial_state() -> None:
     search, (a, b, c, d) = started()
     search.validation_completed(a, {"loss": 0.1, "batches": 4})
     stops = search.validation_completed(b, {"loss": 0.5, "batches": 4})
@@ -59,7 +59,7 @@ def test_who_was_stopped_went_on_failed_and_is_under_way() -> None:
     assert top["underWay"] == []
 
 
-def test_values_have_their_own_sign_where_more_is_better() -> None:
+def test_values_keep_sign_if_larger_is_better() -> None:
     searcher = {**SEARCHER, "smaller_is_better": False}
     search, ids = started(searcher)
     search.validation_completed(ids[0], {"loss": 0.75, "batches": 4})
@@ -67,7 +67,7 @@ def test_values_have_their_own_sign_where_more_is_better() -> None:
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_an_adaptive_search_has_a_bracket_for_each_number_of_rungs(has_begun: bool) -> None:
+def test_adaptive_search_has_bracket_per_rung_count(has_begun: bool) -> None:
     searcher = {
         **SEARCHER,
         "name": "adaptive_asha",

@@ -1,4 +1,4 @@
-"""Searches of dsat on the page: live by the report that dsat writes while it runs and at its end."""
+"""Views of dsat searches, from the reports that dsat writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving import Master
 
 pytestmark = pytest.mark.process
 
-LIVE, ENDED, TOLD, FAILED = "0a1b2c3d", "11111111", "22222222", "33333333"
+LIVE, ENDED, REPORTING, FAILED = "0a1b2c3d", "11111111", "22222222", "33333333"
 CURVES = "[...document.querySelectorAll('.plot')].map((one) => one.getAttribute('aria-label'))"
 
 
@@ -23,7 +23,7 @@ def _filled(seeded_master: Master) -> None:
     )
 
 
-def test_search_that_has_told_nothing_yet_is_listed_and_says_so(browser: Browser) -> None:
+def test_search_without_progress_is_listed(browser: Browser) -> None:
     browser.show("/det/searches", "tbody tr[data-idx='1']")
     browser.page.click(f"a[href='/det/searches/{LIVE}']:has-text('gpt')")
     browser.page.wait_for_selector(".facts")
@@ -31,18 +31,16 @@ def test_search_that_has_told_nothing_yet_is_listed_and_says_so(browser: Browser
     assert "0 of 0 configurations measured" in browser.text(".facts")
 
 
-def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_grow(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_running_search_shows_growing_predictions_and_front(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
-        add_search(tx, search_id=TOLD)
+        add_search(tx, search_id=REPORTING)
         return tx.execute(
-            "SELECT id FROM experiments WHERE labels LIKE ?", (f"%dsat-{TOLD}-search%",)
+            "SELECT id FROM experiments WHERE labels LIKE ?", (f"%dsat-{REPORTING}-search%",)
         ).fetchone()[0]
 
     worker = seeded_master.write(fill)
 
-    def tell(num_measured: int) -> None:
+    def write_report(num_measured: int) -> None:
         running = {"state": "running", **dict.fromkeys(("value", "throughput", "step_s", "memory_bytes"))}
         rows = [
             search_row(number, 10.0 * number, experiment=worker, memory_bytes=1e9 * number)
@@ -62,8 +60,8 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
 
         seeded_master.write(write)
 
-    tell(11)
-    browser.show(f"/det/searches/{TOLD}", "tbody tr.best")
+    write_report(11)
+    browser.show(f"/det/searches/{REPORTING}", "tbody tr.best")
     assert "so far" in browser.text("main ul")
     assert "running" in browser.text(".facts")
     assert "1 of 3 configurations measured" in browser.text(".facts")
@@ -73,7 +71,7 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
     ]
     assert browser.page.evaluate(CURVES) == curves
     browser.page.evaluate("window.isSame = true")
-    tell(13)
+    write_report(13)
     browser.until("document.querySelector('.facts').textContent.includes('3 of 3 configurations measured')")
     grown = [one.replace("2 curves", "4 curves") for one in curves]
     assert browser.page.evaluate(CURVES) == grown
@@ -82,7 +80,7 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
     assert browser.page.evaluate("window.isSame")
 
 
-def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(browser: Browser) -> None:
+def test_ended_search_shows_report_and_escapes_markup(browser: Browser) -> None:
     browser.show(f"/det/searches/{ENDED}", "tbody tr.best")
     facts = browser.text(".facts")
     assert "100.0 % better than its own configuration" in facts
@@ -98,9 +96,7 @@ def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
     assert href.startswith("/det/experiments/")
 
 
-def test_a_search_that_an_error_has_ended_is_not_called_completed(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_failed_search_is_not_shown_as_completed(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         add_search(tx, search_id=FAILED, has_report=True)
         told = r"\"is_finished\": true"
@@ -129,7 +125,7 @@ def test_a_search_that_an_error_has_ended_is_not_called_completed(
         ("44444442", ("CANCELED", "DELETED"), "CANCELED"),
     ],
 )
-def test_without_a_report_the_experiments_say_what_became_of_a_search(
+def test_search_without_report_takes_experiments_state(
     seeded_master: Master, search_id: str, states: tuple[str, str], shown: str
 ) -> None:
     first, others = states
@@ -143,8 +139,8 @@ def test_without_a_report_the_experiments_say_what_became_of_a_search(
     assert seeded_master.get(f"/page/searches/{search_id}").json["search"]["state"] == shown
 
 
-def test_an_unknown_search_is_said_to_be_none(open_browser: Callable[..., Browser]) -> None:
+def test_unknown_search_is_not_found(open_browser: Callable[..., Browser]) -> None:
     browser = open_browser()
     browser.open("/det/searches/%3Cb%3E", "main .problem")
     assert "search '<b>' is not found" in browser.text("main .problem")
-    browser.problems.clear()  # The browser notes the answer 404 itself.
+    browser.problems.clear()  # The browser logs the 404 response as an error.

@@ -1,4 +1,4 @@
-"""A hostile service of a task, opened in a real browser by somebody who is logged in."""
+"""A hostile task service, opened in the browser of a logged-in user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
 
-# Its page asks the master in the user's name, wants to stay at /, and uses what is its own.
+# The page tries requests to the master with the user's cookies, and a service worker for /; it also uses its own server.
 SERVICE = r"""
 import http.server, json, sys
 
@@ -112,7 +112,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 @pytest.fixture
 def hostile(shared_master: MasterForTest, tmp_path: Path) -> Iterator[tuple[TasksHere, str]]:
-    """A task with that service, and the path of its page at the master."""
+    """The user of a task that runs SERVICE, and the path of its page on the master."""
     det, port, context = TasksHere(shared_master, tmp_path), free_port(), tmp_path / "context"
     context.mkdir()
     (context / "service.py").write_text(SERVICE)
@@ -142,7 +142,7 @@ def test_service_page_reaches_neither_master_nor_session(
     context.set_default_timeout(30_000)
     context.add_cookies([cookie])
     page = context.new_page()
-    page.goto(f"{master}/login")  # a page of the master's own, from which a link leads to the service
+    page.goto(f"{master}/login")  # start on a page of the master and follow a link to the service
     page.evaluate("(url) => { location.href = url; }", f"{master}{path}?a=%2F")
     page.wait_for_url(lambda url: url.endswith(f"{path}?a=%2F"))
     page.wait_for_function("window.found")
@@ -152,7 +152,7 @@ def test_service_page_reaches_neither_master_nor_session(
     found = page.evaluate("window.found")
     assert found.pop("own") == "mine own=1"
     assert found.pop("socket") == "cba own=1"
-    assert found.pop("worker") == "kept"  # of its own address, which ends with the task
+    assert found.pop("worker") == "kept"  # registered for the task's own host name, not for the master's
     assert found.pop("cookie") == "auth=planted; own=1"
     assert found.pop("clearing") == 200
     assert set(found.values()) <= {"refused", 401, 403}, json.dumps(found)
@@ -167,9 +167,7 @@ def test_service_page_reaches_neither_master_nor_session(
     context.close()
 
 
-def test_service_page_opens_again_after_its_grant_is_lost(
-    hostile: tuple[TasksHere, str], chromium: Any
-) -> None:
+def test_service_page_reopens_after_grant_is_lost(hostile: tuple[TasksHere, str], chromium: Any) -> None:
     det, path = hostile
     master = f"http://localhost:{det.master.record.port}"
     cookie = {"name": "auth", "value": det.token, "url": master, "httpOnly": True, "sameSite": "Strict"}

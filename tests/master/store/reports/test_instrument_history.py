@@ -1,4 +1,4 @@
-"""The history of an instrument by rank: all of few reports, some of many, and no more is read than is told."""
+"""Downsampled history of a telemetry metric by rank."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
 
 
 def report(step: int, num_ranks: int) -> str:
-    """Return a report whose rank r has measured step + r / 1024."""
+    """Return a telemetry report in which rank r has the value step + r / 1024."""
     ranks = {NAME: [step + rank / 1024 for rank in range(num_ranks)], "other": ["NaN"] * num_ranks}
     return json.dumps({"other": 1.5, "ranks": ranks})
 
 
 def store(database: Database, rows: Sequence[Row]) -> None:
-    """Store (run, batch, whether it is archived, report)."""
+    """Replace all telemetry reports by rows of (run, batch, archived, JSON)."""
 
     def write(tx: Transaction) -> None:
         tx.execute("DELETE FROM metrics")
@@ -50,7 +50,7 @@ def history(database: Database) -> tuple[list[int], list[list[float | None]]]:
 
 
 @pytest.mark.parametrize("num_reports", [0, 1, 2, instruments.MAX_REPORTS])
-def test_of_few_reports_all_are_told_but_those_of_the_past(database: Database, num_reports: int) -> None:
+def test_history_of_few_reports_omits_only_archived(database: Database, num_reports: int) -> None:
     rows = [(1, step, int(step % 5 == 3), report(step, 3)) for step in range(num_reports)]
     random.Random(num_reports).shuffle(rows)
     store(database, rows)
@@ -58,9 +58,9 @@ def test_of_few_reports_all_are_told_but_those_of_the_past(database: Database, n
     assert history(database) == (there, [[step, step + 1 / 1024, step + 2 / 1024] for step in there])
 
 
-def test_of_many_reports_some_are_read_at_even_distances_and_the_last(database: Database) -> None:
+def test_history_of_many_reports_is_sampled_evenly(database: Database) -> None:
     num_reports = 3 * instruments.MAX_REPORTS + 2
-    # No other one is looked into: it could not be read.
+    # Reports outside the sample are invalid JSON: reading one of them would raise.
     rows = [(1, step, 0, report(step, 2) if step % 4 == 0 else "broken") for step in range(num_reports)]
     rows[-1] = (1, num_reports - 1, 0, report(num_reports - 1, 2))
     store(database, rows)
@@ -70,18 +70,18 @@ def test_of_many_reports_some_are_read_at_even_distances_and_the_last(database: 
     assert len(steps) <= instruments.MAX_REPORTS
 
 
-def test_the_ends_are_those_that_count_where_a_run_began_again(database: Database) -> None:
+def test_history_after_restart_spans_unarchived_reports(database: Database) -> None:
     num_reports = 2 * instruments.MAX_REPORTS
     first = [(1, step, int(step > 500), report(step, 2)) for step in range(num_reports)]
     again = [(2, step, 0, report(step, 2)) for step in range(501, 600)]
     store(database, first + again)
     steps, _ = history(database)
     assert (steps[0], steps[-1]) == (0, 599)
-    # Of those that do not count some are chosen too, and left out.
+    # The sample is taken from all reports; the archived ones in it are then skipped.
     assert len(steps) >= 600 // 3
 
 
-def test_names_that_no_report_has_are_nothing(database: Database) -> None:
+def test_history_of_unreported_metric_is_empty(database: Database) -> None:
     store(
         database,
         [(1, 1, 0, '{"ranks": {"forward": "text"}}'), (1, 2, 0, '{"ranks": "damaged"}'), (1, 3, 0, "{}")],

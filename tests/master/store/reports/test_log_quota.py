@@ -1,4 +1,4 @@
-"""A log that is larger than it may be keeps its newest lines, and says what is left out."""
+"""Log quota: deletion of the oldest lines and the master's notes about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMAND = LogOwner("command", None, "command.1")
 
 
 class Log:
-    """A database in which one log grows."""
+    """A log in a database of its own, to which numbered lines are added."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -37,11 +37,11 @@ class Log:
             return logs.query(connection, wanted)
 
     def printed(self, owner: LogOwner = TRIAL) -> list[int]:
-        """Return the numbers of the lines that are kept, in order."""
+        """Return the numbers of the lines that are still stored, in log order."""
         return [int(row.log.split()[1]) for row in self.rows(owner) if row.source == "task"]
 
-    def said(self, owner: LogOwner = TRIAL) -> list[str]:
-        """Return the master's own lines."""
+    def master_lines(self, owner: LogOwner = TRIAL) -> list[str]:
+        """Return the lines that the master itself has added to the log."""
         return [row.log.rstrip("\n") for row in self.rows(owner) if row.source == "master"]
 
 
@@ -61,19 +61,17 @@ def size_of(log: Log) -> int:
         )
 
 
-def test_a_log_within_its_quota_is_kept_whole(log: Log) -> None:
+def test_log_within_quota_is_kept_whole(log: Log) -> None:
     log.print(100)
     log.print(100)
 
     assert log.printed() == list(range(200))
-    assert log.said() == []
+    assert log.master_lines() == []
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 100, 3000])
 @pytest.mark.parametrize("owner", [TRIAL, COMMAND])
-def test_of_a_larger_log_the_newest_lines_are_kept_and_the_rest_is_counted(
-    log: Log, owner: LogOwner, at_once: int
-) -> None:
+def test_log_over_quota_keeps_newest_and_counts_dropped(log: Log, owner: LogOwner, at_once: int) -> None:
     while log.num_printed < 3000:
         log.print(min(at_once, 3000 - log.num_printed), owner)
     log.database.write(lambda tx: log_quota.tell_at_end(tx, owner))
@@ -82,21 +80,21 @@ def test_of_a_larger_log_the_newest_lines_are_kept_and_the_rest_is_counted(
     assert kept == [*range(3000 - len(kept), 3000)]
     assert 340 < len(kept) < 410, "64 KiB, 160 to 190 bytes each"
     assert size_of(log) < QUOTA
-    assert log.said(owner) == [
+    assert log.master_lines(owner) == [
         "the log is larger than limits.trial_log_bytes of the master's settings, 65,536 bytes: its oldest lines are left out",
         f"{3000 - len(kept):,} lines are left out of this log",
     ]
 
 
-def test_a_log_that_is_whole_ends_without_a_word(log: Log) -> None:
+def test_complete_log_ends_without_master_message(log: Log) -> None:
     log.print(3)
     log.database.write(lambda tx: log_quota.tell_at_end(tx, TRIAL))
     log.database.write(lambda tx: log_quota.tell_at_end(tx, COMMAND))
 
-    assert log.said() == []
+    assert log.master_lines() == []
 
 
-def test_lines_that_nobody_could_read_count_too(log: Log) -> None:
+def test_lost_lines_count_as_left_out(log: Log) -> None:
     log.print(2)
     log.print(1, num_lost=1234)
     log.database.write(lambda tx: log_quota.tell_at_end(tx, TRIAL))
@@ -110,24 +108,24 @@ def test_lines_that_nobody_could_read_count_too(log: Log) -> None:
     ]
 
 
-def test_a_log_that_is_cut_after_a_loss_says_both(log: Log) -> None:
+def test_log_with_loss_and_truncation_reports_both(log: Log) -> None:
     log.print(1, num_lost=5)
     for _ in range(20):
         log.print(100)
 
-    loss, cut = log.said()
+    loss, cut = log.master_lines()
     assert loss.startswith("5 lines are left out here")
     assert cut.startswith("the log is larger than limits.trial_log_bytes")
 
 
-def test_empty_lines_fill_a_quota_by_the_room_that_their_rows_take(log: Log) -> None:
+def test_empty_lines_count_row_overhead_against_quota(log: Log) -> None:
     lines = [LogLine(1, "stdout", None, None, "\n")] * 2000
     log.database.write(lambda tx: log_quota.add_lines(tx, TRIAL, lines, QUOTA))
 
     assert len([row for row in log.rows() if row.source == "task"]) == QUOTA // 161
 
 
-def test_a_line_larger_than_the_quota_is_left_out_with_those_before_it(log: Log) -> None:
+def test_line_larger_than_quota_drops_itself_and_predecessors(log: Log) -> None:
     log.print(10)
     huge = LogLine(1, "stdout", None, None, "x" * 2 * QUOTA + "\n")
     log.database.write(lambda tx: log_quota.add_lines(tx, TRIAL, [huge], QUOTA))
@@ -136,7 +134,7 @@ def test_a_line_larger_than_the_quota_is_left_out_with_those_before_it(log: Log)
     assert log.printed() == list(range(10, 20))
 
 
-def test_the_room_of_what_is_left_out_is_used_again(log: Log) -> None:
+def test_space_of_dropped_lines_is_reused(log: Log) -> None:
     def num_pages() -> int:
         with log.database.read() as connection:
             return int(connection.execute("PRAGMA page_count").fetchone()[0])
@@ -150,7 +148,7 @@ def test_the_room_of_what_is_left_out_is_used_again(log: Log) -> None:
     assert num_pages() <= before + 8
 
 
-def test_a_log_that_was_too_old_begins_anew(log: Log) -> None:
+def test_quota_restarts_after_expired_log_is_deleted(log: Log) -> None:
     log.print(3000, COMMAND)
 
     def end(tx: Transaction) -> None:
@@ -166,4 +164,4 @@ def test_a_log_that_was_too_old_begins_anew(log: Log) -> None:
     log.print(100, COMMAND)
 
     assert log.printed(COMMAND) == list(range(100))
-    assert log.said(COMMAND) == []
+    assert log.master_lines(COMMAND) == []

@@ -1,4 +1,4 @@
-"""Reports of trials in a real database: recognised, merged, summarised, archived; and what follows from them."""
+"""Metric reports in a database: storing, merging, summaries and archiving."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class Store:
             return [row.steps for row in metrics.reports(connection, [1], group)]
 
     def summaries(self, group: str = "avg_metrics") -> dict[str, Any]:
-        """Return the summaries of a group as lists show them."""
+        """Return the metric summaries of a group, as listings return them."""
         with self.database.read() as connection:
             (row,) = listings.list_trials(connection, now_us=0, trial_id=1)
         found: dict[str, Any] = json.loads(row.summary_metrics).get(group, {})
         return found
 
     def lines(self) -> list[str]:
-        """Return what the master says in the trial's log."""
+        """Return the master's lines in the trial's log, each with its level."""
         with self.database.read() as connection:
             rows = logs.query(connection, logs.LogFilter(trial_id=1, sources=("master",)))
         return [f"{row.level}: {row.log.rstrip()}" for row in rows]
@@ -112,7 +112,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     made.database.close()
 
 
-def test_a_report_that_comes_twice_is_one(store: Store) -> None:
+def test_duplicate_report_is_stored_once(store: Store) -> None:
     store.report(1, {"loss": 2.0})
     store.report(1, {"loss": 2.0})
 
@@ -120,7 +120,7 @@ def test_a_report_that_comes_twice_is_one(store: Store) -> None:
     assert store.summaries()["loss"]["count"] == 1
 
 
-def test_other_names_at_the_same_batch_are_added_and_other_values_refused(store: Store) -> None:
+def test_report_at_same_batch_merges_or_conflicts(store: Store) -> None:
     store.report(1, {"loss": 2.0})
     store.report(1, {"accuracy": 0.5})
 
@@ -129,7 +129,7 @@ def test_other_names_at_the_same_batch_are_added_and_other_values_refused(store:
     assert json.loads(store.row("metrics")["metrics"]) == {"loss": 2.0, "accuracy": 0.5}
 
 
-def test_a_summary_of_numbers_words_and_nan(store: Store) -> None:
+def test_summary_covers_numbers_strings_and_nan(store: Store) -> None:
     store.report(1, {"loss": 4.0, "name": "x"})
     store.report(2, {"loss": 1.0, "name": "y"})
     store.report(3, {"loss": float("nan")})
@@ -140,8 +140,8 @@ def test_a_summary_of_numbers_words_and_nan(store: Store) -> None:
     assert summary["name"] == {"count": 2, "last": "y", "type": "string"}
 
 
-def test_metric_names_beyond_the_limit_are_left_out(store: Store) -> None:
-    """The limit holds for all groups of a trial together; the log says once that names are left out."""
+def test_metric_names_beyond_limit_are_dropped(store: Store) -> None:
+    """The limit applies to all groups of a trial together; one warning is logged."""
     names = [f"name{number}" for number in range(metric_summaries.MAX_NAMES + 5)]
 
     store.report(1, dict.fromkeys(names[:9000], 1.0))
@@ -162,14 +162,14 @@ def test_metric_names_beyond_the_limit_are_left_out(store: Store) -> None:
 
 
 @pytest.mark.parametrize("value", ["x" * 10**6, ["x" * 10**6], {"key": "x" * 10**6}])
-def test_summary_of_long_text_is_cut(store: Store, value: Any) -> None:
+def test_summary_of_long_text_is_truncated(store: Store, value: Any) -> None:
     store.report(1, {"text": value})
 
     assert len(store.summaries()["text"]["last"]) == 257
     assert json.loads(store.row("metrics", 1)["metrics"]) == {"text": value}
 
 
-def test_the_searchers_metric_is_never_left_out(store: Store) -> None:
+def test_searcher_metric_is_kept_beyond_name_limit(store: Store) -> None:
     names = [f"name{number}" for number in range(metric_summaries.MAX_NAMES)]
 
     store.report(1, dict.fromkeys(names, 1.0), "validation")
@@ -180,9 +180,9 @@ def test_the_searchers_metric_is_never_left_out(store: Store) -> None:
     assert store.summaries("validation_metrics")["score"]["count"] == 1
 
 
-def test_what_a_report_reads_and_makes_does_not_depend_on_the_names_before(tmp_path: Path) -> None:
+def test_report_cost_is_independent_of_metric_count(tmp_path: Path) -> None:
     def cost(num_before: int) -> tuple[int, int]:
-        """Return steps of SQLite's virtual machine and bytes of Python's objects, of one report."""
+        """Return the SQLite VM steps and the peak Python memory of storing a report."""
         directory = tmp_path / str(num_before)
         directory.mkdir()
         store = Store(directory)
@@ -214,8 +214,8 @@ def test_what_a_report_reads_and_makes_does_not_depend_on_the_names_before(tmp_p
     assert many[1] <= 2 * few[1]
 
 
-def whole_tables(store: Store, perform: Callable[[Transaction], object]) -> list[str]:
-    """Return the statements of a write that read a whole table of those that grow, each with SQLite's plan."""
+def full_table_scans(store: Store, perform: Callable[[Transaction], object]) -> list[str]:
+    """Return the statements of a write that scan metrics, logs or trials fully."""
     statements: list[str] = []
 
     def write(tx: Transaction) -> list[str]:
@@ -234,7 +234,7 @@ def whole_tables(store: Store, perform: Callable[[Transaction], object]) -> list
     return store.database.write(write)
 
 
-def test_no_report_reads_a_whole_table(store: Store) -> None:
+def test_report_scans_no_whole_table(store: Store) -> None:
     def report(group: str, steps: int) -> Callable[[Transaction], None]:
         return lambda tx: trials.report_metrics(
             tx, 1, store.run_id, group, steps, 0, {"score": 1.0, "x": 2.0}
@@ -242,16 +242,16 @@ def test_no_report_reads_a_whole_table(store: Store) -> None:
 
     store.report(1, {"score": 1.0}, "validation")
     store.checkpoint(1)
-    assert whole_tables(store, report("training", 2)) == []
-    assert whole_tables(store, report("validation", 2)) == []
-    assert whole_tables(store, report("validation", 1)) == [], "merged"
+    assert full_table_scans(store, report("training", 2)) == []
+    assert full_table_scans(store, report("validation", 2)) == []
+    assert full_table_scans(store, report("validation", 1)) == [], "merged"
     store.end(1, "Traceback")
     store.assign()
-    assert whole_tables(store, report("training", 2)) == [], "archives"
-    assert whole_tables(store, lambda tx: metrics.last_validation(tx.connection, 1)) == []
+    assert full_table_scans(store, report("training", 2)) == [], "archives"
+    assert full_table_scans(store, lambda tx: metrics.last_validation(tx.connection, 1)) == []
 
 
-def test_no_list_reads_all_reports(store: Store) -> None:
+def test_listings_scan_no_whole_table(store: Store) -> None:
     store.report(1, {"score": 1.0}, "validation")
     store.checkpoint(1)
     reads: list[Callable[[sqlite3.Connection], object]] = [
@@ -264,16 +264,16 @@ def test_no_list_reads_all_reports(store: Store) -> None:
         lambda c: checkpoint_rows.latest_completed(c, 1),
     ]
 
-    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 7  # type: ignore[misc]
+    assert [full_table_scans(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 7  # type: ignore[misc]
 
 
-def test_no_experiment_that_is_deleted_has_a_whole_table_read(store: Store) -> None:
+def test_experiment_deletion_scans_no_whole_table(store: Store) -> None:
     store.report(1, {"score": 1.0}, "validation")
 
-    assert whole_tables(store, lambda tx: experiment_rows.forget(tx, store.experiment_id)) == []
+    assert full_table_scans(store, lambda tx: experiment_rows.forget(tx, store.experiment_id)) == []
 
 
-def test_names_with_every_character_are_summed_up(store: Store) -> None:
+def test_metric_names_with_any_character_are_summarised(store: Store) -> None:
     names = ["a\0b", "a", "", "\u2028", "x" * 1000, "'\";--", "é"]
     for steps in (1, 2):
         store.report(steps, dict.fromkeys(names, float(steps)))
@@ -281,7 +281,8 @@ def test_names_with_every_character_are_summed_up(store: Store) -> None:
     assert {name: one["count"] for name, one in store.summaries().items()} == dict.fromkeys(names, 2)
 
 
-def test_a_stream_of_reports_comes_in_messages_of_bounded_size(store: Store) -> None:
+def test_report_stream_messages_are_bounded_in_size(store: Store) -> None:
+    """Reports of 3 MB each are split over two messages of the stream."""
     for steps in range(1, 5):
         store.report(steps, {"text": "x" * 3_000_000})
     store.report(5, {"loss": 1.0})
@@ -295,12 +296,12 @@ def test_a_stream_of_reports_comes_in_messages_of_bounded_size(store: Store) -> 
     assert [row.steps for row in rest] == [3, 4]
 
 
-def test_an_older_run_is_refused(store: Store) -> None:
+def test_report_of_other_run_is_rejected(store: Store) -> None:
     with pytest.raises(InvalidError, match="trialRunId is 7; expected 1"):
         store.report(1, {"loss": 1.0}, run_id=7)
 
 
-def test_a_new_run_archives_what_lies_beyond_its_checkpoint(store: Store) -> None:
+def test_new_run_archives_reports_beyond_its_checkpoint(store: Store) -> None:
     for steps in (1, 2, 3, 4):
         store.report(steps, {"loss": float(steps)})
         store.report(steps, {"score": 10.0 - steps}, "validation")
@@ -319,7 +320,7 @@ def test_a_new_run_archives_what_lies_beyond_its_checkpoint(store: Store) -> Non
     assert store.row("experiments")["best_metric"] == 8.0
 
 
-def test_system_metrics_before_the_first_batch_change_nothing_of_a_new_run(store: Store) -> None:
+def test_system_metrics_do_not_prevent_archiving_on_restart(store: Store) -> None:
     for steps in (2, 4, 6):
         store.report(steps, {"loss": float(steps)})
     store.checkpoint(2)
@@ -331,7 +332,7 @@ def test_system_metrics_before_the_first_batch_change_nothing_of_a_new_run(store
     assert store.steps() == [2, 3], "what lies beyond the checkpoint is archived all the same"
 
 
-def test_a_trial_that_has_only_told_of_its_machine_has_trained_nothing(store: Store) -> None:
+def test_system_metrics_alone_count_no_batches(store: Store) -> None:
     store.report(None, {"node": {"cpu_util_simple": 1.0}}, "cpu")
     assert store.row("trials")["total_batches"] == 0
     store.end(exit_code=1, traceback="RuntimeError: no data")
@@ -339,7 +340,7 @@ def test_a_trial_that_has_only_told_of_its_machine_has_trained_nothing(store: St
     assert store.row("trials")["last_failure"] is not None, "by which the same failure is known again"
 
 
-def test_the_best_checkpoint_is_that_of_the_best_validation(store: Store) -> None:
+def test_best_checkpoint_follows_best_validation(store: Store) -> None:
     for steps, score in ((1, 5.0), (2, 1.0), (3, 3.0)):
         store.report(steps, {"score": score}, "validation")
         store.checkpoint(steps)
@@ -349,7 +350,7 @@ def test_the_best_checkpoint_is_that_of_the_best_validation(store: Store) -> Non
     assert (trial["checkpoint_count"], trial["checkpoint_size"]) == (3, 15)
 
 
-def test_a_trial_that_ends_makes_room_for_the_next_and_the_last_one_ends_the_experiment(store: Store) -> None:
+def test_trial_end_starts_next_or_completes_experiment(store: Store) -> None:
     store.end()
 
     assert store.row("trials")["state"] == "COMPLETED"
@@ -360,7 +361,7 @@ def test_a_trial_that_ends_makes_room_for_the_next_and_the_last_one_ends_the_exp
     assert store.row("experiments")["state"] == "COMPLETED"
 
 
-def test_a_missing_metric_ends_the_experiment_with_its_reason(tmp_path: Path) -> None:
+def test_missing_searcher_metric_ends_experiment_with_error(tmp_path: Path) -> None:
     config = CONFIG.replace(
         "name: random", "name: async_halving, num_rungs: 1, max_time: 5, time_metric: batches"
     )
@@ -383,7 +384,7 @@ def test_a_missing_metric_ends_the_experiment_with_its_reason(tmp_path: Path) ->
     database.close()
 
 
-def test_log_filters_choose_by_rank_level_source_and_text(store: Store) -> None:
+def test_log_filters_select_by_rank_level_source_text(store: Store) -> None:
     lines = [
         logs.LogLine(1, "stdout", "INFO", 0, "one\n"),
         logs.LogLine(2, "stderr", "ERROR", 1, "two\n"),

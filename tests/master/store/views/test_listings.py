@@ -1,4 +1,4 @@
-"""A page of experiments or trials costs what it shows, in steps of SQLite's virtual machine."""
+"""Cost of listing pages, counted in steps of SQLite's virtual machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PAGES: dict[str, Callable[[Connection], object]] = {
 
 
 def filled(path: Path, number: int) -> Database:
-    """Return a database of so many experiments, the first of which has so many trials."""
+    """Return a database with ``number`` experiments; the first has ``number`` trials."""
 
     def fill(tx: Transaction) -> None:
         tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
@@ -91,21 +91,19 @@ def num_steps(database: Database, run: Callable[[Transaction], object]) -> int:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page_reads_no_more_rows_of_a_larger_database(
-    databases: tuple[Database, Database], name: str
-) -> None:
+def test_page_cost_is_independent_of_table_size(databases: tuple[Database, Database], name: str) -> None:
     few, many = (num_steps(database, lambda tx: PAGES[name](tx.connection)) for database in databases)
 
     assert many < 1.1 * few + 50, f"{few} steps with {NUM_FEW} rows, {many} with {NUM_MANY}"
 
 
-def test_best_trial_of_a_larger_search_reads_no_more_rows(databases: tuple[Database, Database]) -> None:
+def test_best_trial_update_cost_is_independent_of_trials(databases: tuple[Database, Database]) -> None:
     few, many = (num_steps(one, lambda tx: metrics.update_best_of_experiment(tx, 1)) for one in databases)
 
     assert many < 1.1 * few + 50, f"{few} steps with {NUM_FEW} trials, {many} with {NUM_MANY}"
 
 
-def test_experiment_counts_follow_its_trials_and_checkpoints(databases: tuple[Database, Database]) -> None:
+def test_experiment_counts_follow_trials_and_checkpoints(databases: tuple[Database, Database]) -> None:
     few, _ = databases
     for count, size in ((2, 20), (1, 15)):
         few.write(

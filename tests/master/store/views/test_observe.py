@@ -1,3 +1,5 @@
+"""Read-only views of the database for ``dstrial`` commands."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -46,7 +48,7 @@ def fill(tx: Transaction) -> None:
         )
 
 
-def test_a_paused_experiment_settles_when_its_processes_have_ended(state: StateDirectory) -> None:
+def test_paused_experiment_settles_when_processes_end(state: StateDirectory) -> None:
     view = experiment_view(state, 3)
     assert view is not None
     (trial,) = view.trials
@@ -63,11 +65,11 @@ def test_a_paused_experiment_settles_when_its_processes_have_ended(state: StateD
     assert view.trials[0].exit_code == 9
 
 
-def test_an_experiment_that_does_not_exist_is_none(state: StateDirectory) -> None:
+def test_view_of_unknown_experiment_is_none(state: StateDirectory) -> None:
     assert experiment_view(state, 4) is None
 
 
-def test_log_lines_come_once_and_in_order(state: StateDirectory) -> None:
+def test_log_rows_are_returned_once_in_order(state: StateDirectory) -> None:
     rows = new_log_rows(state, 5, 0)
     assert [(row.rank, row.source, row.text) for row in rows] == [
         (None, "master", "m"),
@@ -79,9 +81,8 @@ def test_log_lines_come_once_and_in_order(state: StateDirectory) -> None:
     assert last_log_id(state, 6) == 0
 
 
-def test_a_trial_whose_ranks_go_on_no_more_is_told_with_who_holds_them_up(
-    state: StateDirectory, tmp_path: Path
-) -> None:
+def test_stalled_trial_is_reported_with_cause(state: StateDirectory, tmp_path: Path) -> None:
+    """The cause comes from stalled.json and is stripped of escape sequences."""
     directory = tmp_path / "allocation"
     directory.mkdir()
     database = Database(state.database_path)
