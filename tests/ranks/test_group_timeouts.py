@@ -55,7 +55,7 @@ def make_groups(kind: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", ["zero 1", "zero 3", "pipeline"])
-def test_every_group_of_deepspeed_has_the_time_out_of_the_first(kind: str) -> None:
+def test_deepspeed_groups_inherit_default_group_timeout(kind: str) -> None:
     for told in (result.value for result in run_function(make_groups, 2, kind)):
         assert len(told["all"]) > 2
         assert sorted(told["all"]) == [5.0] + [77.0] * (len(told["all"]) - 1)

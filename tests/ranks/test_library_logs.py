@@ -9,7 +9,7 @@ import pytest
 from dstrial.runtime import quieten_libraries
 
 
-def test_deepspeeds_line_about_a_scheduler_that_has_not_started_is_dropped_and_others_are_not(
+def test_log_filter_drops_only_deepspeed_scheduler_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     logger = logging.getLogger("DeepSpeed")

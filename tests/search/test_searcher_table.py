@@ -65,11 +65,11 @@ def properties(searcher: dict[str, Any], result: SimulationResult) -> str:
     return "all" if not broken else f"not: {', '.join(broken)}"
 
 
-def test_every_searcher_is_in_the_table() -> None:
+def test_table_covers_all_searchers() -> None:
     assert {searcher["name"] for _, searcher in SEARCHES} == set(SEARCHERS) == set(METHODS)
 
 
-def test_trials_of_independent_searchers_are_the_same_whatever_their_metrics_are() -> None:
+def test_independent_searchers_ignore_metric_values() -> None:
     for name, searcher in SEARCHES:
         search = config_of(searcher)
         found = [
@@ -79,7 +79,7 @@ def test_trials_of_independent_searchers_are_the_same_whatever_their_metrics_are
         assert (found[0] == found[1]) == SEARCHERS[searcher["name"]].is_independent, name
 
 
-def test_every_property_holds_for_every_seed() -> None:
+def test_properties_hold_for_all_seeds() -> None:
     broken = {
         (name, seed): properties(searcher, play(searcher, seed))
         for name, searcher in SEARCHES

@@ -48,7 +48,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_bytes_without_end_are_not_taken_and_cost_no_memory(shared_master: MasterForTest, what: str) -> None:
+def test_endless_request_is_cut_off_without_memory_growth(shared_master: MasterForTest, what: str) -> None:
     head, filling = ENDLESS[what]
     pid = shared_master.record.pid
     before_mib = memory_mib(pid)
@@ -62,7 +62,7 @@ def test_bytes_without_end_are_not_taken_and_cost_no_memory(shared_master: Maste
     assert grown_mib < 32, f"the master grew by {grown_mib:.0f} MiB"
 
 
-def test_requests_that_nobody_reads_the_answers_of_do_not_pile_up(shared_master: MasterForTest) -> None:
+def test_pipelined_requests_with_unread_answers_are_bounded(shared_master: MasterForTest) -> None:
     pid = shared_master.record.pid
     before_mib = memory_mib(pid)
     with connect(shared_master.record.port) as connection:
@@ -71,7 +71,7 @@ def test_requests_that_nobody_reads_the_answers_of_do_not_pile_up(shared_master:
     assert grown_mib < 32, f"{num_sent / MIB:.0f} MiB were sent, and the master grew by {grown_mib:.0f} MiB"
 
 
-def test_a_few_requests_at_once_are_answered_in_order(shared_master: MasterForTest) -> None:
+def test_pipelined_requests_are_answered_in_order(shared_master: MasterForTest) -> None:
     with connect(shared_master.record.port) as connection:
         connection.sendall(
             request() + request("GET", "/api/v1/me") + request("GET", "/info", "Connection: close")
@@ -141,7 +141,7 @@ def few_files(directory: Path, num_files: int) -> Iterator[tuple[MasterRecord, d
         subprocess.run([*command, "down", "--now"], env=env, check=True, capture_output=True, timeout=120)
 
 
-def test_the_oldest_idle_connection_goes_first_and_one_in_use_stays(tmp_path: Path) -> None:
+def test_connection_limit_evicts_oldest_idle_connection(tmp_path: Path) -> None:
     with few_files(tmp_path, 200) as (record, _env):
         port = record.port
         client = session(record)

@@ -48,7 +48,7 @@ def open_to_others(root: Path, *, below: tuple[str, ...] = ()) -> dict[str, str]
     return found
 
 
-def test_everything_that_a_master_writes_is_private_and_what_its_trials_write_follows_the_umask(
+def test_master_files_are_private_trial_files_follow_umask(
     tmp_path: Path,
 ) -> None:
     storage = tmp_path / "shared" / "checkpoints"
@@ -94,7 +94,7 @@ def test_everything_that_a_master_writes_is_private_and_what_its_trials_write_fo
     assert any(path.endswith("state") for path in stored)
 
 
-def test_what_an_older_master_left_open_is_closed_at_the_next_start(tmp_path: Path) -> None:
+def test_master_start_restores_private_file_modes(tmp_path: Path) -> None:
     with master_for_test(tmp_path) as master:
         for path in master.state.path.iterdir():
             if path.is_file():

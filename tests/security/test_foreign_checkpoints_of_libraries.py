@@ -55,7 +55,7 @@ def trainer_runs(directory: Path, runs: list[dict[str, Any]], **env: str) -> lis
     return facts
 
 
-def test_the_trainer_goes_on_from_data_of_a_stranger_and_runs_none_of_it(tmp_path: Path) -> None:
+def test_trainer_resumes_foreign_data_without_running_code(tmp_path: Path) -> None:
     first = [{"steps": 2}]
     trainer_runs(tmp_path, first)
     own = newest_checkpoint(Path(first[0]["run_dir"]) / "checkpoints")
@@ -116,7 +116,7 @@ def reporter_run(directory: Path, *, batches: int = 4, **env: str) -> tuple[int,
     return ended.returncode, ended.stdout
 
 
-def test_accelerate_goes_on_from_data_of_a_stranger_and_runs_none_of_it(tmp_path: Path) -> None:
+def test_accelerate_resumes_foreign_data_without_running_code(tmp_path: Path) -> None:
     code, output = reporter_run(tmp_path / "first", batches=2)
     assert code == 0, output
     (run,) = (tmp_path / "first").glob("runs/reporter/*")

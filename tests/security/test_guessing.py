@@ -68,7 +68,7 @@ def forget_login(master: MasterForTest) -> None:
     (Path(master.env["XDG_CONFIG_HOME"]) / "determined" / "auth.json").unlink()
 
 
-def test_up_and_login_log_the_owner_in_while_others_guess(master: MasterForTest) -> None:
+def test_owner_logs_in_while_others_guess_passwords(master: MasterForTest) -> None:
     forget_login(master)
     with guessing(master.record.port):
         began_s = time.monotonic()
@@ -82,7 +82,7 @@ def test_up_and_login_log_the_owner_in_while_others_guess(master: MasterForTest)
     assert master.det("user", "whoami").stdout == "You are logged in as user 'admin'\n"
 
 
-def test_guesses_of_a_client_that_has_left_are_forgotten(master: MasterForTest) -> None:
+def test_guesses_of_disconnected_clients_are_dropped(master: MasterForTest) -> None:
     body = json.dumps({"username": "determined", "password": "wrong"}).encode()
     for _ in range(200):
         with connect(master.record.port) as connection:
@@ -99,7 +99,7 @@ def test_guesses_of_a_client_that_has_left_are_forgotten(master: MasterForTest) 
     )
 
 
-def test_a_changed_password_does_not_keep_the_owner_out(master: MasterForTest) -> None:
+def test_up_logs_owner_in_after_password_change(master: MasterForTest) -> None:
     client = master.client("admin")
     user = next(user for user in client.get("/api/v1/users")["users"] if user["username"] == "determined")
     client.send(

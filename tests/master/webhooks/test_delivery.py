@@ -74,9 +74,7 @@ def told_of(receiver: Receiver) -> list[int]:
     return [one.json["event_data"]["experiment"]["id"] for one in receiver.received]
 
 
-def test_the_end_a_log_and_an_alert_of_an_experiment_are_told(
-    master: MasterForTest, receiver: Receiver
-) -> None:
+def test_webhook_delivers_state_log_and_alert_events(master: MasterForTest, receiver: Receiver) -> None:
     words = ("--alert", "--log", "NaN at batch [0-9]+", "--state", "completed")
     make(master, "watch", receiver.url, *words)
     experiment_id = run(
@@ -105,16 +103,14 @@ def test_the_end_a_log_and_an_alert_of_an_experiment_are_told(
     assert len(receiver.received) == 3
 
 
-def test_a_command_is_watched_too(master: MasterForTest, receiver: Receiver) -> None:
+def test_webhook_log_pattern_matches_command_output(master: MasterForTest, receiver: Receiver) -> None:
     make(master, "commands", receiver.url, "--log", "^out of luck$")
     assert master.det("command", "run", "echo out of luck").returncode == 0
     (got,) = receiver.wait()
     assert got.json["event_data"]["task_log"]["triggering_log"] == "out of luck"
 
 
-def test_a_receiver_that_never_answers_holds_up_nothing_else(
-    master: MasterForTest, receiver: Receiver
-) -> None:
+def test_hanging_receiver_does_not_block_other_webhooks(master: MasterForTest, receiver: Receiver) -> None:
     with receiving() as silent:
         silent.hangs = True
         make(master, "silent", silent.url)
@@ -129,9 +125,7 @@ def test_a_receiver_that_never_answers_holds_up_nothing_else(
         assert len(silent.received) >= 1
 
 
-def test_a_master_that_is_killed_or_ended_while_it_sends_sends_after_its_next_start(
-    master: MasterForTest, receiver: Receiver
-) -> None:
+def test_pending_deliveries_resume_after_master_restart(master: MasterForTest, receiver: Receiver) -> None:
     receiver.hangs = True
     make(master, "patient", receiver.url)
     first = run(master)
@@ -166,7 +160,7 @@ def test_a_master_that_is_killed_or_ended_while_it_sends_sends_after_its_next_st
     assert len({one.json["event_id"] for one in receiver.received[num_received:]}) == 1
 
 
-def test_the_commands_say_what_they_do_and_what_is_wrong(master: MasterForTest, receiver: Receiver) -> None:
+def test_webhook_commands_report_results_and_errors(master: MasterForTest, receiver: Receiver) -> None:
     assert "no webhooks" in master.dstrial("webhook", "list").stdout
     make(master, "shown\u00e9", receiver.url, "--slack", "--workspace", "uncategorized", "--specific")
     number = str(listed(master)[0]["id"])
@@ -197,7 +191,7 @@ def test_the_commands_say_what_they_do_and_what_is_wrong(master: MasterForTest, 
     assert len(listed(master)) == 1
 
 
-def test_commands_leave_no_session_behind(master: MasterForTest, tmp_path: Path) -> None:
+def test_webhook_commands_leave_no_token_behind(master: MasterForTest, tmp_path: Path) -> None:
     def sessions() -> int:
         program = "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT COUNT(*) FROM tokens').fetchone()[0])"
         path = str(master.state.database_path)
@@ -212,7 +206,7 @@ def test_commands_leave_no_session_behind(master: MasterForTest, tmp_path: Path)
     assert sessions() == before
 
 
-def test_the_key_is_the_accounts_alone_and_stays(master: MasterForTest) -> None:
+def test_signing_key_is_private_and_not_exposed(master: MasterForTest) -> None:
     path = master.state.webhook_key_path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     key = key_of(master)
@@ -224,7 +218,7 @@ def test_the_key_is_the_accounts_alone_and_stays(master: MasterForTest) -> None:
     assert key not in master.state.log_path.read_text()
 
 
-def test_a_key_and_a_base_url_of_the_settings_are_used(tmp_path: Path) -> None:
+def test_configured_signing_key_and_base_url_are_used(tmp_path: Path) -> None:
     settings = tmp_path / "master.yaml"
     settings.write_text("webhooks: {signing_key: 'ours, and long', base_url: 'https://gpu.example/'}\n")
     with master_for_test(tmp_path, options=("--config-file", str(settings))) as one, receiving() as receiver:
