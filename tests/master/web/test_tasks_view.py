@@ -94,4 +94,4 @@ def test_kill_missing_task_shows_error_and_removes_row(
     browser.page.click("dialog button.danger")
     browser.page.wait_for_selector(".notices p.problem:has-text('is not found')")
     browser.page.wait_for_selector("button[aria-label='Kill gone soon']", state="detached")
-    browser.problems.clear()  # The browser notes the answer 404 itself.
+    browser.problems.clear()  # The browser console also reports the 404 response.

@@ -1,4 +1,4 @@
-"""One trial in a real browser: its metrics, instruments, hyperparameters, checkpoints and runs."""
+"""The page of one trial in a real browser: charts, instruments, tables, actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Webhooks of a real master: told of real experiments, whatever their receivers do and however the master ends."""
+"""Delivery of webhook events by a real master, also after failures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run(master: MasterForTest, script: str = QUICK, **changes: Any) -> int:
 
 
 def told_of(receiver: Receiver) -> list[int]:
-    """Experiments whose end the receiver has been told of."""
+    """Return the experiment ids in the received events, in order of arrival."""
     return [one.json["event_data"]["experiment"]["id"] for one in receiver.received]
 
 
@@ -97,7 +97,7 @@ def test_webhook_delivers_state_log_and_alert_events(master: MasterForTest, rece
     wait_for(lambda: listed(master)[0]["delivery"]["delivered"] == 3)
     assert listed(master)[0]["delivery"]["lastResult"] == "HTTP 200"
     assert len(receiver.received) == 3
-    # Another experiment does not name it, and says so where it alerts.
+    # The log of an experiment that names no webhook says that its alert reaches none.
     other = run(master, ALERTING)
     assert "reaches no webhook" in log_of(master, other)
     assert len(receiver.received) == 3
@@ -130,7 +130,7 @@ def test_pending_deliveries_resume_after_master_restart(master: MasterForTest, r
     make(master, "patient", receiver.url)
     first = run(master)
     receiver.wait()
-    second = run(master)  # Its event waits behind the one that is being sent.
+    second = run(master)  # Its event is queued behind the event in flight.
     third = submit(master, config(), "import time; time.sleep(600)")
     wait_until(master, third, "RUNNING")
 
@@ -147,7 +147,7 @@ def test_pending_deliveries_resume_after_master_restart(master: MasterForTest, r
     master.client().post(f"/api/v1/experiments/{third}/kill")
     wait_until(master, third, "CANCELED")
 
-    # A master that goes down does not wait for the receiver either.
+    # `dstrial down` does not wait for the receiver.
     num_received = len(receiver.received)
     receiver.hangs = True
     fourth = run(master)

@@ -1,4 +1,4 @@
-"""Which log records match the patterns of webhooks."""
+"""Matching of log records against the patterns of webhooks."""
 
 from __future__ import annotations
 

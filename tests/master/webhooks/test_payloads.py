@@ -1,4 +1,4 @@
-"""Bodies of webhooks."""
+"""JSON bodies of webhook requests, for generic receivers and for Slack."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def body(event: dict[str, Any], kind: str = "DEFAULT", base_url: str = "") -> An
 @pytest.mark.parametrize("event", [STATE, LOG, CUSTOM])
 @pytest.mark.parametrize("kind", ["DEFAULT", "SLACK"])
 def test_body_survives_json_round_trip(event: dict[str, Any], kind: str) -> None:
-    """As the documented check of the signature does it, and whatever a name holds."""
+    """Receivers parse and re-serialise the body to check its signature."""
     sent = body_of(event, kind, node="nöde", pool="default", base_url="http://h")
     assert json.dumps(separators=(",", ":"), obj=json.loads(sent)).encode() == sent
     assert sent.isascii()
