@@ -39,7 +39,7 @@ class Bucket:
         return {key.split("/")[-2] for key in self.objects() if key.endswith("/COMPLETE")}
 
     def storage(self, **changes: Any) -> dict[str, Any]:
-        """Return a ``checkpoint_storage`` without credentials, which come from ``variables``."""
+        """Return a ``checkpoint_storage`` whose credentials come from ``variables``."""
         return {"type": "s3", "bucket": self.name, "prefix": "of/mine", "endpoint_url": self.url, **changes}
 
     @property

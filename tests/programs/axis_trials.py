@@ -39,7 +39,7 @@ class Sequences(torch.utils.data.Dataset):
 
 
 def attend(query, key, value, *_arguments):
-    """Attention over whole sequences, with dimensions (batch, position, head, feature)."""
+    """Compute causal attention over tensors (batch, position, head, feature)."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
@@ -78,7 +78,7 @@ class Model(nn.Module):
             self.attention = DistributedAttention(attend, sequence_group, scatter_idx=2, gather_idx=1)
 
     def forward(self, x, targets=None):
-        """Return the outputs; with ``is_tiled`` the loss, for which the outputs are computed in tiles."""
+        """Return the outputs, or with ``is_tiled`` the loss that is computed in tiles."""
         x = torch.cat([x[..., :-1], torch.zeros_like(x[..., :1])], -1)
         parts = [part.unflatten(-1, (HEADS, -1)) for part in self.qkv(x).chunk(3, -1)]
         # DeepSpeed checks the batch dimension only if its index is passed.

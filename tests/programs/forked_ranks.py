@@ -1,4 +1,4 @@
-"""Start the ranks of a test by forking one process that has already imported DeepSpeed.
+"""Start ranks as forks of one process that has already imported DeepSpeed.
 
 Importing torch and DeepSpeed costs seconds per process; a fork costs milliseconds. Run as a program
 (``python forked_ranks.py MODULE ARGUMENT SCRATCH FOLDERS...``), it imports MODULE and writes each result that MODULE's

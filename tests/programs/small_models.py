@@ -1,4 +1,4 @@
-"""Tiny models, data and DeepSpeed configurations that the rank programs of this folder share."""
+"""Tiny models, data and DeepSpeed configs that the programs in this folder share."""
 
 from __future__ import annotations
 

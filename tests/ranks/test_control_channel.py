@@ -77,12 +77,12 @@ def error_of(operation: Any) -> str:
 
 
 def begin_without_rank_1() -> str:
-    """Rank 1 is alive for longer than rank 0 waits: it is late, and not gone."""
+    """Return rank 0's timeout error; rank 1 is alive but late."""
     channel = _channel(timeout_s=3.0)
     if channel.rank == 1:
         time.sleep(8)
         return ""
-    pending = channel.begin_allgather("alone")  # does not wait, and so raises nothing
+    pending = channel.begin_allgather("alone")  # non-blocking, so it raises nothing
     return error_of(pending.wait)
 
 
@@ -188,7 +188,7 @@ def test_determined_core_api_accepts_control_channel(two_ranks: list[dict[str, A
 
 
 def set_machines() -> int:
-    """Say that each two ranks are on a machine of their own; return this rank."""
+    """Simulate machines with two ranks each; return this rank."""
     rank = int(os.environ["RANK"])
     on_machine = min(2, int(os.environ["WORLD_SIZE"]) - rank // 2 * 2)
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE=str(on_machine))
@@ -218,10 +218,10 @@ def test_local_operations_stay_within_machine() -> None:
 
 
 def count_collective_splits() -> list[str]:
-    """Stand where NCCL does with a bound device: a backend that splits its communicator with all of its ranks.
+    """Return the communicator splits that the creation of a channel requests.
 
-    torch 2.13 distributed_c10d.py:2030-2058: who is no member of a new group calls ``perform_nocolor_split`` of the
-    default group's backend, in which NCCL waits for all ranks; members of a gloo group never call it.
+    A gloo backend stands in for NCCL with a bound device. In torch 2.13 (distributed_c10d.py:2030-2058) ranks outside a new
+    group call ``perform_nocolor_split``, in which NCCL waits for all ranks; members of a gloo group never call it.
     """
     rank = set_machines()
     import torch
@@ -235,7 +235,7 @@ def count_collective_splits() -> list[str]:
         def perform_nocolor_split(self, device: Any) -> None:
             calls.append(str(device))
 
-    kept: list[Any] = []  # or pybind forgets that it is of our class
+    kept: list[Any] = []  # else pybind loses the Python subclass
 
     def create(store: Any, group_rank: int, size: int, timeout: Any) -> Any:
         kept.append(Splitting(store, group_rank, size, timeout=timeout))
@@ -256,7 +256,7 @@ def test_multi_node_channel_splits_no_communicator() -> None:
 
 
 def groups_of_unequal_number() -> list[Any]:
-    """A rank that is in more groups than its neighbours makes its second channel as they do."""
+    """Create a second channel after ranks have joined different numbers of groups."""
     rank = set_machines()
     import torch.distributed as dist
 
@@ -293,7 +293,7 @@ def miss_a_rank(missing: int, directory: str) -> str:
         time.sleep(12)
         os._exit(0)
     message = error_of(lambda: channel.allgather("where are you"))
-    # Rank 0 has the store that tells who is missing: it stays until the others have asked.
+    # Rank 0 hosts the store that knows the missing ranks, so it waits until the others have queried it.
     Path(directory, str(channel.rank)).touch()
     give_up_at_s = time.monotonic() + 30
     while channel.rank == 0 and len(list(Path(directory).iterdir())) < 2 and time.monotonic() < give_up_at_s:

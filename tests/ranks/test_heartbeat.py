@@ -1,4 +1,4 @@
-"""A rank says where it is in mapped memory, and its launcher reads it there."""
+"""Heartbeats that ranks write to mapped memory and their launcher reads."""
 
 from __future__ import annotations
 

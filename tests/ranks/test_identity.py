@@ -1,4 +1,4 @@
-"""Recorded environments of every launcher, trimmed to the variables that identify a rank."""
+"""Identification of ranks by recorded environment variables of all launchers."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_srun_multi_node_derives_master_address_from_nodelist() -> None:
 
 
 def test_slurm_heterogeneous_step_finds_local_ranks_and_master() -> None:
-    # What Slurm 22.05 says to rank 0 of `srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2`: the first count is host1's.
+    # Slurm 22.05 for rank 0 of `srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2`: the first task count is host1's.
     environ = {
         **SRUN,
         "SLURM_PROCID": "0",

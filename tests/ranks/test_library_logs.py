@@ -1,4 +1,4 @@
-"""Lines that every run would print stay out of the log, and no others."""
+"""Filtering of log lines that libraries print in every run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_log_filter_drops_only_deepspeed_scheduler_warning(
     finally:
         logger.filters[:] = filters
         logger.propagate = propagates
-    # Some releases of pytest have a logger's records twice: from the logger and from the root.
+    # Some releases of pytest capture a record twice: at the logger and at the root logger.
     assert {record.getMessage() for record in caplog.records} == {
         "total_num_steps 1 is less than warmup_num_steps 2"
     }

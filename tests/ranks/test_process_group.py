@@ -1,4 +1,4 @@
-"""Bringing DeepSpeed's process group up and down, in processes of their own."""
+"""Start and shutdown of DeepSpeed's process group in separate processes."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ def test_single_node_ranks_reconnect_on_loopback_only(tmp_path: Path, through_fi
     kind = "FileStore" if through_file else "TCPStore"
     expected = {"sums": [3.0] * 3, "kinds": {kind}, "outside": [], "gloo": None}
     assert [result.value for result in results] == [expected] * 2
-    # The last rank that leaves a group removes its file. Two that leave at once may each take the other for the last (torch 2.13
-    # FileStore.cpp, whose destructor counts in two steps); what they leave goes with the launcher's directory.
+    # The last rank that leaves a group removes its file. If two ranks leave at once, both may keep it (the destructor in torch
+    # 2.13's FileStore.cpp counts in two steps); the launcher later removes the file with its directory.
     assert {path.name for path in tmp_path.iterdir()} <= {"store-0", "store-1", "store-2"}
 
 
@@ -171,7 +171,7 @@ def store_of(directory: Path, num_ranks: int) -> dict[str, str]:
 
 
 def test_identify_does_not_import_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("TEST_FORKS", "0")  # a fork has torch
+    monkeypatch.setenv("TEST_FORKS", "0")  # a fork has already imported torch
     script = tmp_path / "who.py"
     script.write_text(
         "import sys\n"
@@ -193,7 +193,7 @@ def gathered_at_once() -> list[float]:
 
     from dstrial.engine.deepspeed_internals import optimizers
 
-    # A large one is on its way when a small one has arrived.
+    # The large parameter is still being gathered when the small one has arrived.
     model = torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.Linear(2048, 1))
     zero = {"stage": 3, "stage3_param_persistence_threshold": 10**9}
     config = {

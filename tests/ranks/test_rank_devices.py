@@ -1,4 +1,4 @@
-"""Which device a rank gets, told to DeepSpeed too; a stand-in accelerator records what is asked of it."""
+"""Devices of ranks, with a fake accelerator that records DeepSpeed's calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def identity(local_rank: int = 0, local_world_size: int = 2, num_nodes: int = 1)
     ("local_rank", "num_ranks", "num_devices", "shares", "index"),
     [
         (1, 2, 2, False, 1),
-        (1, 2, 1, False, 0),  # a launcher that shows every rank its own
+        (1, 2, 1, False, 0),  # the launcher makes one device visible to each rank
         (1, 2, 1, True, 0),
         (3, 4, 2, True, 1),
         (1, 2, 2, True, 1),
@@ -53,7 +53,7 @@ def test_device_sharing_must_be_allowed_and_needed() -> None:
     assert not is_shared(identity(), 1, may_share=False)
     assert not is_shared(identity(), 2, may_share=True)
     assert not is_shared(identity(0, 1), 1, may_share=True)
-    assert is_shared(identity(0, 1, num_nodes=2), 1, may_share=True)  # the other machine may have fewer
+    assert is_shared(identity(0, 1, num_nodes=2), 1, may_share=True)  # the other node may have fewer devices
 
 
 def test_multiple_ranks_on_mig_instances_are_refused() -> None:
@@ -96,7 +96,7 @@ def test_num_slots_defaults_to_device_count(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def stand_in(calls: list[tuple[str, Any]], backend: str) -> None:
-    """Put a CUDA accelerator with one device in DeepSpeed's place for it."""
+    """Replace DeepSpeed's accelerator by a fake CUDA one with one device."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.accelerator.real_accelerator import set_accelerator
 
@@ -105,7 +105,7 @@ def stand_in(calls: list[tuple[str, Any]], backend: str) -> None:
             return "cuda" if device_index is None else f"cuda:{device_index}"
 
         def device(self, device_index: int | None = None) -> None:
-            calls.append(("bound", device_index))  # and torch without CUDA would refuse it
+            calls.append(("bound", device_index))  # recorded only: torch without CUDA would raise
 
         def device_count(self) -> int:
             return 1
@@ -114,7 +114,7 @@ def stand_in(calls: list[tuple[str, Any]], backend: str) -> None:
             calls.append(("set", device_index))
 
         def create_op_builder(self, class_name: str) -> None:
-            return None  # the CPU's would compile its collectives
+            return None  # the CPU accelerator's builder would compile collectives
 
         def communication_backend_name(self) -> str:
             return backend
@@ -133,7 +133,7 @@ def start_on_the_only_visible_device() -> dict[str, Any]:
     before = dict(os.environ)
     who = identify(os.environ)
     init_process_group(who, timeout_s=60)
-    torch.distributed.barrier()  # or the first to leave breaks connections that the other still makes
+    torch.distributed.barrier()  # else the first rank to leave breaks pending connections of the other
     seen = {
         "calls": calls,
         "deepspeed's": os.environ["LOCAL_RANK"],
@@ -146,9 +146,9 @@ def start_on_the_only_visible_device() -> dict[str, Any]:
 
 @pytest.mark.process
 def test_deepspeed_binds_only_visible_device() -> None:
-    """Ranks of ``srun --gpus-per-task=1`` each see one device; DeepSpeed 0.19.8 binds ``cuda:LOCAL_RANK``.
+    """Under ``srun --gpus-per-task=1`` each rank sees one device, ``cuda:0``.
 
-    It does not with a torch that would hang (deepspeed/comm/torch.py:271).
+    DeepSpeed 0.19.8 binds ``cuda:LOCAL_RANK``, except with torch releases that would hang (deepspeed/comm/torch.py:271).
     """
     import torch
 
@@ -181,7 +181,7 @@ def share_a_device() -> dict[str, Any]:
     copied: list[str] = []
 
     class OnDevice(torch.Tensor):
-        """Says that it lies on the device, and records each copy to the host."""
+        """A CPU tensor that claims to be on the device and records copies to the host."""
 
         @property
         def device(self) -> torch.device:  # type: ignore[override]
@@ -196,7 +196,7 @@ def share_a_device() -> dict[str, Any]:
     message = torch.full((2,), float(who.rank)).as_subclass(OnDevice)
     version = message._version
     if who.rank == 0:
-        dist.send(message, 1)  # autograd may need it as it was
+        dist.send(message, 1)  # must not modify the tensor: autograd may need its value
         assert message._version == version
     else:
         dist.recv(message, 0)

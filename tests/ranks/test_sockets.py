@@ -1,4 +1,4 @@
-"""At which address a process listens for the others of its job."""
+"""Addresses, ports and the limit of open files for the sockets of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     [
         ("127.0.0.1", "127.0.0.1"),
         ("localhost", "127.0.0.1"),
-        # A name may resolve to another interface elsewhere, an address may be that of a container's host.
+        # Other machines may resolve a host name differently; an address may belong to the host of a container.
         (socket.gethostname(), EVERYWHERE),
         ("203.0.113.77", EVERYWHERE),
     ],

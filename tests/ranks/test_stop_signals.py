@@ -1,4 +1,4 @@
-"""Signals become a flag, and handlers come back."""
+"""Stop signals set a flag; on exit the previous handlers are restored."""
 
 from __future__ import annotations
 

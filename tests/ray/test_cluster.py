@@ -1,4 +1,4 @@
-"""What a Ray cluster says, read into values; shares of nodes: as few as possible, equal if that can be."""
+"""Parsing of Ray's cluster state, and distribution of slots over nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of an actor on a node: bytes both ways, and how they end."""
+"""Standard streams and exit codes of programs that a node actor runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WAIT_S = 60.0
 
 
 class _Programs:
-    """An actor in this process, with what a caller does with it."""
+    """A node actor in this process, with helpers that call it."""
 
     def __init__(self) -> None:
         self.actor = NodeActor()

@@ -1,4 +1,4 @@
-"""The relay and its errors, and an environment without Ray."""
+"""Errors of the relay to Ray nodes, and of an environment without Ray."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_relay_without_ray_connection_exits_with_error(tmp_path: Path) -> None:
 
 
 def test_missing_ray_error_names_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A directory of that name is no package.
+    # A directory named `ray` is not taken for the package.
     (tmp_path / "ray").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "ray", raising=False)

@@ -1,3 +1,5 @@
+"""Batch sizes, slots and incompatible settings of resumed runs."""
+
 import dataclasses
 import re
 
@@ -106,7 +108,7 @@ def test_batch_survives_chain_of_resumes():
     on_four = keep(CONFIG, first, 4)
     assert sizes(on_four) == (24, 3, 2)
     second = dataclasses.replace(first, data_parallel_size=4, world_size=4, micro_batch_size=3)
-    # On four replicas the config's own sizes come to 32, which nobody has asked for.
+    # On four replicas the sizes in the config would give a batch of 32 instead of 24.
     assert sizes(keep(CONFIG, second, 3)) == (24, 4, 2)
     assert sizes(keep(CONFIG, second, 2)) == (24, 4, 3)
 
@@ -220,7 +222,7 @@ def test_autotp_checkpoint_refuses_other_model_parallelism():
 
 
 def test_changed_autotp_size_keeps_records_per_batch():
-    """DeepSpeed counts a record once for each rank of AutoTP: 24 records are a ``train_batch_size`` of 48."""
+    """With two AutoTP ranks, DeepSpeed counts 24 records as ``train_batch_size`` 48."""
     config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
     saved = engine(world_size=4, data_parallel_size=2, model_parallel_size=2, train_batch_size=48,
                    micro_batch_size=6, micro_batches_per_batch=2, given=given_settings(config))  # fmt: skip
@@ -247,7 +249,7 @@ def test_slots_not_multiple_of_replica_are_refused():
     ],
 )
 def test_resume_counts_replicas_as_deepspeed_does(ranks, slots, replicas):
-    """Each rank of AutoTP is a replica in DeepSpeed's batch equation; ranks that share a sequence are one."""
+    """Each AutoTP rank counts as a replica; ranks that share a sequence count as one."""
     saved = engine(**{"world_size": 2, "train_batch_size": 16, **ranks})
     assert saved.batch_replicas(slots) == replicas
     assert not any(

@@ -1,4 +1,4 @@
-"""The geometry of adaptive ASHA, against vectors of Determined's own tests."""
+"""Rungs and brackets of adaptive ASHA, with values from Determined's tests."""
 
 from __future__ import annotations
 

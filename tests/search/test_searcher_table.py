@@ -1,4 +1,4 @@
-"""The table of searches shows no broken property, and ends that lie on rungs only."""
+"""Properties that simulated searches with every searcher must have."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config_of(searcher: dict[str, Any]) -> dict[str, Any]:
 
 
 def loss(hparams: dict[str, Any], time: int) -> float:
-    """Better trials are better at every time; no two are equal."""
+    """Return a loss whose ranking of trials is the same at all times, without ties."""
     return hparams.get("x", hparams.get("n", 0)) + 1.0 / time
 
 
@@ -49,7 +49,7 @@ def play(searcher: dict[str, Any], seed: int) -> SimulationResult:
 
 
 def properties(searcher: dict[str, Any], result: SimulationResult) -> str:
-    """Return which properties hold, "all" if every one does."""
+    """Return "all" if every property holds, else "not: " and the broken properties."""
     max_time = int(searcher.get("max_time", 1))
     limit = searcher.get("max_concurrent_trials", 1)
     best = min(result.trials, key=lambda trial: loss(trial.hparams, 1))

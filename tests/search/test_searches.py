@@ -1,4 +1,4 @@
-"""Whole searches, played with a metric that depends on a hyperparameter: what must hold for every seed."""
+"""Simulated searches: properties for every seed, and single decisions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPACE = {
     "net": {"drop": {"type": "double", "minval": 0.0, "maxval": 1.0}, "kind": "cnn"},
     "act": {"type": "categorical", "vals": ["relu", "gelu"]},
 }
-# Searchers that try other hyperparameters for invalid ones: the points of a grid are given.
+# Searchers that replace invalid hyperparameters; the points of a grid are fixed.
 REPLACING = [name for name in SEARCHERS if name != "grid"]
 
 
@@ -50,7 +50,7 @@ def config(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def loss(hparams: dict[str, Any], time: int) -> float:
-    """No two trials are equal, and the better one is better at every time."""
+    """Return a loss whose ranking of trials is the same at all times, without ties."""
     return hparams["net"]["drop"] + 1.0 / time
 
 
@@ -77,7 +77,7 @@ def num_brackets(search: dict[str, Any]) -> int:
 
 
 def concurrency(search: dict[str, Any]) -> int:
-    """At most this many may be open; every bracket gets at least one, whatever the limit is."""
+    """Return the limit of open trials; every bracket may have one open trial."""
     limit = search["searcher"]["max_concurrent_trials"] or search["searcher"]["max_trials"]
     return max(limit, num_brackets(search))
 
@@ -163,7 +163,7 @@ def test_search_with_only_invalid_hyperparameters_ends(name: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_async_halving_matches_reference_implementation(data: st.DataObject) -> None:
-    """Against a literal second writing of the rule; reports skip rungs, tie, fail and go both ways."""
+    """The test implements the rule a second time; reports skip rungs, tie and fail."""
     num_rungs, divisor = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1.5, 2, 3, 4]))
     max_trials, smaller_is_better = data.draw(st.integers(1, 12)), data.draw(st.booleans())
     search = config(
@@ -303,7 +303,7 @@ def test_grid_integers_round_half_away_from_zero(low: int, high: int, count: int
 
 @pytest.mark.parametrize("name", SEARCHERS)
 def test_submitted_optimizer_keeps_type_and_search_space(name: str) -> None:
-    """A submission stores constants as specifications, the optimizer's ``type`` among them."""
+    """Submission stores constants, also the optimizer's ``type``, as ``const`` specs."""
     searched = {"type": "log", "minval": -4, "maxval": -2, "base": 10, "count": 2}
     text = yaml.safe_dump(
         {

@@ -1,4 +1,4 @@
-"""Attacks by other accounts of the machine, at the port and at the owner's socket."""
+"""Attacks by other local accounts on the port and on the owner's socket."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_owner_socket_refuses_other_accounts(shared_master: MasterForTest) -> No
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     asked = request("POST", "/owner/login", "Content-Length: 0")
     assert b"PermissionError" in ask_as_other_account(str(path), asked, socket.AF_UNIX)
-    # Its own mode holds where the owner has opened the way to it by mistake.
+    # The mode of the socket protects it even if all directories above are open.
     opened = [directory for directory in path.parents if not directory.stat().st_mode & 0o001]
     modes = {one: stat.S_IMODE(one.stat().st_mode) for one in opened}
     try:

@@ -1,4 +1,4 @@
-"""What a trial prints, and what things are called, is shown by the terminals of others and never obeyed by them."""
+"""Control sequences in logs and names are escaped before they reach a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from submitting import submit, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-# Clears the screen, sets the title, answers with the cursor's place as if typed, links to elsewhere, C1, turns the text.
+# Clears the screen, sets the title, injects the cursor position as input, adds a link, a C1 code and reversed text.
 ATTACK = "\x1b[2J\x1b]0;owned\x07\x1b[6n\x1b]8;;http://evil\x1b\\click\x1b]8;;\x1b\\ \x9b31m \u202egnp.exe"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 TRAIN = f"""
@@ -79,7 +79,7 @@ def test_cli_output_escapes_control_sequences(master: MasterForTest, tmp_path: P
     for words in ("status", "logs"):
         texts[f"dstrial {words}"] = master.dstrial(words).stdout
 
-    # A config is data: YAML escapes what a terminal obeys, and keeps marks of direction.
+    # In a config, YAML escapes control characters but keeps marks of text direction.
     texts["experiment config 1"] = texts["experiment config 1"].replace("\u202e", "")
     assert {words: OBEYED.findall(text) for words, text in texts.items() if OBEYED.search(text)} == {}
     log = texts["trial logs 1"]

@@ -1,4 +1,4 @@
-"""No foreign checkpoint runs code: a real one with a real payload, whose manifest matches, in every tool and in resuming."""
+"""Tools and resumed runs execute no code from a foreign checkpoint."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Mapping[str, str]:
-    """Variables of another account, which has signed nothing."""
+    """Environment variables of an account that has signed no checkpoint."""
     return {"XDG_DATA_HOME": str(tmp_path / "data")}
 
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """What the payload makes."""
+    """The directory that exists only if the payload was executed."""
     return tmp_path / "code-was-run"
 
 
 @pytest.fixture
 def poisoned(run_path: Path, tmp_path: Path, marker: Path) -> Callable[[str], Path]:
-    """Return a foreign copy of the newest checkpoint with the payload in one file."""
+    """Return a function that copies the newest checkpoint and adds the payload."""
 
     def make(name: str) -> Path:
         path = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "foreign-checkpoint")
@@ -65,7 +65,7 @@ def dstrial(*words: object, env: Mapping[str, str]) -> subprocess.CompletedProce
 
 
 def refused(output: str, name: str) -> bool:
-    """Whether a message names the file, the class, and how to go on."""
+    """Return whether a message names the file, the class and ``--trust-code``."""
     return name in output and "os.makedirs" in output and "--trust-code" in output
 
 
@@ -108,9 +108,9 @@ def test_checkpoint_tool_runs_no_pickled_code(
     output = ended.stdout + ended.stderr
     assert not marker.exists(), output
     if tool == "verify":
-        assert ended.returncode == 0, output  # it reads no pickle; its files are as its manifest says
+        assert ended.returncode == 0, output  # verify reads no pickle, and the files match the manifest
     elif tool.startswith("inspect"):
-        assert ended.returncode == 0, output  # what can be shown is shown
+        assert ended.returncode == 0, output  # inspect shows what it can read
         assert refused(output, name), output
     else:
         assert ended.returncode == (2 if tool == "diff" else 1), output
@@ -197,7 +197,7 @@ def test_trust_applies_only_to_exact_manifest(
 
 
 def test_signed_checkpoint_may_contain_custom_classes(run_path: Path, tmp_path: Path) -> None:
-    """A callback's state or a reducer may hold any object: this account has written it, and says so by its signature."""
+    """The signature of this account permits any object in a callback's state."""
     run_path = shutil.copytree(run_path, tmp_path / "run")
     checkpoint = foreign.latest(run_path)
     foreign.put(checkpoint, foreign.RANK_FILE, foreign.OfUser())
@@ -207,7 +207,7 @@ def test_signed_checkpoint_may_contain_custom_classes(run_path: Path, tmp_path: 
     code, output = foreign.fit(config, run_path, checkpoint)
     assert code == 0, output
 
-    # The same bytes, which nobody has signed.
+    # The same files without a signature.
     foreign.remake(checkpoint)
     code, output = foreign.fit(config, run_path, checkpoint)
     assert code != 0
@@ -336,7 +336,7 @@ def test_verify_compares_manifest_with_master_registration(
     code, output = verified(checkpoint)
     assert (code, "as registered by the master" in output) == (0, True), output
 
-    # Whoever has a token may change metadata, and cannot change this.
+    # A client with a token may change metadata, but not the digest of the manifest.
     client.post(
         f"/api/v1/checkpoints/{checkpoint.name}/metadata",
         {"checkpoint": {"uuid": checkpoint.name, "metadata": {"manifest_sha256": "0" * 64, "mine": 1}}},
@@ -402,6 +402,7 @@ class KeepingTrial(WideTrial):
 def test_restart_trusts_unsigned_checkpoint_registered_with_master(
     tmp_path: Path, shared_master: MasterForTest
 ) -> None:
+    """With a file as ``XDG_DATA_HOME``, the trial cannot sign its checkpoints."""
     context = shutil.copytree(foreign.DEFINITIONS, tmp_path / "context")
     (context / "keeping.py").write_text(KEEPING)
     (tmp_path / "no-home").write_text("")

@@ -1,4 +1,4 @@
-"""What somebody says who has got into a connection between ranks: it is never decoded, and the rank it names is told."""
+"""Forged messages between ranks are rejected before they are decoded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 100_000
 
 
 class Payload:
-    """Writes a file in whichever process decodes it."""
+    """Creates a file in the process that unpickles it."""
 
     def __init__(self, path: str, size: int = 0) -> None:
         self.path = path
@@ -44,7 +44,7 @@ def forge(operation: str, forger: int, path: str, size: int) -> str:
     channel = ControlChannel(identify(os.environ), timeout_s=30)
     value: Any = channel.rank
     if channel.rank == forger:
-        # As if another program had got into its connections: everything is as before but the secret.
+        # Simulates another program on the connections of this rank: only the secret differs.
         lane: Any = channel._group_channel
         lane.key = b"a guess"
         value = Payload(path, size)
@@ -112,7 +112,7 @@ def test_ranks_without_secret_share_key_and_remove_file(tmp_path: Path) -> None:
 
 
 class Store(dict[str, bytes]):
-    """What another account has written into a store that is open to it."""
+    """A stand-in for an open store into which another account has written."""
 
 
 def test_untrusted_key_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Attacks on passwords: whoever guesses must delay nobody else, and the owner never needs one."""
+"""Password guessing must neither delay other clients nor lock out the owner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_GUESSERS = 60
 
 
 def guess(port: int, username: str) -> http.client.HTTPResponse:
-    """Send one wrong password; the answer's body is read."""
+    """Send a wrong password; return the response, whose body has been read."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         body = json.dumps({"username": username, "password": "wrong", "isHashed": False})
@@ -37,7 +37,7 @@ def guess(port: int, username: str) -> http.client.HTTPResponse:
 
 @contextlib.contextmanager
 def guessing(port: int, username: str = "determined") -> Iterator[list[int]]:
-    """Guess with many threads at once while the block lasts; yields the statuses so far."""
+    """Guess in many threads during the block; yield the growing list of status codes."""
     is_over = threading.Event()
     statuses: list[int] = []
 

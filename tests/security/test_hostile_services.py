@@ -1,4 +1,4 @@
-"""Services of tasks that are another account's, or that answer what no client should have to take."""
+"""The proxy with services of other accounts and with malformed responses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dstrial.testing.master import MasterForTest
 pytestmark = pytest.mark.process
 
 DEADLINE_S = 60.0
-# Answers by the first letter of the last part of the path.
+# The last part of the path selects the response.
 SERVICE = r"""
 import http.server, itertools, sys
 
@@ -62,7 +62,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 @pytest.fixture(scope="module")
 def service(shared_master: MasterForTest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The path of that service."""
+    """Start ``SERVICE`` as a task; yield its path at the proxy."""
     home, port = tmp_path_factory.mktemp("hostile"), free_port()
     (home / "context").mkdir()
     (home / "context" / "service.py").write_text(SERVICE)
@@ -164,7 +164,7 @@ def test_malformed_service_response_returns_502(
 
 
 def test_tiny_chunks_do_not_starve_event_loop() -> None:
-    """Every piece of the answer is sent in another round of the event loop."""
+    """Every piece of the response is sent in a separate iteration of the event loop."""
     num_chunks = 20_000
     turn, sent = 0, list[tuple[int, bytes]]()
 
@@ -273,7 +273,7 @@ def test_master_cookie_alone_redirects_to_task_host(shared_master: MasterForTest
     assert code not in granted
 
     assert _ask(shared_master, f"{service}/whole", Cookie=granted, **at_own)[2] == b"whole"
-    # A code that stood in an address opens nothing a second time; the cookie opens this task alone, and there alone.
+    # A grant code works only once. The cookie opens only this task, and only at the task's own host.
     again = _ask(shared_master, f"{service}/whole?dstrial-grant={code}", **at_own)
     assert (again[0], again[1]["Set-Cookie"]) == (307, None)
     for path, host in (
