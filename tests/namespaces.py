@@ -1,4 +1,4 @@
-"""Namespaces of Linux for tests: a machine whose power goes, a disk that is full, a file system that is unmounted."""
+"""Linux namespaces that simulate power loss, a full disk or an unmounted disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 
 def unshare(*kinds: str, probe: str) -> list[str]:
-    """Return the words that run a command in namespaces of its own; the test is skipped where that is forbidden.
+    """Return an ``unshare`` command prefix; skip the test if ``unshare`` is forbidden.
 
     Args:
         kinds: options of unshare(1), such as ``--mount``.
-        probe: shell words that do there what the test needs.
+        probe: shell command that must succeed in the namespaces; else the test is skipped.
     """
     as_root: Sequence[str] = () if os.getuid() == 0 else ("--map-root-user",)
     words = ["unshare", *kinds, *as_root]

@@ -1,4 +1,4 @@
-"""A real S3 server for tests: moto's server in a process of its own, which checks credentials."""
+"""An S3 server for tests: moto in a separate process, with credentials checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from waiting import wait_for
 from dstrial.ranks.sockets import free_port
 
 _POLICY = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
-_NUM_OPEN_CALLS = 4  # those of `_set_up`; each later one is authenticated
+_NUM_OPEN_CALLS = 4  # the calls of `_set_up`; moto authenticates all later calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Bucket:
         return sorted(entry["Key"] for page in pages for entry in page.get("Contents", ()))
 
     def uuids(self) -> set[str]:
-        """Return the checkpoints with a completion marker."""
+        """Return the UUIDs of the checkpoints that have a completion marker."""
         return {key.split("/")[-2] for key in self.objects() if key.endswith("/COMPLETE")}
 
     def storage(self, **changes: Any) -> dict[str, Any]:
-        """Return a ``checkpoint_storage`` without credentials, which come from ``variables``."""
+        """Return a ``checkpoint_storage`` whose credentials come from ``variables``."""
         return {"type": "s3", "bucket": self.name, "prefix": "of/mine", "endpoint_url": self.url, **changes}
 
     @property
@@ -52,7 +52,7 @@ class Bucket:
 
 
 def _client(service: str, url: str, key: str, secret: str) -> Any:
-    import boto3  # only here: it takes long
+    import boto3  # here because the import is slow
 
     return boto3.client(
         service,
@@ -92,7 +92,7 @@ def s3_server(directory: Path) -> Iterator[Bucket]:
 
 
 def assert_nowhere(secret: str, *places: Path) -> None:
-    """Fail if a file below one of the places has the secret."""
+    """Fail if a file at or below one of the places contains the secret."""
     for place in places:
         for path in [place, *place.rglob("*")]:
             if path.is_file() and not path.is_symlink():

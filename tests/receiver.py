@@ -1,4 +1,4 @@
-"""A real HTTP server that records what webhooks send it, and checks signatures as Determined's documentation shows."""
+"""An HTTP server that records webhook requests and checks their signatures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from waiting import wait_for
 class Received:
     path: str
     headers: dict[str, str]
-    """By their names in small letters."""
+    """Values by lower-case header name."""
     body: bytes
 
     @property
@@ -27,9 +27,9 @@ class Received:
         return json.loads(self.body)
 
     def is_signed_with(self, key: str) -> bool:
-        """Check it as Determined 0.38.1 tells receivers to: by the body, serialised anew without spaces.
+        """Return whether the signature matches the body re-serialised without spaces.
 
-        Source: its ``docs/integrations/notification/_index.rst``.
+        Determined 0.38.1 documents this check in ``docs/integrations/notification/_index.rst``.
         """
         anew = json.dumps(json.loads(self.body), separators=(",", ":"))
         signed = ",".join((self.headers["x-determined-ai-signature-timestamp"], anew)).encode()
@@ -38,13 +38,13 @@ class Received:
 
 
 class Receiver:
-    """Answers POST requests.
+    """Records requests and answers them with configurable responses.
 
     Attributes:
-        received: what has come, in order.
-        statuses: of the next answers; 200 when there is none left.
-        location: of redirects.
-        hangs: whether requests are not answered until the server is closed.
+        received: the requests in order of arrival.
+        statuses: status codes of the next responses; 200 if the list is empty.
+        location: ``Location`` header of redirects; empty for none.
+        hangs: whether requests stay unanswered until the server is closed.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -92,7 +92,7 @@ class Receiver:
         return f"http://127.0.0.1:{self.port}/hook?a=b"
 
     def wait(self, count: int = 1) -> list[Received]:
-        """Return what has come, as soon as there is so much of it."""
+        """Wait until ``count`` requests have arrived, and return all requests so far."""
         wait_for(lambda: len(self.received) >= count, f"{len(self.received)} of {count} requests have come")
         return list(self.received)
 

@@ -1,4 +1,4 @@
-"""A layout and a saved run for tests that need some, changed with ``dataclasses.replace`` where a test looks."""
+"""A sample layout and saved run that tests change with ``dataclasses.replace``."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ PLAIN_LAYOUT = Layout(
 def plain_saved_run(
     *, replicas: int, micro: int, accumulation: int, given: Mapping[str, Any] | None = None
 ) -> SavedRun:
-    """Return a run that was saved after 10 batches: plain data parallelism, ZeRO 2, AdamW.
+    """Return a data-parallel run (ZeRO 2, AdamW) that was saved after 10 batches.
 
-    ``given`` is what its config said of the batch, by default both sizes.
+    ``given`` has the batch settings of its config, by default ``micro`` and ``accumulation``.
     """
     sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
     engine = EngineRecord(

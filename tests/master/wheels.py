@@ -1,4 +1,4 @@
-"""Packages as small as they can be, in a directory that pip takes instead of an index."""
+"""Minimal Python packages in a directory that pip can use instead of an index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def wheel(directory: Path, name: str, version: str, *, requires: tuple[str, ...] = ()) -> Path:
-    """Write a wheel of one module, with ``__version__``, and a command of the same name that prints ``sys.prefix``."""
+    """Write a wheel of one module and a command that prints ``sys.prefix``."""
     info = f"{name}-{version}.dist-info"
     module = f'__version__ = "{version}"\ndef main():\n    import sys\n    print("{name} of", sys.prefix)\n'
     files = {
@@ -34,7 +34,7 @@ def wheel(directory: Path, name: str, version: str, *, requires: tuple[str, ...]
 
 
 def source_distribution(directory: Path, name: str, version: str, *, build_lines: str) -> Path:
-    """Write a source distribution whose build runs ``build_lines`` first; without setuptools, which take seconds."""
+    """Write a source distribution whose build backend first runs ``build_lines``."""
     top = f"{name}-{version}"
     built = wheel(directory, name, version)
     backend = (

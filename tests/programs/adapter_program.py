@@ -1,4 +1,4 @@
-"""Train, save and load models of which a part is trained, in all ZeRO stages; see ``test_partial_training``."""
+"""Save and load partly frozen models in ZeRO 0 to 3 for ``test_partial_training``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def save(engine: Any, path: pathlib.Path, holds_frozen: bool) -> Layout:
 
 
 def train_and_reload(directory: str, kind: str, holds_frozen: bool) -> dict[str, Any]:
-    """Return by stage whether a resumed engine equals an uninterrupted one, and a reshaped one the saved one."""
+    """Return by stage whether resumed and reshaped engines equal the original engine."""
     begin()
     found: dict[str, Any] = {}
     for stage, other_stage in STAGES.items():
@@ -108,14 +108,14 @@ def train_and_reload(directory: str, kind: str, holds_frozen: bool) -> dict[str,
             with without_frozen(other, layout, layout_of(other), allgather):
                 load_engine(other, path, "model0")
             refusal = ""
-        except Exception as error:  # noqa: BLE001  # for the test
+        except Exception as error:  # noqa: BLE001  # returned to the test
             refusal = f"{type(error).__name__}: {error}"
         found[f"{stage} other base"] = refusal
         if torch.distributed.get_rank() == 0:
             torch.save((layout.to_json(), saved_weights), path / "saved.pt")
         torch.distributed.barrier()
         del engine, resumed, reshaped, other
-        gc.collect()  # before its process groups, whose threads would end the process
+        gc.collect()  # frees the engine before its process groups, whose threads abort the process
     _end()
     return found
 
@@ -137,7 +137,7 @@ def load_on_one_rank(directory: str, kind: str) -> dict[str, bool]:
 
 
 def share_across_stages(how: str) -> str | None:
-    """Make a pipeline of two stages whose first and last layer are one module."""
+    """Adapt a two-stage pipeline with a shared first and last layer; return the error."""
     begin()
     first = torch.nn.Linear(4, 4).requires_grad_(how != "frozen")
     layers: list[Any] = [first, torch.nn.Tanh(), torch.nn.Linear(4, 4), first]

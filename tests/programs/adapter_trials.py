@@ -1,4 +1,4 @@
-"""Trials of a small language model of Transformers of which only a part is trained: LoRA adapters, or its last layer."""
+"""Trials that train only LoRA adapters or the last layer of a small Llama model."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class LoraTrial(DeepSpeedTrial):
 
 
 class FrozenTrial(LoraTrial):
-    """Trains the last layer; the optimizer is given trained parameters."""
+    """Trains the last layer and gives the optimizer only its parameters."""
 
     def model(self) -> Any:
         return model_with_frozen_parts()
 
 
 class FrozenInOptimizerTrial(FrozenTrial):
-    """As above, with all parameters given to the optimizer, as plain code does."""
+    """Trains the last layer, but gives the optimizer all parameters."""
 
     def parameters(self, model: Any) -> list[Any]:
         return list(model.parameters())

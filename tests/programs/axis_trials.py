@@ -1,4 +1,4 @@
-"""One small model trained over tensor-, sequence- or expert-parallel ranks, by a trial and by plain DeepSpeed code."""
+"""A small model with parallel axes, trained by a trial and by plain DeepSpeed."""
 
 import json
 import pathlib
@@ -19,11 +19,11 @@ from dstrial.ranks.process_group import without_compiled_collectives
 
 WIDTH, HEADS, LENGTH = 8, 4, 8
 SHARED = ("tensor", "sequence", "tiled", "sharded", "llama")
-"""Axes of which a replica has several ranks."""
+"""Axes along which one replica spans several ranks."""
 
 
 class Sequences(torch.utils.data.Dataset):
-    """Sequences whose last feature is the record's own number, at each position."""
+    """Sequences whose last feature is the record number, at each position."""
 
     def __init__(self, count, seed=5):
         generator = torch.Generator().manual_seed(seed)
@@ -39,7 +39,7 @@ class Sequences(torch.utils.data.Dataset):
 
 
 def attend(query, key, value, *_arguments):
-    """Attention over whole sequences, with dimensions (batch, position, head, feature)."""
+    """Compute causal attention over tensors (batch, position, head, feature)."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
@@ -78,10 +78,10 @@ class Model(nn.Module):
             self.attention = DistributedAttention(attend, sequence_group, scatter_idx=2, gather_idx=1)
 
     def forward(self, x, targets=None):
-        """Return the outputs; with ``is_tiled`` the loss, for which the outputs are computed in tiles."""
+        """Return the outputs, or with ``is_tiled`` the loss that is computed in tiles."""
         x = torch.cat([x[..., :-1], torch.zeros_like(x[..., :1])], -1)
         parts = [part.unflatten(-1, (HEADS, -1)) for part in self.qkv(x).chunk(3, -1)]
-        # DeepSpeed checks the batch dimension only if it is told which one it is.
+        # DeepSpeed checks the batch dimension only if its index is passed.
         attended = (
             self.attention(*parts, 0) if isinstance(self.attention, nn.Module) else self.attention(*parts)
         )
@@ -119,7 +119,7 @@ def llama():
 
 
 def build_engine(config, axis, size):
-    """Return an engine whose ``axis`` has ``size`` ranks; ``plain`` for replicas alone."""
+    """Return an engine with ``size`` ranks along ``axis``; ``plain`` has no axis."""
     torch.manual_seed(11)
     arguments = {}
     group = None
@@ -145,8 +145,8 @@ def build_engine(config, axis, size):
 
 
 def loss_of(engine, batch):
-    """Return the loss of this rank's part of the sequences, and their numbers."""
-    if isinstance(batch, dict):  # of DeepSpeed's adapter, which cuts sequences itself
+    """Return the loss of this rank's part of the sequences, and the record numbers."""
+    if isinstance(batch, dict):  # from DeepSpeed's adapter, which has split the sequences
         numbers = batch["input_ids"][:, 0].tolist()
         whole = default_collate([Sequences(64)[number] for number in numbers])
         features, targets = (part[:, batch["position_ids"][0]] for part in whole)
@@ -162,16 +162,16 @@ def loss_of(engine, batch):
 
 
 def num_added(engine):
-    """Return by what the mean loss of a rank's part of a sequence is divided before ``backward``.
+    """Return the divisor of this rank's mean loss before ``backward``.
 
-    DeepSpeed 0.19.8 adds gradients over the ranks of a sequence; ZeRO 3 with ``reduce_scatter`` averages them.
+    DeepSpeed 0.19.8 sums gradients over the ranks of a sequence; ZeRO 3 with ``reduce_scatter`` averages them.
     """
     is_averaged = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
     return 1 if is_averaged else engine.sequence_parallel_size
 
 
 def plain_losses(config, axis, size, log):
-    """Train the batches in a trial's log with DeepSpeed alone; return this rank's losses."""
+    """Train the batches in a trial's log without dstrial; return this rank's losses."""
     with without_compiled_collectives(is_cpu=True):
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     engine = build_engine(config, axis, size)
@@ -213,7 +213,7 @@ class AxisTrial(DeepSpeedTrial):
         self.counted = context.wrap_reducer(Count(), name="num_records", for_training=False)
 
     def require_groups(self):
-        """Hold dstrial's unit of this rank against DeepSpeed's groups."""
+        """Assert that dstrial and DeepSpeed assign this rank to the same replica."""
         rank, num_ranks = self.context.distributed.get_rank(), self.context.distributed.get_size()
         per_replica = self.hparams["size"] if self.hparams["axis"] in SHARED else 1
         unit = self.context._mpu
@@ -232,7 +232,7 @@ class AxisTrial(DeepSpeedTrial):
         return DataLoader(Sequences(64), batch_size=size, shuffle=True)
 
     def sharded_loader(self, size):
-        """Return DeepSpeed's adapter around a loader that is divided among all ranks."""
+        """Return DeepSpeed's Ulysses adapter around a loader sharded over all ranks."""
         ranks = self.context.distributed
         tokens = [
             dict.fromkeys(("input_ids", "labels"), torch.full((LENGTH,), number))
@@ -263,7 +263,7 @@ class AxisTrial(DeepSpeedTrial):
         self.engine.step()
         log = pathlib.Path(f"{self.hparams['log']}.{self.context.distributed.get_rank()}")
         parameters = list(self.engine.module.parameters())
-        with deepspeed.zero.GatheredParameters(parameters):  # ZeRO 3 has a part of them on each rank
+        with deepspeed.zero.GatheredParameters(parameters):  # ZeRO 3 partitions them over the ranks
             weights = torch.cat([p.detach().float().flatten() for p in parameters])
         with log.open("a") as file:
             line = {

@@ -1,4 +1,4 @@
-"""Models that dry runs of the tests train; imported in their processes."""
+"""Models for the dry-run tests, imported by the dry-run processes."""
 
 from __future__ import annotations
 

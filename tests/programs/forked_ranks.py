@@ -1,8 +1,8 @@
-"""Start the ranks of a test by forking one process that has already imported DeepSpeed.
+"""Start ranks as forks of one process that has already imported DeepSpeed.
 
 Importing torch and DeepSpeed costs seconds per process; a fork costs milliseconds. Run as a program
-(``python forked_ranks.py MODULE ARGUMENT SCRATCH FOLDERS...``), a fork itself, it imports MODULE and writes down what its
-``main(fork_ranks, argument)`` yields; every ``fork_ranks`` call is a fresh set of processes.
+(``python forked_ranks.py MODULE ARGUMENT SCRATCH FOLDERS...``), it imports MODULE and writes each result that MODULE's
+``main(fork_ranks, argument)`` yields into SCRATCH; every ``fork_ranks`` call starts new processes.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ IMPORTED_AHEAD = (
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )
-"""What DeepSpeed imports only when an engine is made, at several seconds in every rank."""
+"""Modules that DeepSpeed imports lazily, which takes seconds in every rank."""
 
 
 class RunningProgram:
-    """A program in a process of its own, whose ``main`` yields ``(name, result)`` one after the other.
+    """A program in a separate process whose ``main`` yields ``(name, result)`` pairs.
 
-    ``folders`` are further places to import from. Use as a context manager; the process and all its ranks are ended at the
-    latest on leaving.
+    ``folders`` are added to the import path of the program. Use as a context manager: on exit it kills the process and
+    all its ranks.
     """
 
     def __init__(
         self, module: str, argument: dict[str, Any], scratch: pathlib.Path, *folders: pathlib.Path
     ) -> None:
-        import warm_start  # the program itself does not find it
+        import warm_start  # not importable in the program itself
 
         self._scratch = scratch
         self._log = (scratch / "program.log").open("w")
@@ -70,7 +70,7 @@ class RunningProgram:
         self._log.close()
 
     def result(self, name: str, limit_s: float = 280.0) -> Any:
-        """Wait for the result of that name."""
+        """Wait until the program has yielded this name, and return its result."""
         written = self._scratch / f"{name}.json"
         deadline = time.monotonic() + limit_s
         while not written.exists():
@@ -84,19 +84,19 @@ class RunningProgram:
 
 
 def of_all_ranks(results: list[Any]) -> list[Any]:
-    """Return the results of all ranks; fail with the error of one that raised."""
+    """Return ``results`` unchanged; fail if a rank raised an error."""
     for rank, result in enumerate(results):
         assert not (isinstance(result, dict) and "error" in result), f"rank {rank}: {result}"
     return results
 
 
 def fork_ranks(num_ranks: int, body: Callable[[int], Any], scratch: pathlib.Path) -> list[Any]:
-    """Call ``body(rank)`` on ``num_ranks`` fresh processes joined by gloo.
+    """Call ``body(rank)`` in ``num_ranks`` new processes joined by gloo.
 
     Returns:
-        What each rank's ``body`` returned (JSON-able), in rank order; an exception that a rank raised
-        stands there as ``{"error": <type name>, "message": <text>, "traceback": <text>}``. When one rank
-        fails the others are ended after a short grace.
+        The JSON value that ``body`` returned on each rank, in rank order. For a rank that raised, it is
+        ``{"error": <type name>, "message": <text>, "traceback": <text>}``. When a rank fails, the others are
+        killed after a grace period of 5 s.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     rendezvous = scratch / "rendezvous"
@@ -154,7 +154,7 @@ def _be_rank(
             )
         result = body(rank)
         status = 0
-    except BaseException as error:  # noqa: BLE001 (the boundary of a rank: whatever it is goes to the test)
+    except BaseException as error:  # noqa: BLE001 (the test gets every error)
         result = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
     _write(scratch / f"result{rank}.json", result)
     sys.stdout.flush()
@@ -171,7 +171,7 @@ def _write(path: pathlib.Path, value: Any) -> None:
 if __name__ == "__main__":
     sys.path[1:1] = sys.argv[4:]
     warnings.simplefilter("ignore")
-    warnings.filterwarnings("error", module=r"dstrial(\.|$)")  # as pyproject.toml has it for tests
+    warnings.filterwarnings("error", module=r"dstrial(\.|$)")  # the filter of pyproject.toml
     for ahead in IMPORTED_AHEAD:
         importlib.import_module(ahead)
     program = importlib.import_module(sys.argv[1])

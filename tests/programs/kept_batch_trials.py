@@ -1,4 +1,4 @@
-"""Trials that write down which records each of their batches trained, with configs that reach DeepSpeed in several ways."""
+"""Trials that log the numbers of the records in every trained batch."""
 
 import json
 import pathlib
@@ -31,7 +31,7 @@ class NumberedRecords(torch.utils.data.Dataset):
 
 
 class Noted(DataParallelTrial):
-    """Takes its config from the hyperparameters with the overwrites, as trials do."""
+    """Takes the DeepSpeed config from the hyperparameters and logs record numbers."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -68,7 +68,7 @@ class Noted(DataParallelTrial):
 
 
 class Paced(Noted):
-    """Takes so long for a batch as ``pace_s`` says for its number of ranks, while the file ``slow`` is there."""
+    """Sleeps ``pace_s[num_ranks - 1]`` per micro batch while the file ``slow`` exists."""
 
     def disturb(self, batch_idx):
         super().disturb(batch_idx)
@@ -77,7 +77,7 @@ class Paced(Noted):
 
 
 class Collecting(Noted):
-    """Collects the numbers of the records of a report, in a reducer."""
+    """Counts and sums the trained record numbers in a metric reducer."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -94,7 +94,7 @@ class Collecting(Noted):
 
 
 class OwnConfig(Noted):
-    """Builds its config itself, of which nothing in the hyperparameters says anything."""
+    """Builds the DeepSpeed config in code; the hyperparameters contain none."""
 
     def ds_config(self):
         return {
@@ -105,7 +105,7 @@ class OwnConfig(Noted):
 
 
 class PacedOwnConfig(Paced, OwnConfig):
-    """Both."""
+    """Paces its batches and builds its config in code."""
 
 
 class NotedPipeline(OwnConfig):

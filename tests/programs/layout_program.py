@@ -1,4 +1,4 @@
-"""Hold the layout and the file table of real engines against the engines themselves; see ``test_engine_layout``."""
+"""Compare layouts and file tables with real engines (``test_engine_layout``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dstrial.resume.plan import compatible
 
 
 class Shared(nn.Module):
-    """Odd sizes, two parameter groups, a frozen parameter and a tied one."""
+    """A module with odd sizes, two parameter groups, frozen and tied parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def describe(options: dict[str, Any], path: pathlib.Path, rank: int) -> dict[str
 
 
 def load(options: dict[str, Any], path: pathlib.Path, rank: int) -> dict[str, Any]:
-    """Load, and record which files of the checkpoint Python opens meanwhile."""
+    """Load a checkpoint; return the files that Python opened and those expected."""
     adapter = build(options)
     opened: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Small real trials whose ranks leave training with exit code 0, or do not end after it."""
+"""Trials whose ranks exit early with code 0 or do not exit after training."""
 
 import atexit
 import os
@@ -10,7 +10,7 @@ from small_trials import DataParallelTrial
 
 
 class LeavingTrial(DataParallelTrial):
-    """The ranks in ``leaving_ranks`` exit 0 in the batch after ``leave_at``, or in ``__init__`` where that is -1."""
+    """Ranks ``leaving_ranks`` exit 0 at batch ``leave_at``; -1 means in ``__init__``."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -33,7 +33,7 @@ def serve_for_ever():
 
 
 class StayingTrial(DataParallelTrial):
-    """Rank 1 does not end after training for a thread, rank 2 for an exit handler."""
+    """After training, a thread keeps rank 1 alive and an exit handler rank 2."""
 
     def __init__(self, context):
         super().__init__(context)

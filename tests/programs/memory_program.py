@@ -1,4 +1,4 @@
-"""Train a batch on real engines and say where memory went; see ``test_memory_of_engines``."""
+"""Measure memory use of one batch on real engines for ``test_memory_of_engines``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORDS = 32
 
 
 class Layers(nn.Module):
-    """Two products of matrices; names are those that tensor parallelism looks for."""
+    """Two linear layers with names that tensor parallelism recognises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def records(num_records: int) -> tuple[torch.Tensor]:
 
 
 class Mixture(nn.Module):
-    """The layers, and two experts of the same kind on two ranks."""
+    """The layers, followed by two experts of the same kind on two ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from dstrial.engine.dryrun.fake_world import FakeWorld
 
 
 class ModelWorkload:
-    """``model`` and ``batch`` are ``module:function``; the batch's first argument is the micro batch size."""
+    """Trains ``model`` on ``batch(micro_batch_size)``, both ``module:function`` names."""
 
     def __init__(
         self,

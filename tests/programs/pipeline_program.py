@@ -1,4 +1,4 @@
-"""Validate in the middle of training on real pipelines; see ``test_pipeline_adapter``."""
+"""Validate between training steps of real pipelines (``test_pipeline_adapter``)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(adapter: Any, step: int, *, explicitly: bool) -> float:
 
 
 def validate(adapter: Any, num_records: int, *, explicitly: bool) -> dict[str, Any]:
-    """Validate as the loop does; returns the weighted mean that this rank sees, and the rounds' shape."""
+    """Validate as the training loop does; return loss sum, records and shapes."""
     x, labels = small_models.validation_set(num_records)
     adapter.set_training(False)
     total, weight, shapes, sizes = 0.0, 0, set(), []
@@ -59,7 +59,7 @@ def validate(adapter: Any, num_records: int, *, explicitly: bool) -> dict[str, A
 
 
 def reference(adapter: Any, num_records: int) -> float:
-    """Mean over records by DeepSpeed's own evaluation, one record per micro batch, the same on each replica."""
+    """Return the mean loss by DeepSpeed's evaluation with one record per micro batch."""
     x, labels = small_models.validation_set(num_records)
     records = ((x[i : i + 1], labels[i : i + 1]) for i in range(num_records))
     iterator = records if adapter.needs_loader else None
@@ -89,7 +89,7 @@ def train_and_validate(how: str, num_records: int, options: dict[str, Any], rank
 
 
 def pass_through(rank: int) -> dict[str, Any]:
-    """Calls that ask for something else than the weighted mean of the bound round."""
+    """Return the results of ``eval_batch`` calls with non-default options."""
     adapter = build()
     engine = adapter.engine
     x, labels = small_models.validation_set(8)
@@ -134,7 +134,7 @@ def runs_out(call: str, rank: int) -> str:
 
 
 def monitored(path: pathlib.Path, rank: int) -> list[str]:
-    """DeepSpeed's own monitor writes the evaluation's loss between reduction and return."""
+    """Return the validation loss and the CSV files of DeepSpeed's monitor."""
     adapter = build(csv_monitor={"enabled": True, "output_path": str(path), "job_name": "job"})
     loss = validate(adapter, 6, explicitly=False)["sum"]
     written = [file.read_text() for file in path.rglob("*eval_loss*.csv")]

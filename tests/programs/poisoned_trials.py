@@ -1,4 +1,4 @@
-"""Trials whose losses or gradients stop being finite at a batch that the hyperparameters name."""
+"""Trials whose loss, gradients or weights become NaN at a configured batch."""
 
 import torch
 from small_trials import DataParallelTrial, PipelineTrial
@@ -19,7 +19,7 @@ class NotANumber(torch.autograd.Function):
 
 
 class Poisoned(DataParallelTrial):
-    """Loss and gradients are NaN in the batches from ``nan_from`` up to ``nan_until``, exclusive."""
+    """Loss and gradients are NaN from batch ``nan_from`` until before ``nan_until``."""
 
     def is_poisoned(self, batch_idx):
         return self.hparams.get("nan_from", 0) <= batch_idx < self.hparams.get("nan_until", 10**9)
@@ -57,7 +57,7 @@ class OnlyReportedOnRank1(OnlyReported):
 
 
 class Skipping(Poisoned):
-    """Its loss is finite and its gradients are NaN, so that an engine that looks at them skips the step."""
+    """NaN gradients with a finite loss: engines that check gradients skip the step."""
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         features, targets = self.context.to_device(next(dataloader_iter))
@@ -71,7 +71,7 @@ class Skipping(Poisoned):
 
 
 class PoisonedPipeline(PipelineTrial):
-    """Its last layer is set to NaN before the batch ``nan_from``."""
+    """The weights of the last stage become NaN before the batch ``nan_from``."""
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         if batch_idx == self.hparams["nan_from"] and self.model_engine.is_last_stage():

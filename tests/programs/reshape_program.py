@@ -28,7 +28,7 @@ LOSS_SCALE = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
 
 
 def begin() -> None:
-    torch.compiler.set_stance("force_eager")  # else Muon is compiled, in half a minute
+    torch.compiler.set_stance("force_eager")  # compiling Muon takes half a minute
     with without_compiled_collectives(is_cpu=True):
         deepspeed.init_distributed("gloo")
 
@@ -71,7 +71,7 @@ def load(engine: Any, path: pathlib.Path, tied: dict[str, Any]) -> str | None:
     layout = Layout.from_json(json.loads((path / "layout.json").read_text()))
     try:
         load_reshaped(engine, SavedEngine(path, "model0", layout, tied), adapt(engine).layout(allgather))
-    except Exception as error:  # noqa: BLE001  # the other ranks and the test are told of it
+    except Exception as error:  # noqa: BLE001  # returned to the test
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -83,7 +83,7 @@ def loss_scale_of(engine: Any) -> dict[str, Any]:
 
 
 def carry_loss_scales(directory: str) -> dict[str, tuple[str | None, dict[str, Any], dict[str, Any]]]:
-    """Train in fp16, whose state is the same on a CPU; return what went wrong and the loss scales, by stages."""
+    """Return the load error and the fp16 loss scales before and after, by ZeRO stages."""
     get_accelerator().is_fp16_supported = lambda: True
     begin()
     found = {}
@@ -101,7 +101,7 @@ def carry_loss_scales(directory: str) -> dict[str, tuple[str | None, dict[str, A
 
 
 def load_into_second_copies(directory: str) -> tuple[str | None, float, float]:
-    """Load into ZeRO 3 with a second copy within the machine (hpZ), after its weights have been gathered once."""
+    """Load into ZeRO 3 with hpZ, which keeps secondary copies, after one forward pass."""
     begin()
     path = pathlib.Path(directory, "hpz")
     saved = build(1, 0, "plain")
@@ -136,7 +136,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
     "adafactor": {"type": "Adafactor", "params": {"lr": 1e-2}},
 }
-"""Every optimizer that DeepSpeed 0.19.8 names (``DEEPSPEED_OPTIMIZERS``), and some of torch's."""
+"""All of DeepSpeed 0.19.8's ``DEEPSPEED_OPTIMIZERS``, and some of torch's."""
 
 
 def build_with(optimizer: str, zero_stage: int, precision: str, is_offloaded: bool) -> Any:
@@ -155,9 +155,9 @@ def build_with(optimizer: str, zero_stage: int, precision: str, is_offloaded: bo
 
 
 def full_state(engine: Any) -> dict[str, torch.Tensor]:
-    """Return weights and optimizer state by parameter and key, read by DeepSpeed's own public calls.
+    """Return the weights and the optimizer state by ``<parameter>.<key>``.
 
-    Where there are none it is what the optimizer has: without a wrapper, and of Muon's momentum in ZeRO 1 and 2.
+    It uses DeepSpeed's public functions; without a ZeRO wrapper, and for Muon in ZeRO 1 and 2, it reads the optimizer.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
@@ -183,7 +183,7 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def _of_half_precision(engine: Any) -> dict[str, torch.Tensor]:
-    """Return what the wrappers without ZeRO keep: masters one by one, or in flat groups that torch takes apart."""
+    """Return the state that half-precision wrappers without ZeRO keep, by parameter."""
     wrapper = engine.optimizer
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     is_flat = isinstance(wrapper, FP16_Optimizer)
@@ -201,7 +201,7 @@ def _of_half_precision(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def _keys(engine: Any) -> dict[str, set[str]]:
-    """Return the keys of each parameter's state by element, as far as this rank has it."""
+    """Return by parameter the keys of the tensor state that this rank holds."""
     found = {}
     for name, parameter in engine.module.named_parameters():
         if hasattr(parameter, "ds_id"):
@@ -234,7 +234,7 @@ def _whole_momenta(engine: Any) -> dict[str, torch.Tensor]:
 def save_in_all_stages(
     directory: str, optimizer: str, precision: str, is_offloaded: bool
 ) -> dict[int, str | None]:
-    """Train and save in ZeRO 0 to 3; return by stage why DeepSpeed could not."""
+    """Train and save in ZeRO 0 to 3; return DeepSpeed's error, or None, by stage."""
     begin()
     problems: dict[int, str | None] = {}
     for stage in range(4):
@@ -242,7 +242,7 @@ def save_in_all_stages(
         try:
             engine = build_with(optimizer, stage, precision, is_offloaded)
             train(engine, 3, torch.bfloat16 if precision == "bf16" else torch.float32)
-        except Exception as error:  # noqa: BLE001  # an optimizer that is not installed, or not for a CPU
+        except Exception as error:  # noqa: BLE001  # the optimizer is not installed or does not support CPUs
             problems[stage] = f"{type(error).__name__}: {error}"
             continue
         problems[stage] = None
@@ -251,14 +251,14 @@ def save_in_all_stages(
         if torch.distributed.get_rank() == 0:
             torch.save(state, path / "state.pt")
         del engine
-        gc.collect()  # before its process groups, whose threads would end the process
+        gc.collect()  # frees the engine before its process groups, whose threads abort the process
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return problems
 
 
 def load_in_all_stages(directory: str, optimizer: str, precision: str, is_offloaded: bool) -> dict[str, str]:
-    """Load everything saved into new engines of ZeRO 0 to 3; return by pair the outcome."""
+    """Load each saved engine into ZeRO 0 to 3; return the outcome of every pair."""
     begin()
     found = {}
     saved = sorted(pathlib.Path(directory).iterdir())
@@ -284,11 +284,11 @@ def load_in_all_stages(directory: str, optimizer: str, precision: str, is_offloa
 
 
 FUSED = ({"type": "Adam", "params": {"lr": 1e-2}}, {"type": "Muon", "params": {"lr": 1e-2}})
-"""Optimizers with DeepSpeed's FusedAdam, which increases the step of a group's last parameter only."""
+"""Optimizers with FusedAdam, which counts steps in a group's last parameter only."""
 
 
 def reshape_fused_adam(directory: str) -> dict[str, tuple[str | None, set[float]]]:
-    """Save without ZeRO and load; return by pair what went wrong, and this rank's step counts."""
+    """Save without ZeRO and load; return the error and this rank's steps by pair."""
     begin()
     found = {}
     pairs = (
@@ -313,13 +313,13 @@ def reshape_fused_adam(directory: str) -> dict[str, tuple[str | None, set[float]
 
 
 def load_from_swapped_places(directory: str, zero_stage: int) -> str | None:
-    """Load where the manifest's layout has two parameters of one shape in each other's places."""
+    """Load with the offsets of two equally shaped parameters swapped in the layout."""
     begin()
     path = pathlib.Path(directory, "swapped")
     saved = build(zero_stage, 0, "plain")
     train(saved, 3, torch.float32)
     save(saved, path)
-    torch.distributed.barrier()  # each rank writes the layout
+    torch.distributed.barrier()  # all ranks have written the layout
     if torch.distributed.get_rank() == 0:
         layout = json.loads((path / "layout.json").read_text())
         one, other = (
@@ -335,7 +335,7 @@ def load_from_swapped_places(directory: str, zero_stage: int) -> str | None:
 
 
 def merge_untied_biases(directory: str) -> str | None:
-    """Bring layers of two stages into one stage that share their weight and have a bias each."""
+    """Merge two pipeline stages with tied weights and separate biases into one stage."""
     begin()
     path = pathlib.Path(directory, "tied")
     saved = build(1, 2, "tied")

@@ -1,4 +1,4 @@
-"""Train, save in the middle, and resume in fresh processes; see ``test_bitwise_resume``."""
+"""Train, save and resume in new processes, for ``test_bitwise_resume``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def build(case: dict[str, Any]) -> Any:
-    torch.compiler.set_stance("force_eager")  # else Muon is compiled, in half a minute
+    torch.compiler.set_stance("force_eager")  # compiling Muon takes half a minute
     torch.manual_seed(1)
     model = (
         small_models.pipeline(kind=case["pipeline"])

@@ -1,6 +1,6 @@
-"""What the ranks of the tests of background saving do: fits of the small trials on a run directory, with a hand on the writer.
+"""Scenarios of background saving, run on ranks by ``forked_ranks``.
 
-Run by ``forked_ranks``; every scenario is a fresh set of ranks.
+Every scenario trains the small trial in new processes; some block the thread that writes checkpoints.
 """
 
 import json
@@ -13,7 +13,7 @@ DEADLINE_S = 60.0
 
 
 def wait_for(path):
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     give_up_at_s = time.monotonic() + DEADLINE_S
     while not path.exists():
         if time.monotonic() > give_up_at_s:
@@ -22,7 +22,7 @@ def wait_for(path):
 
 
 def hold_writer(until):
-    """Have this rank's writer wait for a file, as on a storage that hangs."""
+    """Block this rank's checkpoint writer until a file exists, like hung storage."""
     from dstrial.engine.snapshot import StateCopies
 
     write = StateCopies.write
@@ -37,7 +37,7 @@ def hold_writer(until):
 def fit(
     run_dir, at_batch=lambda context, batch_idx: None, callback=None, background=True, stage=1, **arguments
 ):
-    """Fit the small trial in a run directory; returns what rank 0 finds there, or the error."""
+    """Train the small trial; return the result of ``Trainer.fit`` or its exception."""
     import small_trials
     from small_runs import deepspeed_config
 
@@ -65,18 +65,18 @@ def fit(
         trainer = Trainer(Trial(context), context)
         try:
             return trainer.fit(**arguments)
-        except Exception as error:  # noqa: BLE001  # the test looks at it
+        except Exception as error:  # noqa: BLE001  # returned to the test
             return error
 
 
 def steps_in(run_dir):
-    """The batches of the complete checkpoints."""
+    """Return the numbers of trained batches of the complete checkpoints."""
     marks = pathlib.Path(run_dir).glob("checkpoints/*/COMPLETE")
     return sorted(json.loads(mark.read_text())["steps_completed"] for mark in marks)
 
 
 def train_while_the_storage_hangs(run_dir, scratch):
-    """Release the writer of the checkpoint at batch 2 only from batch 4, before the next checkpoint."""
+    """Block the writer of the checkpoint at batch 2 until the fourth batch begins."""
     released = pathlib.Path(scratch) / "released"
     hold_writer(released)
     seen = []
@@ -91,7 +91,7 @@ def train_while_the_storage_hangs(run_dir, scratch):
 
 
 def let_one_rank_fail_to_write(run_dir, _scratch):
-    """Put a directory where rank 1's file of the second checkpoint will be; go on for many batches."""
+    """Make rank 1's file of the second checkpoint unwritable and keep training."""
     from dstrial import Batch, PyTorchCallback
 
     class InTheWay(PyTorchCallback):
@@ -125,7 +125,7 @@ def let_one_rank_fail_to_write(run_dir, _scratch):
 
 
 def fail_at_the_end(run_dir, _scratch):
-    """The same with the last checkpoint, about which only the end of training can tell."""
+    """Make rank 1's file of the last checkpoint unwritable."""
     from dstrial import Batch, PyTorchCallback
 
     class InTheWay(PyTorchCallback):
@@ -139,7 +139,7 @@ def fail_at_the_end(run_dir, _scratch):
 
 
 def die_while_writing(run_dir, scratch):
-    """Rank 1 is killed at batch 5 while its part of the checkpoint at batch 4 is not written."""
+    """Kill rank 1 at batch 5 while its file of the checkpoint at batch 4 is pending."""
     from dstrial import Batch
 
     never = pathlib.Path(scratch) / "never"
@@ -154,7 +154,7 @@ def die_while_writing(run_dir, scratch):
 
 
 def raise_while_writing(run_dir, scratch):
-    """User code fails at batch 5 of all ranks while the checkpoint at batch 4 is being written."""
+    """Raise in user code at batch 5 while the checkpoint at batch 4 is written."""
     from dstrial import Batch
 
     released = pathlib.Path(scratch) / "released"
@@ -169,7 +169,7 @@ def raise_while_writing(run_dir, scratch):
 
 
 def engines_written_twice(_run_dir, scratch):
-    """Save engines of every kind at once and through copies, written after the state has changed; name what differs."""
+    """Compare direct saves with snapshots that are written after the state changes."""
     import deepspeed
     import torch
     from small_models_for_saving import KINDS, make_engine, train_step

@@ -1,4 +1,4 @@
-"""The small trial with a metric sink that is slow, raises, or breaks the record, as environment variables say."""
+"""Trials with a metric sink that environment variables make slow or faulty."""
 
 import os
 import pathlib
@@ -36,7 +36,7 @@ metric_sinks.SINKS = (*metric_sinks.SINKS, Sink)
 
 
 class Talking(DataParallelTrial):
-    """Talks on the loop's own channel in every batch, short and long, and fails where it is told to."""
+    """Exchanges values between ranks in every batch, and raises at ``raise_at``."""
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         distributed = self.context.distributed
@@ -49,7 +49,7 @@ class Talking(DataParallelTrial):
 
 
 class ManyMetrics(DataParallelTrial):
-    """Has more metrics than one message between ranks holds."""
+    """Reports more metrics than fit into one message between ranks."""
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
@@ -64,4 +64,4 @@ class SlowOnRank1(DataParallelTrial):
 
 
 class Busy(Talking, ManyMetrics, SlowOnRank1):
-    """All three."""
+    """Combines the exchanges, the many metrics and the slow rank 1."""

@@ -1,4 +1,4 @@
-"""Tiny models, data and DeepSpeed configurations that the rank programs of this folder share."""
+"""Tiny models, data and DeepSpeed configs that the programs in this folder share."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def validation_set(num_records: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def digest(engine: Any) -> str:
-    """A checksum of this rank's weights (its partitions of them for ZeRO 3) and buffers."""
+    """Return a checksum of this rank's weights (partitions in ZeRO 3) and buffers."""
     found = hashlib.sha256()
     for name, param in engine.module.named_parameters():
         found.update(name.encode())

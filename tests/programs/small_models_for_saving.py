@@ -1,4 +1,4 @@
-"""Engines of every kind whose files a save has to reproduce, and one step of training for each."""
+"""Engines of all kinds for the saving tests, and a training step for each kind."""
 
 import deepspeed
 import torch
@@ -13,7 +13,7 @@ KINDS = [
 
 
 class CountingTanh(nn.Module):
-    """Has a buffer."""
+    """Tanh with a buffer that counts its calls."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Generated records; apart from the trials, so that a loader worker started afresh need not import DeepSpeed."""
+"""Generated records, in a module that loader workers import without DeepSpeed."""
 
 import random
 
@@ -7,7 +7,7 @@ import torch
 
 
 class Records(torch.utils.data.Dataset):
-    """Records whose features carry noise drawn at reading time, so that seeding of workers matters."""
+    """Records with noise drawn when they are read, which tests worker seeds."""
 
     def __init__(self, count, seed, noise=0.0):
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Small real trials for the loop's tests: a network with dropout on generated records, and a pipeline of it."""
+"""Small trials for the training loop: a network with dropout and its pipeline."""
 
 import json
 import multiprocessing
@@ -18,7 +18,7 @@ from dstrial import DataLoader, DeepSpeedTrial, PyTorchCallback, overwrite_deeps
 
 
 def wait_until_saved(deadline_s=60):
-    """Wait until no checkpoint is being written, so that which ones a killed run leaves does not depend on time."""
+    """Wait until no checkpoint is being written, so that a kill is deterministic."""
     if "DSTRIAL_RUN_DIR" not in os.environ:
         return
     checkpoints = pathlib.Path(os.environ["DSTRIAL_RUN_DIR"]) / "checkpoints"
@@ -29,7 +29,7 @@ def wait_until_saved(deadline_s=60):
 
 
 def kill_if_asked(rank, batch_idx):
-    """End this rank with SIGKILL at the batch named in KILL_AT, once, where KILL_MARKER says it has not been done."""
+    """Kill this rank at KILL_AT (rank:batch) unless the file KILL_MARKER exists."""
     marker = pathlib.Path(os.environ.get("KILL_MARKER", "/nonexistent"))
     if os.environ.get("KILL_AT") == f"{rank}:{batch_idx}" and not marker.exists():
         wait_until_saved()
@@ -38,7 +38,7 @@ def kill_if_asked(rank, batch_idx):
 
 
 def kill_in_save_if_asked(rank):
-    """End this rank with SIGKILL at the beginning of the save named in KILL_IN_SAVE (rank:number)."""
+    """Kill this rank when the save in KILL_IN_SAVE (rank:number) begins."""
     of_rank, _, number = os.environ.get("KILL_IN_SAVE", "-1:0").partition(":")
     if int(of_rank) != rank:
         return
@@ -57,7 +57,7 @@ def kill_in_save_if_asked(rank):
 
 
 class EpochLog(PyTorchCallback):
-    """Writes down every epoch that begins or ends on the chief."""
+    """Logs the start and the end of every epoch on rank 0."""
 
     def __init__(self, path, is_chief):
         self.path = path
@@ -85,7 +85,7 @@ class Common(DeepSpeedTrial):
         kill_in_save_if_asked(context.distributed.get_rank())
 
     def watch_collectives(self):
-        """Write down each collective of the loop with the number of batches before it."""
+        """Log each collective of the training loop with the current batch number."""
         distributed = self.context.distributed
         self.watched_batch = 0
         path = pathlib.Path(f"{self.hparams['watch_log']}.{distributed.get_rank()}")
@@ -118,7 +118,7 @@ class Common(DeepSpeedTrial):
     def build_training_data_loader(self):
         workers = self.hparams.get("num_workers", 0)
         if workers:
-            multiprocessing.set_forkserver_preload(["torch.utils.data"])  # once, and not by each worker
+            multiprocessing.set_forkserver_preload(["torch.utils.data"])  # imported once, not by each worker
         return DataLoader(
             Records(self.hparams.get("num_records", 64), 1, self.hparams.get("noise", 0.0)),
             batch_size=self.context.get_train_micro_batch_size_per_gpu(),
@@ -195,14 +195,14 @@ class PipelineTrial(Common):
 
 
 class SolvedPipelineTrial(PipelineTrial):
-    """Leaves the batch equation to dstrial, which is told in ``data.dstrial`` how many stages there are."""
+    """Lets dstrial compute the batch sizes, with the stages set in ``data.dstrial``."""
 
     def ds_config(self):
         return self.context.get_deepspeed_config()
 
 
 class ByHandTrial(DataParallelTrial):
-    """Accumulates by itself: ``micro_batches`` of them per call."""
+    """Trains ``micro_batches`` micro batches per call of ``train_batch``."""
 
     def __init__(self, context):
         super().__init__(context)

@@ -1,4 +1,4 @@
-"""Small real trials that go on no more, each in a way of its own, at the batch ``stall_at``."""
+"""Trials that stall at the batch ``stall_at`` in different ways."""
 
 import os
 import pathlib
@@ -17,7 +17,7 @@ FOREVER_S = 600
 
 
 class StoppedTrial(DataParallelTrial):
-    """Rank 1 is stopped once, and writes its process id to a file before."""
+    """Rank ``stall_rank`` writes its process id to a file and stops itself, once."""
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         pid_file = pathlib.Path(self.hparams["pid_file"])
@@ -32,7 +32,7 @@ class StoppedTrial(DataParallelTrial):
 
 
 class SkippingTrial(DataParallelTrial):
-    """Rank 1 leaves a barrier out, on a group of the trial's own."""
+    """Rank 1 skips a barrier of a process group that the trial has created."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -45,7 +45,7 @@ class SkippingTrial(DataParallelTrial):
 
 
 class SilentRecords(Records):
-    """Records of which one is never read on rank 1."""
+    """Records of which rank 1 hangs while it reads one."""
 
     def __init__(self, count, seed, silent_after, rank):
         super().__init__(count, seed)
@@ -62,7 +62,7 @@ class SilentRecords(Records):
 
 
 class SilentLoaderTrial(DataParallelTrial):
-    """A data set never answers on rank 1: in the rank, or in a worker of its loader."""
+    """The data set hangs on rank 1, in the rank itself or in a loader worker."""
 
     def build_training_data_loader(self):
         per_batch = 8  # of a rank: two micro batches of four
@@ -76,7 +76,7 @@ class SilentLoaderTrial(DataParallelTrial):
 
 
 class SlowFirstBatchTrial(DataParallelTrial):
-    """The first batch takes long, as where an operator is compiled; later ones do not."""
+    """Only the first batch is slow, as if an operator were compiled."""
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         if batch_idx == 0:
@@ -85,7 +85,7 @@ class SlowFirstBatchTrial(DataParallelTrial):
 
 
 class SilentStorage(PyTorchCallback):
-    """The file of rank 1 in the checkpoint at batch 10 is a FIFO that nobody reads."""
+    """Makes rank 1's file of the checkpoint at batch 10 a FIFO without a reader."""
 
     def __init__(self, context):
         self.rank = context.distributed.get_rank()
@@ -98,14 +98,14 @@ class SilentStorage(PyTorchCallback):
 
 
 class SilentStorageTrial(DataParallelTrial):
-    """A storage takes nothing more of rank 1's second checkpoint."""
+    """The storage hangs while rank 1 writes the checkpoint at batch 10."""
 
     def build_callbacks(self):
         return {"silent": SilentStorage(self.context)}
 
 
 class UnevenValidationTrial(DataParallelTrial):
-    """Rank 0 alone runs the model once more in a validation: under ZeRO 3 a collective that rank 1 leaves out."""
+    """Only rank 0 runs an extra forward in validation: in ZeRO 3 it is a collective."""
 
     def evaluate_batch(self, dataloader_iter, batch_idx):
         metrics = super().evaluate_batch(dataloader_iter, batch_idx)

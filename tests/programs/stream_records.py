@@ -1,4 +1,4 @@
-"""Data sets that divide their records by themselves; apart from the trials, so that importing them imports no DeepSpeed."""
+"""Data sets that shard their records, importable without DeepSpeed."""
 
 import torch
 from small_records import Records
@@ -6,7 +6,7 @@ from torch.utils import data
 
 
 class Shared(data.IterableDataset):
-    """The records of one replica, and of one loader worker, which take turns in one stream."""
+    """An iterable data set that is sharded over replicas and loader workers."""
 
     def __init__(self, count, replica=0, replicas=1):
         self.records = Records(count, 1)
@@ -20,7 +20,7 @@ class Shared(data.IterableDataset):
 
 
 class Stateful(Shared):
-    """Keeps its position, also in the middle of a pass."""
+    """Saves its position in ``state_dict``, also in the middle of an epoch."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -40,7 +40,7 @@ class Stateful(Shared):
 
 
 def hugging_face(count, replica=0, replicas=1, shards=4, buffer=None):
-    """A streaming data set of the same records."""
+    """Return a Hugging Face streaming data set of the records, for one replica."""
     import datasets
     from datasets.distributed import split_dataset_by_node
 
@@ -53,5 +53,5 @@ def hugging_face(count, replica=0, replicas=1, shards=4, buffer=None):
 
 
 def as_pair(rows):
-    """Collate rows of Hugging Face as the small trials expect them."""
+    """Collate Hugging Face rows into the features and targets of the small trials."""
     return torch.stack([row["features"] for row in rows]), torch.stack([row["targets"] for row in rows])

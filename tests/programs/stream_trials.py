@@ -1,4 +1,4 @@
-"""Trials whose training loaders divide records by themselves: iterable, stateful and streaming ones."""
+"""Trials with data sets that shard their own records."""
 
 from small_trials import DataParallelTrial, PipelineTrial
 from stream_records import Shared, as_pair, hugging_face
@@ -36,7 +36,7 @@ class SameRecordsOnAllRanks(OwnLoader):
 
 
 class Pipeline(PipelineTrial, OwnLoader):
-    """Reads ragged batches with ``ragged``; otherwise both stages read the same, or not with ``by_rank``."""
+    """Stages read equal records, unless ``by_rank``; ``ragged`` cuts the last batch."""
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         return {"loss": self.model_engine.train_batch()}

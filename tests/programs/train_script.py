@@ -1,7 +1,7 @@
-"""A user's training script with the Trainer API: the environment decides how many ranks there are, and where they are.
+"""A user's Trainer API script whose ranks are defined by the environment.
 
-``train_script.py [--times N] [--batches N]``; with ``--times 2`` it trains again in the same process, as running a
-notebook's cell twice does.
+``train_script.py [--times N] [--batches N]``; with ``--times 2`` it trains twice in the same process, like a
+notebook cell that is run again.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--batches", type=int, default=12)
-    # DeepSpeed's launcher adds --local_rank; what it says is in the environment as well.
+    # DeepSpeed's launcher adds --local_rank, whose value is in the environment as well.
     options, _ = parser.parse_known_args()
     logging.basicConfig(level=logging.INFO)
     for _ in range(options.times):

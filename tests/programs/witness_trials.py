@@ -1,4 +1,4 @@
-"""The small trials, whose ranks write down how they were started, and whose loaders start workers in any way."""
+"""Small trials whose ranks record whether they were executed or forked."""
 
 import multiprocessing
 import os
@@ -11,9 +11,9 @@ from dstrial import DataLoader
 
 
 def note_start():
-    """Write into a directory of the test whether this rank's process executed its program, or is a fork that became it.
+    """Write into WITNESS_DIR whether this rank's process was executed or forked.
 
-    /proc/PID/environ shows the variables of the program that was executed; a rank's own has RANK.
+    /proc/PID/environ has the variables of the last exec; they contain RANK only if the rank itself was executed.
     """
     variables = pathlib.Path("/proc/self/environ").read_bytes().split(b"\0")
     was_executed = any(variable.startswith(b"RANK=") for variable in variables)

@@ -1,4 +1,4 @@
-"""Trials whose user code goes wrong at a report or a validation, on all ranks or on one."""
+"""Trials whose user code fails at a report or a validation, on some or all ranks."""
 
 from small_trials import DataParallelTrial
 
@@ -11,7 +11,7 @@ class WrongMetric(DataParallelTrial):
 
 
 class EvaluationFails(DataParallelTrial):
-    """Fails in the second call of every validation, on the ranks that ``fails_on`` names."""
+    """Fails in the second call of every validation on the ranks in ``fails_on``."""
 
     def evaluate_batch(self, dataloader_iter, batch_idx):
         if batch_idx == 1 and self.context.distributed.get_rank() in self.hparams["fails_on"]:

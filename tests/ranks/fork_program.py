@@ -1,7 +1,7 @@
-"""Look for an accelerator on a machine with one NVIDIA device, fork, and say whether the fork could use it.
+"""Detect a simulated NVIDIA device, fork, print whether the fork could use CUDA.
 
-A stand-in for what a CUDA build of torch has and this one lacks: NVML says that there is one device, and asking the driver is
-recorded, as it makes forks useless for CUDA (torch/csrc/cuda/Module.cpp, ``THCPModule_getDeviceCount_wrap``: ``poison_fork``).
+Patches make torch look like a CUDA build: NVML reports one device, and queries of the driver are recorded, because they make
+CUDA unusable in forks (torch/csrc/cuda/Module.cpp, ``THCPModule_getDeviceCount_wrap``: ``poison_fork``).
 """
 
 import os

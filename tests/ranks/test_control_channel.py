@@ -77,12 +77,12 @@ def error_of(operation: Any) -> str:
 
 
 def begin_without_rank_1() -> str:
-    """Rank 1 is alive for longer than rank 0 waits: it is late, and not gone."""
+    """Return rank 0's timeout error; rank 1 is alive but late."""
     channel = _channel(timeout_s=3.0)
     if channel.rank == 1:
         time.sleep(8)
         return ""
-    pending = channel.begin_allgather("alone")  # does not wait, and so raises nothing
+    pending = channel.begin_allgather("alone")  # non-blocking, so it raises nothing
     return error_of(pending.wait)
 
 
@@ -155,7 +155,7 @@ def test_values_of_any_length_reach_all_ranks(two_ranks: list[dict[str, Any]]) -
         }
 
 
-def test_pending_gather_mixes_with_no_other_operation(two_ranks: list[dict[str, Any]]) -> None:
+def test_pending_allgather_is_independent_of_other_operations(two_ranks: list[dict[str, Any]]) -> None:
     seen, other = (found["exchange_concurrently"] for found in two_ranks)
     assert seen == other
     assert seen["short"] == [[(0, number), (1, number)] for number in range(50)]
@@ -165,30 +165,30 @@ def test_pending_gather_mixes_with_no_other_operation(two_ranks: list[dict[str, 
     assert between == [([-number, -number], number) for number in range(50)]
 
 
-def test_pending_gather_times_out_with_missing_rank(two_ranks: list[dict[str, Any]]) -> None:
+def test_pending_allgather_timeout_names_missing_rank(two_ranks: list[dict[str, Any]]) -> None:
     assert two_ranks[0]["begin_without_rank_1"].startswith(
         "RankTimeoutError: allgather (operation 4 of the control channel) is still without rank 1 after 3 s"
     )
 
 
-def test_ranks_in_different_calls_are_named(two_ranks: list[dict[str, Any]]) -> None:
+def test_mismatched_operations_name_ranks_and_calls(two_ranks: list[dict[str, Any]]) -> None:
     errors = [found["call_different_operations"] for found in two_ranks]
     assert any("rank 0 in allgather, rank 1 in broadcast" in error for error in errors)
 
 
-def test_waiting_for_a_rank_that_left_fails(two_ranks: list[dict[str, Any]]) -> None:
+def test_allgather_after_rank_left_raises_error(two_ranks: list[dict[str, Any]]) -> None:
     assert [found["wait_for_rank_that_leaves"] for found in two_ranks] == [
         "RankError: allgather cannot complete without a rank that has left; rank 1: the upload failed",
         "left",
     ]
 
 
-def test_determineds_core_api_works_on_it(two_ranks: list[dict[str, Any]]) -> None:
+def test_determined_core_api_accepts_control_channel(two_ranks: list[dict[str, Any]]) -> None:
     assert [found["core"] for found in two_ranks] == [[[0, 1], ["rank0", "rank1"]]] * 2
 
 
 def set_machines() -> int:
-    """Say that each two ranks are on a machine of their own; return this rank."""
+    """Simulate machines with two ranks each; return this rank."""
     rank = int(os.environ["RANK"])
     on_machine = min(2, int(os.environ["WORLD_SIZE"]) - rank // 2 * 2)
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE=str(on_machine))
@@ -209,7 +209,7 @@ def exchange_over_two_machines() -> dict[str, Any]:
     return seen
 
 
-def test_local_operations_stay_on_their_machine() -> None:
+def test_local_operations_stay_within_machine() -> None:
     results = [result.value for result in run_function(exchange_over_two_machines, 3)]
     assert [seen["local"] for seen in results] == [[0, 1], [0, 1], [2]]
     assert [seen["gathered"] for seen in results] == [[0, 1], None, [2]]
@@ -218,10 +218,10 @@ def test_local_operations_stay_on_their_machine() -> None:
 
 
 def count_collective_splits() -> list[str]:
-    """Stand where NCCL does with a bound device: a backend that splits its communicator with all of its ranks.
+    """Return the communicator splits that the creation of a channel requests.
 
-    torch 2.13 distributed_c10d.py:2030-2058: who is no member of a new group calls ``perform_nocolor_split`` of the
-    default group's backend, in which NCCL waits for all ranks; members of a gloo group never call it.
+    A gloo backend stands in for NCCL with a bound device. In torch 2.13 (distributed_c10d.py:2030-2058) ranks outside a new
+    group call ``perform_nocolor_split``, in which NCCL waits for all ranks; members of a gloo group never call it.
     """
     rank = set_machines()
     import torch
@@ -235,7 +235,7 @@ def count_collective_splits() -> list[str]:
         def perform_nocolor_split(self, device: Any) -> None:
             calls.append(str(device))
 
-    kept: list[Any] = []  # or pybind forgets that it is of our class
+    kept: list[Any] = []  # else pybind loses the Python subclass
 
     def create(store: Any, group_rank: int, size: int, timeout: Any) -> Any:
         kept.append(Splitting(store, group_rank, size, timeout=timeout))
@@ -250,13 +250,13 @@ def count_collective_splits() -> list[str]:
     return [*calls, f"local {local}"]
 
 
-def test_a_channel_over_machines_splits_no_communicator() -> None:
+def test_multi_node_channel_splits_no_communicator() -> None:
     results = run_function(count_collective_splits, 4)
     assert [result.value for result in results] == [["local [0, 1]"]] * 2 + [["local [2, 3]"]] * 2
 
 
 def groups_of_unequal_number() -> list[Any]:
-    """A rank that is in more groups than its neighbours makes its second channel as they do."""
+    """Create a second channel after ranks have joined different numbers of groups."""
     rank = set_machines()
     import torch.distributed as dist
 
@@ -270,7 +270,7 @@ def groups_of_unequal_number() -> list[Any]:
     return seen
 
 
-def test_channels_are_made_by_ranks_with_unequal_groups() -> None:
+def test_channel_creation_tolerates_unequal_group_counts() -> None:
     results = run_function(groups_of_unequal_number, 4)
     assert [result.value for result in results] == [[[0, 1]] * 2] * 2 + [[[2, 3]] * 2] * 2
 
@@ -280,7 +280,7 @@ def claim_the_same_place() -> str:
     return error_of(_channel)
 
 
-def test_ranks_that_claim_the_same_place_are_told_which() -> None:
+def test_duplicate_rank_placement_is_reported() -> None:
     for result in run_function(claim_the_same_place, 2):
         assert result.value.startswith("RankIdentityError: ")
         assert "rank 1 of 2: local rank 0 of 1 on machine 0 of 2" in result.value
@@ -293,7 +293,7 @@ def miss_a_rank(missing: int, directory: str) -> str:
         time.sleep(12)
         os._exit(0)
     message = error_of(lambda: channel.allgather("where are you"))
-    # Rank 0 has the store that tells who is missing: it stays until the others have asked.
+    # Rank 0 hosts the store that knows the missing ranks, so it waits until the others have queried it.
     Path(directory, str(channel.rank)).touch()
     give_up_at_s = time.monotonic() + 30
     while channel.rank == 0 and len(list(Path(directory).iterdir())) < 2 and time.monotonic() < give_up_at_s:
@@ -303,7 +303,7 @@ def miss_a_rank(missing: int, directory: str) -> str:
 
 @pytest.mark.exhaustive("[0]")
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_rank_that_does_not_come_is_named_by_all_that_wait(missing: int, tmp_path: Path) -> None:
+def test_allgather_timeout_names_missing_rank(missing: int, tmp_path: Path) -> None:
     results = run_function(miss_a_rank, 3, missing, str(tmp_path))
     for result in results:
         if result.rank != missing:
@@ -318,7 +318,7 @@ def lose_a_peer() -> str:
     return error_of(lambda: channel.allgather("still there?"))
 
 
-def test_a_dead_peer_is_told_from_a_late_one() -> None:
+def test_allgather_distinguishes_dead_from_late_peer() -> None:
     survivor, dead = run_function(lose_a_peer, 2, check=False)
     assert dead.exit_code == 3
     assert survivor.value.startswith("RankError: allgather is broken on rank 0")
@@ -326,7 +326,7 @@ def test_a_dead_peer_is_told_from_a_late_one() -> None:
     assert "Look for the traceback of the rank that failed first." in survivor.value
 
 
-def test_one_rank_needs_no_process_group() -> None:
+def test_single_rank_needs_no_process_group() -> None:
     from dstrial.ranks.control_channel import ControlChannel
     from dstrial.ranks.identity import identify
 
@@ -344,7 +344,7 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1"])
-def test_a_timeout_that_is_no_positive_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_variable_must_be_positive_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrial.errors import RankError
     from dstrial.ranks.control_channel import timeout_from_environ
 

@@ -1,4 +1,4 @@
-"""No collective waits longer than ranks were told to: every group has the time-out of the first."""
+"""Timeouts of the process groups that DeepSpeed and users create."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
 
 def _timeouts() -> list[float]:
-    """Return the time-out of each group of this rank, seconds."""
+    """Return the timeout of each process group of this rank, in seconds."""
     import torch
     from torch.distributed import distributed_c10d
 
@@ -49,13 +49,13 @@ def make_groups(kind: str) -> dict[str, object]:
     own = dist.new_group(timeout=datetime.timedelta(seconds=5))
     of_own = own._get_backend(torch.device("cpu")).options._timeout.total_seconds()  # type: ignore[union-attr]
     found = _timeouts()
-    dist.barrier()  # who is done must not close what others are still connecting to
+    dist.barrier()  # no rank may shut down while others still connect to it
     shutdown()
     return {"all": found, "own": of_own, "is_undone": distributed_c10d._get_default_timeout is before}
 
 
 @pytest.mark.parametrize("kind", ["zero 1", "zero 3", "pipeline"])
-def test_every_group_of_deepspeed_has_the_time_out_of_the_first(kind: str) -> None:
+def test_deepspeed_groups_inherit_default_group_timeout(kind: str) -> None:
     for told in (result.value for result in run_function(make_groups, 2, kind)):
         assert len(told["all"]) > 2
         assert sorted(told["all"]) == [5.0] + [77.0] * (len(told["all"]) - 1)

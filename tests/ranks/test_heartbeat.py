@@ -1,4 +1,4 @@
-"""A rank says where it is in mapped memory, and its launcher reads it there."""
+"""Heartbeats that ranks write to mapped memory and their launcher reads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from dstrial.ranks.heartbeat import (
 )
 
 
-def test_what_a_rank_says_is_read_by_who_made_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launcher_reads_heartbeat_of_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "heartbeats"
     beats = make_heartbeat_file(path, 3)
     assert [read_beat(beats, slot) for slot in range(3)] == [None] * 3
@@ -48,7 +46,7 @@ def test_what_a_rank_says_is_read_by_who_made_the_file(
     assert read_beat(beats, 2) is None
 
 
-def test_how_long_a_phase_took_is_kept_if_it_ends_well(
+def test_heartbeat_keeps_longest_successful_phase_duration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats = make_heartbeat_file(tmp_path / "heartbeats", 1)
@@ -82,7 +80,7 @@ def test_how_long_a_phase_took_is_kept_if_it_ends_well(
     assert (saved.phase, saved.longest_s[Phase.SAVE] > 0) == (Phase.NONE, True)
 
 
-def test_without_a_launcher_it_is_said_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_without_launcher_is_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HEARTBEAT_VARIABLE, raising=False)
     heartbeat().begin_batch(3)
     monkeypatch.setenv(HEARTBEAT_VARIABLE, "0:/nonexistent/heartbeats")
@@ -90,7 +88,9 @@ def test_without_a_launcher_it_is_said_to_nobody(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.process
-def test_what_a_rank_starts_does_not_speak_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_process_does_not_write_parent_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beats = make_heartbeat_file(tmp_path / "heartbeats", 1)
     monkeypatch.setenv(HEARTBEAT_VARIABLE, f"0:{tmp_path / 'heartbeats'}")
     heartbeat().begin_batch(3)
@@ -101,7 +101,7 @@ def test_what_a_rank_starts_does_not_speak_for_it(tmp_path: Path, monkeypatch: p
     assert (beat.batch, beat.pid) == (3, os.getpid())
 
 
-def test_begin_measures_the_phase_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_begin_records_duration_of_previous_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beats = make_heartbeat_file(tmp_path / "heartbeats", 1)
     monkeypatch.setenv(HEARTBEAT_VARIABLE, f"0:{tmp_path / 'heartbeats'}")
     mine = heartbeat()

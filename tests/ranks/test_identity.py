@@ -1,4 +1,4 @@
-"""Recorded environments of every launcher, trimmed to the variables that identify a rank."""
+"""Identification of ranks by recorded environment variables of all launchers."""
 
 from __future__ import annotations
 
@@ -107,21 +107,21 @@ def test_identify_by_launcher(environ: dict[str, str], expected: RankIdentity) -
     assert identify(environ) == expected
 
 
-def test_torchruns_own_local_size_wins_over_a_local_size_exported_for_deepspeed() -> None:
+def test_torchrun_local_world_size_overrides_local_size() -> None:
     assert identify({**TORCHRUN, "LOCAL_SIZE": "7"}).local_world_size == 2
 
 
-def test_determineds_chief_serves_as_the_master_address() -> None:
+def test_determined_chief_ip_is_fallback_master_address() -> None:
     environ = {name: value for name, value in DETERMINED_TORCH.items() if name != "MASTER_ADDR"}
     assert identify(environ).master_addr == "10.0.0.5"
 
 
-def test_explicit_variables_win_over_the_slurm_step_around_them() -> None:
+def test_torchrun_variables_override_slurm_step() -> None:
     assert identify({**SRUN, **TORCHRUN}).launcher == "torchrun"
 
 
 @pytest.mark.parametrize("environ", [SRUN, OPENMPI_5, OPENMPI_4, INTEL_MPI], ids=lambda e: sorted(e)[0])
-def test_a_job_on_one_machine_needs_no_address_and_gives_all_ranks_one_port(environ: dict[str, str]) -> None:
+def test_single_node_job_derives_address_and_port(environ: dict[str, str]) -> None:
     rank_1 = identify(environ)
     other_names = ("SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
     other_names += ("OMPI_COMM_WORLD_NODE_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID")
@@ -133,12 +133,12 @@ def test_a_job_on_one_machine_needs_no_address_and_gives_all_ranks_one_port(envi
     assert 15_000 <= rank_0.master_port < 29_000
 
 
-def test_two_jobs_get_ports_of_their_own() -> None:
+def test_slurm_jobs_derive_distinct_ports() -> None:
     ports = {identify({**SRUN, "SLURM_JOB_ID": str(job)}).master_port for job in range(50)}
     assert len(ports) > 45
 
 
-def test_srun_on_uneven_machines() -> None:
+def test_srun_on_uneven_nodes_counts_local_ranks() -> None:
     environ = {
         **SRUN,
         "SLURM_PROCID": "9",
@@ -154,7 +154,7 @@ def test_srun_on_uneven_machines() -> None:
     assert identify({**environ, "SLURM_NODEID": "1"}).local_world_size == 4
 
 
-def test_srun_on_several_nodes_needs_no_master_address() -> None:
+def test_srun_multi_node_derives_master_address_from_nodelist() -> None:
     environ = {
         **SRUN,
         "SLURM_LOCALID": "0",
@@ -171,8 +171,8 @@ def test_srun_on_several_nodes_needs_no_master_address() -> None:
     assert (given.master_addr, given.nodes) == ("10.0.0.8", ())
 
 
-def test_a_step_of_several_parts_counts_the_tasks_that_slurm_names_and_rank_0_knows_where_it_is() -> None:
-    # What Slurm 22.05 says to rank 0 of `srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2`: the first count is host1's.
+def test_slurm_heterogeneous_step_finds_local_ranks_and_master() -> None:
+    # Slurm 22.05 for rank 0 of `srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2`: the first task count is host1's.
     environ = {
         **SRUN,
         "SLURM_PROCID": "0",
@@ -189,7 +189,7 @@ def test_a_step_of_several_parts_counts_the_tasks_that_slurm_names_and_rank_0_kn
     assert (identity.local_world_size, identity.master_addr) == (1, "host3")
 
 
-def test_an_inner_step_counts_its_own_tasks_not_the_allocations() -> None:
+def test_slurm_step_task_count_overrides_allocation() -> None:
     assert identify({**SRUN, "SLURM_NTASKS": "64"}).world_size == 2
 
 
@@ -202,11 +202,11 @@ def test_an_inner_step_counts_its_own_tasks_not_the_allocations() -> None:
     ],
     ids=["sbatch script", "interactive step of salloc", "salloc shell"],
 )
-def test_an_allocation_without_srun_is_a_single_rank(environ: dict[str, str]) -> None:
+def test_slurm_allocation_without_srun_is_single_rank(environ: dict[str, str]) -> None:
     assert identify(environ).world_size == 1
 
 
-def test_world_size_exported_in_an_sbatch_script_agrees_with_srun() -> None:
+def test_exported_world_size_must_agree_with_srun() -> None:
     assert identify({**SRUN, "WORLD_SIZE": "2"}).launcher == "slurm"
     with pytest.raises(RankIdentityError, match="WORLD_SIZE is '3'; expected 2, as slurm says"):
         identify({**SRUN, "WORLD_SIZE": "3"})
@@ -242,15 +242,13 @@ def test_world_size_exported_in_an_sbatch_script_agrees_with_srun() -> None:
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,2"}, "SLURM_STEP_TASKS_PER_NODE is '2,2'"),
     ],
 )
-def test_a_contradiction_names_the_variable_and_shows_what_was_seen(
-    environ: dict[str, str], message: str
-) -> None:
+def test_contradictory_environment_names_variable_and_values(environ: dict[str, str], message: str) -> None:
     with pytest.raises(RankIdentityError, match=re.escape(message)) as caught:
         identify(environ)
     assert "Seen in the environment: " in str(caught.value)
 
 
-def test_the_environment_is_not_changed() -> None:
+def test_identify_does_not_modify_environment() -> None:
     environ = dict(SRUN)
     identify(environ)
     assert environ == SRUN
@@ -258,9 +256,7 @@ def test_the_environment_is_not_changed() -> None:
 
 
 @given(num_nodes=st.integers(1, 8), per_node=st.integers(1, 8), data=st.data())
-def test_torchruns_variables_are_taken_as_they_are(
-    num_nodes: int, per_node: int, data: st.DataObject
-) -> None:
+def test_torchrun_variables_are_used_unchanged(num_nodes: int, per_node: int, data: st.DataObject) -> None:
     node = data.draw(st.integers(0, num_nodes - 1))
     local = data.draw(st.integers(0, per_node - 1))
     environ = {

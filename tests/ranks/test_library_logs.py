@@ -1,4 +1,4 @@
-"""Lines that every run would print stay out of the log, and no others."""
+"""Filtering of log lines that libraries print in every run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from dstrial.runtime import quieten_libraries
 
 
-def test_deepspeeds_line_about_a_scheduler_that_has_not_started_is_dropped_and_others_are_not(
+def test_log_filter_drops_only_deepspeed_scheduler_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     logger = logging.getLogger("DeepSpeed")
@@ -26,7 +26,7 @@ def test_deepspeeds_line_about_a_scheduler_that_has_not_started_is_dropped_and_o
     finally:
         logger.filters[:] = filters
         logger.propagate = propagates
-    # Some releases of pytest have a logger's records twice: from the logger and from the root.
+    # Some releases of pytest capture a record twice: at the logger and at the root logger.
     assert {record.getMessage() for record in caplog.records} == {
         "total_num_steps 1 is less than warmup_num_steps 2"
     }

@@ -1,4 +1,4 @@
-"""Bringing DeepSpeed's process group up and down, in processes of their own."""
+"""Start and shutdown of DeepSpeed's process group in separate processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start_alone() -> dict[str, Any]:
     return {"seen": seen, "left": left, "accelerator": os.environ["DS_ACCELERATOR"]}
 
 
-def test_a_single_rank_off_any_launcher_starts_twice_and_leaves_no_variable() -> None:
+def test_single_rank_group_restarts_and_restores_environment() -> None:
     (result,) = run_function(start_alone, 1)
     assert result.value == {"seen": [(1, "gloo", "cpu", "0")] * 2, "left": set(), "accelerator": "cpu"}
 
@@ -67,7 +67,7 @@ def respect_the_users_own_group() -> list[bool]:
     return [*seen, dist.is_initialized()]
 
 
-def test_a_group_that_the_user_made_is_neither_replaced_nor_ended() -> None:
+def test_user_created_process_group_is_preserved() -> None:
     assert [result.value for result in run_function(respect_the_users_own_group, 2)] == [[False, True]] * 2
 
 
@@ -89,7 +89,7 @@ def start_on_a_taken_port() -> str:
     return ""
 
 
-def test_a_taken_port_is_named_with_the_way_out() -> None:
+def test_master_port_in_use_error_suggests_fix() -> None:
     result, _ = run_function(start_on_a_taken_port, 2)
     assert "is in use by another program" in result.value
     assert "Set MASTER_PORT" in result.value
@@ -110,7 +110,7 @@ def start_without_rank_1() -> str:
 
 
 @pytest.mark.parametrize("through_file", [False, True])
-def test_a_rank_that_does_not_come_to_the_rendezvous_is_named(tmp_path: Path, through_file: bool) -> None:
+def test_rendezvous_timeout_names_missing_rank(tmp_path: Path, through_file: bool) -> None:
     variables = store_of(tmp_path, num_ranks=2) if through_file else {}
 
     result, _ = run_function(start_without_rank_1, 2, env=variables)
@@ -151,9 +151,7 @@ def listen_and_meet() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("through_file", [False, True])
-def test_ranks_of_one_machine_meet_again_and_again_and_listen_on_loopback_only(
-    tmp_path: Path, through_file: bool
-) -> None:
+def test_single_node_ranks_reconnect_on_loopback_only(tmp_path: Path, through_file: bool) -> None:
     variables = store_of(tmp_path, num_ranks=2) if through_file else {}
 
     results = run_function(listen_and_meet, 2, env=variables)
@@ -161,8 +159,8 @@ def test_ranks_of_one_machine_meet_again_and_again_and_listen_on_loopback_only(
     kind = "FileStore" if through_file else "TCPStore"
     expected = {"sums": [3.0] * 3, "kinds": {kind}, "outside": [], "gloo": None}
     assert [result.value for result in results] == [expected] * 2
-    # The last rank that leaves a group removes its file. Two that leave at once may each take the other for the last (torch 2.13
-    # FileStore.cpp, whose destructor counts in two steps); what they leave goes with the launcher's directory.
+    # The last rank that leaves a group removes its file. If two ranks leave at once, both may keep it (the destructor in torch
+    # 2.13's FileStore.cpp counts in two steps); the launcher later removes the file with its directory.
     assert {path.name for path in tmp_path.iterdir()} <= {"store-0", "store-1", "store-2"}
 
 
@@ -172,8 +170,8 @@ def store_of(directory: Path, num_ranks: int) -> dict[str, str]:
     return {"DSTRIAL_STORE": json.dumps(value), "MASTER_PORT": str(port)}
 
 
-def test_identify_needs_no_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("TEST_FORKS", "0")  # a fork has torch
+def test_identify_does_not_import_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TEST_FORKS", "0")  # a fork has already imported torch
     script = tmp_path / "who.py"
     script.write_text(
         "import sys\n"
@@ -195,7 +193,7 @@ def gathered_at_once() -> list[float]:
 
     from dstrial.engine.deepspeed_internals import optimizers
 
-    # A large one is on its way when a small one has arrived.
+    # The large parameter is still being gathered when the small one has arrived.
     model = torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.Linear(2048, 1))
     zero = {"stage": 3, "stage3_param_persistence_threshold": 10**9}
     config = {
@@ -216,6 +214,6 @@ def gathered_at_once() -> list[float]:
 
 
 @pytest.mark.ranks
-def test_zero_3_has_gathered_all_small_parameters_and_not_only_the_last_one() -> None:
+def test_zero3_gathers_all_persistent_parameters() -> None:
     for result in run_function(gathered_at_once, 2, deadline_s=120):
         assert result.value == [1.0] * 12

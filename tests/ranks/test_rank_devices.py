@@ -1,4 +1,4 @@
-"""Which device a rank gets, told to DeepSpeed too; a stand-in accelerator records what is asked of it."""
+"""Devices of ranks, with a fake accelerator that records DeepSpeed's calls."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def identity(local_rank: int = 0, local_world_size: int = 2, num_nodes: int = 1)
     ("local_rank", "num_ranks", "num_devices", "shares", "index"),
     [
         (1, 2, 2, False, 1),
-        (1, 2, 1, False, 0),  # a launcher that shows every rank its own
+        (1, 2, 1, False, 0),  # the launcher makes one device visible to each rank
         (1, 2, 1, True, 0),
         (3, 4, 2, True, 1),
         (1, 2, 2, True, 1),
     ],
 )
-def test_a_rank_gets_the_device_of_its_local_rank_or_shares_one(
+def test_device_index_is_local_rank_modulo_devices(
     local_rank: int, num_ranks: int, num_devices: int, shares: bool, index: int
 ) -> None:
     asked = identity(local_rank, num_ranks)
     assert device_index(asked, num_devices, "cuda", may_share=shares) == index
 
 
-def test_too_many_ranks_are_told_three_ways_out() -> None:
+def test_too_many_ranks_error_suggests_three_fixes() -> None:
     with pytest.raises(
         RankError, match=r"Start 2 ranks here, .*DS_ACCELERATOR=cpu, .*DSTRIAL_SHARE_DEVICE=1"
     ):
@@ -48,15 +48,15 @@ def test_too_many_ranks_are_told_three_ways_out() -> None:
         device_index(identity(0, 1), 0, "cuda", may_share=True)
 
 
-def test_devices_are_shared_only_where_that_is_allowed_and_needed() -> None:
+def test_device_sharing_must_be_allowed_and_needed() -> None:
     assert is_shared(identity(), 1, may_share=True)
     assert not is_shared(identity(), 1, may_share=False)
     assert not is_shared(identity(), 2, may_share=True)
     assert not is_shared(identity(0, 1), 1, may_share=True)
-    assert is_shared(identity(0, 1, num_nodes=2), 1, may_share=True)  # the other machine may have fewer
+    assert is_shared(identity(0, 1, num_nodes=2), 1, may_share=True)  # the other node may have fewer devices
 
 
-def test_several_ranks_on_several_mig_instances_are_refused() -> None:
+def test_multiple_ranks_on_mig_instances_are_refused() -> None:
     visible = {"CUDA_VISIBLE_DEVICES": "MIG-aaaa, MIG-bbbb"}
     with pytest.raises(RankError, match="names 2 MIG instances for 2 ranks"):
         refuse_instances(identity(), visible)
@@ -65,7 +65,7 @@ def test_several_ranks_on_several_mig_instances_are_refused() -> None:
     refuse_instances(identity(), {**visible, "DSTRIAL_SHARE_DEVICE": "1"})
 
 
-def test_the_override_is_a_switch() -> None:
+def test_share_device_variable_accepts_0_or_1() -> None:
     environments = ({}, {"DSTRIAL_SHARE_DEVICE": "0"}, {"DSTRIAL_SHARE_DEVICE": "1"})
     assert [may_share(environ) for environ in environments] == [False, False, True]
     with pytest.raises(RankError, match="DSTRIAL_SHARE_DEVICE is 'yes'; expected 0 or 1"):
@@ -73,13 +73,13 @@ def test_the_override_is_a_switch() -> None:
 
 
 @pytest.mark.process
-def test_looking_for_an_accelerator_leaves_forks_usable() -> None:
+def test_accelerator_detection_keeps_forks_usable() -> None:
     program = Path(__file__).with_name("fork_program.py")
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "usable\n", done.stdout + done.stderr
 
 
-def test_slots_left_out_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_num_slots_defaults_to_device_count(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from dstrial.launch import slots
@@ -96,7 +96,7 @@ def test_slots_left_out_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def stand_in(calls: list[tuple[str, Any]], backend: str) -> None:
-    """Put a CUDA accelerator with one device in DeepSpeed's place for it."""
+    """Replace DeepSpeed's accelerator by a fake CUDA one with one device."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.accelerator.real_accelerator import set_accelerator
 
@@ -105,7 +105,7 @@ def stand_in(calls: list[tuple[str, Any]], backend: str) -> None:
             return "cuda" if device_index is None else f"cuda:{device_index}"
 
         def device(self, device_index: int | None = None) -> None:
-            calls.append(("bound", device_index))  # and torch without CUDA would refuse it
+            calls.append(("bound", device_index))  # recorded only: torch without CUDA would raise
 
         def device_count(self) -> int:
             return 1
@@ -114,7 +114,7 @@ def stand_in(calls: list[tuple[str, Any]], backend: str) -> None:
             calls.append(("set", device_index))
 
         def create_op_builder(self, class_name: str) -> None:
-            return None  # the CPU's would compile its collectives
+            return None  # the CPU accelerator's builder would compile collectives
 
         def communication_backend_name(self) -> str:
             return backend
@@ -133,7 +133,7 @@ def start_on_the_only_visible_device() -> dict[str, Any]:
     before = dict(os.environ)
     who = identify(os.environ)
     init_process_group(who, timeout_s=60)
-    torch.distributed.barrier()  # or the first to leave breaks connections that the other still makes
+    torch.distributed.barrier()  # else the first rank to leave breaks pending connections of the other
     seen = {
         "calls": calls,
         "deepspeed's": os.environ["LOCAL_RANK"],
@@ -145,10 +145,10 @@ def start_on_the_only_visible_device() -> dict[str, Any]:
 
 
 @pytest.mark.process
-def test_deepspeed_binds_the_device_that_the_rank_has_been_shown() -> None:
-    """Ranks of ``srun --gpus-per-task=1`` each see one device; DeepSpeed 0.19.8 binds ``cuda:LOCAL_RANK``.
+def test_deepspeed_binds_only_visible_device() -> None:
+    """Under ``srun --gpus-per-task=1`` each rank sees one device, ``cuda:0``.
 
-    It does not with a torch that would hang (deepspeed/comm/torch.py:271).
+    DeepSpeed 0.19.8 binds ``cuda:LOCAL_RANK``, except with torch releases that would hang (deepspeed/comm/torch.py:271).
     """
     import torch
 
@@ -181,7 +181,7 @@ def share_a_device() -> dict[str, Any]:
     copied: list[str] = []
 
     class OnDevice(torch.Tensor):
-        """Says that it lies on the device, and records each copy to the host."""
+        """A CPU tensor that claims to be on the device and records copies to the host."""
 
         @property
         def device(self) -> torch.device:  # type: ignore[override]
@@ -196,7 +196,7 @@ def share_a_device() -> dict[str, Any]:
     message = torch.full((2,), float(who.rank)).as_subclass(OnDevice)
     version = message._version
     if who.rank == 0:
-        dist.send(message, 1)  # autograd may need it as it was
+        dist.send(message, 1)  # must not modify the tensor: autograd may need its value
         assert message._version == version
     else:
         dist.recv(message, 0)
@@ -215,7 +215,7 @@ def share_a_device() -> dict[str, Any]:
 
 
 @pytest.mark.process
-def test_ranks_that_share_a_device_talk_over_gloo_and_send_through_the_host_and_say_so_once() -> None:
+def test_ranks_sharing_device_use_gloo_and_warn_once() -> None:
     results = run_function(share_a_device, 2, env={"DSTRIAL_SHARE_DEVICE": "1"})
     for rank, result in enumerate(results):
         assert result.value == {

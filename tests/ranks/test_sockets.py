@@ -1,4 +1,4 @@
-"""At which address a process listens for the others of its job."""
+"""Addresses, ports and the limit of open files for the sockets of ranks."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     [
         ("127.0.0.1", "127.0.0.1"),
         ("localhost", "127.0.0.1"),
-        # A name may resolve to another interface elsewhere, an address may be that of a container's host.
+        # Other machines may resolve a host name differently; an address may belong to the host of a container.
         (socket.gethostname(), EVERYWHERE),
         ("203.0.113.77", EVERYWHERE),
     ],
 )
-def test_an_address_is_served_alone_where_that_is_possible(addr: str, bound: str) -> None:
+def test_listening_socket_binds_loopback_or_all_interfaces(addr: str, bound: str) -> None:
     with listening_socket(addr, 0) as server:
         assert server.getsockname()[0] == bound
         if bound == EVERYWHERE:
             socket.create_connection(("127.0.0.1", server.getsockname()[1]), timeout=5).close()
 
 
-def test_a_taken_port_is_an_error_and_not_another_interface() -> None:
+def test_listening_socket_rejects_port_in_use() -> None:
     with listening_socket("127.0.0.1", 0) as taken, pytest.raises(OSError, match="in use"):
         listening_socket("127.0.0.1", taken.getsockname()[1])
 
 
-def test_a_free_port_can_be_served() -> None:
+def test_free_port_can_be_bound() -> None:
     listening_socket("127.0.0.1", free_port()).close()
 
 
-def test_seeds_choose_no_port_and_ports_take_no_random_number() -> None:
+def test_free_port_is_independent_of_random_seed() -> None:
     random.seed(3)
     before = random.getstate()
     first = [free_port() for _ in range(3)]
@@ -51,7 +51,7 @@ def test_seeds_choose_no_port_and_ports_take_no_random_number() -> None:
     assert [free_port() for _ in range(3)] != first
 
 
-def test_loopback_only_keeps_the_users_interface() -> None:
+def test_loopback_only_keeps_user_interface() -> None:
     assert loopback_only({}) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     assert loopback_only({"NCCL_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "lo"}
 
@@ -71,12 +71,12 @@ def raise_in_process(hard: int, num_ranks: int) -> subprocess.CompletedProcess[s
     return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
 
 
-def test_file_limit_of_ranks_is_raised_to_the_hard_one() -> None:
+def test_file_limit_is_raised_to_hard_limit() -> None:
     assert raise_in_process(1024, 400).stdout == "(1024, 1024)\n"
     assert raise_in_process(1024, 1).stdout == "(64, 1024)\n"
 
 
-def test_file_limit_too_low_for_the_ranks_is_refused_early() -> None:
+def test_file_limit_too_low_is_refused_early() -> None:
     refused = raise_in_process(1024, 500)
     assert refused.returncode == 1
     assert (

@@ -1,4 +1,4 @@
-"""Signals become a flag, and handlers come back."""
+"""Stop signals set a flag; on exit the previous handlers are restored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from dstrial.ranks.stop_signals import StopSignals
 
 
-def test_sigterm_sets_the_flag_and_the_handler_is_restored() -> None:
+def test_sigterm_sets_flag_and_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignals() as stop:
         assert stop.requested is None
@@ -21,7 +21,7 @@ def test_sigterm_sets_the_flag_and_the_handler_is_restored() -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_the_first_ctrl_c_asks_and_the_second_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_sigint_requests_stop_second_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DSTRIAL_LAUNCHED", raising=False)
     with pytest.raises(KeyboardInterrupt), StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -29,7 +29,7 @@ def test_the_first_ctrl_c_asks_and_the_second_interrupts(monkeypatch: pytest.Mon
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_launched_rank_leaves_ctrl_c_to_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_rank_ignores_sigint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSTRIAL_LAUNCHED", "1")
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -37,7 +37,7 @@ def test_a_launched_rank_leaves_ctrl_c_to_its_launcher(monkeypatch: pytest.Monke
         assert stop.requested is None
 
 
-def test_outside_the_main_thread_nothing_is_installed() -> None:
+def test_non_main_thread_installs_no_handlers() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 
@@ -52,7 +52,7 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
 
 
 @pytest.mark.process
-def test_a_deferred_sigterm_ends_the_process_until_it_listens() -> None:
+def test_deferred_stop_signals_terminate_until_listen() -> None:
     reader, writer = os.pipe()
     for listens in (False, True):
         pid = os.fork()
@@ -73,7 +73,7 @@ def test_a_deferred_sigterm_ends_the_process_until_it_listens() -> None:
 
 
 @pytest.mark.process
-def test_a_forked_child_still_dies_of_sigterm() -> None:
+def test_forked_child_still_terminates_on_sigterm() -> None:
     reader, writer = os.pipe()
     with StopSignals() as stop:
         pid = os.fork()

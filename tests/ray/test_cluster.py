@@ -1,4 +1,4 @@
-"""What a Ray cluster says, read into values; shares of nodes: as few as possible, equal if that can be."""
+"""Parsing of Ray's cluster state, and distribution of slots over nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seen(nodes: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     return {"nodes": nodes, "free": {}, "draining": {}, "groups": {}, **values}
 
 
-def test_nodes_have_rays_names_with_ports_for_living_namesakes() -> None:
+def test_parse_nodes_adds_port_to_duplicate_live_names() -> None:
     dead = node("d", "left", Alive=False, Resources={}, DeathReasonMessage="health check failed")
     nodes = parse_nodes(
         seen([node("a", "10.0.0.1", 11), node("b", "10.0.0.1", 12), dead, node("c", "left", 13)])
@@ -33,7 +33,7 @@ def test_nodes_have_rays_names_with_ports_for_living_namesakes() -> None:
     assert nodes[2].death_reason == "health check failed"
 
 
-def test_what_is_free_and_drained_is_known_by_id() -> None:
+def test_parse_nodes_matches_free_and_draining_by_id() -> None:
     nodes = parse_nodes(seen([node("a", "x"), node("b", "y")], free={"a": {"CPU": 1.0}}, draining={"b": 5}))
     assert [(one.free, one.is_draining) for one in nodes] == [({"CPU": 1.0}, False), ({}, True)]
     assert nodes[0].num_slots("CPU") == 2
@@ -48,7 +48,7 @@ def group(state: str, places: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("state", "nodes"), [("CREATED", ("a", "b", "c")), ("PENDING", ("", "", ""))])
-def test_bundles_are_in_the_order_of_their_numbers(state: str, nodes: tuple[str, ...]) -> None:
+def test_parse_groups_sorts_bundles_by_index(state: str, nodes: tuple[str, ...]) -> None:
     places = dict(zip(("10", "1", "0"), reversed(nodes), strict=True))
     (found,) = parse_groups(seen([], groups={"g": group(state, places)}))
     assert found.node_ids == nodes
@@ -72,21 +72,19 @@ def test_bundles_are_in_the_order_of_their_numbers(state: str, nodes: tuple[str,
         (1, [0, 0], None),
     ],
 )
-def test_shares_of_as_few_nodes_as_possible_are_equal_if_that_can_be(
+def test_slots_per_node_minimizes_nodes_then_balances(
     num_slots: int, capacities: list[int], shares: tuple[int, ...] | None
 ) -> None:
     assert slots_per_node(num_slots, capacities) == shares
 
 
-def test_what_cannot_be_divided_needs_a_node_that_has_it() -> None:
+def test_slots_per_node_single_node_needs_capacity() -> None:
     assert slots_per_node(2, [2, 2], is_on_one_node=True) == (2,)
     assert slots_per_node(3, [2, 2], is_on_one_node=True) is None
 
 
 @given(st.integers(1, 40), st.lists(st.integers(0, 9), max_size=8))
-def test_all_slots_are_given_and_every_share_has_a_node_of_its_own(
-    num_slots: int, capacities: list[int]
-) -> None:
+def test_slots_per_node_covers_request_within_capacities(num_slots: int, capacities: list[int]) -> None:
     shares = slots_per_node(num_slots, capacities)
     if shares is None:
         assert num_slots > sum(capacities)

@@ -1,4 +1,4 @@
-"""Programs of an actor on a node: bytes both ways, and how they end."""
+"""Standard streams and exit codes of programs that a node actor runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WAIT_S = 60.0
 
 
 class _Programs:
-    """An actor in this process, with what a caller does with it."""
+    """A node actor in this process, with helpers that call it."""
 
     def __init__(self) -> None:
         self.actor = NodeActor()
@@ -36,7 +36,7 @@ def programs() -> _Programs:
 
 
 @pytest.mark.process
-def test_a_program_has_its_input_and_output_and_an_exit_code(programs: _Programs) -> None:
+def test_program_streams_and_exit_code_are_relayed(programs: _Programs) -> None:
     number = programs.start("sh", "-c", "cat; echo bad >&2; exit 7")
     assert programs.actor.write(number, b"one\n")
     assert programs.actor.write(number, b"two\n")
@@ -48,7 +48,7 @@ def test_a_program_has_its_input_and_output_and_an_exit_code(programs: _Programs
 
 
 @pytest.mark.process
-def test_much_output_comes_whole_and_in_pieces(programs: _Programs) -> None:
+def test_large_output_is_complete_and_chunked(programs: _Programs) -> None:
     number = programs.start("head", "-c", "5000000", "/dev/zero")
     first = programs.actor.read(number, 30.0)[0]
     assert 0 < len(first) <= PIECE_BYTES
@@ -57,7 +57,7 @@ def test_much_output_comes_whole_and_in_pieces(programs: _Programs) -> None:
 
 
 @pytest.mark.process
-def test_read_waits_no_longer_than_asked_and_codes_are_a_shells(programs: _Programs) -> None:
+def test_read_honors_timeout_and_shell_exit_codes(programs: _Programs) -> None:
     number = programs.start("cat")
     assert programs.actor.read(number, 0.05) == (b"", b"", None)
     programs.actor.end_input(number)
@@ -68,7 +68,7 @@ def test_read_waits_no_longer_than_asked_and_codes_are_a_shells(programs: _Progr
 
 
 @pytest.mark.process
-def test_a_program_that_reads_nothing_holds_up_neither_its_end_nor_others(programs: _Programs) -> None:
+def test_program_ignoring_stdin_does_not_block(programs: _Programs) -> None:
     number = programs.start("sh", "-c", "sleep 0.5; exec true")
     began = time.monotonic()
     while programs.actor.write(number, b"x" * PIECE_BYTES):
@@ -77,7 +77,7 @@ def test_a_program_that_reads_nothing_holds_up_neither_its_end_nor_others(progra
 
 
 @pytest.mark.process
-def test_abandoned_program_is_never_blocked_by_its_output(programs: _Programs, tmp_path: Path) -> None:
+def test_abandoned_program_is_not_blocked_by_output(programs: _Programs, tmp_path: Path) -> None:
     done = tmp_path / "done"
     number = programs.start("sh", "-c", f"head -c 5000000 /dev/zero; touch {done}")
     programs.actor.abandon(number)
@@ -88,7 +88,7 @@ def test_abandoned_program_is_never_blocked_by_its_output(programs: _Programs, t
         time.sleep(0.05)
 
 
-def test_a_program_has_the_variables_that_ray_was_started_with_and_the_actors_devices() -> None:
+def test_program_environment_combines_ray_start_and_actor_devices() -> None:
     login = {
         "PATH": "/bin", "RAY_ADDRESS": "x", "LD_PRELOAD": "/env/ray/core/libjemalloc.so:/my.so",
         "CUDA_VISIBLE_DEVICES": "0,1,2,3",

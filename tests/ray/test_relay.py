@@ -1,4 +1,4 @@
-"""The relay and its errors, and an environment without Ray."""
+"""Errors of the relay to Ray nodes, and of an environment without Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _refusal(exit_code: int | None, errors: str) -> tuple[str, str]:
     return found.got, found.fix
 
 
-def test_why_nothing_answers_is_told_by_what_ray_says() -> None:
+def test_refusal_is_derived_from_ray_error() -> None:
     assert _refusal(None, "")[0] == "silent (Ray has started no actor there within 40 s)"
     assert "/venv/bin/python" in _refusal(127, "/venv/bin/python: No such file or directory\n")[0]
     assert "another kind of machine" in _refusal(127, "/venv/bin/python: Exec format error\n")[0]
@@ -34,17 +34,15 @@ def test_why_nothing_answers_is_told_by_what_ray_says() -> None:
 
 
 @pytest.mark.process
-def test_without_a_bridge_it_says_so_and_ends(tmp_path: Path) -> None:
+def test_relay_without_ray_connection_exits_with_error(tmp_path: Path) -> None:
     words = RayTransport("4a99", tmp_path / "relays").words("10.0.0.2", sys.executable)
     done = subprocess.run(words, input="", capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (255, "")
     assert done.stderr == "dstrial is not connected to Ray (No such file or directory)\n"
 
 
-def test_an_environment_without_ray_is_told_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    # A directory of that name is no package.
+def test_missing_ray_error_names_extra_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # A directory named `ray` is not taken for the package.
     (tmp_path / "ray").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "ray", raising=False)

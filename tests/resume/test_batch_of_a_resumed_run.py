@@ -1,3 +1,5 @@
+"""Batch sizes, slots and incompatible settings of resumed runs."""
+
 import dataclasses
 import re
 
@@ -68,9 +70,7 @@ def problem(call, *args, **more):
     SIZES,
     st.sampled_from([(1, 1, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 0, 0), (0, 1, 0)]),
 )
-def test_an_unchanged_config_keeps_the_batch_with_a_micro_batch_that_is_no_larger(
-    micro, steps, before, after, is_given
-):
+def test_unchanged_config_keeps_batch_without_larger_micro_batch(micro, steps, before, after, is_given):
     steps = steps if is_given[2] or all(is_given[:2]) else 1
     total = micro * steps * before
     config = {
@@ -103,40 +103,40 @@ def test_an_unchanged_config_keeps_the_batch_with_a_micro_batch_that_is_no_large
         assert sizes(solution) == (total, micro, steps)
 
 
-def test_the_batch_survives_a_chain_of_resumes_with_the_config_of_the_beginning():
+def test_batch_survives_chain_of_resumes():
     first = engine()
     on_four = keep(CONFIG, first, 4)
     assert sizes(on_four) == (24, 3, 2)
     second = dataclasses.replace(first, data_parallel_size=4, world_size=4, micro_batch_size=3)
-    # On four replicas the config's own sizes come to 32, which nobody has asked for.
+    # On four replicas the sizes in the config would give a batch of 32 instead of 24.
     assert sizes(keep(CONFIG, second, 3)) == (24, 4, 2)
     assert sizes(keep(CONFIG, second, 2)) == (24, 4, 3)
 
 
-def test_a_micro_batch_that_deepspeed_would_enlarge_stays_within_what_has_fitted():
+def test_micro_batch_never_exceeds_saved_size():
     config = {"train_batch_size": 24}
     saved = engine(micro_batch_size=8, micro_batches_per_batch=1, given=config)
     assert sizes(solve_batch(24, None, None, 2)) == (24, 12, 1)
     assert sizes(keep(config, saved, 2)) == (24, 6, 2)
 
 
-def test_sizes_that_come_to_the_same_batch_on_the_new_replicas_are_taken_as_they_are():
+def test_sizes_matching_saved_batch_are_kept():
     config = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1}
     assert sizes(keep(config, engine(), 4)) == (24, 6, 1)
 
 
-def test_sizes_that_were_changed_without_changing_the_batch_are_solved_anew():
+def test_changed_sizes_with_same_batch_are_recomputed():
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     assert sizes(keep(config, engine(), 4)) == (24, 2, 3)
 
 
-def test_an_accumulation_that_was_added_is_taken():
+def test_added_gradient_accumulation_is_used():
     saved = engine(data_parallel_size=4, world_size=4, micro_batch_size=6, micro_batches_per_batch=1,
                    given={"train_batch_size": 24})  # fmt: skip
     assert sizes(keep({"train_batch_size": 24, "gradient_accumulation_steps": 2}, saved, 4)) == (24, 3, 2)
 
 
-def test_another_batch_is_refused_with_the_sizes_that_keep_it():
+def test_changed_batch_is_refused_with_suggested_sizes():
     message = problem(
         keep, {**CONFIG, "train_micro_batch_size_per_gpu": 8}, engine(), 4, where={KEYS[0]: "ds.json"}
     )
@@ -152,20 +152,20 @@ def test_another_batch_is_refused_with_the_sizes_that_keep_it():
     assert "is 32; expected 24" in problem(keep, {"train_batch_size": 32}, engine(), 4)
 
 
-def test_replicas_that_cannot_share_the_batch_are_refused_with_the_nearest_numbers_of_slots_and_batches():
+def test_indivisible_batch_is_refused_with_nearest_alternatives():
     message = problem(keep, CONFIG, engine(), 5, ranks_per_replica=2)
     assert "24 in checkpoint c1, which 5 data-parallel replicas cannot share evenly" in message
     assert "Go on with 8 or 12 slots" in message
     assert "train_batch_size 20 or 25" in message
 
 
-def test_a_checkpoint_without_the_given_sizes_is_compared_by_what_they_come_to():
+def test_checkpoint_without_given_sizes_compares_resulting_batch():
     saved = engine(given={})
     assert sizes(keep(CONFIG, saved, 2)) == (24, 4, 3)
     assert "expected 24" in problem(keep, {**CONFIG, "gradient_accumulation_steps": 5}, saved, 2)
 
 
-def test_metadata_carries_the_run_through_json_of_any_kind():
+def test_metadata_survives_json_with_float_integers():
     metadata = {**run_metadata([engine()], 7), "steps_completed": 10}
     metadata["engines"][0] = {
         key: float(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -186,7 +186,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "why"), REFUSED)
-def test_state_that_belongs_to_no_parameter_is_refused_in_another_arrangement_only(changes, why):
+def test_unmappable_engine_state_requires_same_layout(changes, why):
     saved = run(dataclasses.replace(engine(), **changes))
     assert resume_problems(saved, num_slots=3) == []
     (found,) = resume_problems(saved, num_slots=2)
@@ -194,7 +194,7 @@ def test_state_that_belongs_to_no_parameter_is_refused_in_another_arrangement_on
     assert "Go on with 3 slots, ZeRO stage 1" in str(found)
 
 
-def test_another_optimizer_or_scheduler_is_refused_and_one_of_the_same_family_is_not():
+def test_different_optimizer_family_or_scheduler_is_refused():
     saved = run()
     (found,) = resume_problems(saved, num_slots=3, configs=[{**CONFIG, "optimizer": {"type": "Lion"}}])
     assert "deepspeed config: optimizer.type is 'Lion'; expected 'Adam'" in str(found)
@@ -208,12 +208,12 @@ def test_another_optimizer_or_scheduler_is_refused_and_one_of_the_same_family_is
     assert "scheduler.type is 'OneCycle'; expected 'WarmupLR'" in str(found)
 
 
-def test_an_optimizer_that_the_trial_itself_makes_is_not_compared_with_the_config():
+def test_trial_created_optimizer_is_not_compared_with_config():
     own = engine(optimizer="SGD")
     assert resume_problems(run(own), num_slots=2, configs=[CONFIG]) == []
 
 
-def test_a_unit_of_ones_own_does_not_continue_autotp():
+def test_autotp_checkpoint_refuses_other_model_parallelism():
     config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
     saved = engine(world_size=2, data_parallel_size=1, model_parallel_size=2, given=given_settings(config))
     assert resume_problems(run(saved), num_slots=2, configs=[config]) == []
@@ -221,8 +221,8 @@ def test_a_unit_of_ones_own_does_not_continue_autotp():
     assert any("model_parallel_size is 2" in str(one) and "only AutoTP's" in str(one) for one in found)
 
 
-def test_another_autotp_size_keeps_the_records_of_a_batch():
-    """DeepSpeed counts a record once for each rank of AutoTP: 24 records are a ``train_batch_size`` of 48."""
+def test_changed_autotp_size_keeps_records_per_batch():
+    """With two AutoTP ranks, DeepSpeed counts 24 records as ``train_batch_size`` 48."""
     config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
     saved = engine(world_size=4, data_parallel_size=2, model_parallel_size=2, train_batch_size=48,
                    micro_batch_size=6, micro_batches_per_batch=2, given=given_settings(config))  # fmt: skip
@@ -231,7 +231,7 @@ def test_another_autotp_size_keeps_the_records_of_a_batch():
     assert keep_batch(config, saved, 4, checkpoint="C").train_batch_size == 48
 
 
-def test_slots_that_are_no_multiple_of_a_replica_are_refused():
+def test_slots_not_multiple_of_replica_are_refused():
     piped = engine(world_size=4, data_parallel_size=2, pipeline_stages=2, engine_kind="pipeline")
     (found,) = resume_problems(run(piped), num_slots=3)
     assert "resources.slots_per_trial is 3; expected a multiple of 2, the ranks of one replica" in str(found)
@@ -249,7 +249,7 @@ def test_slots_that_are_no_multiple_of_a_replica_are_refused():
     ],
 )
 def test_resume_counts_replicas_as_deepspeed_does(ranks, slots, replicas):
-    """Each rank of AutoTP is a replica in DeepSpeed's batch equation; ranks that share a sequence are one."""
+    """Each AutoTP rank counts as a replica; ranks that share a sequence count as one."""
     saved = engine(**{"world_size": 2, "train_batch_size": 16, **ranks})
     assert saved.batch_replicas(slots) == replicas
     assert not any(
@@ -259,7 +259,7 @@ def test_resume_counts_replicas_as_deepspeed_does(ranks, slots, replicas):
     assert resumed.hyperparameters({"deepspeed_config": CONFIG}) == {"deepspeed_config": CONFIG}
 
 
-def test_a_run_goes_on_with_the_most_slots_that_share_its_batch():
+def test_resumable_slots_lists_batch_divisors_in_descending_order():
     assert list(resumable_slots(run(), at_most=5)) == [4, 3, 2, 1]
     alone = engine(
         world_size=1,
@@ -274,7 +274,7 @@ def test_a_run_goes_on_with_the_most_slots_that_share_its_batch():
     assert list(resumable_slots(run(engine(expert_parallel_size=2)), at_most=2)) == []
 
 
-def test_a_run_that_only_takes_the_weights_over_may_have_any_batch():
+def test_weights_only_resume_allows_any_batch():
     piped = engine(pipeline_stages=3, data_parallel_size=1, engine_kind="pipeline")
     assert resume_problems(dataclasses.replace(run(piped), keeps_batch=False), num_slots=2) == []
     taken = dataclasses.replace(run(), keeps_batch=False)

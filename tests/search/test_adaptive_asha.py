@@ -1,4 +1,4 @@
-"""The geometry of adaptive ASHA, against vectors of Determined's own tests."""
+"""Rungs and brackets of adaptive ASHA, with values from Determined's tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def searcher(**changes: Any) -> dict[str, Any]:
     ("num_rungs", "divisor", "max_time", "units"),
     [(3, 3, 9, [1, 3, 9]), (4, 2, 10, [1, 2, 5, 10]), (3, 3, 900, [100, 300, 900])],
 )
-def test_rungs_lie_a_divisor_apart(num_rungs: int, divisor: int, max_time: int, units: list[int]) -> None:
+def test_rung_units_are_divisor_apart(num_rungs: int, divisor: int, max_time: int, units: list[int]) -> None:
     assert rung_units(num_rungs, divisor, max_time) == units
 
 
@@ -46,7 +46,7 @@ def test_rungs_lie_a_divisor_apart(num_rungs: int, divisor: int, max_time: int, 
         (100, 4, [4, 3, 2], [70, 22, 8]),
     ],
 )
-def test_trials_are_divided_by_the_cost_of_brackets(
+def test_bracket_trials_are_weighted_by_cost(
     max_trials: int, divisor: int, rungs: list[int], trials: list[int]
 ) -> None:
     assert bracket_trials(max_trials, divisor, rungs) == trials
@@ -56,26 +56,26 @@ def test_trials_are_divided_by_the_cost_of_brackets(
     ("max_concurrent", "divisor", "trials", "concurrency"),
     [(0, 3, [9, 3, 1], [3, 3, 3]), (11, 3, [9, 3, 1], [4, 4, 3]), (0, 4, [40, 10], [10, 10])],
 )
-def test_concurrent_trials_are_divided_evenly(
+def test_bracket_concurrency_is_divided_evenly(
     max_concurrent: int, divisor: int, trials: list[int], concurrency: list[int]
 ) -> None:
     assert bracket_concurrency(max_concurrent, divisor, trials) == concurrency
 
 
-def test_brackets_of_a_mode() -> None:
+def test_brackets_by_mode() -> None:
     assert brackets(searcher(max_concurrent_trials=2)) == [Bracket(2, 7, 1), Bracket(1, 3, 1)]
     conservative = searcher(mode="conservative", divisor=3, max_concurrent_trials=5)
     assert brackets(conservative) == [Bracket(3, 7, 2), Bracket(2, 2, 2), Bracket(1, 1, 1)]
 
 
 @pytest.mark.parametrize("rungs", [[0], [-3], ["a"], [1.5], [True]])
-def test_a_bracket_needs_a_number_of_rungs(rungs: list[Any]) -> None:
+def test_bracket_rungs_must_be_positive_integers(rungs: list[Any]) -> None:
     with pytest.raises(SearchError, match=r"bracket_rungs has .*; expected integers of at least 1"):
         brackets(searcher(bracket_rungs=rungs))
 
 
 @pytest.mark.parametrize("divisor", [4, 4.0, 1e308, float("inf")])
-def test_powers_beyond_the_floats_leave_the_lower_rungs_at_one_unit(divisor: float) -> None:
+def test_overflowing_divisor_powers_leave_first_rung_at_minimum(divisor: float) -> None:
     assert rung_units(1000, divisor, 100)[-1] == 100
     assert rung_units(1000, divisor, 100)[0] == 1
     config = searcher(bracket_rungs=[2000, 1], divisor=divisor, max_concurrent_trials=0)
@@ -83,13 +83,13 @@ def test_powers_beyond_the_floats_leave_the_lower_rungs_at_one_unit(divisor: flo
     assert sum(trials.count for trials in preview({"hyperparameters": {}, "searcher": config}).trials) == 11
 
 
-def test_a_preview_adds_up_the_stops_of_all_brackets() -> None:
+def test_preview_sums_stops_of_all_brackets() -> None:
     summary = preview({"hyperparameters": {}, "searcher": searcher(max_rungs=10, divisor=3, max_time=900)})
 
     assert [(trials.count, trials.value) for trials in summary.trials] == [(5, 100), (3, 300), (2, 900)]
 
 
-def test_a_preview_of_async_halving_shows_its_rungs() -> None:
+def test_preview_of_async_halving_lists_rungs() -> None:
     config = searcher(name="async_halving", num_rungs=3, max_trials=9, divisor=3, max_time=9)
 
     summary = preview({"hyperparameters": {}, "searcher": config})

@@ -1,4 +1,4 @@
-"""The table of searches shows no broken property, and ends that lie on rungs only."""
+"""Properties that simulated searches with every searcher must have."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config_of(searcher: dict[str, Any]) -> dict[str, Any]:
 
 
 def loss(hparams: dict[str, Any], time: int) -> float:
-    """Better trials are better at every time; no two are equal."""
+    """Return a loss whose ranking of trials is the same at all times, without ties."""
     return hparams.get("x", hparams.get("n", 0)) + 1.0 / time
 
 
@@ -49,7 +49,7 @@ def play(searcher: dict[str, Any], seed: int) -> SimulationResult:
 
 
 def properties(searcher: dict[str, Any], result: SimulationResult) -> str:
-    """Return which properties hold, "all" if every one does."""
+    """Return "all" if every property holds, else "not: " and the broken properties."""
     max_time = int(searcher.get("max_time", 1))
     limit = searcher.get("max_concurrent_trials", 1)
     best = min(result.trials, key=lambda trial: loss(trial.hparams, 1))
@@ -65,11 +65,11 @@ def properties(searcher: dict[str, Any], result: SimulationResult) -> str:
     return "all" if not broken else f"not: {', '.join(broken)}"
 
 
-def test_every_searcher_is_in_the_table() -> None:
+def test_table_covers_all_searchers() -> None:
     assert {searcher["name"] for _, searcher in SEARCHES} == set(SEARCHERS) == set(METHODS)
 
 
-def test_trials_of_independent_searchers_are_the_same_whatever_their_metrics_are() -> None:
+def test_independent_searchers_ignore_metric_values() -> None:
     for name, searcher in SEARCHES:
         search = config_of(searcher)
         found = [
@@ -79,7 +79,7 @@ def test_trials_of_independent_searchers_are_the_same_whatever_their_metrics_are
         assert (found[0] == found[1]) == SEARCHERS[searcher["name"]].is_independent, name
 
 
-def test_every_property_holds_for_every_seed() -> None:
+def test_properties_hold_for_all_seeds() -> None:
     broken = {
         (name, seed): properties(searcher, play(searcher, seed))
         for name, searcher in SEARCHES

@@ -1,4 +1,4 @@
-"""Whole searches, played with a metric that depends on a hyperparameter: what must hold for every seed."""
+"""Simulated searches: properties for every seed, and single decisions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPACE = {
     "net": {"drop": {"type": "double", "minval": 0.0, "maxval": 1.0}, "kind": "cnn"},
     "act": {"type": "categorical", "vals": ["relu", "gelu"]},
 }
-# Searchers that try other hyperparameters for invalid ones: the points of a grid are given.
+# Searchers that replace invalid hyperparameters; the points of a grid are fixed.
 REPLACING = [name for name in SEARCHERS if name != "grid"]
 
 
@@ -50,7 +50,7 @@ def config(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def loss(hparams: dict[str, Any], time: int) -> float:
-    """No two trials are equal, and the better one is better at every time."""
+    """Return a loss whose ranking of trials is the same at all times, without ties."""
     return hparams["net"]["drop"] + 1.0 / time
 
 
@@ -77,14 +77,14 @@ def num_brackets(search: dict[str, Any]) -> int:
 
 
 def concurrency(search: dict[str, Any]) -> int:
-    """At most this many may be open; every bracket gets at least one, whatever the limit is."""
+    """Return the limit of open trials; every bracket may have one open trial."""
     limit = search["searcher"]["max_concurrent_trials"] or search["searcher"]["max_trials"]
     return max(limit, num_brackets(search))
 
 
 @settings(max_examples=60, deadline=None)
 @given(configs, seeds)
-def test_a_search_keeps_its_limits_and_shuts_down_once(search: dict[str, Any], seed: int) -> None:
+def test_search_respects_limits_and_shuts_down_once(search: dict[str, Any], seed: int) -> None:
     result = play(search, seed)
 
     assert len(result.trials) <= max(search["searcher"]["max_trials"], num_brackets(search))
@@ -98,7 +98,7 @@ def test_a_search_keeps_its_limits_and_shuts_down_once(search: dict[str, Any], s
 
 @settings(max_examples=40, deadline=None)
 @given(configs, seeds)
-def test_the_best_trial_is_never_stopped_early(search: dict[str, Any], seed: int) -> None:
+def test_best_trial_is_never_stopped_early(search: dict[str, Any], seed: int) -> None:
     result = play(search, seed)
 
     best = min(result.trials, key=lambda trial: trial.hparams["net"]["drop"])
@@ -107,9 +107,7 @@ def test_the_best_trial_is_never_stopped_early(search: dict[str, Any], seed: int
 
 @settings(max_examples=30, deadline=None)
 @given(configs, seeds)
-def test_a_search_that_is_restored_before_every_event_goes_on_the_same(
-    search: dict[str, Any], seed: int
-) -> None:
+def test_search_restored_before_each_event_is_unchanged(search: dict[str, Any], seed: int) -> None:
     def sometimes(hparams: dict[str, Any], time: int) -> ExitReason | None:
         reasons = [None, *ExitReason]
         return reasons[hparams["width"] % 4] if time == 2 else None
@@ -134,7 +132,7 @@ def test_trials_with_invalid_hyperparameters_are_replaced(search: dict[str, Any]
 
 @settings(max_examples=30, deadline=None)
 @given(configs, seeds)
-def test_a_search_whose_trials_all_fail_ends_as_a_failure(search: dict[str, Any], seed: int) -> None:
+def test_search_with_only_failed_trials_fails(search: dict[str, Any], seed: int) -> None:
     result = play(search, seed, early_exit=lambda _hparams, _time: ExitReason.ERRORED)
 
     assert result.shutdown == Shutdown(failure=True)
@@ -142,7 +140,7 @@ def test_a_search_whose_trials_all_fail_ends_as_a_failure(search: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", REPLACING)
-def test_invalid_hyperparameters_that_cannot_differ_are_not_tried_again(name: str) -> None:
+def test_constant_invalid_hyperparameters_are_not_retried(name: str) -> None:
     search = config(name, max_trials=1)
     search["hyperparameters"] = {"lr": {"type": "const", "val": 0.1}, "net": {"kind": "cnn"}}
 
@@ -152,7 +150,7 @@ def test_invalid_hyperparameters_that_cannot_differ_are_not_tried_again(name: st
 
 
 @pytest.mark.parametrize("name", REPLACING)
-def test_a_search_of_nothing_but_invalid_hyperparameters_ends(name: str) -> None:
+def test_search_with_only_invalid_hyperparameters_ends(name: str) -> None:
     result = play(
         config(name, max_trials=2, max_rungs=1),
         0,
@@ -164,8 +162,8 @@ def test_a_search_of_nothing_but_invalid_hyperparameters_ends(name: str) -> None
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_halving_decides_as_the_protocol_says(data: st.DataObject) -> None:
-    """Against a literal second writing of the rule; reports skip rungs, tie, fail and go both ways."""
+def test_async_halving_matches_reference_implementation(data: st.DataObject) -> None:
+    """The test implements the rule a second time; reports skip rungs, tie and fail."""
     num_rungs, divisor = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1.5, 2, 3, 4]))
     max_trials, smaller_is_better = data.draw(st.integers(1, 12)), data.draw(st.booleans())
     search = config(
@@ -223,7 +221,7 @@ def test_halving_decides_as_the_protocol_says(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("smaller_is_better", [True, False])
-def test_halving_keeps_the_better_end(smaller_is_better: bool) -> None:
+def test_async_halving_respects_smaller_is_better(smaller_is_better: bool) -> None:
     search = config("async_halving", smaller_is_better=smaller_is_better, max_trials=30)
     result = simulate(search, 3, lambda hparams, _time: hparams["net"]["drop"])
 
@@ -233,7 +231,7 @@ def test_halving_keeps_the_better_end(smaller_is_better: bool) -> None:
     assert choose(longest) == choose(longest + shortest)
 
 
-def test_a_tie_goes_to_the_later_trial() -> None:
+def test_async_halving_tie_favors_later_trial() -> None:
     searcher = Searcher.new(config("async_halving", max_trials=2, max_concurrent_trials=2, divisor=2), 0)
     first, second = (action.request_id for action in searcher.initial_trials())
 
@@ -241,7 +239,7 @@ def test_a_tie_goes_to_the_later_trial() -> None:
     assert searcher.validation_completed(second, {"loss": 1.0, "epochs": 2}) == []
 
 
-def test_a_stopped_trial_may_report_again_without_any_effect() -> None:
+def test_report_after_stop_has_no_effect() -> None:
     searcher = Searcher.new(config("async_halving", max_trials=3, max_concurrent_trials=2, num_rungs=1), 0)
     first, _ = (action.request_id for action in searcher.initial_trials())
 
@@ -251,7 +249,7 @@ def test_a_stopped_trial_may_report_again_without_any_effect() -> None:
     assert searcher.validation_completed(first, {}) == []
 
 
-def test_a_missing_metric_is_named_with_those_that_were_reported() -> None:
+def test_missing_metric_error_lists_reported_metrics() -> None:
     searcher = Searcher.new(config("adaptive_asha"), 0)
     request_id = searcher.initial_trials()[0].request_id
 
@@ -261,7 +259,7 @@ def test_a_missing_metric_is_named_with_those_that_were_reported() -> None:
         searcher.validation_completed(request_id, {"loss": 1.0, "epochs": "one"})
 
 
-def test_a_grid_visits_every_point_once_and_the_last_first() -> None:
+def test_grid_visits_each_point_once_last_first() -> None:
     search = config("grid", max_concurrent_trials=2)
     search["hyperparameters"] = {
         "b": {"type": "int", "minval": 0, "maxval": 10, "count": 3},
@@ -277,7 +275,7 @@ def test_a_grid_visits_every_point_once_and_the_last_first() -> None:
     assert result.max_open == 2
 
 
-def test_a_huge_grid_is_counted_without_being_made() -> None:
+def test_huge_grid_is_counted_lazily() -> None:
     search = config("grid", max_concurrent_trials=1)
     axis = {"type": "int", "minval": 0, "maxval": 10**9, "count": 10**9}
     search["hyperparameters"] = {"a": axis, "b": axis, "c": {"type": "categorical", "vals": ["x", "y"]}}
@@ -296,9 +294,7 @@ def play_grid(search: dict[str, Any]) -> SimulationResult:
     ("low", "high", "count", "points"),
     [(0, 1, 5, [0, 1]), (0, 5, 1, [3]), (-5, 0, 1, [-3]), (0, 9, 4, [0, 3, 6, 9]), (0, 5, 3, [0, 3, 5])],
 )
-def test_integers_of_a_grid_are_rounded_half_away_from_zero(
-    low: int, high: int, count: int, points: list[int]
-) -> None:
+def test_grid_integers_round_half_away_from_zero(low: int, high: int, count: int, points: list[int]) -> None:
     search = config("grid", max_concurrent_trials=0)
     search["hyperparameters"] = {"x": {"type": "int", "minval": low, "maxval": high, "count": count}}
 
@@ -306,8 +302,8 @@ def test_integers_of_a_grid_are_rounded_half_away_from_zero(
 
 
 @pytest.mark.parametrize("name", SEARCHERS)
-def test_a_submitted_optimizer_keeps_its_type_and_its_search_space(name: str) -> None:
-    """A submission stores constants as specifications, the optimizer's ``type`` among them."""
+def test_submitted_optimizer_keeps_type_and_search_space(name: str) -> None:
+    """Submission stores constants, also the optimizer's ``type``, as ``const`` specs."""
     searched = {"type": "log", "minval": -4, "maxval": -2, "base": 10, "count": 2}
     text = yaml.safe_dump(
         {
@@ -331,7 +327,7 @@ def test_a_submitted_optimizer_keeps_its_type_and_its_search_space(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["random", "grid"])
-def test_a_power_beyond_the_floats_is_named(name: str) -> None:
+def test_log_range_overflow_is_reported(name: str) -> None:
     search = config(name)
     search["hyperparameters"] = {"x": {"type": "log", "minval": 309, "maxval": 400, "base": 10, "count": 2}}
 
@@ -339,7 +335,7 @@ def test_a_power_beyond_the_floats_is_named(name: str) -> None:
         Searcher.new(search, 0).initial_trials()
 
 
-def test_an_optimizers_type_is_no_hyperparameter() -> None:
+def test_optimizer_type_is_not_parsed_as_hyperparameter() -> None:
     search = config("single")
     settings_ = {"optimizer": {"type": "AdamW", "params": {"lr": {"type": "const", "val": 0.1}}}}
     search["hyperparameters"] = {"overwrite_deepspeed_args": settings_}
@@ -351,7 +347,7 @@ def test_an_optimizers_type_is_no_hyperparameter() -> None:
     assert create.hparams == {"overwrite_deepspeed_args": expected}
 
 
-def test_the_random_numbers_of_a_seed_are_those_of_numpy() -> None:
+def test_seeded_random_numbers_match_numpy() -> None:
     search = config("single")
     search["hyperparameters"] = {"x": {"type": "double", "minval": 0, "maxval": 1}}
 
@@ -363,7 +359,7 @@ def test_the_random_numbers_of_a_seed_are_those_of_numpy() -> None:
     assert first.request_id[14] == "4"
 
 
-def test_bounded_integers_are_those_of_numpys_masked_rejection() -> None:
+def test_bounded_integers_match_numpy_masked_rejection() -> None:
     ours, numpys = SearchRandom(7), np.random.RandomState(7)
     bounds = [2, 3, 10, 1, 1000, 2**31, 2**32, 5]
 
@@ -373,7 +369,7 @@ def test_bounded_integers_are_those_of_numpys_masked_rejection() -> None:
 
 
 @pytest.mark.parametrize("smaller_is_better", [True, False])
-def test_values_that_are_no_finite_numbers_are_ranked(smaller_is_better: bool) -> None:
+def test_non_finite_metric_values_are_ranked(smaller_is_better: bool) -> None:
     search = config(
         "async_halving",
         num_rungs=2,
@@ -417,5 +413,5 @@ def test_progress_ends_at_one() -> None:
     assert searcher.progress({}) == 1.0
 
 
-def test_results_are_values() -> None:
+def test_simulation_result_is_dataclass() -> None:
     assert dataclasses.is_dataclass(play(config("random"), 1))

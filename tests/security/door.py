@@ -1,4 +1,4 @@
-"""What the attacks on the front door share: raw connections, a master's memory, and programs of another account."""
+"""Helpers for attacks on the master: raw connections, memory, other accounts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 OTHER_ACCOUNT = 65534
-"""Some account that is neither root nor that of the tests."""
+"""A user id that is neither root's nor that of the tests."""
 
 PYTHON = "/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable
-"""The system's own interpreter: that of the tests may lie where the other account cannot look."""
+"""The system's interpreter: other accounts may lack access to that of the tests."""
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="Requires: [root], to become another account")
 
@@ -30,12 +30,12 @@ def connect(port: int, timeout_s: float = 10.0) -> socket.socket:
 
 
 def request(method: str = "GET", path: str = "/info", *headers: str, body: bytes = b"") -> bytes:
-    """Return a request as it is written."""
+    """Return the bytes of an HTTP request."""
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode() + body
 
 
 def read_all(connection: socket.socket, deadline_s: float = 60.0) -> bytes:
-    """Read until the other side closes; a reset counts as that, silence until the deadline fails."""
+    """Read until the peer closes or resets the connection; fail at the deadline."""
     content = b""
     give_up_at_s = time.monotonic() + deadline_s
     with contextlib.suppress(ConnectionError):
@@ -53,13 +53,13 @@ def read_all(connection: socket.socket, deadline_s: float = 60.0) -> bytes:
 
 
 def status_of(answer: bytes) -> int:
-    """Return the status of an answer; 0 if there is none."""
+    """Return the status code of an HTTP response, or 0 if it has none."""
     found = re.match(rb"HTTP/1\.1 (\d{3}) ", answer)
     return int(found[1]) if found else 0
 
 
 def send_until_refused(connection: socket.socket, head: bytes, filling: bytes, num_bytes: int) -> int:
-    """Send a head and then filling; return how many bytes were taken before the other side refused to take more."""
+    """Send ``head``, then repeat ``filling``; return how many filling bytes were sent."""
     connection.settimeout(10.0)
     num_sent = 0
     with contextlib.suppress(ConnectionError, TimeoutError):
@@ -71,7 +71,7 @@ def send_until_refused(connection: socket.socket, head: bytes, filling: bytes, n
 
 
 def memory_mib(pid: int, name: str = "VmRSS") -> float:
-    """Return the memory of a process, MiB; ``VmHWM`` is the most that it has had."""
+    """Return the memory of a process in MiB; ``VmHWM`` is its peak."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
@@ -82,7 +82,7 @@ def is_open(pid: int, port: int, client_port: int) -> bool:
 
 
 def num_open_connections(pid: int, port: int) -> int:
-    """Count the connections to a port that a process holds."""
+    """Return the number of connections to a port that a process holds open."""
     return len(_client_ports(pid, port))
 
 
@@ -121,7 +121,7 @@ sys.stdout.buffer.write(answer)
 def ask_as_other_account(
     address: object, sent: bytes, family: int = socket.AF_INET, account: int = OTHER_ACCOUNT
 ) -> bytes:
-    """Send one request from a process of another account; return all that is said until the connection ends."""
+    """Send a request as another account; return the response or the error's name."""
     words = [json.dumps([int(family), int(socket.SOCK_STREAM)]), json.dumps(address), sent.decode()]
     ended = subprocess.run(
         [PYTHON, "-I", "-S", "-c", _OTHER.format(account=account), *words],
@@ -135,7 +135,7 @@ def ask_as_other_account(
 
 @contextlib.contextmanager
 def many_connections(port: int, count: int) -> Iterator[list[socket.socket]]:
-    """Hold many connections open that say nothing."""
+    """Hold up to ``count`` silent connections open."""
     with contextlib.ExitStack() as stack:
         held = []
         for _ in range(count):

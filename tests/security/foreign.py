@@ -1,4 +1,4 @@
-"""A real checkpoint of two ranks, and what somebody else may have put into it."""
+"""A real checkpoint of two ranks, and malicious changes to its files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RANK_FILE = "dstrial_rank0.pt"
 
 
 class Payload:
-    """Makes a directory when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = str(marker)
@@ -82,7 +82,7 @@ def make_run(scratch: Path, **more: Any) -> Path:
 
 
 def fit(config: Path, run_path: Path, resume: Path | None = None, **env: str) -> tuple[int, str]:
-    """``Trainer.fit`` on two ranks, from a checkpoint if there is one: the highest exit status, and what they printed."""
+    """Run ``Trainer.fit`` on two ranks; return the highest exit code and the output."""
     ranks = run_function(
         _fit,
         NUM_RANKS,
@@ -118,14 +118,14 @@ def earliest(run_path: Path) -> Path:
 
 
 def foreign_copy(checkpoint: Path, to: Path) -> Path:
-    """Copy a checkpoint as another account would hand it over: nothing of ours vouches for it."""
+    """Copy a checkpoint without this account's signature, as from another account."""
     shutil.copytree(checkpoint, to)
     remake(to)
     return to
 
 
 def poison(checkpoint: Path, name: str, value: Any) -> None:
-    """Put an object into one file of a checkpoint, and make a manifest and a mark that match the files."""
+    """Add an object to a file; rewrite the manifest and the marker to match."""
     put(checkpoint, name, value)
     remake(checkpoint)
 
@@ -138,7 +138,7 @@ def put(checkpoint: Path, name: str, value: Any) -> None:
 
 
 def remake(checkpoint: Path, *, is_own: bool = False) -> None:
-    """Write manifest and mark again, by the checkpoint's present files, as anybody can, or as this account does."""
+    """Rewrite manifest and marker for the current files, signed only if ``is_own``."""
     manifest = read_manifest(checkpoint)
     made = dataclasses.replace(manifest, files=hash_files(checkpoint, manifest.files))
     if is_own:
@@ -150,32 +150,32 @@ def remake(checkpoint: Path, *, is_own: bool = False) -> None:
 
 
 def add_file(checkpoint: Path, name: str) -> None:
-    """Have the manifest name one more file."""
+    """Add a file to the manifest."""
     manifest = read_manifest(checkpoint)
     made = dataclasses.replace(manifest, files={**manifest.files, **hash_files(checkpoint, [name])})
     _write_unsigned(checkpoint, made.to_json())
 
 
 def rename_in_manifest(checkpoint: Path, name: str, to: str) -> None:
-    """Have the manifest name a file by another path."""
+    """Replace the path of a file in the manifest."""
     values = read_manifest(checkpoint).to_json()
     values["files"] = {to if path == name else path: entry for path, entry in values["files"].items()}
     _write_unsigned(checkpoint, values)
 
 
 def _write_unsigned(checkpoint: Path, values: dict[str, Any]) -> None:
-    """Write a manifest as somebody else's program does, without a signature of this account."""
+    """Write a manifest without this account's signature, as any program can."""
     (checkpoint / MANIFEST_NAME).write_text(json.dumps(with_checksum(values), indent=1) + "\n")
 
 
 class OfUser:
-    """What a user's callback may keep."""
+    """A class of the user whose objects a callback may save."""
 
     best = 3.5
 
 
 class ObjectsAsNumbers:
-    """A NumPy type of addresses that says of itself to hold none: an array of it reads whatever address its bytes say."""
+    """A NumPy object dtype that claims to hold plain data: arrays read any address."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0)

@@ -1,4 +1,4 @@
-"""A trial of two ranks that trains one batch and is then held, with everything open, until a file says ``go``."""
+"""A trial that waits in its second batch until the file ``go`` exists."""
 
 import os
 import pathlib

@@ -1,8 +1,6 @@
-"""Texts that are small to write and dear to read: what a config, a template or a DeepSpeed JSON may be sent as.
+"""Hostile YAML and JSON texts that are cheap to write and expensive to read.
 
-Each is made by a line of code, so that no megabytes are committed. ``value`` is one YAML value on a line or several that
-may stand as the whole document or, indented, below a key; ``says`` is what the refusal must say, None where the text is
-legal and only has to be cheap.
+Tests send them as configs, templates and DeepSpeed JSON. Code generates them, so that no megabytes are committed.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ class Hostile:
     """One hostile text.
 
     Attributes:
-        name: for a person.
-        value: a YAML value, or the whole text where ``is_document``.
-        says: a regular expression that the refusal matches; None for a legal text.
-        is_document: whether it can stand only as the whole document.
-        is_json: whether it is JSON too, as far as it is anything.
+        name: description for test reports.
+        value: a YAML value for a whole document or for a key; a whole document if ``is_document``.
+        says: a regular expression for the error message; None for a legal text, which must only be cheap to read.
+        is_document: whether the text is valid only as a whole document.
+        is_json: whether the text is sent as JSON too, even if malformed.
     """
 
     name: str
@@ -40,12 +38,12 @@ class Hostile:
     is_json: bool = False
 
     def below(self, key: str, above: str = SMALL_CONFIG) -> str:
-        """Return a config with the value under a key."""
+        """Return the config ``above`` with the value under ``key``."""
         return f"{above}{key}:\n  " + self.value.replace("\n", "\n  ") + "\n"
 
 
 def laughs(num_levels: int, num_aliases: int) -> str:
-    """Return levels of lists, each of aliases of the one before: ``num_aliases ** num_levels`` items expanded."""
+    """Return nested alias lists that expand to ``num_aliases ** num_levels`` items."""
     levels = ["l0: &l0 [" + ", ".join(["lol"] * num_aliases) + "]"]
     for level in range(1, num_levels):
         levels.append(f"l{level}: &l{level} [" + ", ".join([f"*l{level - 1}"] * num_aliases) + "]")
@@ -53,7 +51,7 @@ def laughs(num_levels: int, num_aliases: int) -> str:
 
 
 def laughing_maps(num_levels: int, num_aliases: int) -> str:
-    """Return the same with mappings."""
+    """Return nested alias mappings that expand to ``num_aliases ** num_levels`` keys."""
     levels = ["l0: &l0 {" + ", ".join(f"k{key}: lol" for key in range(num_aliases)) + "}"]
     for level in range(1, num_levels):
         inner = ", ".join(f"k{key}: *l{level - 1}" for key in range(num_aliases))
@@ -62,7 +60,7 @@ def laughing_maps(num_levels: int, num_aliases: int) -> str:
 
 
 def merged(num_levels: int) -> str:
-    """Return mappings that each merge the one before and add a key: ``num_levels ** 2 / 2`` keys expanded."""
+    """Return merged mappings that expand to ``num_levels ** 2 / 2`` keys."""
     levels = ["m0: &m0 {k0: 1}"]
     for level in range(1, num_levels):
         levels.append(f"m{level}: &m{level} {{<<: *m{level - 1}, k{level}: 1}}")
@@ -70,13 +68,13 @@ def merged(num_levels: int) -> str:
 
 
 def merged_lists(num_aliases: int) -> str:
-    """Return mappings that merge a list of many aliases of one mapping of many keys."""
+    """Return a mapping that merges a 1000-key mapping ``num_aliases`` times."""
     keys = ", ".join(f"k{key}: 1" for key in range(1000))
     return f"{{a: &a {{{keys}}},\n b: {{<<: [{', '.join(['*a'] * num_aliases)}]}}}}"
 
 
 def stacked(num_levels: int) -> str:
-    """Return anchors that each hold the one before forty levels deep."""
+    """Return anchors that each nest the previous anchor forty levels deep."""
     levels = ["s0: &s0 " + "[" * 40 + "]" * 40]
     for level in range(1, num_levels):
         levels.append(f"s{level}: &s{level} " + "[" * 40 + f"*s{level - 1}" + "]" * 40)
@@ -199,12 +197,12 @@ TEXTS = (*EXPANDING, *DEEP, *LARGE, *SCALARS, *KEYS, *CHARACTERS)
 
 
 def _with(text: str) -> Callable[[], str]:
-    """Return a maker of the small config with more lines."""
+    """Return a function that returns the small config with more lines."""
     return lambda: SMALL_CONFIG + text
 
 
 def _searched(searcher: str, hyperparameters: Callable[[], dict[str, object]]) -> Callable[[], str]:
-    """Return a maker of a config with another searcher."""
+    """Return a function that returns a config with this searcher."""
     return lambda: (
         "name: hostile\nentrypoint: 'true'\nresources: {slots_per_trial: 0}\n"
         f"searcher: {{metric: loss, {searcher}}}\nhyperparameters: {json.dumps(hyperparameters())}\n"
@@ -291,4 +289,4 @@ CONFIGS: dict[str, tuple[Callable[[], str], str | None]] = {
         "64 bits",
     ),
 }
-"""Configs of legal YAML that ask for much: a maker, and what the refusal says; None for one that is accepted."""
+"""Builders of expensive configs by name, with the error message or None if valid."""

@@ -1,4 +1,4 @@
-"""Jobs of two ranks, started as users start them, that wait with everything open until they are told to go on."""
+"""Two-rank jobs, started as users start them, that wait for the file ``go``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def experiment(directory: Path) -> dict[str, Any]:
 
 
 def write_project(directory: Path) -> Path:
-    """Write the trial, its configs and its script into a new directory, and return it."""
+    """Write the trial and its configs into a new context directory; return its path."""
     context = directory / "context"
     context.mkdir()
     shutil.copy(HERE / "held_trials.py", context)
@@ -56,7 +56,7 @@ def write_project(directory: Path) -> Path:
 def held(
     command: Sequence[str], directory: Path, context: Path, *, is_fork: bool = False, **variables: str
 ) -> Iterator[set[int]]:
-    """Run a command until both ranks wait; yield the processes of the job, and see that it then ends well."""
+    """Run a job, yield its pids while both ranks wait, and assert that it succeeds."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **variables}
     log = directory / "output.log"
     with log.open("wb") as output:
@@ -77,7 +77,7 @@ def held(
 
 
 def wait_until_held(directory: Path, process: subprocess.Popen[bytes] | None = None) -> set[int]:
-    """Wait until both ranks wait, and return the processes of their job."""
+    """Block until both ranks wait; return the pids of their job."""
     files = [directory / f"held.{rank}.pid" for rank in range(2)]
 
     def are_held() -> bool:
@@ -93,7 +93,7 @@ def wait_until_held(directory: Path, process: subprocess.Popen[bytes] | None = N
 
 
 def attack(targets: Sequence[str], directory: Path) -> str:
-    """Replace the state of every rendezvous that these ports serve by a pickle; return what was said."""
+    """Run the rendezvous attack on these addresses; return its output."""
     done = warm_start.run_command(
         [sys.executable, str(ATTACK), str(directory / "owned"), *targets],
         capture_output=True,
@@ -109,6 +109,6 @@ def attack(targets: Sequence[str], directory: Path) -> str:
 def held_on_master(
     master: MasterForTest, command: Sequence[str], directory: Path, context: Path
 ) -> Iterator[set[int]]:
-    """As ``held``, for a command that has a master run the job."""
+    """Like ``held``, for a command that submits the job to ``master``."""
     with held(command, directory, context, **master.env) as pids:
         yield pids

@@ -1,4 +1,4 @@
-"""Every listening socket of a process tree, as the kernel knows it: ``/proc``, without a program of its own."""
+"""Listening sockets of process trees, read from ``/proc``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Listener:
 
 
 def tree_around(pid: int) -> set[int]:
-    """Return the processes of the job that a rank belongs to: its launcher, its supervisor, and everything below."""
+    """Return the pids of a rank's job: launcher, supervisor and all descendants."""
     top = pid
     while (parent := _parent(top)) > 1 and _OURS.search(command_of(parent)):
         top = parent
@@ -58,7 +58,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
-    """Return what these processes listen on, TCP and UNIX."""
+    """Return the TCP and UNIX sockets on which these processes listen."""
     sockets = {**_tcp("tcp"), **_tcp("tcp6"), **_unix()}
     found = set()
     for pid in pids:

@@ -1,4 +1,4 @@
-"""Attacks by other accounts of the machine, at the port and at the owner's socket."""
+"""Attacks by other local accounts on the port and on the owner's socket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.process
 
 
 @needs_root
-def test_another_account_gets_nothing_without_a_token(shared_master: MasterForTest) -> None:
+def test_other_account_without_token_gets_401(shared_master: MasterForTest) -> None:
     address = ["127.0.0.1", shared_master.record.port]
     for path in ("/api/v1/me", "/api/v1/experiments", "/proxy/x/", "/page/tasks"):
         assert status_of(ask_as_other_account(address, request("GET", path, "Connection: close"))) == 401, (
@@ -44,14 +44,14 @@ def test_another_account_gets_nothing_without_a_token(shared_master: MasterForTe
 
 
 @needs_root
-def test_the_owners_socket_is_the_owners_alone(shared_master: MasterForTest) -> None:
+def test_owner_socket_refuses_other_accounts(shared_master: MasterForTest) -> None:
     path = Path(shared_master.record.socket)
     assert path == shared_master.state.path / "master.sock"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     asked = request("POST", "/owner/login", "Content-Length: 0")
     assert b"PermissionError" in ask_as_other_account(str(path), asked, socket.AF_UNIX)
-    # Its own mode holds where the owner has opened the way to it by mistake.
+    # The mode of the socket protects it even if all directories above are open.
     opened = [directory for directory in path.parents if not directory.stat().st_mode & 0o001]
     modes = {one: stat.S_IMODE(one.stat().st_mode) for one in opened}
     try:
@@ -64,9 +64,7 @@ def test_the_owners_socket_is_the_owners_alone(shared_master: MasterForTest) -> 
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
-def test_nothing_that_is_said_at_the_port_makes_it_the_owners_socket(
-    shared_master: MasterForTest, host: str
-) -> None:
+def test_owner_login_is_refused_on_tcp_port(shared_master: MasterForTest, host: str) -> None:
     body = b'{"username": "admin"}'
     for path in ("/owner/login", "/owner/login/", "//owner/login", "/api/v1/../../owner/login"):
         with socket.create_connection(("127.0.0.1", shared_master.record.port), timeout=20) as connection:
@@ -84,7 +82,7 @@ def test_nothing_that_is_said_at_the_port_makes_it_the_owners_socket(
         )
 
 
-def test_a_page_of_another_site_is_refused_at_the_owners_socket_too(shared_master: MasterForTest) -> None:
+def test_owner_socket_refuses_foreign_host_header(shared_master: MasterForTest) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
         connection.connect(shared_master.record.socket)
@@ -105,7 +103,7 @@ sys.stdin.read()
 
 
 @needs_root
-def test_silent_connections_of_another_account_keep_nobody_out(shared_master: MasterForTest) -> None:
+def test_idle_connection_flood_does_not_lock_out_owner(shared_master: MasterForTest) -> None:
     port = shared_master.record.port
     words = ["setpriv", f"--reuid={OTHER_ACCOUNT}", "--clear-groups", PYTHON, "-I", "-c", _FLOOD]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Attacks on the master's port with no token: bytes without end, silence without end, connections without end."""
+"""Attacks without a token: endless requests, silence and many connections."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_bytes_without_end_are_not_taken_and_cost_no_memory(shared_master: MasterForTest, what: str) -> None:
+def test_endless_request_is_cut_off_without_memory_growth(shared_master: MasterForTest, what: str) -> None:
     head, filling = ENDLESS[what]
     pid = shared_master.record.pid
     before_mib = memory_mib(pid)
     with connect(shared_master.record.port) as connection:
         num_sent = send_until_refused(connection, head, filling, 190 * MIB)
         grown_mib = memory_mib(pid) - before_mib
-    # Some lies in the kernel's buffers, and some is thrown away while a refusal is on its way.
+    # Kernel buffers hold some bytes, and the master discards some while it sends the refusal.
     assert num_sent < 30 * MIB, (
         f"{num_sent / MIB:.0f} MiB were taken, and the master grew by {grown_mib:.0f} MiB"
     )
     assert grown_mib < 32, f"the master grew by {grown_mib:.0f} MiB"
 
 
-def test_requests_that_nobody_reads_the_answers_of_do_not_pile_up(shared_master: MasterForTest) -> None:
+def test_pipelined_requests_with_unread_answers_are_bounded(shared_master: MasterForTest) -> None:
     pid = shared_master.record.pid
     before_mib = memory_mib(pid)
     with connect(shared_master.record.port) as connection:
@@ -71,7 +71,7 @@ def test_requests_that_nobody_reads_the_answers_of_do_not_pile_up(shared_master:
     assert grown_mib < 32, f"{num_sent / MIB:.0f} MiB were sent, and the master grew by {grown_mib:.0f} MiB"
 
 
-def test_a_few_requests_at_once_are_answered_in_order(shared_master: MasterForTest) -> None:
+def test_pipelined_requests_are_answered_in_order(shared_master: MasterForTest) -> None:
     with connect(shared_master.record.port) as connection:
         connection.sendall(
             request() + request("GET", "/api/v1/me") + request("GET", "/info", "Connection: close")
@@ -93,7 +93,7 @@ SLOW = {
 
 
 def test_only_unauthenticated_clients_have_a_deadline(shared_master: MasterForTest) -> None:
-    """All at once, since the deadline of each has to be waited for, 30 s."""
+    """All clients connect at once, because every deadline takes 30 s."""
     pid, port = shared_master.record.pid, shared_master.record.port
     still_open: list[str] = []
 
@@ -127,7 +127,7 @@ def test_only_unauthenticated_clients_have_a_deadline(shared_master: MasterForTe
 
 @contextlib.contextmanager
 def few_files(directory: Path, num_files: int) -> Iterator[tuple[MasterRecord, dict[str, str]]]:
-    """A master that may open few files."""
+    """Run a master that may open at most ``num_files`` files."""
     state = StateDirectory(directory / "state")
     env = {**os.environ, "DSTRIAL_STATE_DIR": str(state.path), "XDG_CONFIG_HOME": str(directory / "config")}
     command = [sys.executable, "-m", "dstrial.cli"]
@@ -141,7 +141,7 @@ def few_files(directory: Path, num_files: int) -> Iterator[tuple[MasterRecord, d
         subprocess.run([*command, "down", "--now"], env=env, check=True, capture_output=True, timeout=120)
 
 
-def test_the_oldest_idle_connection_goes_first_and_one_in_use_stays(tmp_path: Path) -> None:
+def test_connection_limit_evicts_oldest_idle_connection(tmp_path: Path) -> None:
     with few_files(tmp_path, 200) as (record, _env):
         port = record.port
         client = session(record)
@@ -152,7 +152,7 @@ def test_the_oldest_idle_connection_goes_first_and_one_in_use_stays(tmp_path: Pa
             streaming.sendall(request("GET", f"/api/v1/tasks/{task}/logs?follow=true", auth))
             assert streaming.recv(12) == b"HTTP/1.1 200"
             with many_connections(port, 100) as idle:
-                with contextlib.suppress(ConnectionResetError):  # closed as one that was idle, as b"" is
+                with contextlib.suppress(ConnectionResetError):  # closed as idle, as with b""
                     used.sendall(request("GET", "/api/v1/me", auth))
                     assert used.recv(12) in (b"HTTP/1.1 200", b"")
                 wait_for(lambda: num_open_connections(record.pid, port) <= 36)

@@ -1,4 +1,4 @@
-"""What a trial prints, and what things are called, is shown by the terminals of others and never obeyed by them."""
+"""Control sequences in logs and names are escaped before they reach a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from submitting import submit, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-# Clears the screen, sets the title, answers with the cursor's place as if typed, links to elsewhere, C1, turns the text.
+# Clears the screen, sets the title, injects the cursor position as input, adds a link, a C1 code and reversed text.
 ATTACK = "\x1b[2J\x1b]0;owned\x07\x1b[6n\x1b]8;;http://evil\x1b\\click\x1b]8;;\x1b\\ \x9b31m \u202egnp.exe"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 TRAIN = f"""
@@ -59,7 +59,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
         yield one
 
 
-def test_no_command_sends_them_to_a_terminal(master: MasterForTest, tmp_path: Path) -> None:
+def test_cli_output_escapes_control_sequences(master: MasterForTest, tmp_path: Path) -> None:
     det, texts = DetHere.at(master, tmp_path), {}
     for words in (
         "trial logs 1",
@@ -79,7 +79,7 @@ def test_no_command_sends_them_to_a_terminal(master: MasterForTest, tmp_path: Pa
     for words in ("status", "logs"):
         texts[f"dstrial {words}"] = master.dstrial(words).stdout
 
-    # A config is data: YAML escapes what a terminal obeys, and keeps marks of direction.
+    # In a config, YAML escapes control characters but keeps marks of text direction.
     texts["experiment config 1"] = texts["experiment config 1"].replace("\u202e", "")
     assert {words: OBEYED.findall(text) for words, text in texts.items() if OBEYED.search(text)} == {}
     log = texts["trial logs 1"]
@@ -91,21 +91,21 @@ def test_no_command_sends_them_to_a_terminal(master: MasterForTest, tmp_path: Pa
     assert "space \\x1b[2J" in texts["workspace list"]
 
 
-def test_a_refusal_does_not_send_them_back(master: MasterForTest) -> None:
+def test_cli_error_message_escapes_control_sequences(master: MasterForTest) -> None:
     done = master.det("model", "describe", f"no {ATTACK}")
 
     assert done.returncode != 0
     assert not OBEYED.search(done.stderr.replace(ATTACK, ""))
 
 
-def test_the_database_keeps_what_was_printed(master: MasterForTest) -> None:
+def test_database_keeps_raw_log_output(master: MasterForTest) -> None:
     with contextlib.closing(sqlite3.connect(master.state.database_path)) as connection:
         lines = [row[0] for row in connection.execute("SELECT log FROM logs WHERE source = 'task'")]
 
     assert f"out {ATTACK}\n" in lines
 
 
-def test_nobody_writes_lines_into_the_masters_own_log(master: MasterForTest) -> None:
+def test_master_log_resists_line_injection(master: MasterForTest) -> None:
     forged = "2026-01-01T00:00:00.000 CRITICAL dstrial.master: forged"
     client = master.client()
     for name in (f"x\n{forged}", f"x\r{forged}\x1b[2J"):
@@ -130,7 +130,7 @@ raise RuntimeError(ATTACK)
 """
 
 
-def test_dstrial_run_does_not_send_them_to_its_terminal(master: MasterForTest, tmp_path: Path) -> None:
+def test_run_command_escapes_control_sequences(master: MasterForTest, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CORE_API.replace("ATTACK", repr(ATTACK)))
     (tmp_path / "exp.yaml").write_text(
         "name: run\nentrypoint: python3 -m dstrial.launch train.py\n"

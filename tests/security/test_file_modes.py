@@ -1,4 +1,4 @@
-"""What a master writes is its account's alone, whatever the umask; what its trials write follows the umask."""
+"""Modes of files: private for a master, by the umask for its trials."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPEN = stat.S_IRWXG | stat.S_IRWXO
 
 
 def open_to_others(root: Path, *, below: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return every path with a right for other accounts, and its mode; not what lies in directories of these names."""
+    """Return the modes of paths open to other accounts, outside of dirs ``below``."""
     found = {}
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if name not in below]
@@ -48,7 +48,7 @@ def open_to_others(root: Path, *, below: tuple[str, ...] = ()) -> dict[str, str]
     return found
 
 
-def test_everything_that_a_master_writes_is_private_and_what_its_trials_write_follows_the_umask(
+def test_master_files_are_private_trial_files_follow_umask(
     tmp_path: Path,
 ) -> None:
     storage = tmp_path / "shared" / "checkpoints"
@@ -63,7 +63,7 @@ def test_everything_that_a_master_writes_is_private_and_what_its_trials_write_fo
             while "is ready" not in (log_of(master, experiment_id) if trials(master, experiment_id) else ""):
                 give_up -= 1
                 assert give_up, log_of(master, experiment_id)
-            # The trial's own files are the trial's; nobody reaches them through the directories above.
+            # A trial's own files may be open: the private directories above protect them.
             alive = open_to_others(master.state.path, below=("workdir", "model", "tensorboard"))
             (allocation,) = master.state.allocations_path.iterdir()
             walls = {
@@ -94,7 +94,7 @@ def test_everything_that_a_master_writes_is_private_and_what_its_trials_write_fo
     assert any(path.endswith("state") for path in stored)
 
 
-def test_what_an_older_master_left_open_is_closed_at_the_next_start(tmp_path: Path) -> None:
+def test_master_start_restores_private_file_modes(tmp_path: Path) -> None:
     with master_for_test(tmp_path) as master:
         for path in master.state.path.iterdir():
             if path.is_file():

@@ -1,4 +1,4 @@
-"""No foreign checkpoint runs code: a real one with a real payload, whose manifest matches, in every tool and in resuming."""
+"""Tools and resumed runs execute no code from a foreign checkpoint."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Mapping[str, str]:
-    """Variables of another account, which has signed nothing."""
+    """Environment variables of an account that has signed no checkpoint."""
     return {"XDG_DATA_HOME": str(tmp_path / "data")}
 
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """What the payload makes."""
+    """The directory that exists only if the payload was executed."""
     return tmp_path / "code-was-run"
 
 
 @pytest.fixture
 def poisoned(run_path: Path, tmp_path: Path, marker: Path) -> Callable[[str], Path]:
-    """Return a foreign copy of the newest checkpoint with the payload in one file."""
+    """Return a function that copies the newest checkpoint and adds the payload."""
 
     def make(name: str) -> Path:
         path = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "foreign-checkpoint")
@@ -65,7 +65,7 @@ def dstrial(*words: object, env: Mapping[str, str]) -> subprocess.CompletedProce
 
 
 def refused(output: str, name: str) -> bool:
-    """Whether a message names the file, the class, and how to go on."""
+    """Return whether a message names the file, the class and ``--trust-code``."""
     return name in output and "os.makedirs" in output and "--trust-code" in output
 
 
@@ -92,7 +92,7 @@ def words_of(tool: str, checkpoint: Path, run_path: Path, tmp_path: Path) -> lis
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_tool_runs_no_code_of_a_checkpoint(
+def test_checkpoint_tool_runs_no_pickled_code(
     tool: str,
     poisoned: Callable[[str], Path],
     run_path: Path,
@@ -108,9 +108,9 @@ def test_a_tool_runs_no_code_of_a_checkpoint(
     output = ended.stdout + ended.stderr
     assert not marker.exists(), output
     if tool == "verify":
-        assert ended.returncode == 0, output  # it reads no pickle; its files are as its manifest says
+        assert ended.returncode == 0, output  # verify reads no pickle, and the files match the manifest
     elif tool.startswith("inspect"):
-        assert ended.returncode == 0, output  # what can be shown is shown
+        assert ended.returncode == 0, output  # inspect shows what it can read
         assert refused(output, name), output
     else:
         assert ended.returncode == (2 if tool == "diff" else 1), output
@@ -118,7 +118,7 @@ def test_a_tool_runs_no_code_of_a_checkpoint(
 
 
 @pytest.mark.parametrize("name", [foreign.ENGINE_FILE, foreign.OPTIMIZER_FILE, foreign.RANK_FILE])
-def test_fit_runs_no_code_of_a_checkpoint(
+def test_fit_runs_no_pickled_code(
     name: str, poisoned: Callable[[str], Path], marker: Path, tmp_path: Path, home: Mapping[str, str]
 ) -> None:
     checkpoint = poisoned(name)
@@ -134,7 +134,7 @@ def test_fit_runs_no_code_of_a_checkpoint(
     assert refused(output, name), output
 
 
-def test_run_resume_runs_no_code_of_a_checkpoint(
+def test_run_resume_runs_pickled_code_only_if_trusted(
     poisoned: Callable[[str], Path], marker: Path, tmp_path: Path, shared_master: MasterForTest
 ) -> None:
     checkpoint = poisoned(foreign.ENGINE_FILE)
@@ -160,7 +160,7 @@ def test_run_resume_runs_no_code_of_a_checkpoint(
     assert "--trust-code is given without --resume" in ended.stderr
 
 
-def test_who_trusts_a_checkpoint_trusts_these_files_and_no_others(
+def test_trust_applies_only_to_exact_manifest(
     run_path: Path, marker: Path, tmp_path: Path, home: Mapping[str, str]
 ) -> None:
     checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "foreign-checkpoint")
@@ -196,8 +196,8 @@ def test_who_trusts_a_checkpoint_trusts_these_files_and_no_others(
     assert refused(output, foreign.RANK_FILE), output
 
 
-def test_a_run_goes_on_with_classes_of_its_own(run_path: Path, tmp_path: Path) -> None:
-    """A callback's state or a reducer may hold any object: this account has written it, and says so by its signature."""
+def test_signed_checkpoint_may_contain_custom_classes(run_path: Path, tmp_path: Path) -> None:
+    """The signature of this account permits any object in a callback's state."""
     run_path = shutil.copytree(run_path, tmp_path / "run")
     checkpoint = foreign.latest(run_path)
     foreign.put(checkpoint, foreign.RANK_FILE, foreign.OfUser())
@@ -207,14 +207,14 @@ def test_a_run_goes_on_with_classes_of_its_own(run_path: Path, tmp_path: Path) -
     code, output = foreign.fit(config, run_path, checkpoint)
     assert code == 0, output
 
-    # The same bytes, which nobody has signed.
+    # The same files without a signature.
     foreign.remake(checkpoint)
     code, output = foreign.fit(config, run_path, checkpoint)
     assert code != 0
     assert "foreign.OfUser" in output, output
 
 
-def test_a_checkpoint_of_a_stranger_without_code_goes_on(
+def test_foreign_checkpoint_without_code_resumes(
     run_path: Path, tmp_path: Path, home: Mapping[str, str]
 ) -> None:
     checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "foreign-checkpoint")
@@ -229,7 +229,7 @@ def test_a_checkpoint_of_a_stranger_without_code_goes_on(
     assert "resumed from checkpoint" in output
 
 
-def test_reshaping_runs_no_program_that_comes_with_a_checkpoint(
+def test_reshape_does_not_run_code_in_checkpoint(
     run_path: Path, marker: Path, tmp_path: Path, home: Mapping[str, str]
 ) -> None:
     checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "foreign-checkpoint")
@@ -245,7 +245,7 @@ def test_reshaping_runs_no_program_that_comes_with_a_checkpoint(
     assert "--trust-code" in ended.stderr
 
 
-def test_reshaping_starts_no_command_and_sets_no_variable_of_a_stranger(
+def test_reshape_uses_no_environment_or_command_from_checkpoint(
     run_path: Path, marker: Path, tmp_path: Path, home: Mapping[str, str]
 ) -> None:
     evil = tmp_path / "evil"
@@ -279,7 +279,7 @@ PATHS = ["../outside", "/etc/hostname", "model0/../../outside", "a\0b"]
 
 
 @pytest.mark.parametrize("action", ["verify", "inspect", "diff", "export", "reshape"])
-def test_a_manifest_names_no_file_outside_of_the_checkpoint(
+def test_manifest_path_outside_checkpoint_is_rejected(
     action: str, run_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dstrial.cli.app import main
@@ -296,7 +296,7 @@ def test_a_manifest_names_no_file_outside_of_the_checkpoint(
         assert "files." in capsys.readouterr().err
 
 
-def test_a_link_out_of_the_checkpoint_is_a_fault(run_path: Path, tmp_path: Path) -> None:
+def test_symlink_out_of_checkpoint_is_integrity_fault(run_path: Path, tmp_path: Path) -> None:
     checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "checkpoint")
     outside = (checkpoint / foreign.RANK_FILE).rename(tmp_path / "outside.pt")
     (checkpoint / foreign.RANK_FILE).symlink_to(outside)
@@ -307,7 +307,7 @@ def test_a_link_out_of_the_checkpoint_is_a_fault(run_path: Path, tmp_path: Path)
     assert "leads out of the checkpoint" in fault.got
 
 
-def test_an_engine_lies_in_the_checkpoint(run_path: Path, tmp_path: Path) -> None:
+def test_engine_folder_outside_checkpoint_is_rejected(run_path: Path, tmp_path: Path) -> None:
     checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "checkpoint")
     manifest = read_manifest(checkpoint)
     for folder in ("../other", "/tmp", "model0/../../x"):
@@ -316,7 +316,7 @@ def test_an_engine_lies_in_the_checkpoint(run_path: Path, tmp_path: Path) -> Non
             layouts_of(changed, checkpoint)
 
 
-def test_the_master_says_whether_a_manifest_is_the_one_that_was_registered(
+def test_verify_compares_manifest_with_master_registration(
     tmp_path: Path, shared_master: MasterForTest
 ) -> None:
     config = foreign.write_experiment(tmp_path / "e.yaml", foreign.experiment_config(1))
@@ -336,7 +336,7 @@ def test_the_master_says_whether_a_manifest_is_the_one_that_was_registered(
     code, output = verified(checkpoint)
     assert (code, "as registered by the master" in output) == (0, True), output
 
-    # Whoever has a token may change metadata, and cannot change this.
+    # A client with a token may change metadata, but not the digest of the manifest.
     client.post(
         f"/api/v1/checkpoints/{checkpoint.name}/metadata",
         {"checkpoint": {"uuid": checkpoint.name, "metadata": {"manifest_sha256": "0" * 64, "mine": 1}}},
@@ -399,9 +399,10 @@ class KeepingTrial(WideTrial):
 """
 
 
-def test_a_trial_without_a_home_is_restarted_with_classes_of_its_own_for_the_master_knows_its_checkpoint(
+def test_restart_trusts_unsigned_checkpoint_registered_with_master(
     tmp_path: Path, shared_master: MasterForTest
 ) -> None:
+    """With a file as ``XDG_DATA_HOME``, the trial cannot sign its checkpoints."""
     context = shutil.copytree(foreign.DEFINITIONS, tmp_path / "context")
     (context / "keeping.py").write_text(KEEPING)
     (tmp_path / "no-home").write_text("")

@@ -1,4 +1,4 @@
-"""No foreign checkpoint of the Hugging Face Trainer or of Accelerate runs code, and one without code goes on."""
+"""Foreign checkpoints of the Hugging Face Trainer and of Accelerate run no code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REPORTER_CONFIG: dict[str, Any] = {
 
 
 def trainer_runs(directory: Path, runs: list[dict[str, Any]], **env: str) -> list[dict[str, Any]]:
-    """Run the Trainer as each of the settings says, one after the other in one process; return what it noted of each."""
+    """Run the Trainer once for each of the settings; return the results in order."""
     path = directory / "runs.json"
     common = {"stage": 2, "micro": 4, "eval_steps": None, "output": str(directory / "output")}
     for idx, asked in enumerate(runs):
@@ -55,7 +55,7 @@ def trainer_runs(directory: Path, runs: list[dict[str, Any]], **env: str) -> lis
     return facts
 
 
-def test_the_trainer_goes_on_from_data_of_a_stranger_and_runs_none_of_it(tmp_path: Path) -> None:
+def test_trainer_resumes_foreign_data_without_running_code(tmp_path: Path) -> None:
     first = [{"steps": 2}]
     trainer_runs(tmp_path, first)
     own = newest_checkpoint(Path(first[0]["run_dir"]) / "checkpoints")
@@ -116,7 +116,7 @@ def reporter_run(directory: Path, *, batches: int = 4, **env: str) -> tuple[int,
     return ended.returncode, ended.stdout
 
 
-def test_accelerate_goes_on_from_data_of_a_stranger_and_runs_none_of_it(tmp_path: Path) -> None:
+def test_accelerate_resumes_foreign_data_without_running_code(tmp_path: Path) -> None:
     code, output = reporter_run(tmp_path / "first", batches=2)
     assert code == 0, output
     (run,) = (tmp_path / "first").glob("runs/reporter/*")
@@ -124,10 +124,10 @@ def test_accelerate_goes_on_from_data_of_a_stranger_and_runs_none_of_it(tmp_path
     data = {"XDG_DATA_HOME": str(tmp_path / "data")}
     clean = foreign.foreign_copy(own, tmp_path / "clean")
     custom = foreign.foreign_copy(own, tmp_path / "custom")
-    # Accelerate loads it with weights_only=False, whatever it is told.
+    # Accelerate always loads this file with weights_only=False.
     foreign.poison(custom, "custom_checkpoint_0.pkl", foreign.Payload(tmp_path / "code-of-custom"))
     states = foreign.foreign_copy(own, tmp_path / "states")
-    # Accelerate catches whatever goes wrong here, and trains on without them.
+    # Accelerate ignores errors in this file and would train without the random states.
     foreign.poison(states, "random_states_0.pkl", foreign.ObjectsAsNumbers())
 
     code, output = reporter_run(tmp_path / "second", DSTRIAL_RESUME=str(clean), **data)

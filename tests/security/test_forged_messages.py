@@ -1,4 +1,4 @@
-"""What somebody says who has got into a connection between ranks: it is never decoded, and the rank it names is told."""
+"""Forged messages between ranks are rejected before they are decoded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 100_000
 
 
 class Payload:
-    """Writes a file in whichever process decodes it."""
+    """Creates a file in the process that unpickles it."""
 
     def __init__(self, path: str, size: int = 0) -> None:
         self.path = path
@@ -44,7 +44,7 @@ def forge(operation: str, forger: int, path: str, size: int) -> str:
     channel = ControlChannel(identify(os.environ), timeout_s=30)
     value: Any = channel.rank
     if channel.rank == forger:
-        # As if another program had got into its connections: everything is as before but the secret.
+        # Simulates another program on the connections of this rank: only the secret differs.
         lane: Any = channel._group_channel
         lane.key = b"a guess"
         value = Payload(path, size)
@@ -57,7 +57,7 @@ def forge(operation: str, forger: int, path: str, size: int) -> str:
 
 @pytest.mark.parametrize("size", [0, LONG])
 @pytest.mark.parametrize(("operation", "forger"), [("allgather", 1), ("gather", 1), ("broadcast", 0)])
-def test_a_message_with_another_tag_is_not_decoded_and_its_rank_is_named(
+def test_message_with_wrong_tag_is_rejected_undecoded(
     operation: str, forger: int, size: int, tmp_path: Path
 ) -> None:
     results = run_function(forge, 2, operation, forger, str(tmp_path / "owned"), size, check=False)
@@ -84,7 +84,7 @@ def differ() -> tuple[str, list[str]]:
     return "", []
 
 
-def test_ranks_with_different_secrets_are_told_at_the_start() -> None:
+def test_ranks_with_different_secrets_fail_at_start() -> None:
     results = run_function(differ, 2)
     for result in results:
         assert f"the message of rank {1 - result.rank} in start of the control channel" in result.value[0]
@@ -105,19 +105,17 @@ def meet_without_secret() -> tuple[list[int], bool]:
     return channel.allgather(channel.rank), len(lane.key) == 32
 
 
-def test_ranks_of_a_foreign_launcher_agree_on_a_key_and_leave_no_file(tmp_path: Path) -> None:
+def test_ranks_without_secret_share_key_and_remove_file(tmp_path: Path) -> None:
     results = run_function(meet_without_secret, 2, env={"TMPDIR": str(tmp_path)})
     assert [result.value for result in results] == [([0, 1], True)] * 2
     assert [path for path in tmp_path.iterdir() if path.name.startswith("dstrial-key")] == []
 
 
 class Store(dict[str, bytes]):
-    """What another account has written into a store that is open to it."""
+    """A stand-in for an open store into which another account has written."""
 
 
-def test_a_key_file_that_others_can_read_or_have_made_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_untrusted_key_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dstrial.ranks.job_secret import key_through_file
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

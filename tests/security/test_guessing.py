@@ -1,4 +1,4 @@
-"""Attacks on passwords: whoever guesses must delay nobody else, and the owner never needs one."""
+"""Password guessing must neither delay other clients nor lock out the owner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_GUESSERS = 60
 
 
 def guess(port: int, username: str) -> http.client.HTTPResponse:
-    """Send one wrong password; the answer's body is read."""
+    """Send a wrong password; return the response, whose body has been read."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         body = json.dumps({"username": username, "password": "wrong", "isHashed": False})
@@ -37,7 +37,7 @@ def guess(port: int, username: str) -> http.client.HTTPResponse:
 
 @contextlib.contextmanager
 def guessing(port: int, username: str = "determined") -> Iterator[list[int]]:
-    """Guess with many threads at once while the block lasts; yields the statuses so far."""
+    """Guess in many threads during the block; yield the growing list of status codes."""
     is_over = threading.Event()
     statuses: list[int] = []
 
@@ -68,7 +68,7 @@ def forget_login(master: MasterForTest) -> None:
     (Path(master.env["XDG_CONFIG_HOME"]) / "determined" / "auth.json").unlink()
 
 
-def test_up_and_login_log_the_owner_in_while_others_guess(master: MasterForTest) -> None:
+def test_owner_logs_in_while_others_guess_passwords(master: MasterForTest) -> None:
     forget_login(master)
     with guessing(master.record.port):
         began_s = time.monotonic()
@@ -82,7 +82,7 @@ def test_up_and_login_log_the_owner_in_while_others_guess(master: MasterForTest)
     assert master.det("user", "whoami").stdout == "You are logged in as user 'admin'\n"
 
 
-def test_guesses_of_a_client_that_has_left_are_forgotten(master: MasterForTest) -> None:
+def test_guesses_of_disconnected_clients_are_dropped(master: MasterForTest) -> None:
     body = json.dumps({"username": "determined", "password": "wrong"}).encode()
     for _ in range(200):
         with connect(master.record.port) as connection:
@@ -99,7 +99,7 @@ def test_guesses_of_a_client_that_has_left_are_forgotten(master: MasterForTest) 
     )
 
 
-def test_a_changed_password_does_not_keep_the_owner_out(master: MasterForTest) -> None:
+def test_up_logs_owner_in_after_password_change(master: MasterForTest) -> None:
     client = master.client("admin")
     user = next(user for user in client.get("/api/v1/users")["users"] if user["username"] == "determined")
     client.send(

@@ -47,7 +47,7 @@ for line in sys.stdin:
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """What a master made of one request: status, error, seconds, and peak memory above what it had before, MiB."""
+    """A master's response to a request, with its duration and extra peak memory."""
 
     status: int
     text: str
@@ -63,11 +63,11 @@ class Player:
         self.pid = master.record.pid
         self._netloc = urlsplit(master.address).netloc
         self._headers = {"Authorization": f"Bearer {master.client().token}"}
-        # So that an attack that succeeds ends the master and not the machine.
+        # With this limit, a successful attack ends the master, not the machine.
         resource.prlimit(self.pid, resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, _ADDRESS_SPACE_BYTES))
 
     def send(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
-        """Send one request; bytes as they are, everything else as JSON."""
+        """Send a request with bytes or a value for JSON as body; return status and text."""
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         connection = http.client.HTTPConnection(self._netloc, timeout=60)
         try:
@@ -78,8 +78,8 @@ class Player:
             connection.close()
 
     def play(self, method: str, path: str, body: Any) -> Played:
-        """Send one request, and watch the master's memory and its answers to others meanwhile."""
-        # First, as encoding holds this process's interpreter too, in which the others are asked for.
+        """Send a request; measure the master's memory and the delay of other requests."""
+        # Encoded before the measurement: encoding would delay the other requests of this process.
         body = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
         before = self._memory_mib("VmRSS")
@@ -91,7 +91,7 @@ class Player:
                 began_s = time.monotonic()
                 assert self.send("GET", "/api/v1/master")[0] == 200
                 waits.append(time.monotonic() - began_s)
-                is_over.wait(0.01)  # one of them at a time is enough to be kept waiting
+                is_over.wait(0.01)  # one request at a time is enough to measure delays
 
         other = threading.Thread(target=ask)
         other.start()
@@ -120,7 +120,7 @@ def _ids(hostile: Hostile) -> str:
 
 
 def submissions(hostile: Hostile) -> Iterator[tuple[str, str, str, Any]]:
-    """Yield the requests that bring a text to a master: what it is there, method, path and body."""
+    """Yield the requests that contain a text: the text's role, method, path, body."""
     text = hostile.value
     yield "config", "POST", "/api/v1/experiments", {"config": text, "validateOnly": True}
     if not hostile.is_document:
@@ -138,7 +138,7 @@ def submissions(hostile: Hostile) -> Iterator[tuple[str, str, str, Any]]:
 
 
 @pytest.mark.parametrize("hostile", TEXTS, ids=_ids)
-def test_the_loader_refuses_it_in_words_or_reads_it(hostile: Hostile, tmp_path: Path) -> None:
+def test_yaml_loader_handles_hostile_text(hostile: Hostile, tmp_path: Path) -> None:
     if hostile.says is None:
         read_yaml_text(hostile.value, "exp.yaml")
         return
@@ -149,7 +149,7 @@ def test_the_loader_refuses_it_in_words_or_reads_it(hostile: Hostile, tmp_path: 
 
 
 @pytest.mark.parametrize("hostile", [one for one in TEXTS if one.is_json], ids=_ids)
-def test_the_loader_of_json_refuses_it_in_words_or_reads_it(hostile: Hostile, tmp_path: Path) -> None:
+def test_json_loader_refuses_hostile_text(hostile: Hostile, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_bytes(hostile.value.encode("utf-8", "surrogatepass"))
     with pytest.raises(ConfigError, match=r"ds\.json") as refused:
@@ -157,7 +157,7 @@ def test_the_loader_of_json_refuses_it_in_words_or_reads_it(hostile: Hostile, tm
     assert len(str(refused.value)) < 64 * 1024
 
 
-def test_a_value_that_an_alias_names_is_a_copy() -> None:
+def test_yaml_alias_yields_copy() -> None:
     value = read_yaml_text("a: &a {b: 1}\nc: *a\nd: {<<: *a}", "exp.yaml").value
     value["a"]["b"] = 2
     assert (value["c"], value["d"]) == ({"b": 1}, {"b": 1})
@@ -165,10 +165,10 @@ def test_a_value_that_an_alias_names_is_a_copy() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("hostile", TEXTS, ids=_ids)
-def test_a_master_answers_400_and_takes_little_memory(hostile: Hostile, player: Player) -> None:
+def test_master_rejects_hostile_text_with_little_memory(hostile: Hostile, player: Player) -> None:
     for what, method, path, body in submissions(hostile):
         played = player.play(method, path, body)
-        # Of a key that JSON gives twice the last counts before anybody can look.
+        # The JSON parser of the request keeps the last of duplicate keys, so the master does not see them.
         is_refused = hostile.says and not (isinstance(body, bytes) and hostile.says == "given twice")
         assert played.status in ((400,) if is_refused else (200, 400, 404, 409)), (what, played)
         assert played.peak_mib < _MAX_MIB, (what, played)
@@ -181,7 +181,7 @@ def test_a_master_answers_400_and_takes_little_memory(hostile: Hostile, player: 
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_master_checks_a_config_that_asks_for_much_in_little_memory(name: str, player: Player) -> None:
+def test_master_checks_expensive_config_with_little_memory(name: str, player: Player) -> None:
     config, says = CONFIGS[name]
     played = player.play("POST", "/api/v1/experiments", {"config": config(), "validateOnly": True})
     assert played.peak_mib < _MAX_MIB, played
@@ -191,7 +191,7 @@ def test_a_master_checks_a_config_that_asks_for_much_in_little_memory(name: str,
 
 
 @pytest.mark.process
-def test_no_route_fails_at_a_body_of_20000_brackets(player: Player) -> None:
+def test_routes_survive_deeply_nested_body(player: Player) -> None:
     deep = b'{"config": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
     statuses = {}
     for route in all_routes():
@@ -204,7 +204,7 @@ def test_no_route_fails_at_a_body_of_20000_brackets(player: Player) -> None:
 
 
 @pytest.mark.process
-def test_a_body_of_millions_of_values_is_refused_and_one_of_long_logs_is_not(player: Player) -> None:
+def test_body_with_millions_of_values_is_refused(player: Player) -> None:
     many = b'{"config": [' + b"[]," * 5_000_000 + b"[]]}"
     played = player.play("PATCH", "/api/v1/templates/many", many)
     assert played.status == 400
@@ -215,7 +215,7 @@ def test_a_body_of_millions_of_values_is_refused_and_one_of_long_logs_is_not(pla
 
 
 @pytest.mark.process
-def test_the_command_line_refuses_it_in_little_memory(tmp_path: Path) -> None:
+def test_check_command_refuses_hostile_text_with_little_memory(tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     lines = []

@@ -1,4 +1,4 @@
-"""Services of tasks that are another account's, or that answer what no client should have to take."""
+"""The proxy with services of other accounts and with malformed responses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dstrial.testing.master import MasterForTest
 pytestmark = pytest.mark.process
 
 DEADLINE_S = 60.0
-# Answers by the first letter of the last part of the path.
+# The last part of the path selects the response.
 SERVICE = r"""
 import http.server, itertools, sys
 
@@ -62,7 +62,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 @pytest.fixture(scope="module")
 def service(shared_master: MasterForTest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The path of that service."""
+    """Start ``SERVICE`` as a task; yield its path at the proxy."""
     home, port = tmp_path_factory.mktemp("hostile"), free_port()
     (home / "context").mkdir()
     (home / "context" / "service.py").write_text(SERVICE)
@@ -89,14 +89,14 @@ def _ask(master: MasterForTest, path: str, **headers: str) -> tuple[int, http.cl
     return answer.status, answer.headers, content
 
 
-def test_address_that_is_no_http_is_400(shared_master: MasterForTest, service: str) -> None:
+def test_non_ascii_request_path_returns_400(shared_master: MasterForTest, service: str) -> None:
     with connect(shared_master.record.port) as connection:
         auth = f"Authorization: Bearer {shared_master.client().token}"
         connection.sendall(request("GET", f"{service}/ü", auth, "Connection: close"))
         assert status_of(read_all(connection)) == 400
 
 
-def test_connect_request_leaves_master_answering(shared_master: MasterForTest, service: str) -> None:
+def test_connect_request_does_not_break_master(shared_master: MasterForTest, service: str) -> None:
     with connect(shared_master.record.port) as connection:
         auth = f"Authorization: Bearer {shared_master.client().token}"
         connection.sendall(request("CONNECT", f"{service}/whole", auth))
@@ -104,7 +104,7 @@ def test_connect_request_leaves_master_answering(shared_master: MasterForTest, s
     assert _ask(shared_master, "/api/v1/me")[0] == 200
 
 
-def test_proxy_headers_named_by_connection_are_dropped(shared_master: MasterForTest, service: str) -> None:
+def test_proxy_drops_headers_named_by_connection_header(shared_master: MasterForTest, service: str) -> None:
     sent = {"Connection": "X-Own, Content-Length, Host", "X-Own": "1", "X-Sent": "1", "Content-Length": "0"}
 
     status, headers, content = _ask(shared_master, f"{service}/headers", **sent)
@@ -119,7 +119,7 @@ def test_proxy_headers_named_by_connection_are_dropped(shared_master: MasterForT
     ]
 
 
-def test_proxy_sends_one_framing_of_two(shared_master: MasterForTest, service: str) -> None:
+def test_proxy_forwards_single_framing_header(shared_master: MasterForTest, service: str) -> None:
     auth = f"Authorization: Bearer {shared_master.client().token}"
     framings = ("Content-Length: 4", "Transfer-Encoding: chunked")
     with connect(shared_master.record.port) as connection:
@@ -130,7 +130,9 @@ def test_proxy_sends_one_framing_of_two(shared_master: MasterForTest, service: s
     assert (b"transfer-encoding: chunked" in received, b"content-length: 4" in received) == (True, False)
 
 
-def test_answer_that_breaks_off_is_not_whole(shared_master: MasterForTest, service: str) -> None:
+def test_truncated_chunked_response_raises_incomplete_read(
+    shared_master: MasterForTest, service: str
+) -> None:
     with pytest.raises(http.client.IncompleteRead):
         _ask(shared_master, f"{service}/cut")
 
@@ -149,7 +151,9 @@ NO_ANSWERS = {
 
 
 @pytest.mark.parametrize("kind", NO_ANSWERS)
-def test_answer_that_is_no_http_is_502(shared_master: MasterForTest, service: str, kind: str) -> None:
+def test_malformed_service_response_returns_502(
+    shared_master: MasterForTest, service: str, kind: str
+) -> None:
     before = memory_mib(shared_master.record.pid, "VmHWM")
 
     status, _, content = _ask(shared_master, f"{service}/{kind}")
@@ -159,8 +163,8 @@ def test_answer_that_is_no_http_is_502(shared_master: MasterForTest, service: st
     assert "Traceback" not in shared_master.state.log_path.read_text()
 
 
-def test_answer_of_tiny_chunks_leaves_others_their_turns() -> None:
-    """Every piece of the answer is sent in another round of the event loop."""
+def test_tiny_chunks_do_not_starve_event_loop() -> None:
+    """Every piece of the response is sent in a separate iteration of the event loop."""
     num_chunks = 20_000
     turn, sent = 0, list[tuple[int, bytes]]()
 
@@ -222,7 +226,7 @@ server.serve_forever()
 
 @needs_root
 @pytest.mark.parametrize("options", [("127.0.0.1",), ("0.0.0.0",), ("::",), ("127.0.0.1", "closes")])
-def test_port_of_another_account_is_refused_unasked(
+def test_proxy_refuses_port_of_other_account(
     shared_master: MasterForTest, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     port = free_port()
@@ -251,7 +255,7 @@ def test_port_of_another_account_is_refused_unasked(
     DetHere.at(shared_master, tmp_path).ok("command", "kill", path.split("/")[2].partition(":")[0])
 
 
-def test_cookie_alone_shows_no_service_at_the_master(shared_master: MasterForTest, service: str) -> None:
+def test_master_cookie_alone_redirects_to_task_host(shared_master: MasterForTest, service: str) -> None:
     port, task_id = shared_master.record.port, service.split("/")[2].partition(":")[0]
     cookie = {"Authorization": "", "Cookie": f"auth={shared_master.client().token}"}
 
@@ -269,7 +273,7 @@ def test_cookie_alone_shows_no_service_at_the_master(shared_master: MasterForTes
     assert code not in granted
 
     assert _ask(shared_master, f"{service}/whole", Cookie=granted, **at_own)[2] == b"whole"
-    # A code that stood in an address opens nothing a second time; the cookie opens this task alone, and there alone.
+    # A grant code works only once. The cookie opens only this task, and only at the task's own host.
     again = _ask(shared_master, f"{service}/whole?dstrial-grant={code}", **at_own)
     assert (again[0], again[1]["Set-Cookie"]) == (307, None)
     for path, host in (

@@ -31,7 +31,7 @@ def tasks(seeded_master: Master) -> dict[str, str]:
     return seeded_master.write(fill)
 
 
-def test_tasks_are_told_with_where_they_answer(seeded_master: Master, tasks: dict[str, str]) -> None:
+def test_tasks_page_lists_services_state_and_reason(seeded_master: Master, tasks: dict[str, str]) -> None:
     found = {row["id"]: row for row in seeded_master.get("/page/tasks").json["tasks"]}
     assert found[tasks["board"]]["services"] == [f"/proxy/{tasks['board']}/"]
     assert found[tasks["notebook"]]["services"] == [f"/proxy/{tasks['notebook']}:8888/"]
@@ -40,9 +40,7 @@ def test_tasks_are_told_with_where_they_answer(seeded_master: Master, tasks: dic
     assert seeded_master.get("/page/tasks", token="trial-1").status in (401, 403)
 
 
-def test_tasks_are_filtered_and_lead_to_logs_services_and_experiments(
-    browser: Browser, tasks: dict[str, str]
-) -> None:
+def test_task_list_filters_and_links_related_pages(browser: Browser, tasks: dict[str, str]) -> None:
     browser.show("/det/tasks", "tbody tr[data-idx='3']")
     assert HTML in browser.text("tbody")
     links = browser.page.eval_on_selector_all(
@@ -62,7 +60,7 @@ def test_tasks_are_filtered_and_lead_to_logs_services_and_experiments(
     browser.page.wait_for_selector("td.empty:has-text('No task fits the filter.')")
 
 
-def test_a_task_is_killed_after_a_question_and_shown_as_it_is_then(
+def test_kill_task_requires_confirmation_and_shows_stopping(
     browser: Browser, seeded_master: Master, tasks: dict[str, str]
 ) -> None:
     def kills() -> list[str]:
@@ -85,7 +83,7 @@ def test_a_task_is_killed_after_a_question_and_shown_as_it_is_then(
     browser.until("document.querySelector('tbody').textContent.includes('stopping')")
 
 
-def test_what_cannot_be_done_is_said_and_the_list_stays(
+def test_kill_missing_task_shows_error_and_removes_row(
     open_browser: Callable[..., Browser], seeded_master: Master
 ) -> None:
     gone = seeded_master.write(lambda tx: add_task(tx, name="gone soon", slots=()))
@@ -96,4 +94,4 @@ def test_what_cannot_be_done_is_said_and_the_list_stays(
     browser.page.click("dialog button.danger")
     browser.page.wait_for_selector(".notices p.problem:has-text('is not found')")
     browser.page.wait_for_selector("button[aria-label='Kill gone soon']", state="detached")
-    browser.problems.clear()  # The browser notes the answer 404 itself.
+    browser.problems.clear()  # The browser console also reports the 404 response.

@@ -1,4 +1,4 @@
-"""One trial in a real browser: its metrics, instruments, hyperparameters, checkpoints and runs."""
+"""The page of one trial in a real browser: charts, instruments, tables, actions."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def seeded(seeded_master: Master) -> Seeded:
     return seeded_master.write(fill)
 
 
-def test_every_metric_has_a_chart_in_its_group_with_what_happened_marked(
-    browser: Browser, seeded: Seeded
-) -> None:
+def test_metric_charts_are_grouped_and_mark_restarts(browser: Browser, seeded: Seeded) -> None:
     browser.show(f"/det/experiments/{seeded.experiment}/trials/{seeded.trial}", ".chart")
     assert browser.texts("main h2")[:2] == ["validation", "training"]
     assert {"broken", "telemetry and counters", NAME} <= set(browser.texts("main h2"))
@@ -68,7 +66,7 @@ def test_every_metric_has_a_chart_in_its_group_with_what_happened_marked(
     assert browser.page.locator("main img").count() == 0
 
 
-def test_charts_share_hover_pins_and_a_baseline(
+def test_charts_share_hover_pins_and_baseline(
     browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
     other = seeded_master.write(lambda tx: trials_of(tx, seeded.experiment)[1])
@@ -87,7 +85,7 @@ def test_charts_share_hover_pins_and_a_baseline(
     browser.until("document.querySelector('.legend') === null")
 
 
-def test_a_failed_trial_shows_its_error_and_no_star(browser: Browser, seeded_master: Master) -> None:
+def test_failed_trial_shows_error_and_no_star(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         experiment = add_experiment(tx, name="fails", num_trials=1, num_points=3, state="ERROR")
         (trial,) = trials_of(tx, experiment)
@@ -108,14 +106,14 @@ def test_a_failed_trial_shows_its_error_and_no_star(browser: Browser, seeded_mas
     browser.show("/det/nowhere", "main.nowhere")
 
 
-def test_the_axis_of_a_trial_can_be_epochs_and_time(browser: Browser, seeded: Seeded) -> None:
+def test_chart_axis_offers_epochs_records_and_time(browser: Browser, seeded: Seeded) -> None:
     browser.show(f"/det/trials/{seeded.trial}?find=validation.loss", ".chart")
     for word, label in (("epochs", "epochs"), ("records", "records"), ("time", "time since the start")):
         browser.page.select_option("label:has-text('Over') select", word)
         browser.until(f"document.querySelector('.plot').getAttribute('aria-label').includes('over {label}')")
 
 
-def test_marks_stand_where_runs_began_in_the_units_of_the_axis(open_browser: Open, seeded: Seeded) -> None:
+def test_run_marks_use_units_of_chart_axis(open_browser: Open, seeded: Seeded) -> None:
     browser = open_browser()
     browser.open_bare()
     marks = browser.page.evaluate(
@@ -134,9 +132,7 @@ def test_marks_stand_where_runs_began_in_the_units_of_the_axis(open_browser: Ope
     assert [mark["x"] for mark in marks[3]] == [60, 120, 180]
 
 
-def test_values_that_are_no_numbers_are_counted_and_the_others_drawn(
-    browser: Browser, seeded: Seeded
-) -> None:
+def test_chart_counts_non_finite_values(browser: Browser, seeded: Seeded) -> None:
     browser.show(f"/det/trials/{seeded.trial}?find=broken.x", ".chart")
     browser.until("document.querySelector('.chart').innerText.includes('2 values are not finite')")
 
@@ -155,7 +151,7 @@ def test_instruments_are_shown_by_rank(browser: Browser, seeded: Seeded) -> None
     )
 
 
-def test_a_trial_without_instruments_says_how_to_get_them(
+def test_missing_instruments_page_names_telemetry_setting(
     browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
     other = seeded_master.rows("SELECT id FROM trials WHERE experiment_id = ? ORDER BY id", seeded.experiment)
@@ -163,7 +159,7 @@ def test_a_trial_without_instruments_says_how_to_get_them(
     browser.until("document.querySelector('main').innerText.includes('telemetry: false')")
 
 
-def test_hyperparameters_checkpoints_and_runs_are_tables(browser: Browser, seeded: Seeded) -> None:
+def test_trial_tabs_list_hyperparameters_checkpoints_and_runs(browser: Browser, seeded: Seeded) -> None:
     browser.show(f"/det/trials/{seeded.trial}/hyperparameters", "tbody tr[data-idx]")
     assert browser.texts("tbody tr td:first-child") == ["global_batch_size", "lr", "layers", "optimizer"]
     browser.page.click("nav.tabs a:has-text('Checkpoints')")
@@ -178,7 +174,7 @@ def test_hyperparameters_checkpoints_and_runs_are_tables(browser: Browser, seede
     assert [row[-1] for row in rows] == ["rank 2 has failed with <b>code</b> 1", "ended", "runs"]
 
 
-def test_a_trial_is_killed_after_a_question_only(browser: Browser, seeded_master: Master) -> None:
+def test_kill_trial_requires_confirmation(browser: Browser, seeded_master: Master) -> None:
     def kills() -> list[object]:
         return [
             row["kill_us"] for row in seeded_master.rows("SELECT kill_us FROM allocations WHERE trial_id = 2")
@@ -194,7 +190,7 @@ def test_a_trial_is_killed_after_a_question_only(browser: Browser, seeded_master
     assert kills() != [None]
 
 
-def test_a_trial_with_ten_thousand_metrics_is_searched(browser: Browser, seeded_master: Master) -> None:
+def test_ten_thousand_metrics_are_searched_and_paged(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         trial = trials_of(tx, add_experiment(tx, num_points=3))[0]
         add_metric(tx, trial, "many", [(10, {f"metric_{idx:05}": idx for idx in range(9996)})])
@@ -212,9 +208,7 @@ def test_a_trial_with_ten_thousand_metrics_is_searched(browser: Browser, seeded_
     browser.until("document.querySelectorAll('main .charts > div').length === 48")
 
 
-def test_charts_that_are_drawn_when_they_are_seen_move_nothing(
-    browser: Browser, seeded_master: Master
-) -> None:
+def test_lazy_charts_cause_no_layout_shift(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         trial = trials_of(tx, add_experiment(tx, num_points=3))[0]
         add_metric(tx, trial, "many", [(10, {f"metric_{idx:02}": idx for idx in range(60)})])
@@ -237,9 +231,7 @@ def test_charts_that_are_drawn_when_they_are_seen_move_nothing(
     assert len(browser.page.evaluate(f"[...new Set([...window.heights, ...{heights}])]")) == 1
 
 
-def test_a_trial_that_is_deleted_while_it_is_looked_at_stays_with_a_word(
-    open_browser: Open, seeded_master: Master
-) -> None:
+def test_trial_deleted_while_open_shows_notice(open_browser: Open, seeded_master: Master) -> None:
     def fill(tx):
         experiment = add_experiment(tx, name="goes", num_points=5)
         return Seeded(experiment, trials_of(tx, experiment)[0])
@@ -253,7 +245,7 @@ def test_a_trial_that_is_deleted_while_it_is_looked_at_stays_with_a_word(
     browser.forgive("404")
 
 
-def test_an_unknown_trial_is_told_of(open_browser: Open) -> None:
+def test_unknown_trial_shows_error(open_browser: Open) -> None:
     browser = open_browser()
     browser.open("/det/trials/999999", "main .problem")
     assert "trial 999999 is not found" in browser.text("main .problem")

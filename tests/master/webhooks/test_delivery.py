@@ -1,4 +1,4 @@
-"""Webhooks of a real master: told of real experiments, whatever their receivers do and however the master ends."""
+"""Delivery of webhook events by a real master, also after failures."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
 def receiver(master: MasterForTest) -> Iterator[Receiver]:
     with receiving() as one:
         yield one
-        for webhook in listed(master):
+        for webhook in list_webhooks(master):
             assert master.dstrial("webhook", "delete", str(webhook["id"])).returncode == 0
         one.hangs = False
 
 
-def listed(master: MasterForTest) -> list[dict[str, Any]]:
+def list_webhooks(master: MasterForTest) -> list[dict[str, Any]]:
     shown = master.dstrial("webhook", "list", "--json")
     assert shown.returncode == 0, shown.stderr
     return list(json.loads(shown.stdout))
 
 
-def make(master: MasterForTest, *words: str) -> None:
+def create_webhook(master: MasterForTest, *words: str) -> None:
     made = master.dstrial("webhook", "create", *words)
     assert made.returncode == 0, made.stderr
     assert "is created" in made.stdout
@@ -69,16 +69,14 @@ def run(master: MasterForTest, script: str = QUICK, **changes: Any) -> int:
     return experiment_id
 
 
-def told_of(receiver: Receiver) -> list[int]:
-    """Experiments whose end the receiver has been told of."""
+def received_ids(receiver: Receiver) -> list[int]:
+    """Return the experiment ids in the received events, in order of arrival."""
     return [one.json["event_data"]["experiment"]["id"] for one in receiver.received]
 
 
-def test_the_end_a_log_and_an_alert_of_an_experiment_are_told(
-    master: MasterForTest, receiver: Receiver
-) -> None:
+def test_webhook_delivers_state_log_and_alert_events(master: MasterForTest, receiver: Receiver) -> None:
     words = ("--alert", "--log", "NaN at batch [0-9]+", "--state", "completed")
-    make(master, "watch", receiver.url, *words)
+    create_webhook(master, "watch", receiver.url, *words)
     experiment_id = run(
         master, ALERTING, name="watched", integrations={"webhooks": {"webhook_name": ["watch"]}}
     )
@@ -96,64 +94,60 @@ def test_the_end_a_log_and_an_alert_of_an_experiment_are_told(
     assert data["CUSTOM"]["experiment"]["trial_id"] > 0
     shown = data["EXPERIMENT_STATE_CHANGE"]["experiment"]
     assert (shown["id"], shown["name"], shown["state"]) == (experiment_id, "watched", "COMPLETED")
-    wait_for(lambda: listed(master)[0]["delivery"]["delivered"] == 3)
-    assert listed(master)[0]["delivery"]["lastResult"] == "HTTP 200"
+    wait_for(lambda: list_webhooks(master)[0]["delivery"]["delivered"] == 3)
+    assert list_webhooks(master)[0]["delivery"]["lastResult"] == "HTTP 200"
     assert len(receiver.received) == 3
-    # Another experiment does not name it, and says so where it alerts.
+    # The log of an experiment that names no webhook says that its alert reaches none.
     other = run(master, ALERTING)
     assert "reaches no webhook" in log_of(master, other)
     assert len(receiver.received) == 3
 
 
-def test_a_command_is_watched_too(master: MasterForTest, receiver: Receiver) -> None:
-    make(master, "commands", receiver.url, "--log", "^out of luck$")
+def test_webhook_log_pattern_matches_command_output(master: MasterForTest, receiver: Receiver) -> None:
+    create_webhook(master, "commands", receiver.url, "--log", "^out of luck$")
     assert master.det("command", "run", "echo out of luck").returncode == 0
     (got,) = receiver.wait()
     assert got.json["event_data"]["task_log"]["triggering_log"] == "out of luck"
 
 
-def test_a_receiver_that_never_answers_holds_up_nothing_else(
-    master: MasterForTest, receiver: Receiver
-) -> None:
+def test_hanging_receiver_does_not_block_other_webhooks(master: MasterForTest, receiver: Receiver) -> None:
     with receiving() as silent:
         silent.hangs = True
-        make(master, "silent", silent.url)
-        make(master, "other", receiver.url)
+        create_webhook(master, "silent", silent.url)
+        create_webhook(master, "other", receiver.url)
         ids = [run(master) for _ in range(3)]
 
         receiver.wait(3)
-        assert told_of(receiver) == ids
-        (waiting,) = [one for one in listed(master) if one["name"] == "silent"]
+        assert received_ids(receiver) == ids
+        (waiting,) = [one for one in list_webhooks(master) if one["name"] == "silent"]
         assert waiting["delivery"]["delivered"] == 0
         assert waiting["delivery"]["waiting"] >= 2
         assert len(silent.received) >= 1
 
 
-def test_a_master_that_is_killed_or_ended_while_it_sends_sends_after_its_next_start(
-    master: MasterForTest, receiver: Receiver
-) -> None:
+def test_pending_deliveries_resume_after_master_restart(master: MasterForTest, receiver: Receiver) -> None:
     receiver.hangs = True
-    make(master, "patient", receiver.url)
+    create_webhook(master, "patient", receiver.url)
     first = run(master)
     receiver.wait()
-    second = run(master)  # Its event waits behind the one that is being sent.
+    second = run(master)  # Its event is queued behind the event in flight.
     third = submit(master, config(), "import time; time.sleep(600)")
     wait_until(master, third, "RUNNING")
 
     master.kill()
-    assert told_of(receiver) == [first]
+    assert received_ids(receiver) == [first]
     receiver.hangs = False
     master.up()
 
-    wait_for(lambda: {first, second} <= set(told_of(receiver)[1:]))
-    wait_for(lambda: listed(master)[0]["delivery"]["delivered"] == 2)
+    wait_for(lambda: {first, second} <= set(received_ids(receiver)[1:]))
+    wait_for(lambda: list_webhooks(master)[0]["delivery"]["delivered"] == 2)
     of_first = [one for one in receiver.received if one.json["event_data"]["experiment"]["id"] == first]
     assert len({one.json["event_id"] for one in of_first}) == 1
     assert all(one.is_signed_with(key_of(master)) for one in receiver.received)
     master.client().post(f"/api/v1/experiments/{third}/kill")
     wait_until(master, third, "CANCELED")
 
-    # A master that goes down does not wait for the receiver either.
+    # `dstrial down` does not wait for the receiver.
     num_received = len(receiver.received)
     receiver.hangs = True
     fourth = run(master)
@@ -161,15 +155,17 @@ def test_a_master_that_is_killed_or_ended_while_it_sends_sends_after_its_next_st
     assert master.dstrial("down").returncode == 0
     receiver.hangs = False
     master.up()
-    wait_for(lambda: listed(master)[0]["delivery"]["delivered"] == 3)
-    assert told_of(receiver)[num_received:] == [fourth, fourth]
+    wait_for(lambda: list_webhooks(master)[0]["delivery"]["delivered"] == 3)
+    assert received_ids(receiver)[num_received:] == [fourth, fourth]
     assert len({one.json["event_id"] for one in receiver.received[num_received:]}) == 1
 
 
-def test_the_commands_say_what_they_do_and_what_is_wrong(master: MasterForTest, receiver: Receiver) -> None:
+def test_webhook_commands_report_results_and_errors(master: MasterForTest, receiver: Receiver) -> None:
     assert "no webhooks" in master.dstrial("webhook", "list").stdout
-    make(master, "shown\u00e9", receiver.url, "--slack", "--workspace", "uncategorized", "--specific")
-    number = str(listed(master)[0]["id"])
+    create_webhook(
+        master, "shown\u00e9", receiver.url, "--slack", "--workspace", "uncategorized", "--specific"
+    )
+    number = str(list_webhooks(master)[0]["id"])
     shown = master.dstrial("webhook", "list").stdout
     for word in ("shown\u00e9", "COMPLETED, ERROR", "Uncategorized, if named", "slack", receiver.url):
         assert word in shown, shown
@@ -194,10 +190,10 @@ def test_the_commands_say_what_they_do_and_what_is_wrong(master: MasterForTest, 
         assert refused.returncode == 1, words
         assert error in refused.stderr, refused
         assert "Traceback" not in refused.stderr
-    assert len(listed(master)) == 1
+    assert len(list_webhooks(master)) == 1
 
 
-def test_commands_leave_no_session_behind(master: MasterForTest, tmp_path: Path) -> None:
+def test_webhook_commands_leave_no_token_behind(master: MasterForTest, tmp_path: Path) -> None:
     def sessions() -> int:
         program = "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT COUNT(*) FROM tokens').fetchone()[0])"
         path = str(master.state.database_path)
@@ -212,7 +208,7 @@ def test_commands_leave_no_session_behind(master: MasterForTest, tmp_path: Path)
     assert sessions() == before
 
 
-def test_the_key_is_the_accounts_alone_and_stays(master: MasterForTest) -> None:
+def test_signing_key_is_private_and_not_exposed(master: MasterForTest) -> None:
     path = master.state.webhook_key_path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     key = key_of(master)
@@ -224,13 +220,13 @@ def test_the_key_is_the_accounts_alone_and_stays(master: MasterForTest) -> None:
     assert key not in master.state.log_path.read_text()
 
 
-def test_a_key_and_a_base_url_of_the_settings_are_used(tmp_path: Path) -> None:
+def test_configured_signing_key_and_base_url_are_used(tmp_path: Path) -> None:
     settings = tmp_path / "master.yaml"
     settings.write_text("webhooks: {signing_key: 'ours, and long', base_url: 'https://gpu.example/'}\n")
     with master_for_test(tmp_path, options=("--config-file", str(settings))) as one, receiving() as receiver:
         assert key_of(one) == "ours, and long"
         assert not one.state.webhook_key_path.exists()
-        make(one, "slack", receiver.url, "--slack")
+        create_webhook(one, "slack", receiver.url, "--slack")
         experiment_id = run(one, name="linked")
         (got,) = receiver.wait()
         assert got.is_signed_with("ours, and long")

@@ -1,4 +1,4 @@
-"""Bodies of webhooks."""
+"""JSON bodies of webhook requests, for generic receivers and for Slack."""
 
 from __future__ import annotations
 
@@ -51,27 +51,27 @@ def body(event: dict[str, Any], kind: str = "DEFAULT", base_url: str = "") -> An
 
 @pytest.mark.parametrize("event", [STATE, LOG, CUSTOM])
 @pytest.mark.parametrize("kind", ["DEFAULT", "SLACK"])
-def test_a_body_is_the_same_when_it_is_read_and_written_again(event: dict[str, Any], kind: str) -> None:
-    """As the documented check of the signature does it, and whatever a name holds."""
+def test_body_survives_json_round_trip(event: dict[str, Any], kind: str) -> None:
+    """Receivers parse and re-serialise the body to check its signature."""
     sent = body_of(event, kind, node="nöde", pool="default", base_url="http://h")
     assert json.dumps(separators=(",", ":"), obj=json.loads(sent)).encode() == sent
     assert sent.isascii()
 
 
-def test_keys_come_in_determineds_order() -> None:
+def test_body_keys_follow_determined_order() -> None:
     assert list(body(STATE)) == ["event_id", "event_type", "timestamp", "condition", "event_data"]
     assert list(body(STATE)["event_data"]["experiment"]) == [
         "id", "state", "name", "duration", "resource_pool", "slots_per_trial", "workspace", "project",
     ]  # fmt: skip
 
 
-def test_an_experiment_that_has_not_ended_has_no_duration() -> None:
+def test_running_experiment_has_zero_duration() -> None:
     running = {**CUSTOM, "experiment": {**EXPERIMENT, "has_ended": False}}
     assert body(running)["event_data"]["experiment"]["duration"] == 0
     assert body(STATE)["event_data"]["experiment"]["duration"] == 3725
 
 
-def test_slack_shows_a_log_as_text() -> None:
+def test_slack_log_message_escapes_markup() -> None:
     (block,) = body(LOG, "SLACK")["blocks"]
     assert block["text"]["text"] == (
         "Experiment ID `3`, Trial ID `7`, running on node `node`, reported a log\n"
@@ -84,7 +84,7 @@ def test_slack_shows_a_log_as_text() -> None:
     assert task.startswith("Task ID `3.r`, task type `COMMAND`, running on node `node`")
 
 
-def test_slack_shows_an_alert_with_its_trial() -> None:
+def test_slack_alert_message_includes_trial() -> None:
     shown = body(CUSTOM, "SLACK", "http://h")
     assert [one["text"] for one in shown["blocks"][0]["fields"]] == [
         "*Level*: ERROR", "*Title*: T", "*Description*: &lt;@U1&gt;",
@@ -96,6 +96,6 @@ def test_slack_shows_an_alert_with_its_trial() -> None:
     ]  # fmt: skip
 
 
-def test_no_block_for_slack_is_longer_than_it_takes() -> None:
+def test_slack_block_stays_within_length_limit() -> None:
     long = body({**LOG, "log": "<" * 9000, "regex": "a" * 1000}, "SLACK")
     assert len(long["blocks"][0]["text"]["text"].replace("&lt;", "<")) < 3000
