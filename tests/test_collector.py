@@ -30,7 +30,7 @@ def _as_before() -> Iterator[None]:
 
 @BOTH
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_collector_is_restored_after_an_error_and_collects_later_objects(
+def test_collector_is_restored_and_collects_later_objects(
     pause: Callable[[], AbstractContextManager[None]], is_enabled: bool
 ) -> None:
     if not is_enabled:

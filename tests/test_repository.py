@@ -78,14 +78,14 @@ def test_no_text_installs_dstrial_by_name() -> None:
     assert found == []
 
 
-def test_the_readme_mentions_every_subcommand() -> None:
+def test_readme_mentions_every_subcommand() -> None:
     missing = [name for name in COMMANDS if f"dstrial {name}" not in text_of("README.md")]
 
     assert not missing
 
 
 @pytest.mark.process
-def test_the_pages_mention_every_option_of_every_subcommand() -> None:
+def test_pages_mention_every_subcommand_option() -> None:
     documented = text_of_pages()
     missing = {
         f"dstrial {name} {option}"
@@ -98,7 +98,7 @@ def test_the_pages_mention_every_option_of_every_subcommand() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in dstrial.__all__ if not name.startswith("__")])
-def test_a_public_name_is_documented_and_mentioned(name: str) -> None:
+def test_public_name_is_documented_and_mentioned(name: str) -> None:
     public = getattr(dstrial, name)
 
     if inspect.isclass(public) or inspect.isroutine(public):
@@ -111,13 +111,13 @@ def test_a_public_name_is_documented_and_mentioned(name: str) -> None:
 
 
 @pytest.mark.process
-def test_importing_the_package_imports_neither_torch_nor_deepspeed() -> None:
+def test_package_import_loads_no_torch_or_deepspeed() -> None:
     code = "import sys, dstrial; print([m for m in ('torch', 'deepspeed', 'determined') if m in sys.modules])"
 
     assert printed_by(sys.executable, "-c", code).strip() == "[]"
 
 
-def test_every_package_has_a_line_in_the_architecture() -> None:
+def test_architecture_names_every_package() -> None:
     packages = [
         path.name
         for path in (ROOT / "dstrial").iterdir()
@@ -135,7 +135,7 @@ def test_every_package_has_a_line_in_the_architecture() -> None:
 
 
 @pytest.mark.parametrize("model_def", MODEL_DEFS, ids=lambda path: path.name)
-def test_a_model_definition_has_a_readme_and_a_config_that_names_its_files(model_def: Path) -> None:
+def test_model_definition_has_readme_and_config(model_def: Path) -> None:
     config_path = ROOT / "experiment_configs" / f"{model_def.name}.yaml"
     config = yaml.safe_load(config_path.read_text())
 
@@ -153,7 +153,7 @@ def test_a_model_definition_has_a_readme_and_a_config_that_names_its_files(model
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_links_of_a_document_lead_to_files_and_to_headings(document: str) -> None:
+def test_document_links_resolve(document: str) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(document)))
 
     missing = []
@@ -185,14 +185,14 @@ def test_snippets_of_document_parse_and_import_public_names(document: str) -> No
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
-def test_the_files_of_the_repository_that_a_document_names_exist(document: str) -> None:
+def test_files_named_in_document_exist(document: str) -> None:
     folders = "tests|tools|benchmarks|examples|model_defs|experiment_configs|docs"
     named = re.findall(rf"`((?:{folders})/[\w./-]+)`", text_of(document))
 
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-def test_every_row_of_what_survives_what_names_tests_that_exist() -> None:
+def test_failure_table_names_existing_tests() -> None:
     text = text_of("docs/contributors/what-survives-what-tests.md")
     rows = [
         line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what happens")
@@ -208,7 +208,7 @@ def test_every_row_of_what_survives_what_names_tests_that_exist() -> None:
     ]
 
 
-def test_every_invariant_names_a_test_that_holds_it() -> None:
+def test_every_invariant_names_its_test() -> None:
     section = text_of("ARCHITECTURE.md").partition("## Invariants")[2].partition("\n## ")[0]
     invariants = re.findall(r"^(\d+)\. (.*)$", section, flags=re.MULTILINE)
 
@@ -224,7 +224,7 @@ def test_navigation_of_site_names_every_page() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_commands_of_a_document_are_understood(document: str) -> None:
+def test_commands_in_document_parse(document: str) -> None:
     lines = re.findall(r"^    dstrial (\w.*?)(?: +#.*)?$", text_of(document), flags=re.MULTILINE)
 
     for line in lines:
@@ -234,7 +234,7 @@ def test_the_commands_of_a_document_are_understood(document: str) -> None:
         )  # leaves the process where it does not understand
 
 
-def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
+def test_documented_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", text_of("Makefile"), flags=re.MULTILINE))
 
     for document in DOCUMENTS:
@@ -245,7 +245,7 @@ def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
         assert named <= targets, document
 
 
-def test_a_docstring_begins_with_a_short_line() -> None:
+def test_docstring_first_lines_are_short() -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = [
         (path.relative_to(ROOT).as_posix(), ast.get_docstring(node) or "")
@@ -331,7 +331,7 @@ def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
     return {distributions[name] for name in foreign}
 
 
-def test_the_core_declares_what_it_imports_and_nothing_else() -> None:
+def test_core_dependencies_equal_its_imports() -> None:
     used = imported_below("dstrial", without=(*sum(EXTRAS.values(), ()), *LOGGERS.values()))
 
     assert used - declared(None) == set(), "imported and not declared"
@@ -339,7 +339,7 @@ def test_the_core_declares_what_it_imports_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_an_extra_declares_what_its_packages_import_and_nothing_else(extra: str) -> None:
+def test_extra_dependencies_equal_its_imports(extra: str) -> None:
     used = imported_below(*EXTRAS[extra])
 
     assert used - declared(None) - declared(extra) == set(), "imported and not declared"
@@ -347,7 +347,7 @@ def test_an_extra_declares_what_its_packages_import_and_nothing_else(extra: str)
 
 
 @pytest.mark.parametrize("logger", LOGGERS)
-def test_a_logger_imports_the_package_of_its_extra_and_the_core_only(logger: str) -> None:
+def test_logger_imports_only_its_package(logger: str) -> None:
     others = imported_in(ROOT / LOGGERS[logger]) - sys.stdlib_module_names - {"dstrial"}
 
     assert declared(logger) == {logger}
@@ -355,12 +355,12 @@ def test_a_logger_imports_the_package_of_its_extra_and_the_core_only(logger: str
     assert logger in others
 
 
-def test_what_is_declared_for_others_is_not_imported() -> None:
+def test_indirect_dependencies_are_not_imported() -> None:
     assert NOT_IMPORTED.keys() & imported_below("dstrial", without=tuple(LOGGERS.values())) == set()
     assert NOT_IMPORTED.keys() <= declared(None) | declared("huggingface")
 
 
-def test_the_modules_that_the_architecture_names_exist() -> None:
+def test_modules_named_in_architecture_exist() -> None:
     """Paths like ``engine/adapters`` are below ``dstrial/``, dotted names like ``trial.runtime.TrialRuntime`` as well."""
     text = text_of("ARCHITECTURE.md").partition("## Seams")[2]
     elsewhere = ("tests", "docs", "benchmarks", "tools", "data", "pyproject")

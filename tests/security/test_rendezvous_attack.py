@@ -68,7 +68,7 @@ def show(title: str, found: list[Listener]) -> None:
 
 @pytest.mark.exhaustive("[trial]")
 @pytest.mark.parametrize("job", JOBS)
-def test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store(
+def test_job_listens_on_loopback_and_unpickles_nothing(
     job: str, tmp_path: Path, shared_master: MasterForTest
 ) -> None:
     with running(job, tmp_path, shared_master) as pids:
@@ -92,9 +92,9 @@ def test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store
 
 
 @pytest.mark.exhaustive(
-    "tests/security/test_rendezvous_attack.py::test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store"
+    "tests/security/test_rendezvous_attack.py::test_job_listens_on_loopback_and_unpickles_nothing"
 )
-def test_ranks_of_torchrun_listen_on_loopback_only(tmp_path: Path, shared_master: MasterForTest) -> None:
+def test_torchrun_ranks_listen_on_loopback_only(tmp_path: Path, shared_master: MasterForTest) -> None:
     with running("torchrun", tmp_path, shared_master) as pids:
         found = listeners(pids)
         show("torchrun", found)
@@ -105,7 +105,7 @@ def test_ranks_of_torchrun_listen_on_loopback_only(tmp_path: Path, shared_master
     assert [str(listener) for listener in ours if not listener.is_loopback] == []
 
 
-def test_ranks_that_live_on_listen_on_loopback_only(
+def test_persistent_worker_ranks_listen_on_loopback_only(
     tmp_path: Path,
 ) -> None:
     context = write_project(tmp_path)

@@ -143,7 +143,7 @@ def shown_secrets(text: str) -> list[str]:
     return sorted(name for name, value in SECRETS.items() if value in text)
 
 
-def test_the_trial_gets_every_secret(held: Held) -> None:
+def test_trial_receives_every_secret(held: Held) -> None:
     assert json.loads((held.directory / "seen.json").read_text()) == {
         "HF_TOKEN": SECRETS["variable"],
         "MASTER_SECRET": SECRETS["master"],
@@ -156,7 +156,7 @@ def test_the_trial_gets_every_secret(held: Held) -> None:
     }
 
 
-def test_no_request_is_answered_with_a_secret(held: Held) -> None:
+def test_get_responses_contain_no_secret(held: Held) -> None:
     checkpoint = held.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
     tasks = list(held.json("tasks")["allocationIdToSummary"])
     values = {
@@ -183,7 +183,7 @@ def test_no_request_is_answered_with_a_secret(held: Held) -> None:
     assert answered > 40
 
 
-def test_no_command_and_no_page_prints_a_secret(held: Held, tmp_path: Path) -> None:
+def test_commands_and_pages_print_no_secret(held: Held, tmp_path: Path) -> None:
     det = DetHere.at(held.master, tmp_path)
     checkpoint = held.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
     assert held.master.dstrial("login", "--user", "admin").returncode == 0
@@ -215,7 +215,7 @@ def test_no_command_and_no_page_prints_a_secret(held: Held, tmp_path: Path) -> N
     assert yaml.safe_load(texts[0])["hyperparameters"]["num_key_value_heads"] == {"type": "const", "val": 8}
 
 
-def test_the_original_is_shown_as_it_was_written_but_for_its_secrets(held: Held) -> None:
+def test_original_config_masks_only_secrets(held: Held) -> None:
     original = held.json("experiments/1")["experiment"]["originalConfig"]
 
     expected = held.text
@@ -224,7 +224,7 @@ def test_the_original_is_shown_as_it_was_written_but_for_its_secrets(held: Held)
     assert original == expected
 
 
-def test_a_shown_config_that_is_submitted_again_without_a_parent_is_refused(held: Held) -> None:
+def test_masked_config_without_parent_is_rejected(held: Held) -> None:
     shown = held.ok("experiment", "config", "1")
     (held.directory / "again.yaml").write_text(shown)
 
@@ -237,7 +237,7 @@ def test_a_shown_config_that_is_submitted_again_without_a_parent_is_refused(held
     assert "Write the real value" in text
 
 
-def test_a_fork_and_a_continuation_have_the_real_secrets(held: Held) -> None:
+def test_fork_and_continue_keep_real_secrets(held: Held) -> None:
     original = held.json("experiments/1")["experiment"]["originalConfig"]
     files = held.json("experiments/1/model_def")["b64Tgz"]
     assert files
@@ -250,16 +250,16 @@ def test_a_fork_and_a_continuation_have_the_real_secrets(held: Held) -> None:
     held.ok("experiment", "wait", str(made["experiment"]["id"]))
 
     assert shown_secrets(json.dumps(made)) == []
-    test_the_trial_gets_every_secret(held)
+    test_trial_receives_every_secret(held)
     (held.directory / "seen.json").unlink()
     (held.directory / "changed.yaml").write_text(
         yaml.safe_dump({"hyperparameters": {"api_key": MASK, "lr": 0.1}, "searcher": {"name": "single"}})
     )
     held.ok("experiment", "continue", "1", "--config-file", "changed.yaml", "-f")
-    test_the_trial_gets_every_secret(held)
+    test_trial_receives_every_secret(held)
 
 
-def test_a_template_and_the_metadata_of_a_checkpoint_that_are_sent_back_keep_their_secrets(
+def test_masked_template_and_metadata_updates_keep_secrets(
     held: Held,
 ) -> None:
     shown = yaml.safe_load(held.ok("template", "describe", "held"))

@@ -31,9 +31,7 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("what", AMBIGUOUS)
-def test_an_ambiguous_request_is_refused_and_what_hides_behind_it_is_not_answered(
-    shared_master: MasterForTest, what: str
-) -> None:
+def test_ambiguous_request_and_smuggled_request_are_rejected(shared_master: MasterForTest, what: str) -> None:
     with connect(shared_master.record.port) as connection:
         connection.sendall((_LOGIN + AMBIGUOUS[what] + _HIDDEN).encode())
         answers = read_all(connection)
@@ -41,7 +39,7 @@ def test_an_ambiguous_request_is_refused_and_what_hides_behind_it_is_not_answere
     assert statuses in ([400], []), answers
 
 
-def test_a_trailer_is_not_a_header(shared_master: MasterForTest) -> None:
+def test_trailer_is_not_parsed_as_header(shared_master: MasterForTest) -> None:
     token = shared_master.client().token
     for trailer in (f"Authorization: Bearer {token}", "Host: localhost"):
         is_host = trailer.startswith("Host")
@@ -54,7 +52,7 @@ def test_a_trailer_is_not_a_header(shared_master: MasterForTest) -> None:
 
 
 @pytest.mark.parametrize("method", ["PRI", "CONNECT", "get", "G\0T"])
-def test_methods_that_are_not_ours_are_refused(shared_master: MasterForTest, method: str) -> None:
+def test_unsupported_methods_are_rejected(shared_master: MasterForTest, method: str) -> None:
     for target in ("*", "localhost:80", "http://evil.example/info", "/info"):
         with connect(shared_master.record.port) as connection:
             connection.sendall(

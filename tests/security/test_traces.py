@@ -59,7 +59,7 @@ def what_is_left(tmp_path: Path, scenario: str) -> dict[str, list[str]]:
 @pytest.mark.ranks
 @pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize("scenario", ["master_trials", "on_a_master", "launch"])
-def test_what_has_ended_leaves_nothing_in_temporary_places(tmp_path: Path, scenario: str) -> None:
+def test_scenario_leaves_no_files_in_tmp_and_shm(tmp_path: Path, scenario: str) -> None:
     left = what_is_left(tmp_path, scenario)
 
     assert left, "no step was made"

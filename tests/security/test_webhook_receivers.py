@@ -86,13 +86,13 @@ def nonsense(connection: socket.socket, _over: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("speak", [silent, dripping, dripping_status])
-def test_no_receiver_stretches_the_time_of_an_attempt(speak: Any) -> None:
+def test_slow_receiver_cannot_exceed_timeout(speak: Any) -> None:
     with speaking(speak) as url:
         outcome = Sender("key", timeout_s=0.5).post(url, BODY)
     assert outcome == DeliveryResult("no answer within 0.5 s", is_delivered=False, may_retry=True)
 
 
-def test_a_receiver_that_is_slow_in_the_handshake_of_tls_is_left_in_time() -> None:
+def test_slow_tls_handshake_cannot_exceed_timeout() -> None:
     def drip(connection: socket.socket, over: threading.Event) -> None:
         connection.recv(1)
         # The head of a record that is never whole.
@@ -105,7 +105,7 @@ def test_a_receiver_that_is_slow_in_the_handshake_of_tls_is_left_in_time() -> No
     assert outcome == DeliveryResult("no answer within 0.5 s", is_delivered=False, may_retry=True)
 
 
-def test_an_answer_of_any_size_is_not_read() -> None:
+def test_oversized_responses_are_not_read() -> None:
     with speaking(endless_body) as url:
         assert Sender("key", timeout_s=20).post(url, BODY) == DeliveryResult("HTTP 200", True, False)
     with speaking(endless_headers) as url:
@@ -115,7 +115,7 @@ def test_an_answer_of_any_size_is_not_read() -> None:
     assert "100 headers" in outcome.result
 
 
-def test_nonsense_is_a_failure_that_a_terminal_can_show() -> None:
+def test_invalid_response_is_printable_retryable_failure() -> None:
     with speaking(nonsense) as url:
         outcome = Sender("key", timeout_s=20).post(url, BODY)
     assert outcome is not None
@@ -126,7 +126,7 @@ def test_nonsense_is_a_failure_that_a_terminal_can_show() -> None:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_not_followed(status: int) -> None:
+def test_redirects_are_not_followed(status: int) -> None:
     with receiving() as elsewhere, receiving() as receiver:
         receiver.statuses, receiver.location = [status], elsewhere.url
         outcome = Sender("key").post(receiver.url, BODY)
@@ -136,7 +136,7 @@ def test_a_redirect_is_not_followed(status: int) -> None:
         assert elsewhere.received == []
 
 
-def test_other_schemes_reach_nothing(tmp_path: Any) -> None:
+def test_non_http_schemes_are_refused(tmp_path: Any) -> None:
     """Even if one should stand in the database: the requests refuse them before."""
     path = tmp_path / "file"
     path.write_text("secret")
@@ -154,7 +154,7 @@ def test_other_schemes_reach_nothing(tmp_path: Any) -> None:
         assert not outcome.is_delivered, url
 
 
-def test_a_url_cannot_add_a_header() -> None:
+def test_url_cannot_inject_headers() -> None:
     for url in ("http://127.0.0.1:1/\r\nX-Evil: 1", "http://127.0.0.1:1/a b", "http://a\tb/"):
         with pytest.raises(InvalidError, match="expected"):
             check_url(url)
@@ -163,7 +163,7 @@ def test_a_url_cannot_add_a_header() -> None:
             assert all("x-evil" not in one.headers for one in receiver.received)
 
 
-def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_receiver_bypasses_environment_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     with receiving() as proxy, receiving() as receiver:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
         monkeypatch.delenv("no_proxy", raising=False)
@@ -175,7 +175,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch: p
         assert len(receiver.received) == 1
 
 
-def test_a_password_in_an_address_is_sent_as_one_and_not_as_a_host() -> None:
+def test_url_credentials_become_basic_auth() -> None:
     with receiving() as receiver:
         url = receiver.url.replace("http://", "http://me:s%40cret@")
         assert Sender("key").post(url, BODY) == DeliveryResult("HTTP 200", True, False)
@@ -184,7 +184,7 @@ def test_a_password_in_an_address_is_sent_as_one_and_not_as_a_host() -> None:
     assert "me" not in got.headers["host"]
 
 
-def test_the_end_of_the_master_ends_what_is_being_sent_and_counts_it_as_nothing() -> None:
+def test_shutdown_aborts_delivery_without_result() -> None:
     with receiving() as receiver:
         receiver.hangs = True
         sender = Sender("key", timeout_s=60)

@@ -145,7 +145,7 @@ def tunnels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tunnels]:
         assert "Traceback" not in log, log[-6000:]
 
 
-def test_a_message_in_pieces_with_a_ping_inside_arrives_whole_however_it_is_cut(tunnels: Tunnels) -> None:
+def test_fragmented_message_with_ping_arrives_whole(tunnels: Tunnels) -> None:
     data = (
         frame(BINARY, b"ab")
         + frame(FINAL | PING, b"are you there")
@@ -186,7 +186,7 @@ def read_frames(connection: socket.socket, num_bytes: int) -> tuple[list[int], b
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x03\xe8", b"\x03\xe9going away", b"\x0f\xa0mine"])
-def test_a_close_is_answered_once_and_nothing_behind_it_counts(tunnels: Tunnels, payload: bytes) -> None:
+def test_close_is_answered_once_ignoring_later_frames(tunnels: Tunnels, payload: bytes) -> None:
     with tunnels.open(tunnels.echo) as connection:
         connection.sendall(
             frame(FINAL | CLOSE, payload) + frame(FINAL | BINARY, b"late") + frame(FINAL | CLOSE)
@@ -195,7 +195,7 @@ def test_a_close_is_answered_once_and_nothing_behind_it_counts(tunnels: Tunnels,
         assert read_all(connection) == closing(1000)
 
 
-def test_a_client_that_does_not_read_holds_the_service_up_and_fills_no_memory(tunnels: Tunnels) -> None:
+def test_non_reading_client_applies_backpressure(tunnels: Tunnels) -> None:
     with tunnels.open(tunnels.flood):
         before = memory_mib(tunnels.master.record.pid)
         sent = plateau(lambda: int(tunnels.sent_path.read_text() or 0) if tunnels.sent_path.exists() else 0)
@@ -205,7 +205,7 @@ def test_a_client_that_does_not_read_holds_the_service_up_and_fills_no_memory(tu
     assert grown < 32
 
 
-def test_a_service_that_does_not_read_holds_the_client_up_and_fills_no_memory(tunnels: Tunnels) -> None:
+def test_non_reading_service_applies_backpressure(tunnels: Tunnels) -> None:
     with tunnels.open(tunnels.deaf) as connection:
         before = memory_mib(tunnels.master.record.pid)
         connection.setblocking(False)
@@ -236,7 +236,7 @@ def plateau(value: Callable[[], int]) -> int:
     raise AssertionError(f"still changes after {DEADLINE_S:g} s: {last}")
 
 
-def test_the_end_of_a_task_leaves_no_connection_of_its_tunnels_open(tunnels: Tunnels) -> None:
+def test_task_end_closes_its_tunnel_connections(tunnels: Tunnels) -> None:
     master = tunnels.master.record
 
     tunnels.det.ok("command", "kill", tunnels.task_id)

@@ -62,11 +62,11 @@ def num_looks(place: Path, looks: list[str]) -> int:
     return len((place / "looked").read_text())
 
 
-def test_looks_that_fail_end_no_job(place: Path) -> None:
+def test_failed_find_does_not_end_job(place: Path) -> None:
     assert num_looks(place, [*["fails"] * 20, "seen", "fails", "none"]) == 23
 
 
-def test_it_stays_while_its_master_lives_and_ends_an_hour_later(place: Path) -> None:
+def test_job_ends_hour_after_last_heartbeat(place: Path) -> None:
     alive = place / ALIVE_NAME
     alive.touch()
     with begun(place) as process:
@@ -78,6 +78,6 @@ def test_it_stays_while_its_master_lives_and_ends_an_hour_later(place: Path) -> 
     assert (place / "12.nodes").read_text() == "host1 2\n"
 
 
-def test_it_ends_without_the_file_of_its_master(place: Path) -> None:
+def test_job_ends_without_alive_file(place: Path) -> None:
     with begun(place) as process:
         assert process.wait(60) == 0

@@ -31,7 +31,7 @@ _POLICY = "allocation failure: Job violates accounting/QOS policy"
         (1, f"sbatch: error: QOSMaxWallDurationPerJobLimit\n{_POLICY} (and so on)", True),
     ],
 )
-def test_what_may_be_otherwise_later_is_no_refusal(code: int, said: str, *, expected: bool) -> None:
+def test_is_refusal_excludes_temporary_rejections(code: int, said: str, *, expected: bool) -> None:
     assert is_refusal(code, said) == expected
 
 
@@ -56,7 +56,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 
 @pytest.mark.process
-def test_submit_asks_the_cluster_of_all_commands(
+def test_submit_removes_sbatch_clusters_variable(
     command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``SBATCH_CLUSTERS`` is for sbatch alone, ``SLURM_CLUSTERS`` for all commands."""
@@ -67,7 +67,7 @@ def test_submit_asks_the_cluster_of_all_commands(
 
 
 @pytest.mark.process
-def test_refused_script_raises_with_a_fix(command: Callable[[str, str], None]) -> None:
+def test_rejected_script_raises_error_with_fix(command: Callable[[str, str], None]) -> None:
     said = "sbatch: error: allocation failure: Requested node configuration is not available"
     command("sbatch", f"echo '{said}' >&2; exit 1")
     for ask in (client.submit, client.test):
@@ -79,7 +79,7 @@ def test_refused_script_raises_with_a_fix(command: Callable[[str, str], None]) -
     assert found[0] == "sbatch says: allocation failure: Requested node configuration is not available"
 
 
-def test_absent_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LaunchError, match=r"sbatch, srun of Slurm is not on PATH; .* leave --slurm out"):
         client.require_slurm("sbatch", "srun")

@@ -57,7 +57,7 @@ def engine() -> Engine:
 NUM_BYTES = 4 * (64 * 256 + 256 + 256 + 1)
 
 
-def test_parts_are_measured_operation_by_operation(engine: Engine) -> None:
+def test_memory_parts_are_measured_by_operation(engine: Engine) -> None:
     memory = FirstBatchMemory([engine], Processor())
     with FlopCounter() as counter:
         memory.begin(counter)
@@ -75,7 +75,7 @@ def test_parts_are_measured_operation_by_operation(engine: Engine) -> None:
     )
 
 
-def test_a_view_of_what_was_there_before_is_no_activation(engine: Engine) -> None:
+def test_view_of_existing_tensor_is_no_activation(engine: Engine) -> None:
     data_set = torch.ones(100_000, 64)
     split = MemorySplit([engine], lambda _device: False)
     with FlopCounter() as counter:
@@ -85,7 +85,7 @@ def test_a_view_of_what_was_there_before_is_no_activation(engine: Engine) -> Non
     assert split.take_activations() <= 4 * 32 * (64 + 256 + 2)
 
 
-def test_the_devices_counter_tells_activations_where_operations_are_not_seen(engine: Engine) -> None:
+def test_device_counter_measures_activations_without_operations(engine: Engine) -> None:
     device = Device()
     device.allocated = 1000
     memory = FirstBatchMemory([engine], device)
@@ -107,7 +107,7 @@ def test_the_devices_counter_tells_activations_where_operations_are_not_seen(eng
     assert found["unattributed_bytes"] == 9000
 
 
-def test_activations_are_unknown_on_a_processor_whose_operations_are_not_seen(engine: Engine) -> None:
+def test_cpu_activations_are_unknown_without_operations(engine: Engine) -> None:
     memory = FirstBatchMemory([engine], Processor())
     memory.begin(None)
     engine.train_batch(memory)
@@ -118,7 +118,7 @@ def test_activations_are_unknown_on_a_processor_whose_operations_are_not_seen(en
 
 
 @pytest.mark.parametrize("moment", ["begin", "operation", "step"])
-def test_training_goes_on_where_something_cannot_be_measured(
+def test_training_continues_after_measurement_error(
     engine: Engine, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = FirstBatchMemory([engine], Processor())

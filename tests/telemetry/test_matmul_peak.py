@@ -19,7 +19,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "dstrial" / "matmul_peaks.json"
 
 
-def test_a_peak_is_kept_with_its_device_type_and_size_and_random_numbers_stay_where_they_are(
+def test_peak_is_cached_and_rng_state_unchanged(
     kept: Path,
 ) -> None:
     assert matmul_peak.known_peak(CPU, torch.float32) is None
@@ -38,7 +38,7 @@ def test_a_peak_is_kept_with_its_device_type_and_size_and_random_numbers_stay_wh
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"x": 1}', '{"KEY": {"an old field": 1}}'])
-def test_a_damaged_file_is_measured_again_and_kept_well(kept: Path, content: str) -> None:
+def test_damaged_cache_is_measured_again(kept: Path, content: str) -> None:
     kept.parent.mkdir()
     kept.write_text(content.replace("KEY", matmul_peak._key(CPU, torch.float32)))
 
@@ -59,14 +59,12 @@ def test_a_damaged_file_is_measured_again_and_kept_well(kept: Path, content: str
         ("NVIDIA A1000", "bfloat16", None),
     ],
 )
-def test_a_data_sheet_is_found_by_whole_words_of_the_devices_name(
-    device: str, dtype: str, tflops: float | None
-) -> None:
+def test_data_sheet_matches_whole_words_of_name(device: str, dtype: str, tflops: float | None) -> None:
     found = matmul_peak.data_sheet(device, dtype)
     assert found == (None if tflops is None else pytest.approx(tflops * 1e12))
 
 
-def test_a_slower_measurement_does_not_replace_what_is_kept(kept: Path) -> None:
+def test_slower_measurement_keeps_cached_peak(kept: Path) -> None:
     matmul_peak.measured_peak(CPU, torch.float32)
     ((key, fields),) = json.loads(kept.read_text()).items()
     fast = {**fields, "flops_per_s": 1e15}

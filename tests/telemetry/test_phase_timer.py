@@ -57,7 +57,7 @@ def train(timer: PhaseTimer, call: Any, num_batches: int = 1, num_micro_batches:
     timer.switch(False)
 
 
-def test_without_events_the_hosts_clock_times_a_batch() -> None:
+def test_host_clock_times_batch_without_events() -> None:
     ticks = itertools.count()
     timer = PhaseTimer(None, clock=lambda: float(next(ticks)))
     train(timer, lambda: "result", num_batches=3, num_micro_batches=2)
@@ -67,7 +67,7 @@ def test_without_events_the_hosts_clock_times_a_batch() -> None:
     assert timer.take() == {}
 
 
-def test_what_is_no_training_is_called_and_not_timed() -> None:
+def test_calls_outside_training_are_not_timed() -> None:
     timer = PhaseTimer(None)
     assert timer.run("forward", ENGINE, lambda: "result") == "result"
     timer.stepped(ENGINE)
@@ -75,7 +75,7 @@ def test_what_is_no_training_is_called_and_not_timed() -> None:
     assert timer.take() == {}
 
 
-def test_calls_inside_of_calls_count_once() -> None:
+def test_nested_calls_count_once() -> None:
     ticks = itertools.count()
     timer = PhaseTimer(None, clock=lambda: float(next(ticks)))
     timer.switch(True)
@@ -85,7 +85,7 @@ def test_calls_inside_of_calls_count_once() -> None:
     assert timer.take() == {"forward": 1.0}
 
 
-def test_a_call_that_raises_leaves_the_timer_as_it_was() -> None:
+def test_raising_call_leaves_timer_usable() -> None:
     timer = PhaseTimer(None)
     timer.switch(True)
 
@@ -98,7 +98,7 @@ def test_a_call_that_raises_leaves_the_timer_as_it_was() -> None:
     assert set(timer.take()) == {"forward", "backward", "step"}
 
 
-def test_events_are_read_when_they_have_passed_and_never_waited_for() -> None:
+def test_passed_events_are_read_without_waiting() -> None:
     device = Device()
     timer = PhaseTimer(device.make_event)
     train(timer, device.call, num_batches=4, num_micro_batches=2)
@@ -113,7 +113,7 @@ def test_events_are_read_when_they_have_passed_and_never_waited_for() -> None:
     assert timer.clock_name == "device events"
 
 
-def test_events_are_used_again_and_few_batches_of_many_have_any() -> None:
+def test_events_are_reused_and_batches_sampled() -> None:
     device = Device()
     timer = PhaseTimer(device.make_event)
     for _ in range(4):
@@ -129,7 +129,7 @@ def test_events_are_used_again_and_few_batches_of_many_have_any() -> None:
     assert timer._stride == 1000 // MOST_TIMED
 
 
-def test_an_optimizers_step_is_called_through_whoever_asked_for_it() -> None:
+def test_around_step_wraps_optimizer_step() -> None:
     timer = PhaseTimer(None)
     seen = []
 

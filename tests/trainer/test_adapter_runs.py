@@ -43,7 +43,7 @@ def export(checkpoint: Path, output: Path, *options: str) -> int:
     return dstrial(["checkpoint", "export", str(checkpoint), str(output), *options])
 
 
-def test_checkpoint_without_frozen_parameters_is_small_and_refuses_another_base(
+def test_checkpoint_without_frozen_parameters_refuses_other_base(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {}
@@ -93,9 +93,7 @@ def test_checkpoint_without_frozen_parameters_is_small_and_refuses_another_base(
     ],
     ids=["plain", "more modules", "patterns", "all layers", "tied lora", "tied embedding", "tied head"],
 )
-def test_exported_adapter_and_merged_weights_equal_those_of_peft(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_exported_adapter_and_merge_equal_peft(tmp_path: Path, options: dict[str, Any]) -> None:
     outcome = fit(lora_class(**options), {"deepspeed_config": deepspeed_config(1)}, max_length=Batch(4))
     checkpoint = checkpoint_of(outcome)
     assert export(checkpoint, tmp_path / "adapter") == 0
@@ -116,7 +114,7 @@ def test_exported_adapter_and_merged_weights_equal_those_of_peft(
         torch.testing.assert_close(merged[name], value, rtol=1e-6, atol=1e-7, msg=name)
 
 
-def test_export_of_other_adapters_and_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_dora_and_plain_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dora = checkpoint_of(fit(lora_class(use_dora=True), max_length=Batch(2)))
     assert export(dora, tmp_path / "merged", "--merged") == 1
     assert "merge it with PEFT's merge_and_unload()" in capsys.readouterr().err
@@ -129,7 +127,7 @@ def test_export_of_other_adapters_and_of_none(tmp_path: Path, capsys: pytest.Cap
     assert export(plain, tmp_path / "all") == 0
 
 
-def test_exported_adapter_has_the_buffers_of_vera(tmp_path: Path) -> None:
+def test_exported_vera_adapter_has_its_buffers(tmp_path: Path) -> None:
     class Trial(adapter_trials.LoraTrial):
         def model(self) -> Any:
             config = peft.VeraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], d_initial=0.3)
@@ -145,7 +143,7 @@ def test_exported_adapter_has_the_buffers_of_vera(tmp_path: Path) -> None:
     assert all(torch.equal(state[name], value) for name, value in wanted.items())
 
 
-def test_parameters_unfrozen_during_the_run_are_in_its_checkpoints(tmp_path: Path) -> None:
+def test_parameters_unfrozen_during_run_are_saved(tmp_path: Path) -> None:
     class Thawing(adapter_trials.FrozenInOptimizerTrial):
         def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
             for name, parameter in self.engine.module.named_parameters():
@@ -172,7 +170,7 @@ def test_parameters_unfrozen_during_the_run_are_in_its_checkpoints(tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_memory_counts_gradients_and_state_of_trained_parameters_only(
+def test_memory_prediction_excludes_frozen_gradients_and_states(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     num_trained, num_all = 17_408, 137_984  # of the example

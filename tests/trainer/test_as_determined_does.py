@@ -34,7 +34,7 @@ def counted(num_records=64, **arguments):
     return counter.calls
 
 
-def test_two_epochs_call_every_callback_as_often_as_determined_does():
+def test_two_epochs_call_callbacks_as_determined():
     calls = counted(max_length=Epoch(2))
     # Determined 0.38.1, harness/tests/experiment/pytorch/test_deepspeed_trial.py, test_callbacks.
     assert calls["on_trial_startup"] == calls["on_training_start"] == calls["on_trial_shutdown"] == 1
@@ -54,7 +54,7 @@ def test_two_epochs_call_every_callback_as_often_as_determined_does():
         ({"max_length": Epoch(1), "num_records": 8 * 130}, 2),
     ],
 )
-def test_there_is_one_call_for_a_report(arguments, num_reports):
+def test_workload_end_is_called_per_report(arguments, num_reports):
     assert counted(**arguments)["on_training_workload_end"] == num_reports
 
 
@@ -171,14 +171,14 @@ NO_SEED = {key: value for key, value in EXP_CONF.items() if key != "reproducibil
         ),
     ],
 )
-def test_errors_are_also_of_determineds_type(go, kind, message):
+def test_errors_have_determined_types(go, kind, message):
     with pytest.raises(kind, match=message) as caught:
         go()
     assert isinstance(caught.value, (DstrialError, ValueError))
     assert not str(caught.value).startswith("Internal error")
 
 
-def test_accumulation_by_hand_that_trains_something_else_is_an_assertion_error():
+def test_wrong_manual_accumulation_raises_assertion_error():
     import small_trials
 
     with pytest.raises(AssertionError, match="did not train for gradient accumulation steps") as caught:
@@ -186,7 +186,7 @@ def test_accumulation_by_hand_that_trains_something_else_is_an_assertion_error()
     assert isinstance(caught.value, TrialContractError)
 
 
-def test_a_checkpoint_of_other_engines_is_an_assertion_error():
+def test_checkpoint_of_other_engines_raises_assertion_error():
     first = fit(max_length=Batch(1))
 
     def with_two_engines(self, context):
@@ -203,7 +203,7 @@ def test_a_checkpoint_of_other_engines_is_an_assertion_error():
     assert isinstance(caught.value, CheckpointLayoutError)
 
 
-def test_a_checkpoint_is_found_by_its_uuid_wherever_it_lies(tmp_path, monkeypatch):
+def test_checkpoint_is_found_by_uuid_or_path(tmp_path, monkeypatch):
     first = fit(max_length=Batch(3), reporting_period=Batch(1))
     assert (first.result.checkpoint_path / "COMPLETE").is_file()
     whole = fit(max_length=Batch(6), reporting_period=Batch(1))
@@ -220,7 +220,7 @@ def test_a_checkpoint_is_found_by_its_uuid_wherever_it_lies(tmp_path, monkeypatc
     assert again.result.batches_trained == 4
 
 
-def test_a_checkpoint_of_a_run_elsewhere_is_found_by_the_process_that_wrote_it(tmp_path):
+def test_own_checkpoint_outside_runs_directory_is_found(tmp_path):
     from dstrial.local.run_directory import RunDirectory
 
     elsewhere = RunDirectory.create(

@@ -75,7 +75,7 @@ def damages_of_one_rank(scratch):
 
 
 @pytest.mark.ranks
-def test_no_damage_of_any_file_is_silent_and_none_trains_from_scratch(definitions_and_runs, tmp_path):
+def test_any_damaged_file_stops_resume_before_training(definitions_and_runs, tmp_path):
     table = list(damages_of_one_rank(tmp_path))
     names = {name for name, *_ in table}
     assert {*BESIDE_THE_MANIFEST, "dstrial_rank0.pt", "load_data.json"} < names
@@ -114,7 +114,7 @@ def train_two_stages(scratch):
 
 
 @pytest.mark.ranks
-def test_damage_of_a_pipelines_files_is_named_with_its_readers_and_ends_the_run_before_its_first_batch(
+def test_damaged_pipeline_file_is_named_with_readers(
     tmp_path,
 ):
     config, run = train_two_stages(tmp_path)

@@ -109,7 +109,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_failing_run_ends_all_ranks_and_says_why(tmp_path, name):
+def test_failing_run_ends_all_ranks_with_reason(tmp_path, name):
     failure = FAILURES[name]
     config = deepspeed_config(failure.stage, gradient_accumulation_steps=failure.accumulation)
     given = {"deepspeed_config": config, **failure.hparams}
@@ -147,7 +147,7 @@ def test_failing_callback_names_batch_and_checkpoint(method, caplog):
     assert len(list(pathlib.Path("runs").glob("*/*/checkpoints/*/COMPLETE"))) == 1
 
 
-def test_wrong_metric_at_the_end_keeps_the_checkpoint_and_resumes(caplog):
+def test_wrong_metric_at_end_keeps_resumable_checkpoint(caplog):
     with pytest.raises(TrialContractError, match="searcher's metric"):
         fit(wrong("WrongMetric"), checkpoint_period=Batch(2))
     assert "rank 0 failed at batch 4 of 4" in caplog.text

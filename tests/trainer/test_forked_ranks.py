@@ -141,7 +141,7 @@ CASES = [
 # A script of a fork that spawns loader workers is in tests/master/test_unchanged_code.py.
 @pytest.mark.exhaustive("[ZeRO 3]")
 @pytest.mark.parametrize(("trial", "stage", "hyperparameters", "ranks"), CASES)
-def test_forked_ranks_train_the_same(server, tmp_path, trial, stage, hyperparameters, ranks):
+def test_forked_ranks_train_bitwise_equally(server, tmp_path, trial, stage, hyperparameters, ranks):
     given = {"deepspeed_config": deepspeed_config(stage), "num_records": 40, **hyperparameters}
     config = experiment(given, batches=6, report=1, validate=3, checkpoint=6)
 

@@ -58,7 +58,7 @@ def numbers_in(batches):
 
 
 @pytest.mark.ranks
-def test_three_ranks_then_two_then_four_train_every_record_of_an_epoch_once(definitions_and_runs, tmp_path):
+def test_changed_rank_counts_train_every_record_once(definitions_and_runs, tmp_path):
     # 84 records: seven batches of 12 in an epoch; the pauses are in the middle of the first epoch and of the second.
     given = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     log = tmp_path / "log"
@@ -81,7 +81,7 @@ def test_three_ranks_then_two_then_four_train_every_record_of_an_epoch_once(defi
 
 
 @pytest.mark.ranks
-def test_a_report_has_what_ranks_had_collected_that_are_no_more(definitions_and_runs, tmp_path):
+def test_report_includes_values_of_removed_ranks(definitions_and_runs, tmp_path):
     log = tmp_path / "log"
     given = config(6, log, {"train_batch_size": 12}, report=6, checkpoint=2)
     # Killed twice between reports: the second checkpoint is of a run that carries what the first one's third rank had collected.
@@ -100,7 +100,7 @@ def kill(tmp_path, name, at):
 
 
 @pytest.mark.ranks
-def test_an_engine_with_a_config_of_the_trials_own_is_corrected(definitions_and_runs, tmp_path):
+def test_engine_config_from_code_keeps_global_batch(definitions_and_runs, tmp_path):
     given = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1}
     log = tmp_path / "log"
     first = go(tmp_path / "run", "OwnConfig", config(3, log, given, stage=2, is_own=True), 2)
@@ -110,9 +110,7 @@ def test_an_engine_with_a_config_of_the_trials_own_is_corrected(definitions_and_
 
 
 @pytest.mark.ranks
-def test_a_pipeline_whose_middle_stage_reads_nothing_goes_on_as_two_replicas_of_two_stages(
-    definitions_and_runs, tmp_path
-):
+def test_pipeline_resumes_with_other_stages_and_replicas(definitions_and_runs, tmp_path):
     sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
     log = tmp_path / "log"
     three = config(3, log, sizes, stage=0, num_stages=3, is_own=True)
@@ -125,7 +123,7 @@ def test_a_pipeline_whose_middle_stage_reads_nothing_goes_on_as_two_replicas_of_
 
 
 @pytest.mark.ranks
-def test_ranks_are_not_started_for_a_batch_that_they_cannot_share_or_that_has_changed(tmp_path):
+def test_unshareable_or_changed_batch_starts_no_ranks(tmp_path):
     log = tmp_path / "log"
     first = go(tmp_path / "run", "Noted", config(2, log, {"train_batch_size": 12}, stage=0), 1)
     for ranks, total, said in (
@@ -169,7 +167,7 @@ def hyperparameters(record_log, **sizes):
 
 
 @pytest.mark.ranks
-def test_other_micro_batches_on_the_same_ranks_begin_where_the_run_stopped(definitions_and_runs, tmp_path):
+def test_changed_micro_batch_resumes_at_next_record(definitions_and_runs, tmp_path):
     log = tmp_path / "log"
     checkpoint, _ = fit(
         hyperparameters(log, train_batch_size=12, train_micro_batch_size_per_gpu=6), batches=3
@@ -186,7 +184,7 @@ def test_other_micro_batches_on_the_same_ranks_begin_where_the_run_stopped(defin
 
 
 @pytest.mark.ranks
-def test_the_report_after_a_pause_is_that_of_the_uninterrupted_run(definitions_and_runs, tmp_path):
+def test_report_after_pause_equals_uninterrupted_run(definitions_and_runs, tmp_path):
     def reported(checkpoint):
         lines = (checkpoint.parent.parent / "metrics.jsonl").read_text().splitlines()
         (row,) = [row for row in map(json.loads, lines) if row["group"] == "training"]
@@ -203,7 +201,7 @@ def test_the_report_after_a_pause_is_that_of_the_uninterrupted_run(definitions_a
 
 
 @pytest.mark.ranks
-def test_changed_batch_is_refused_wherever_the_checkpoint_is_named(definitions_and_runs, tmp_path):
+def test_changed_batch_is_refused_by_init_and_fit(definitions_and_runs, tmp_path):
     checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=2)
     changed = hyperparameters(tmp_path / "log", train_batch_size=16)
     with pytest.raises(ConfigError, match="train_batch_size is 16; expected 12, the batch of checkpoint"):

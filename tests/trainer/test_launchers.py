@@ -77,7 +77,7 @@ def on_two_ranks(tmp_path_factory):
     return run
 
 
-def test_each_position_is_reported_once_under_dstrials_launcher(on_two_ranks):
+def test_dstrial_launch_reports_each_step_once(on_two_ranks):
     positions = [(group, step) for group, step, _ in on_two_ranks]
     assert positions == [
         ("training", 4),
@@ -88,13 +88,13 @@ def test_each_position_is_reported_once_under_dstrials_launcher(on_two_ranks):
     ]
 
 
-@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeeds_launcher_trains_the_same")
-def test_torchrun_trains_the_same(tmp_path, on_two_ranks):
+@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeed_launcher_trains_as_dstrial_launch")
+def test_torchrun_trains_as_dstrial_launch(tmp_path, on_two_ranks):
     assert start(tmp_path / "torchrun", [*TORCHRUN, SCRIPT], WHO_DIR=str(tmp_path)) == [on_two_ranks]
     require_two_ranks(tmp_path, "torchrun")
 
 
-def test_deepspeeds_launcher_trains_the_same(tmp_path, on_two_ranks):
+def test_deepspeed_launcher_trains_as_dstrial_launch(tmp_path, on_two_ranks):
     # On CPU it takes the number of ranks from LOCAL_SIZE, and its port is 29500 whatever else uses it.
     command = [*DEEPSPEED, "--master_port", str(free_port()), SCRIPT]
     variables = {"LOCAL_SIZE": "2", "WHO_DIR": str(tmp_path)}
@@ -103,16 +103,16 @@ def test_deepspeeds_launcher_trains_the_same(tmp_path, on_two_ranks):
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Requires: [mpirun]")
-def test_mpirun_trains_the_same(tmp_path, on_two_ranks):
+def test_mpirun_trains_as_dstrial_launch(tmp_path, on_two_ranks):
     assert start(tmp_path / "mpirun", [*MPIRUN, SCRIPT]) == [on_two_ranks]
 
 
 @pytest.mark.skipif(not has_slurm(), reason="Requires: [srun, a Slurm cluster]")
-def test_srun_trains_the_same(tmp_path, on_two_ranks):
+def test_srun_trains_as_dstrial_launch(tmp_path, on_two_ranks):
     assert start(tmp_path / "srun", ["srun", "-n", "2", sys.executable, SCRIPT]) == [on_two_ranks]
 
 
-def test_one_process_trains_the_same_twice_as_a_notebook_cell_does_and_like_one_launched_rank(tmp_path):
+def test_repeated_notebook_run_equals_launched_rank(tmp_path):
     first, again = start(tmp_path / "cell", [sys.executable, SCRIPT, "--times", "2"])
     assert again == first
     assert start(tmp_path / "launch", [*LAUNCH, "--slots", "1", SCRIPT]) == [first]

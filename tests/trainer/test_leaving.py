@@ -18,7 +18,7 @@ def leaving(how, ranks, leave_at=4):
 @pytest.mark.exhaustive("[one-sys.exit]", "[all-os._exit]")
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit"])
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
-def test_exit_0_in_training_fails_the_rank(tmp_path, how, ranks):
+def test_exit_0_during_training_fails_rank(tmp_path, how, ranks):
     run = train(tmp_path, "LeavingTrial", leaving(how, ranks), ranks=2, module="leaving_trials")
     assert run.returncode == 1, run.output
     first = "rank 1" if ranks == [1] else "rank "
@@ -32,7 +32,7 @@ def test_exit_0_in_training_fails_the_rank(tmp_path, how, ranks):
 
 
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit"])
-def test_exit_0_before_training_fails_a_trial(tmp_path, how):
+def test_exit_0_before_training_fails_trial(tmp_path, how):
     run = train(tmp_path, "LeavingTrial", leaving(how, [0], -1), module="leaving_trials")
     assert run.returncode == 1, run.output
     assert "rank 0 failed first" in run.output

@@ -35,7 +35,7 @@ class JsonLines:
         return {row["steps_completed"]: row["metrics"] for row in rows if row["group"] == group}
 
 
-def test_a_sink_gets_every_report_with_the_values_of_the_record(tmp_path):
+def test_sink_receives_every_report_as_recorded(tmp_path):
     first, second = JsonLines(tmp_path / "first"), JsonLines(tmp_path / "second")
     outcome = fit(
         metric_sinks=[first, second],
@@ -58,7 +58,7 @@ def test_a_sink_gets_every_report_with_the_values_of_the_record(tmp_path):
     assert events.stat().st_size > 0
 
 
-def test_sinks_are_closed_where_training_ends_with_an_error_even_if_one_cannot_be(tmp_path):
+def test_all_sinks_are_closed_after_errors(tmp_path):
 
     class Stuck(JsonLines):
         def close(self):

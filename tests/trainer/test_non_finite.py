@@ -52,7 +52,7 @@ def reported():
     return [row["steps_completed"] for row in rows if row["group"] == "training"]
 
 
-def test_three_reports_without_a_finite_loss_fail_and_name_metric_and_first_batch():
+def test_three_non_finite_reports_fail_run():
     with pytest.raises(NonFiniteError, match=r"loss.*since batch 5.*3 reports in a row") as caught:
         poisoned("OnlyReported", nan_from=3)
     # The report at batch 4 still has a finite loss, that of batch 3; those at 6, 8 and 10 have none.
@@ -62,13 +62,13 @@ def test_three_reports_without_a_finite_loss_fail_and_name_metric_and_first_batc
     assert json.loads((run / "run.json").read_text())["state"] == "failed"
 
 
-def test_a_run_whose_every_report_is_without_a_finite_loss_fails_at_its_end_however_short():
+def test_short_run_without_finite_loss_fails():
     with pytest.raises(NonFiniteError, match="since batch 1"):
         poisoned("OnlyReported", max_length=Batch(2))
 
 
 @pytest.mark.parametrize("mode", ["warn", "ignore"])
-def test_whoever_wants_trains_on(mode, caplog):
+def test_warn_and_ignore_modes_train_on(mode, caplog):
     done = poisoned("OnlyReported", data={"non_finite": mode}, nan_from=2)
     assert done.result.is_complete
     assert done.checkpoints() == [12]
@@ -77,7 +77,7 @@ def test_whoever_wants_trains_on(mode, caplog):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_no_checkpoint_holds_weights_that_are_not_finite(stage, caplog):
+def test_non_finite_weights_are_never_saved(stage, caplog):
     storage = {"save_trial_latest": 1, "save_trial_best": 0, "save_experiment_best": 0}
     conf = {**EXP_CONF, "checkpoint_storage": storage}
     with pytest.raises(NonFiniteError, match="since batch 5"):
@@ -86,13 +86,13 @@ def test_no_checkpoint_holds_weights_that_are_not_finite(stage, caplog):
     assert caplog.text.count("is not saved") == 1
 
 
-def test_weights_that_are_not_finite_at_the_end_fail_the_run():
+def test_non_finite_final_weights_fail_run():
     with pytest.raises(NonFiniteError, match="weights"):
         poisoned("Poisoned", nan_from=11, checkpoint_period=Batch(10))
     assert steps_saved() == [10]
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_its_weights_were_lost():
+def test_run_resumes_from_last_finite_checkpoint():
     with pytest.raises(NonFiniteError):
         poisoned("Poisoned", nan_from=4, checkpoint_period=Batch(1))
     (run,) = runs()
@@ -114,7 +114,7 @@ def test_missing_engine_step_is_named():
 
 
 @needs_0_19_8  # 0.19.0 looks at no gradients of bfloat16, and its losses become NaN
-def test_three_reports_without_an_optimizer_step_fail(caplog):
+def test_three_reports_without_optimizer_step_fail_run(caplog):
     # bfloat16 with ZeRO 1 looks at gradients by default (check_grad_overflow) and skips the step.
     with pytest.raises(NonFiniteError, match=r"no optimizer step.*since batch 5.*3 reports in a row"):
         poisoned("Skipping", stage=1, sections={"bf16": {"enabled": True}}, nan_from=4)
@@ -122,7 +122,7 @@ def test_three_reports_without_an_optimizer_step_fail(caplog):
 
 
 @needs_0_19_8  # as above
-def test_skipped_steps_are_counted_whatever_the_setting(caplog):
+def test_skipped_steps_are_counted_in_ignore_mode(caplog):
     done = poisoned(
         "Skipping",
         stage=1,
@@ -138,12 +138,12 @@ def test_skipped_steps_are_counted_whatever_the_setting(caplog):
     assert (status["optimizer_steps"], status["skipped_steps"]) == (12, 3)
 
 
-def test_the_settings_are_checked_where_there_was_no_check():
+def test_invalid_non_finite_mode_is_rejected():
     with pytest.raises(ConfigError, match=r"data\.dstrial\.non_finite is \"never\"; expected .*fail"):
         poisoned("OnlyReported", data={"non_finite": "never"})
 
 
-def test_a_finite_loss_on_any_rank_is_enough(tmp_path):
+def test_finite_loss_on_any_rank_suffices(tmp_path):
     given = experiment({"deepspeed_config": deepspeed_config(1)}, batches=16, report=3)
     done = train(tmp_path, "OnlyReportedOnRank1", given, ranks=2, module="poisoned_trials")
 

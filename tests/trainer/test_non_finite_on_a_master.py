@@ -28,9 +28,7 @@ def config_of(**changes) -> dict:
     }
 
 
-def test_a_search_counts_such_a_trial_as_an_early_exit_and_does_not_repeat_it(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
+def test_search_counts_non_finite_trial_as_early_exit(shared_master: MasterForTest, tmp_path: Path) -> None:
     hparams = config_of()["hyperparameters"] | {"nan_from": {"type": "categorical", "vals": [4, 1000]}}
     searcher = {"name": "grid", "metric": "validation_loss", "max_length": {"batches": 12}}
     experiment_id = submit(shared_master, tmp_path, config_of(hyperparameters=hparams, searcher=searcher))
@@ -53,9 +51,7 @@ def test_a_search_counts_such_a_trial_as_an_early_exit_and_does_not_repeat_it(
 
 
 @needs_0_19_8  # 0.19.0 looks at no gradients of bfloat16, and skips no steps
-def test_dstrial_run_ends_with_an_error_and_tells_of_skipped_steps(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
+def test_dstrial_run_reports_skipped_steps_and_fails(shared_master: MasterForTest, tmp_path: Path) -> None:
     skipping = config_of(entrypoint="poisoned_trials:Skipping")
     skipping["hyperparameters"] |= {"deepspeed_config": deepspeed_config(1)}
     path = tmp_path / "exp.yaml"

@@ -30,7 +30,7 @@ def dstrial(*words):
     return done.stdout
 
 
-def test_run_killed_on_two_ranks_resumes_from_the_bucket(tmp_path, bucket, monkeypatch):
+def test_killed_run_resumes_from_bucket(tmp_path, bucket, monkeypatch):
     for name, value in bucket.variables.items():
         monkeypatch.setenv(name, value)
     storage = bucket.storage(save_trial_latest=2, save_trial_best=0)
@@ -78,7 +78,7 @@ def _check_commands(run, bucket, tmp_path):
     assert f"resumed from checkpoint {newest.name} at batch 12" in other.output
 
 
-def test_wrong_key_and_missing_bucket_are_one_error_without_the_secret(tmp_path, bucket):
+def test_storage_check_errors_hide_secret_key(tmp_path, bucket):
     secret = "hunter2/with+signs"
     wrong = bucket.storage(access_key=bucket.access_key, secret_key=secret)
     missing = bucket.storage(**bucket.keys_in_config) | {"bucket": "missing"}
@@ -93,7 +93,7 @@ def test_wrong_key_and_missing_bucket_are_one_error_without_the_secret(tmp_path,
             assert_nowhere(hidden, run.directory.path)
 
 
-def test_directory_elsewhere_holds_the_files_of_a_run(tmp_path):
+def test_run_resumes_from_directory_storage(tmp_path):
     storage = {"type": "directory", "container_path": str(tmp_path / "elsewhere"), "save_trial_latest": 1}
     first = train(tmp_path, "DataParallelTrial", config_of(storage, batches=3), ranks=2)
     assert first.returncode == 0, first.output

@@ -67,7 +67,7 @@ def losses(run):
 
 @pytest.mark.parametrize(("axis", "stage"), [("tensor", 1), *(("sequence", stage) for stage in range(4))])
 @pytest.mark.exhaustive("[tensor-1]", "[sequence-1]")
-def test_two_groups_of_ranks_train_as_two_replicas(tmp_path, axis, stage):
+def test_parallel_groups_train_as_plain_replicas(tmp_path, axis, stage):
     """The ranks of a group read the same records; losses, validations and tokens are those of plain replicas."""
     plain = trained(tmp_path / "plain", "plain", 1, 2, 5, sections=SGD)
     split = trained(tmp_path / axis, axis, 2, 4, 5, stage=stage, sections=SGD)
@@ -112,7 +112,7 @@ def test_hugging_face_tp_plan_trains_as_replicas(tmp_path):
     ],
 )
 @pytest.mark.exhaustive("[tensor-2-4-1]", "[expert-2-2-1]")
-def test_resumed_axis_equals_the_whole_run_to_the_bit(tmp_path, axis, size, ranks, stage):
+def test_resumed_parallel_run_is_bitwise_equal(tmp_path, axis, size, ranks, stage):
     whole = trained(tmp_path / "whole", axis, size, ranks, 8, stage=stage)
     first = trained(tmp_path / "parts", axis, size, ranks, 4, stage=stage)
     second = trained(tmp_path / "parts", axis, size, ranks, 8, stage=stage, run=first)
@@ -133,7 +133,7 @@ def test_resumed_axis_equals_the_whole_run_to_the_bit(tmp_path, axis, size, rank
     ],
 )
 @pytest.mark.exhaustive("[sequence 2 to 1]", "[tensor on fewer ranks]", "[tensor 2 to 1]")
-def test_layout_may_change_at_a_resume(tmp_path, before, after):
+def test_layout_change_at_resume_keeps_losses(tmp_path, before, after):
     """Another layout trains the same records with the same batch; losses differ by rounding only."""
     whole = trained(tmp_path / "whole", *before[:3], 8, stage=before[3])
     first = trained(tmp_path / "parts", *before[:3], 4, stage=before[3])
@@ -144,7 +144,7 @@ def test_layout_may_change_at_a_resume(tmp_path, before, after):
     assert losses(second) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def test_values_that_a_copy_has_collected_count_once_on_fewer_ranks(tmp_path):
+def test_collected_values_count_once_on_fewer_ranks(tmp_path):
     """The checkpoint has a batch that no report has yet; both ranks of a tensor-parallel group counted its records."""
     periods = {"report": 3, "validate": 6, "checkpoint": 1}
     first = go(tmp_path / "run", "tensor", 2, 4, 6, fails_at=2, **periods)
@@ -164,7 +164,7 @@ def test_values_that_a_copy_has_collected_count_once_on_fewer_ranks(tmp_path):
     ids=["experts on more ranks", "expert 2 to 1"],
 )
 @pytest.mark.exhaustive("[experts on more ranks]")
-def test_layout_that_cannot_change_is_refused(tmp_path, before, after, exit_code, said):
+def test_unsupported_layout_change_is_refused(tmp_path, before, after, exit_code, said):
     first = trained(tmp_path / "run", *before, 4)
     refused = go(tmp_path / "run", *after, 8, run=first)
     assert refused.returncode == exit_code, refused.output
@@ -194,7 +194,7 @@ def test_sequence_parallel_size_without_its_groups_is_refused(tmp_path, axis, sa
         ("expert", 2, 4),
     ],
 )
-def test_trial_equals_plain_deepspeed_code_to_the_bit(tmp_path, axis, size, ranks):
+def test_trial_equals_plain_deepspeed_bitwise(tmp_path, axis, size, ranks):
     """20 batches, on each rank: the losses of DeepSpeed code without dstrial on the same records."""
     trained(tmp_path / "run", axis, size, ranks, 20)
     from axis_trials import plain_losses

@@ -49,7 +49,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.exhaustive("[torch_autocast]")
 @pytest.mark.parametrize("name", FEATURES)
-def test_feature_reaches_the_engine_or_deepspeed_refuses_it(name: str) -> None:
+def test_feature_is_applied_or_refused_by_deepspeed(name: str) -> None:
     sections, attribute, refusal = FEATURES[name]
     engines = []
 
@@ -87,12 +87,12 @@ def test_loss_backward_trains_as_engine_backward(stage: int) -> None:
     )
 
 
-def test_loss_backward_in_zero_0_is_refused_by_deepspeed() -> None:
+def test_loss_backward_with_zero_0_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"using ZeRO stage 0\. Please use engine\.backward"):
         last_loss(0, lambda _engine, loss: loss.backward())
 
 
-def test_unmanaged_accumulation_needs_one_micro_batch_per_batch() -> None:
+def test_unmanaged_accumulation_requires_single_micro_batch() -> None:
     unmanaged = {"managed_gradient_accumulation": False}
     with pytest.raises(ConfigError, match="expected true with gradient_accumulation_steps 2"):
         last_loss(2, lambda engine, loss: engine.backward(loss), **unmanaged)

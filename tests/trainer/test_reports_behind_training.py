@@ -67,7 +67,7 @@ ATTEMPTS = (
 )
 
 
-def test_run_that_ends_in_eight_ways_reports_what_the_whole_run_reports(tmp_path, whole):
+def test_interrupted_attempts_report_as_whole_run(tmp_path, whole):
     """However an attempt ends, a checkpoint is registered only behind the reports before it."""
     run, log = None, tmp_path / "log"
     for number, attempt in enumerate(ATTEMPTS):
@@ -99,7 +99,7 @@ def test_run_that_ends_in_eight_ways_reports_what_the_whole_run_reports(tmp_path
     require_each_once(run)
 
 
-def test_user_collectives_many_metrics_and_slow_ranks_change_no_report(tmp_path, whole):
+def test_user_collectives_and_slow_ranks_change_no_report(tmp_path, whole):
     """User code talks between, reports more than a message holds, and rank 1 and the sink are slow."""
     env = {"SINK_SLEEPS_S": "0.05", "SINK_LOG": str(tmp_path / "log")}
     run = run_of(tmp_path, trial="Busy", env=env)
@@ -148,7 +148,7 @@ class LastValues(pytorch.MetricReducer):
         return per_slot_metrics[0]
 
 
-def test_a_report_is_what_it_was_although_the_reducer_uses_its_list_again():
+def test_report_is_unaffected_by_reused_reducer_list():
     def __init__(self, context):  # noqa: N807
         super(trial_type, self).__init__(context)
         self.reducer = context.wrap_reducer(LastValues(), "last", for_validation=False)
@@ -164,7 +164,7 @@ def test_a_report_is_what_it_was_although_the_reducer_uses_its_list_again():
     assert lasts == {2: [0, 1], 4: [2, 3], 6: [4, 5]}
 
 
-def test_progress_is_told_to_the_end_after_all_reports():
+def test_progress_is_complete_after_last_report():
     outcome = fit(max_length=Batch(6), reporting_period=Batch(2))
     progress = json.loads((outcome.directory.path / "progress.json").read_text())
     assert (progress["progress"], progress["batches_trained"]) == (1.0, 6)

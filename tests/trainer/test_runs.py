@@ -112,7 +112,7 @@ PARAMETERS = [pytest.param(name, marks=needs_0_19_8 if name == "zero 3" else ())
     "[two engines, accumulation by hand]",
 )
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_killed_and_resumed_run_equals_the_whole_run(tmp_path, capsys, name):
+def test_killed_and_resumed_run_equals_whole_run(tmp_path, capsys, name):
     case = CASES[name]
     stage, ranks = case.stage, case.ranks
     whole_config = case.config(stage, ranks, epoch_log=str(tmp_path / "whole.log"))
@@ -252,7 +252,7 @@ def require_solved(tmp_path, config):
     )
 
 
-def test_run_without_telemetry_has_no_memory_to_show(tmp_path, capsys):
+def test_memory_command_without_telemetry_fails_with_hint(tmp_path, capsys):
     config = CASES["zero 1"].config(1, 1, telemetry=False)
     done = train(tmp_path, "DataParallelTrial", config)
     assert done.returncode == 0, done.output
@@ -261,7 +261,7 @@ def test_run_without_telemetry_has_no_memory_to_show(tmp_path, capsys):
     assert "data.dstrial.telemetry on" in capsys.readouterr().err
 
 
-def test_ranks_talk_only_at_agreements_and_stop_together(tmp_path):
+def test_ranks_exchange_rarely_and_stop_together(tmp_path):
     log = tmp_path / "watch"
     hyperparameters = {"deepspeed_config": deepspeed_config(0), "num_records": 4096}
     hyperparameters |= {"watch_log": str(log), "request_stop_at": "1:149"}
@@ -283,7 +283,7 @@ def test_ranks_talk_only_at_agreements_and_stop_together(tmp_path):
 
 @pytest.mark.exhaustive("[1]")
 @pytest.mark.parametrize("stage", [1, 3])
-def test_run_whose_ranks_die_in_four_saves_equals_the_whole_run(tmp_path, stage):
+def test_run_killed_in_saves_equals_whole_run(tmp_path, stage):
     hyperparameters = {"deepspeed_config": deepspeed_config(stage), "noise": 0.1, "num_records": 70}
     config = experiment(hyperparameters, batches=20, checkpoint=3)
     whole = train(tmp_path / "whole", "DataParallelTrial", config, ranks=2)

@@ -17,7 +17,7 @@ from dstrial.testing.master import MasterForTest
 pytestmark = [pytest.mark.ranks, pytest.mark.process, pytest.mark.timeout(600)]
 
 
-def test_the_best_checkpoint_of_a_search_is_verified_and_exported(
+def test_best_search_checkpoint_is_verified_and_exported(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
     dropout = {"type": "categorical", "vals": [0.1, 0.2]}

@@ -23,7 +23,7 @@ def stalling(batches=30, *, stage=1, timeout=2, action="restart", **hyperparamet
     return experiment(given, batches, report=5, validate=1000, checkpoint=1000, data=data)
 
 
-def test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with_it(tmp_path):
+def test_stopped_rank_is_named_and_training_continues(tmp_path):
     pid_file = tmp_path / "pid"
     config = stalling(timeout=600, action="report", pid_file=str(pid_file))
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
@@ -61,7 +61,7 @@ def test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with
     assert not (tmp_path / "stalled.json").exists()
 
 
-def test_a_collective_that_a_rank_leaves_out_is_told_by_both_places(tmp_path):
+def test_skipped_collective_is_reported_with_both_places(tmp_path):
     run = train(tmp_path, "SkippingTrial", stalling(), ranks=2, module="stalling_trials")
     assert run.returncode == 1
     (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.output)
@@ -74,7 +74,7 @@ def test_a_collective_that_a_rank_leaves_out_is_told_by_both_places(tmp_path):
 
 @pytest.mark.exhaustive("[1]")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_that_never_answers_is_named_with_its_rank(tmp_path, num_workers):
+def test_hanging_loader_is_named_with_rank(tmp_path, num_workers):
     config = stalling(num_workers=num_workers)
     run = train(tmp_path, "SilentLoaderTrial", config, ranks=2, module="stalling_trials")
     assert run.returncode == 1
@@ -86,7 +86,7 @@ def test_a_loader_that_never_answers_is_named_with_its_rank(tmp_path, num_worker
     assert ("whose worker (process " in line) == bool(num_workers)
 
 
-def test_a_first_validation_that_differs_by_rank_is_named_and_ended(tmp_path):
+def test_uneven_initial_validation_is_named_and_ended(tmp_path):
     config = stalling(stage=3, timeout=1)
     zero = config["hyperparameters"]["deepspeed_config"]["zero_optimization"]
     zero["stage3_param_persistence_threshold"] = 0
@@ -106,7 +106,7 @@ def test_a_first_validation_that_differs_by_rank_is_named_and_ended(tmp_path):
 @pytest.mark.parametrize(
     "batch_sleep_s", [0.5, 0.0], ids=["while training goes on", "while it is waited for"]
 )
-def test_a_checkpoint_that_a_storage_takes_no_more_of_is_named_with_its_rank(tmp_path, batch_sleep_s):
+def test_hanging_checkpoint_storage_is_named_with_rank(tmp_path, batch_sleep_s):
     config = stalling(batches=15, batch_sleep_s=batch_sleep_s)
     config["min_checkpoint_period"] = {"batches": 5}
     run = train(tmp_path, "SilentStorageTrial", config, ranks=2, module="stalling_trials")

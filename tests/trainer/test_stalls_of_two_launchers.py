@@ -87,7 +87,7 @@ def launch_both(directory: Path, trial: str, stall_at: int = 5) -> list[str]:
     return outputs
 
 
-def test_launcher_of_waiting_ranks_leaves_the_end_to_the_straggler(tmp_path: Path) -> None:
+def test_only_launcher_of_straggler_ends_ranks(tmp_path: Path) -> None:
     waiting, stopped = launch_both(tmp_path, "stalling_trials:StoppedTrial")
     assert "stalled: rank 2 is stopped (SIGSTOP) at batch 5 in train_batch" in stopped, stopped
     (line,) = re.findall("(stalled: .*Nothing has moved.*)", waiting)

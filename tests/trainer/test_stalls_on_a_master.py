@@ -75,9 +75,7 @@ def stalled(master: MasterForTest, trial_id: int) -> list[str]:
     return [one["text"] for one in fields["stalled"] if one["trial"] == trial_id]
 
 
-def test_who_is_stopped_is_in_the_log_in_the_status_and_on_the_page_until_it_goes_on(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
+def test_stopped_rank_is_shown_until_it_continues(shared_master: MasterForTest, tmp_path: Path) -> None:
     client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="report")
     wait_for(lambda: stall_on_the_page(client, trial_id), deadline_s=180)
@@ -119,9 +117,7 @@ def test_run_of_search_names_stalled_trial(shared_master: MasterForTest, tmp_pat
     assert [what for _, what in found] == ["rank 1 is stopped", "no longer"], printed.read_text()
 
 
-def test_a_stalled_trial_is_started_again_once_where_the_config_says_so(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
+def test_stalled_trial_restarts_once_if_configured(shared_master: MasterForTest, tmp_path: Path) -> None:
     client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="restart", max_restarts=2)
     wait_for(lambda: trial_of(client, trial_id)["state"].endswith("COMPLETED"), deadline_s=240)
@@ -146,7 +142,7 @@ def test_pause_of_stalled_ranks_frees_their_slots(shared_master: MasterForTest, 
     client.post(f"/api/v1/experiments/{experiment_id}/kill")
 
 
-def test_pause_before_the_first_batch_ends_the_ranks_at_once(
+def test_pause_before_first_batch_ends_ranks_immediately(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
     client = shared_master.client()
@@ -165,7 +161,7 @@ def test_pause_before_the_first_batch_ends_the_ranks_at_once(
     client.post(f"/api/v1/experiments/{experiment_id}/kill")
 
 
-def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_ended(tmp_path: Path) -> None:
+def test_stopped_master_is_reported_and_ends_no_rank(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=2) as master:
         trial_id = create(
             master,

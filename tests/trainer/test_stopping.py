@@ -37,7 +37,7 @@ def start(tmp_path, config, trial, **options):
     return process, directory, tmp_path / "output"
 
 
-def test_sigterm_before_the_first_batch_ends_all_ranks_at_once_and_is_no_failure(tmp_path):
+def test_sigterm_before_first_batch_is_no_failure(tmp_path):
     hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "first_batch_s": 600}
     config = experiment(hyperparameters, batches=5)
     process, directory, output = start(tmp_path, config, "stalling_trials:SlowFirstBatchTrial")
@@ -55,7 +55,7 @@ def test_sigterm_before_the_first_batch_ends_all_ranks_at_once_and_is_no_failure
 @pytest.mark.exhaustive(
     "tests/cli/test_run.py::test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed"
 )
-def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactly(tmp_path):
+def test_sigterm_stops_ranks_together_and_resume_is_exact(tmp_path):
     hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "batch_sleep_s": 0.02}
     config = experiment(hyperparameters, batches=120, report=10, validate=1000, checkpoint=1000)
     process, directory, output = start(tmp_path, config, "small_trials:DataParallelTrial")
@@ -77,7 +77,7 @@ def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactl
     assert resumed.reports("validation") == whole.reports("validation")
 
 
-def test_a_stop_requested_by_user_code_on_one_rank_stops_all(tmp_path):
+def test_stop_request_on_any_rank_stops_all(tmp_path):
     hyperparameters = {"deepspeed_config": deepspeed_config(0), "request_stop_at": "1:9"}
     config = experiment(hyperparameters, batches=500, report=10, validate=1000, checkpoint=1000)
     run = train(tmp_path, "DataParallelTrial", config, ranks=2)

@@ -40,7 +40,7 @@ def of_the_machine(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["group"] in GROUPS]
 
 
-def test_two_ranks_off_a_cluster_tell_of_their_machine_once(tmp_path: Path) -> None:
+def test_two_ranks_report_system_metrics_once(tmp_path: Path) -> None:
     done = train(tmp_path, "DataParallelTrial", config_of(**PROFILING), ranks=2)
     assert done.returncode == 0, done.output
 
@@ -60,14 +60,14 @@ def test_two_ranks_off_a_cluster_tell_of_their_machine_once(tmp_path: Path) -> N
     )
 
 
-def test_a_run_that_does_not_ask_for_it_has_none(tmp_path: Path) -> None:
+def test_run_without_profiling_has_no_system_metrics(tmp_path: Path) -> None:
     done = train(tmp_path, "DataParallelTrial", config_of())
     assert done.returncode == 0, done.output
     assert not of_the_machine(done.directory.metrics_path)
 
 
 @pytest.mark.usefixtures("definitions_and_runs")
-def test_training_is_the_same_bit_for_bit_while_they_are_collected() -> None:
+def test_system_metrics_leave_training_bitwise_equal() -> None:
     def weights(**arguments: Any) -> tuple[list[torch.Tensor], int]:
         kept: list[Any] = []
 
@@ -90,7 +90,7 @@ def test_training_is_the_same_bit_for_bit_while_they_are_collected() -> None:
 
 
 @pytest.mark.process
-def test_a_master_has_them_of_a_trial_with_two_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
+def test_master_stores_system_metrics_of_two_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
     config = config_of(**PROFILING) | {
         "entrypoint": "python3 -m dstrial.launch --trial small_trials:DataParallelTrial",
         "resources": {"slots_per_trial": 2},
@@ -130,7 +130,7 @@ def require_system_metrics(session: api.Session, trial_id: int) -> None:
 
 
 @pytest.mark.process
-def test_dstrial_run_keeps_them_beside_its_master(shared_master: MasterForTest, tmp_path: Path) -> None:
+def test_dstrial_run_and_master_keep_system_metrics(shared_master: MasterForTest, tmp_path: Path) -> None:
     path = tmp_path / "exp.yaml"
     path.write_text(yaml.safe_dump(config_of(**PROFILING)))
     runs = tmp_path / "runs"

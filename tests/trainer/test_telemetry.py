@@ -29,7 +29,7 @@ def fitted():
     return fit(hparams=hparams, max_length=Batch(9), reporting_period=Batch(3))
 
 
-def test_a_report_says_where_the_time_went_and_what_memory_is_used(cache):
+def test_telemetry_report_has_times_and_memory(cache):
     outcome = fitted()
     rows = outcome.rows("telemetry")
     first, last = rows[3], rows[9]
@@ -52,7 +52,7 @@ def test_a_report_says_where_the_time_went_and_what_memory_is_used(cache):
     assert totals["mfu"] == pytest.approx(totals["model_tflops_per_device"] * 1e12 / peak["flops_per_s"])
 
 
-def test_the_second_run_on_a_machine_knows_its_peak_from_the_first_report(cache):
+def test_second_run_reports_mfu_with_cached_peak(cache):
     first = fitted()
     measured = cache.read_text()
     second = fitted()
@@ -77,7 +77,7 @@ class Checkpointed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_penalty_on_gradients_counts_the_same_where_activations_are_computed_again(stage):
+def test_gradient_penalty_flops_exclude_recomputation(stage):
     def build_engine(self):
         torch.manual_seed(11)
         model = Checkpointed(self.hparams["is_checkpointed"])
@@ -115,7 +115,7 @@ def test_a_penalty_on_gradients_counts_the_same_where_activations_are_computed_a
     assert "with recomputation" not in summaries[False]
 
 
-def test_tokens_are_counted_where_batches_have_input_ids():
+def test_tokens_are_counted_from_input_ids():
     class Named:
         def __init__(self, records):
             self.records = records
@@ -147,7 +147,7 @@ def test_tokens_are_counted_where_batches_have_input_ids():
 @pytest.mark.parametrize(
     ("answer", "tokens_per_record"), [(lambda batch: 5 * len(batch[0]), 5), (lambda _: None, None)]
 )
-def test_a_trial_says_itself_how_many_tokens_a_batch_has(answer, tokens_per_record):
+def test_get_num_tokens_overrides_token_count(answer, tokens_per_record):
     kind = trial_class(get_num_tokens=lambda _self, batch: answer(batch))
     outcome = fit(kind, max_length=Batch(6), reporting_period=Batch(3))
 
@@ -162,7 +162,7 @@ def test_a_trial_says_itself_how_many_tokens_a_batch_has(answer, tokens_per_reco
     ("answer", "words"),
     [(lambda batch: batch["text"], "TypeError"), (lambda _: 2.5, "it returned 2.5; expected an integer")],
 )
-def test_a_trial_that_counts_tokens_wrongly_is_told_so_once_and_trains_on(answer, words, caplog):
+def test_wrong_token_count_warns_once_and_continues(answer, words, caplog):
     kind = trial_class(get_num_tokens=lambda _self, batch: answer(batch))
     outcome = fit(kind, max_length=Batch(6), reporting_period=Batch(3))
 
@@ -172,7 +172,7 @@ def test_a_trial_that_counts_tokens_wrongly_is_told_so_once_and_trains_on(answer
     assert words in warning
 
 
-def test_a_report_that_cannot_be_written_is_lost_and_training_goes_on(caplog):
+def test_failed_telemetry_write_does_not_end_training(caplog):
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         if batch_idx == 0:
             report = self.context._core.train.report_metrics
@@ -196,7 +196,7 @@ def test_a_report_that_cannot_be_written_is_lost_and_training_goes_on(caplog):
     assert "No space left" in warnings[0]
 
 
-def test_tensorboard_has_them_under_a_tag_of_their_own():
+def test_tensorboard_has_telemetry_tags():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     outcome = fitted()
