@@ -1,4 +1,4 @@
-"""What is packed of a context directory: what Determined's client packs, without outputs and environments."""
+"""Packing of context directories, compared with Determined's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file is the old one or the new one, whole, and nothing is left beside it."""
+"""Atomic file writes and deletion of directory trees."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_remove_tree_deletes_very_deep_tree(tmp_path: Path) -> None:
     make_deep(top)
     (top / "link").symlink_to(outside)
     os.mkfifo(top / "pipe")
-    gc.collect()  # else files of earlier tests may be closed meanwhile
+    gc.collect()  # closes files of earlier tests, which would change the count
     num_open = len(list(Path("/proc/self/fd").iterdir()))
 
     remove_tree(top)

@@ -1,4 +1,4 @@
-"""Which configs name an external storage, where its files are, and what is hidden."""
+"""External checkpoint storage: config, addresses, credentials."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_recorded_storage_combines_marker_and_credentials(tmp_path: Path) -> Non
     assert recorded_storage(record, {**S3, "endpoint_url": "https://mine"}) == location_of(
         S3
     )  # another server
-    assert recorded_storage(other) is None  # the directory itself has the files
+    assert recorded_storage(other) is None  # the storage is the directory itself
 
 
 @pytest.mark.parametrize(

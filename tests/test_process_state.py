@@ -1,4 +1,4 @@
-"""What the kernel tells of a process is read, and a process that has ended is none that lives."""
+"""Process states and start times read from /proc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The repository keeps its own promises: everything public is documented, everything shipped is complete."""
+"""Consistency of the repository: documentation, links, dependencies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def text_of(name: str) -> str:
 
 
 def text_of_pages() -> str:
-    """README.md and every page that it leads to."""
+    """Return the text of README.md and of every page in docs/."""
     return text_of("README.md") + "".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
@@ -51,7 +51,7 @@ def without_code(text: str) -> str:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of a document."""
+    """Return the anchors that GitHub generates for a document's headings."""
     headings = re.findall(r"^#+ (.+)$", without_code(path.read_text(encoding="utf-8")), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -69,7 +69,7 @@ def dstrial_help(*arguments: str) -> str:
 
 @pytest.mark.process
 def test_no_text_installs_dstrial_by_name() -> None:
-    """On PyPI another project has the name."""
+    """On PyPI the name dstrial belongs to another project."""
     by_name = re.compile(r"""pip install (?:[^\s`#]+ )*['"]?dstrial(?![\w./-])""")
     kinds = ("*.py", "*.md", "*.js", "*.html", "*.yaml", "*.toml", "*.sh", "Makefile")
     files = printed_by("git", "ls-files", "--", *kinds).split()
@@ -229,9 +229,7 @@ def test_commands_in_document_parse(document: str) -> None:
 
     for line in lines:
         words = shlex.split(line)
-        build_parser(words[0]).parse_args(
-            _with_defaults(words[0], words)
-        )  # leaves the process where it does not understand
+        build_parser(words[0]).parse_args(_with_defaults(words[0], words))  # an invalid command exits
 
 
 def test_documented_make_targets_exist() -> None:
@@ -266,10 +264,10 @@ EXTRAS = {
     "ray": ("dstrial/ray",),
     "results": ("dstrial/results.py",),
 }
-"""Which packages of ours each extra is for; everything else imports the core's distributions only."""
+"""Extra -> its packages in dstrial; all other packages import core dependencies only."""
 
 LOGGERS = {name: f"dstrial/loggers/{name}_logger.py" for name in ("wandb", "mlflow", "trackio")}
-"""Extras that are a package of their own name, which no other environment than ``make test-loggers``' has."""
+"""Extra with a single dependency of the same name -> its module; installed only by ``make test-loggers``."""
 
 NOT_IMPORTED = {
     "setuptools": "torch.utils.cpp_extension builds DeepSpeed's operators with it",
@@ -279,7 +277,7 @@ NOT_IMPORTED = {
 
 
 def declared(extra: str | None) -> set[str]:
-    """Return the names of the distributions that pyproject.toml declares, for the core if ``extra`` is None."""
+    """Return the distributions declared for an extra, or for the core if None."""
     project = tomllib.loads(text_of("pyproject.toml"))["project"]
     listed = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
     return {canonicalize_name(Requirement(line).name) for line in listed}
@@ -287,7 +285,7 @@ def declared(extra: str | None) -> set[str]:
 
 @functools.cache
 def installed_modules() -> dict[str, str]:
-    """Return the distribution of each installed module; ``packages_distributions`` of Python 3.10 knows few."""
+    """Return module -> distribution; ``packages_distributions`` of Python 3.10 omits many."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         lines = (distribution.read_text("RECORD") or "").splitlines()
@@ -296,7 +294,7 @@ def installed_modules() -> dict[str, str]:
         }
         modules |= set(
             (distribution.read_text("top_level.txt") or "").split()
-        )  # without wheel pip leaves no more
+        )  # all that pip writes without wheel
         found |= dict.fromkeys(
             (name.partition(".")[0] for name in modules), canonicalize_name(distribution.name)
         )
@@ -305,7 +303,7 @@ def installed_modules() -> dict[str, str]:
 
 @functools.cache
 def imported_in(path: Path) -> set[str]:
-    """Return the first parts of the names of all modules that a file imports anywhere."""
+    """Return the top-level names of all modules that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -316,7 +314,7 @@ def imported_in(path: Path) -> set[str]:
 
 
 def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
-    """Return the names of the distributions whose modules are imported anywhere in the files of folders."""
+    """Return the distributions that the Python files below ``folders`` import."""
     names = set()
     paths = (path for folder in folders for path in [ROOT / folder, *(ROOT / folder).rglob("*.py")])
     for path in (path for path in paths if path.is_file()):
@@ -361,7 +359,7 @@ def test_indirect_dependencies_are_not_imported() -> None:
 
 
 def test_modules_named_in_architecture_exist() -> None:
-    """Paths like ``engine/adapters`` are below ``dstrial/``, dotted names like ``trial.runtime.TrialRuntime`` as well."""
+    """Paths (``engine/adapters``) and dotted names (``trial.runtime``) are relative to dstrial/."""
     text = text_of("ARCHITECTURE.md").partition("## Seams")[2]
     elsewhere = ("tests", "docs", "benchmarks", "tools", "data", "pyproject")
     paths = re.findall(r"`([a-z_]+(?:/[a-z_]+)+)/?`", text)

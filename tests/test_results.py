@@ -1,4 +1,4 @@
-"""Metrics, best checkpoint and plot of a training, read from its run directory and from its master."""
+"""``dstrial.runs``: metrics, best checkpoint and plot, from a directory or a master."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_plot_has_line_per_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for batch in (1, 2)
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    (directory / "metrics.jsonl").write_text(text + '{"group": "tra')  # a report that is being written
+    (directory / "metrics.jsonl").write_text(text + '{"group": "tra')  # a partially written report
 
     (run,) = dstrial.runs(runs_dir=tmp_path)
 

@@ -1,4 +1,4 @@
-"""Scratch directories last as long as they are used."""
+"""Scratch directories survive cleaners of temporary files while they are used."""
 
 from __future__ import annotations
 

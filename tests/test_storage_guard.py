@@ -1,4 +1,4 @@
-"""What a process of an allocation finds of its storage, and what it notes of its checkpoints."""
+"""The storage guard: detection of a missing storage, notes of unreported checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of others is shown by a terminal, and not obeyed."""
+"""Escaping of control characters in text for terminals, logs and JSON."""
 
 from __future__ import annotations
 

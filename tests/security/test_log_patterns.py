@@ -1,4 +1,4 @@
-"""Patterns of log policies cannot stop the master, which searches them in every line of a trial."""
+"""Log policies: a slow or unsupported pattern cannot block the master."""
 
 import subprocess
 import sys

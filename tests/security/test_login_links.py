@@ -1,4 +1,4 @@
-"""Login links for the browser: the owner's, for one use, for ten minutes, and in no log."""
+"""Browser login links: single use, ten minutes' lifetime, never stored on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories of a process are its account's alone, and go with it, also after SIGKILL."""
+"""Scratch directories are private and are deleted with their process."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def test_scratch_directory_is_deleted_after_sigkill(tmp_path: Path) -> None:
         assert process.stdout is not None
         directory = Path(process.stdout.readline().strip())
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        # A Ctrl-C reaches every process of the terminal's group; what keeps the directory is not in it.
+        # The process that deletes the directory afterwards is in another process group, out of Ctrl-C's reach.
         process.send_signal(signal.SIGKILL)
         process.wait()
 
-    wait_for(lambda: list(tmp_path.iterdir()) == [], "the directory of a killed process to go")
+    wait_for(lambda: list(tmp_path.iterdir()) == [], "deletion of a killed process's directory")
 
 
 def test_detached_run_event_files_are_private_and_deleted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Malformed and ambiguous requests at the port; what the proxy makes of two framings is in test_hostile_services."""
+"""HTTP request smuggling at the master's port (for the proxy: test_hostile_services)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ AMBIGUOUS = {
 }
 
 
-@pytest.mark.parametrize("what", AMBIGUOUS)
-def test_ambiguous_request_and_smuggled_request_are_rejected(shared_master: MasterForTest, what: str) -> None:
+@pytest.mark.parametrize("framing", AMBIGUOUS)
+def test_ambiguous_request_and_smuggled_request_are_rejected(
+    shared_master: MasterForTest, framing: str
+) -> None:
     with connect(shared_master.record.port) as connection:
-        connection.sendall((_LOGIN + AMBIGUOUS[what] + _HIDDEN).encode())
+        connection.sendall((_LOGIN + AMBIGUOUS[framing] + _HIDDEN).encode())
         answers = read_all(connection)
     statuses = [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
     assert statuses in ([400], []), answers

@@ -1,4 +1,4 @@
-"""A receiver of webhooks, or whoever names one, tries to hold the master up, to lead it elsewhere or to learn from it."""
+"""Webhook delivery to hostile URLs: slow or endless responses, redirects, injection."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ BODY = b'{"a":1}'
 
 
 @contextlib.contextmanager
-def speaking(speak: Callable[[socket.socket, threading.Event], None]) -> Iterator[str]:
-    """Serve a port where each connection is given to a function, with an event that tells it to leave; yield a URL."""
+def serving(speak: Callable[[socket.socket, threading.Event], None]) -> Iterator[str]:
+    """Run ``speak`` in a thread for each connection to a port; yield the port's URL.
+
+    At the end of the block an event, the second argument of ``speak``, is set.
+    """
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
     threads: list[threading.Thread] = []
 
-    def one(connection: socket.socket) -> None:
+    def handle(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             speak(connection, over)
 
@@ -37,7 +40,7 @@ def speaking(speak: Callable[[socket.socket, threading.Event], None]) -> Iterato
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = listener.accept()
-                threads.append(threading.Thread(target=one, args=(connection,)))
+                threads.append(threading.Thread(target=handle, args=(connection,)))
                 threads[-1].start()
 
     acceptor = threading.Thread(target=accept)
@@ -57,7 +60,7 @@ def silent(_connection: socket.socket, over: threading.Event) -> None:
 
 
 def dripping(connection: socket.socket, over: threading.Event) -> None:
-    """One byte of a header at a time, each well before any timeout of a socket."""
+    """Send a header byte by byte, each byte before any socket timeout."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
     while not over.wait(0.05):
         connection.sendall(b"x")
@@ -81,13 +84,13 @@ def endless_body(connection: socket.socket, over: threading.Event) -> None:
 
 
 def nonsense(connection: socket.socket, _over: threading.Event) -> None:
-    connection.recv(65536)  # so that its end is no reset, which would come before the nonsense
+    connection.recv(65536)  # closing with unread data would reset the connection before the nonsense arrives
     connection.sendall(b"\x1b[2J\x00\xff nonsense\r\n\r\n")
 
 
 @pytest.mark.parametrize("speak", [silent, dripping, dripping_status])
 def test_slow_receiver_cannot_exceed_timeout(speak: Any) -> None:
-    with speaking(speak) as url:
+    with serving(speak) as url:
         outcome = Sender("key", timeout_s=0.5).post(url, BODY)
     assert outcome == DeliveryResult("no answer within 0.5 s", is_delivered=False, may_retry=True)
 
@@ -95,20 +98,20 @@ def test_slow_receiver_cannot_exceed_timeout(speak: Any) -> None:
 def test_slow_tls_handshake_cannot_exceed_timeout() -> None:
     def drip(connection: socket.socket, over: threading.Event) -> None:
         connection.recv(1)
-        # The head of a record that is never whole.
+        # Header of a TLS record that is never completed.
         connection.sendall(b"\x16\x03\x03\x40\x00")
         while not over.wait(0.05):
             connection.sendall(b"\x02")
 
-    with speaking(drip) as url:
+    with serving(drip) as url:
         outcome = Sender("key", timeout_s=0.5).post(url.replace("http:", "https:"), BODY)
     assert outcome == DeliveryResult("no answer within 0.5 s", is_delivered=False, may_retry=True)
 
 
 def test_oversized_responses_are_not_read() -> None:
-    with speaking(endless_body) as url:
+    with serving(endless_body) as url:
         assert Sender("key", timeout_s=20).post(url, BODY) == DeliveryResult("HTTP 200", True, False)
-    with speaking(endless_headers) as url:
+    with serving(endless_headers) as url:
         outcome = Sender("key", timeout_s=20).post(url, BODY)
     assert outcome is not None
     assert not outcome.is_delivered
@@ -116,7 +119,7 @@ def test_oversized_responses_are_not_read() -> None:
 
 
 def test_invalid_response_is_printable_retryable_failure() -> None:
-    with speaking(nonsense) as url:
+    with serving(nonsense) as url:
         outcome = Sender("key", timeout_s=20).post(url, BODY)
     assert outcome is not None
     assert not outcome.is_delivered
@@ -137,7 +140,7 @@ def test_redirects_are_not_followed(status: int) -> None:
 
 
 def test_non_http_schemes_are_refused(tmp_path: Any) -> None:
-    """Even if one should stand in the database: the requests refuse them before."""
+    """Both the check of new webhooks and the delivery of stored webhooks refuse them."""
     path = tmp_path / "file"
     path.write_text("secret")
     for url in (
@@ -195,7 +198,7 @@ def test_shutdown_aborts_delivery_without_result() -> None:
         before_s = time.monotonic()
         sender.end()
         thread.join(20)
-        wait_for(lambda: outcomes, "the attempt has not ended")
+        wait_for(lambda: outcomes, "the end of the attempt")
         assert time.monotonic() - before_s < 20
         assert outcomes == [None]
         assert sender.post(receiver.url, BODY) is None

@@ -1,8 +1,8 @@
-"""What runs on a machine of its own, as far as /tmp and /dev/shm go, and what it leaves there.
+"""Run a scenario and print which files it leaves in /tmp and /dev/shm.
 
     python trace_scenarios.py NAME WORK
 
-``WORK`` is a directory outside of /tmp. The last line of the output is JSON: what each step of the scenario left.
+``WORK`` is a directory outside of /tmp. The last line of the output is JSON: step of the scenario -> list of new files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from submitting import processes_with, submit, trials, wait_until  # noqa: E402
 PLACES = ("/tmp", "/dev/shm")
 DEADLINE_S = 400.0
 
-# Writes TensorBoard files, shared memory and temporary files, all as libraries do, and says so.
+# Creates TensorBoard files, a semaphore in /dev/shm and a temporary directory, then prints "is ready".
 TRAIN = """
 import multiprocessing, multiprocessing.shared_memory, os, sys, tempfile, time
 import determined as det
@@ -51,7 +51,7 @@ with det.core.init(distributed=distributed) as core:
     if len(sys.argv) > 1:
         time.sleep(600)
 """
-# Without its first line the files go where Determined puts them: no code of ours runs in such a process.
+# Importing dstrial moves the TensorBoard files; otherwise Determined writes them to a fixed place in /tmp.
 DETACHED = """
 import dstrial
 from determined.experimental import core_v2
@@ -65,14 +65,14 @@ core_v2.train.report_training_metrics(steps_completed=1, metrics={"loss": 0.5})
 
 
 class Watch:
-    """What is left in the places by each step."""
+    """Records the files that each step of a scenario leaves behind."""
 
     def __init__(self) -> None:
         self.left: dict[str, list[str]] = {}
         self._known: set[str] = set(listing())
 
     def step(self, name: str, *, ignoring: str = "") -> None:
-        """Note what a step has left; what goes on living is given as a pattern of names."""
+        """Record the new files since the last step, except those that match ``ignoring``."""
         give_up_at_s = time.monotonic() + 20
         while True:
             found = [entry for entry in listing() if not ignoring or not re.search(ignoring, entry)]
@@ -85,7 +85,7 @@ class Watch:
 
 
 def listing() -> list[str]:
-    """Return every entry directly in the places: mode, path."""
+    """Return "MODE PATH" of every direct entry of /tmp and /dev/shm."""
     found = []
     for place in PLACES:
         for entry in sorted(Path(place).iterdir()):
@@ -130,7 +130,7 @@ def has_printed(master: MasterForTest, experiment_id: int, text: str, times: int
 
 
 def master_trials(watch: Watch, work: Path) -> None:
-    """Two ranks that end, and that are killed in every way."""
+    """Trials of two ranks: completed, a rank or the supervisor killed, and killed by a user."""
     with master_for_test(work) as master:
         launchers = {
             "dstrial.launch": "python3 -m dstrial.launch train.py",
@@ -144,13 +144,13 @@ def master_trials(watch: Watch, work: Path) -> None:
             experiment_id = submit(master, config("python3 -m dstrial.launch train.py wait"), TRAIN)
             wait_for(lambda: has_printed(master, experiment_id, "is ready", 2), "both ranks")  # noqa: B023
             if name == "a rank killed":
-                # Its launcher has this argument, too, and more behind the name of the module.
+                # The launcher has the same arguments, therefore is_rank.
                 ranks = [pid for pid in processes_with("train.py\0wait") if is_rank(pid)]
                 os.kill(ranks[0], signal.SIGKILL)
             elif name == "the supervisor killed":
                 (supervisor,) = processes_with(f"/allocations/{allocation_of(master, experiment_id)}")
                 os.kill(supervisor, signal.SIGKILL)
-                # Its trial is given a new allocation.
+                # The trial restarts in a new allocation.
                 wait_for(lambda: has_printed(master, experiment_id, "is ready", 4), "both ranks, anew")  # noqa: B023
                 master.det("experiment", "kill", str(experiment_id))
             else:
@@ -169,11 +169,11 @@ def is_rank(pid: int) -> bool:
 def allocation_of(master: MasterForTest, experiment_id: int) -> str:
     (trial,) = trials(master, experiment_id)
     tasks = master.client().get("/api/v1/tasks")["allocationIdToSummary"]
-    return next(one for one, what in tasks.items() if what["taskId"] == trial["taskId"])
+    return next(key for key, summary in tasks.items() if summary["taskId"] == trial["taskId"])
 
 
 def on_a_master(watch: Watch, work: Path) -> None:
-    """A command, a TensorBoard, a generic task, a script that nobody schedules, and ``dstrial run``."""
+    """A command, a TensorBoard, a generic task, a detached script, and ``dstrial run``."""
     with master_for_test(work) as master:
         tasks(watch, master, work)
         detached(watch, master, work)
@@ -243,7 +243,7 @@ def dstrial_run(watch: Watch, master: MasterForTest, work: Path) -> None:
 
 
 def launch(watch: Watch, work: Path) -> None:
-    """``python -m dstrial.launch`` without a master: ended, interrupted, and its launcher killed."""
+    """``python -m dstrial.launch`` without a master: completed, interrupted, launcher killed."""
     definition = ROOT / "model_defs" / "digits"
     command = [sys.executable, "-m", "dstrial.launch", "--trial", "model_def:DigitsTrial"]
     command += ["--context-dir", str(definition), "--config"]
@@ -267,7 +267,7 @@ def launch(watch: Watch, work: Path) -> None:
 
 
 def num_training(work: Path) -> int:
-    """Return how many runs have reported metrics."""
+    """Return the number of runs that have reported metrics."""
     return sum(path.stat().st_size > 0 for path in work.glob("runs/*/*/metrics.jsonl"))
 
 
@@ -283,7 +283,7 @@ SCENARIOS: dict[str, Callable[[Watch, Path], None]] = {
 
 
 def main(name: str, work: Path) -> None:
-    """Run one scenario with a home directory of its own, and print what it left."""
+    """Run a scenario with its own home directory; print the files that it left."""
     home = work / "home"
     home.mkdir()
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")

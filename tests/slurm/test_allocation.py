@@ -1,4 +1,4 @@
-"""Which nodes and slots an allocation has, by Slurm's variables."""
+"""Nodes, tasks and slots of a Slurm allocation, read from environment variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_batch_variables_give_nodes_tasks_and_devices() -> None:
     found = allocation_of({**_BATCH, "SLURM_GPUS_ON_NODE": "2"})
     assert found == Allocation(12, ("gpu1", "gpu2", "login"), (2, 2, 1), 2)
     assert allocation_of({}) is None
-    assert allocation_of({"SLURM_JOB_ID": "12"}) is None, "a variable that somebody has set"
+    assert allocation_of({"SLURM_JOB_ID": "12"}) is None, "SLURM_JOB_ID alone is no allocation"
 
 
 def test_only_multi_task_srun_steps_are_refused() -> None:
@@ -29,7 +29,7 @@ def test_only_multi_task_srun_steps_are_refused() -> None:
     with pytest.raises(LaunchError, match="one of 2 tasks of srun"):
         allocation_of(step)
     assert allocation_of({**step, "SLURM_STEP_NUM_TASKS": "1"}) is not None
-    # salloc with an interactive step
+    # SLURM_STEP_ID of salloc's interactive step
     assert allocation_of({**step, "SLURM_STEP_ID": str(0xFFFFFFFA)}) is not None
 
 

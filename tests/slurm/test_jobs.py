@@ -1,4 +1,4 @@
-"""What ``squeue``, ``sinfo`` and ``scontrol`` say of jobs and nodes, as Slurm 22.05 has printed it."""
+"""Parsing of output of squeue, sinfo and scontrol (Slurm 22.05), and error messages."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _QUEUE = """\
 
 
 def test_parse_queue_returns_job_per_line() -> None:
-    waits, preempted, late, failed = parse_queue(_QUEUE)
-    assert waits == Job("7", "PENDING", "Resources", name="trial-3@1f2a", limit="UNLIMITED")
-    assert waits.described == "pending (Resources: waits for nodes to become free)"
-    assert waits.is_waiting
+    pending, preempted, late, failed = parse_queue(_QUEUE)
+    assert pending == Job("7", "PENDING", "Resources", name="trial-3@1f2a", limit="UNLIMITED")
+    assert pending.described == "pending (Resources: waits for nodes to become free)"
+    assert pending.is_waiting
     assert preempted.name == "a name|with bars"
     assert preempted.leaving_reason == "is preempted: another job gets its nodes"
     assert late.leaving_reason == "ends at its time limit in 90 s"

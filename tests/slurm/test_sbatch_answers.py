@@ -1,4 +1,4 @@
-"""What sbatch's answers mean: as text, and as given by a script in the place of sbatch."""
+"""Interpretation of sbatch's messages, partly with a fake sbatch on PATH."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_fix_for_full_queue_differs_from_job_limit() -> None:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return what puts a command of that name before Slurm's."""
+    """Return a function that creates a fake command, first on PATH."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
     def write(name: str, body: str) -> None:
@@ -59,7 +59,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 def test_submit_removes_sbatch_clusters_variable(
     command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``SBATCH_CLUSTERS`` is for sbatch alone, ``SLURM_CLUSTERS`` for all commands."""
+    """Only sbatch reads ``SBATCH_CLUSTERS``; all Slurm commands read ``SLURM_CLUSTERS``."""
     monkeypatch.setenv("SBATCH_CLUSTERS", "far")
     monkeypatch.setenv("SLURM_CLUSTERS", "near")
     command("sbatch", 'echo "123;${SBATCH_CLUSTERS:-$SLURM_CLUSTERS}"; test -z "$SBATCH_CLUSTERS"')

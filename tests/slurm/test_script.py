@@ -1,4 +1,4 @@
-"""The batch script and the options that are put into it."""
+"""Batch scripts and their sbatch options."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_batch_script_quotes_paths_and_names_origin() -> None:
     assert '#SBATCH --output="/my runs/100%%/one/slurm.log"' in lines
     assert '#SBATCH --chdir="/a dir"' in lines
     ours, theirs = lines.index("#SBATCH --ntasks=2"), lines.index("#SBATCH --partition=gpu")
-    assert ours < theirs, "the user's stand behind ours, and count"
+    assert ours < theirs, "the user's options come last and win"
     assert lines[-2:] == ["mkdir -p '/my runs/100%/one'", "exec /v/bin/python -m dstrial run 'a b.yaml'"]
 
 
@@ -128,7 +128,7 @@ def test_directory_with_unsupported_characters_is_refused(name: str) -> None:
 
 
 def test_quotes_in_directories_are_escaped_for_sbatch() -> None:
-    """As sbatch 22.05 reads them; tests/hosts/test_run_under_slurm.py has it read them."""
+    """tests/hosts/test_run_under_slurm.py submits such a directory to a real sbatch."""
     directory = Path("""/John's "runs" #1""")
     script = holding_script(name="x", title="x", request=[], options=[], directory=directory)
 

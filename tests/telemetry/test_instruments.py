@@ -1,4 +1,4 @@
-"""What instruments count and read, and when the chief has the device's peak measured."""
+"""Token counts, memory counters, and when rank 0 measures the device's peak FLOPS."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STATUS = "Name:\tpython\nVmPeak:\t  900 kB\nVmHWM:\t  300 kB\nVmRSS:\t  200 kB\n
 
 
 class Device:
-    """Answers as an accelerator of DeepSpeed's that does not count what it has reserved."""
+    """Fake DeepSpeed accelerator without a counter of reserved memory."""
 
     def device_name(self) -> str:
         return "npu"

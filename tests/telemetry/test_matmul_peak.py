@@ -1,4 +1,4 @@
-"""The peak of a device is measured once, kept, and measured anew where what is kept cannot be used."""
+"""The device's peak FLOPS: measurement, cache file and data sheets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phases are timed by the host where there are no events, and else by events that nobody waits for."""
+"""Timing of forward, backward and step by the host clock or by device events."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ENGINE = object()
 
 
 class Device:
-    """A device that does what is ordered when it is told to: 1 ms a call."""
+    """Fake device: calls are queued, take 1 ms, and end when a test raises ``done``."""
 
     def __init__(self) -> None:
-        self.ordered = 0
+        self.queued = 0
         self.done = 0
         self.num_events = 0
 
@@ -25,7 +25,7 @@ class Device:
         return DeviceEvent(self)
 
     def call(self) -> str:
-        self.ordered += 1
+        self.queued += 1
         return "result"
 
 
@@ -35,14 +35,14 @@ class DeviceEvent:
         self.at = 0
 
     def record(self) -> None:
-        self.at = self.device.ordered
+        self.at = self.device.queued
 
     def query(self) -> bool:
         return self.device.done >= self.at
 
     def elapsed_time(self, end: Any) -> float:
-        assert self.query(), "asked for the time of what has not passed, which waits"
-        assert end.query(), "asked for the time of what has not passed, which waits"
+        assert self.query(), "elapsed_time would block: the event has not passed"
+        assert end.query(), "elapsed_time would block: the event has not passed"
         return float(end.at - self.at)
 
 
@@ -104,11 +104,11 @@ def test_passed_events_are_read_without_waiting() -> None:
     train(timer, device.call, num_batches=4, num_micro_batches=2)
     assert timer.take() == {}, "the device has done nothing yet"
 
-    device.done = device.ordered
+    device.done = device.queued
     train(timer, device.call, num_batches=1)
     assert timer.take() == pytest.approx({"forward": 2e-3, "backward": 2e-3, "step": 1e-3})
 
-    device.done = device.ordered
+    device.done = device.queued
     assert timer.take() == pytest.approx({"forward": 1e-3, "backward": 1e-3, "step": 1e-3})
     assert timer.clock_name == "device events"
 
@@ -118,11 +118,11 @@ def test_events_are_reused_and_batches_sampled() -> None:
     timer = PhaseTimer(device.make_event)
     for _ in range(4):
         train(timer, device.call, num_batches=1000)
-        device.done = device.ordered
+        device.done = device.queued
         assert timer.take() == pytest.approx({"forward": 1e-3, "backward": 1e-3, "step": 1e-3})
     before = device.num_events
     train(timer, device.call, num_batches=1000)
-    device.done = device.ordered
+    device.done = device.queued
     timer.take()
 
     assert device.num_events == before

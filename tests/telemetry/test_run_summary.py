@@ -1,7 +1,4 @@
-"""What a person reads at the end of a run about its time, memory and speed.
-
-The table of where memory went: rank 0, the rank that has most, and what was predicted for each.
-"""
+"""The summary at the end of a run: speed, step time, FLOPS and the memory table."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ def test_slowest_rank_is_named_except_among_stages() -> None:
 
 
 def test_step_time_shares_sum_to_at_most_100() -> None:
-    """Rank 1 waits in its backward while rank 0, whose clock stands, writes the first report."""
+    """Rank 1 waits in backward while rank 0, whose clock is paused, writes a report."""
     samples = [
         RankSample(1, seconds, 0.001, {"forward": 0.001, "backward": backward_s}, "host clock", None, 0, {})
         for seconds, backward_s in ((0.010, 0.003), (0.230, 0.221))

@@ -1,4 +1,4 @@
-"""What samples of all ranks become: one number a metric, each rank's beside it, and totals over reports."""
+"""Reports and run totals computed from the telemetry samples of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials that train LoRA adapters: what their checkpoints hold, and what is exported of them."""
+"""Trials that train LoRA adapters: checkpoints, export and predicted memory."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_exported_adapter_and_merge_equal_peft(tmp_path: Path, options: dict[str
     assert export(checkpoint, tmp_path / "merged", "--merged") == 0
 
     base = adapter_trials.base_model(is_tied=options.get("is_tied", False))
-    # PEFT would add the adapter of a tied layer to both layers.
+    # If the layers stayed tied, PEFT would add the adapter of one layer to both.
     base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -173,13 +173,13 @@ def test_parameters_unfrozen_during_run_are_saved(tmp_path: Path) -> None:
 def test_memory_prediction_excludes_frozen_gradients_and_states(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    num_trained, num_all = 17_408, 137_984  # of the example
+    num_trained, num_all = 17_408, 137_984  # parameters of model_defs/lora_clm
     experiment, definition = ROOT / "experiment_configs" / "lora_clm.yaml", ROOT / "model_defs" / "lora_clm"
     assert dstrial(["memory", str(experiment), str(definition), "--slots", "2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     largest = answer["devices"][0]["largest"]
     assert "137.98 k parameters, 17.41 k of them trained" in answer["answer"][1]
-    # ZeRO 2 in float32: master weights and two moments, and gradients, each divided by two ranks.
+    # ZeRO 2 in float32 divides master weights, both moments of Adam, and gradients by two ranks.
     assert largest["parameters"] == 4 * num_all
     assert largest["optimizer"] == 3 * 4 * num_trained / 2
-    assert 4 * num_trained / 2 <= largest["gradients"] < 4 * num_trained  # with whole ones at the boundary
+    assert 4 * num_trained / 2 <= largest["gradients"] < 4 * num_trained  # undivided gradients exist briefly

@@ -1,4 +1,4 @@
-"""What code written for Determined's Trainer relies on: types of errors, counts of callbacks, names of checkpoints."""
+"""Compatibility with Determined's Trainer: error types, callbacks, checkpoint names."""
 
 import collections
 
@@ -152,7 +152,7 @@ NO_SEED = {key: value for key, value in EXP_CONF.items() if key != "reproducibil
             errors.InvalidExperimentException,
             r"no numbers: \['validation_loss'\]",
         ),
-        # Determined has no errors of its own for these.
+        # Determined has no specific error types for these cases.
         (
             broken(evaluation_reducer=lambda self: "mean"),
             TrialContractError,
@@ -207,7 +207,7 @@ def test_checkpoint_is_found_by_uuid_or_path(tmp_path, monkeypatch):
     first = fit(max_length=Batch(3), reporting_period=Batch(1))
     assert (first.result.checkpoint_path / "COMPLETE").is_file()
     whole = fit(max_length=Batch(6), reporting_period=Batch(1))
-    # The last is where Determined's own tests look for what has been saved off a cluster.
+    # Determined's tests expect checkpoints of runs without a cluster at the last path.
     determined = platformdirs.user_data_path("determined") / str(first.result.checkpoint_uuid)
     for name in (first.result.checkpoint_uuid, str(first.result.checkpoint_path), str(determined)):
         again = fit(max_length=Batch(6), reporting_period=Batch(1), latest_checkpoint=name)
@@ -215,7 +215,7 @@ def test_checkpoint_is_found_by_uuid_or_path(tmp_path, monkeypatch):
         assert values(again.rows("training"))[6] == values(whole.rows("training"))[6]
     from dstrial.local import checkpoint_store
 
-    monkeypatch.setattr(checkpoint_store, "_written_here", {})  # as another process would have it
+    monkeypatch.setattr(checkpoint_store, "_written_here", {})  # as in another process
     again = fit(max_length=Batch(4), latest_checkpoint=first.result.checkpoint_uuid)
     assert again.result.batches_trained == 4
 

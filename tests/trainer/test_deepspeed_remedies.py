@@ -1,4 +1,4 @@
-"""Errors of DeepSpeed 0.19 about code that it once took end with what to change."""
+"""Hints that dstrial adds to errors of DeepSpeed 0.19."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config(stage: int = 0) -> dict[str, Any]:
 
 
 class RaisingArgs(dict[str, Any]):
-    """As some packages for attribute access are written."""
+    """A dictionary whose missing attributes raise KeyError, as in some packages."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
@@ -42,7 +42,7 @@ def two_configs(is_raising: bool) -> str:
     return ""
 
 
-def two_engines(stage: int, has_remedy: bool) -> str:
+def two_engines(stage: int, calls_module: bool) -> str:
     import deepspeed
     import torch
 
@@ -64,7 +64,7 @@ def two_engines(stage: int, has_remedy: bool) -> str:
                 fake = generator(torch.randn(4, 2))
                 discriminator.backward(discriminator(fake.detach()).mean())
                 discriminator.step()
-                if has_remedy:
+                if calls_module:
                     discriminator.module.requires_grad_(False)
                     loss = discriminator.module(fake).mean()
                 else:

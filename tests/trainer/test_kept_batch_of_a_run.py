@@ -1,4 +1,4 @@
-"""A run that goes on with another number of ranks keeps its global batch, and trains exactly the records that are left."""
+"""Resuming with other ranks keeps the global batch and the order of records."""
 
 import json
 
@@ -33,7 +33,7 @@ def config(
     )
 
 
-def go(tmp_path, trial, given, ranks, run=None, exit_code=0, env=None):
+def run_trial(tmp_path, trial, given, ranks, run=None, exit_code=0, env=None):
     done = train(tmp_path, trial, given, ranks=ranks, run=run, env=env, module="kept_batch_trials")
     assert done.returncode == exit_code, done.output
     return done
@@ -59,12 +59,12 @@ def numbers_in(batches):
 
 @pytest.mark.ranks
 def test_changed_rank_counts_train_every_record_once(definitions_and_runs, tmp_path):
-    # 84 records: seven batches of 12 in an epoch; the pauses are in the middle of the first epoch and of the second.
+    # An epoch has 84 records, which are 7 batches of 12; the run changes its ranks after batches 4 and 10.
     given = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     log = tmp_path / "log"
-    first = go(tmp_path / "run", "Noted", config(4, log, given), 3)
-    second = go(tmp_path / "run", "Noted", config(10, log, given), 2, run=first)
-    third = go(tmp_path / "run", "Noted", config(14, log, given), 4, run=first)
+    first = run_trial(tmp_path / "run", "Noted", config(4, log, given), 3)
+    second = run_trial(tmp_path / "run", "Noted", config(10, log, given), 2, run=first)
+    third = run_trial(tmp_path / "run", "Noted", config(14, log, given), 4, run=first)
 
     assert [sizes_in(run) for run in (first, second, third)] == [[12, 4, 1, 3], [12, 3, 2, 2], [12, 3, 1, 4]]
     found = records(log)
@@ -84,10 +84,14 @@ def test_changed_rank_counts_train_every_record_once(definitions_and_runs, tmp_p
 def test_report_includes_values_of_removed_ranks(definitions_and_runs, tmp_path):
     log = tmp_path / "log"
     given = config(6, log, {"train_batch_size": 12}, report=6, checkpoint=2)
-    # Killed twice between reports: the second checkpoint is of a run that carries what the first one's third rank had collected.
-    first = go(tmp_path / "run", "Collecting", given, 3, exit_code=137, env=kill(tmp_path, "first", at=3))
-    go(tmp_path / "run", "Collecting", given, 2, run=first, exit_code=137, env=kill(tmp_path, "second", at=5))
-    last = go(tmp_path / "run", "Collecting", given, 1, run=first)
+    # Two kills between reports: the second checkpoint has values that rank 2 of the first attempt collected.
+    first = run_trial(
+        tmp_path / "run", "Collecting", given, 3, exit_code=137, env=kill(tmp_path, "first", at=3)
+    )
+    run_trial(
+        tmp_path / "run", "Collecting", given, 2, run=first, exit_code=137, env=kill(tmp_path, "second", at=5)
+    )
+    last = run_trial(tmp_path / "run", "Collecting", given, 1, run=first)
 
     epoch = records(log)
     reported = last.reports("training")[6]
@@ -103,8 +107,10 @@ def kill(tmp_path, name, at):
 def test_engine_config_from_code_keeps_global_batch(definitions_and_runs, tmp_path):
     given = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1}
     log = tmp_path / "log"
-    first = go(tmp_path / "run", "OwnConfig", config(3, log, given, stage=2, is_own=True), 2)
-    second = go(tmp_path / "run", "OwnConfig", config(7, log, given, stage=2, is_own=True), 3, run=first)
+    first = run_trial(tmp_path / "run", "OwnConfig", config(3, log, given, stage=2, is_own=True), 2)
+    second = run_trial(
+        tmp_path / "run", "OwnConfig", config(7, log, given, stage=2, is_own=True), 3, run=first
+    )
     assert [sizes_in(run) for run in (first, second)] == [[12, 6, 1, 2], [12, 4, 1, 3]]
     assert records(log) == uninterrupted(tmp_path, 7)[1]
 
@@ -114,10 +120,10 @@ def test_pipeline_resumes_with_other_stages_and_replicas(definitions_and_runs, t
     sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
     log = tmp_path / "log"
     three = config(3, log, sizes, stage=0, num_stages=3, is_own=True)
-    first = go(tmp_path / "run", "NotedPipeline", three, 3)
+    first = run_trial(tmp_path / "run", "NotedPipeline", three, 3)
     data = {"dstrial": {"pipeline_stages": 2}}
     two = config(7, log, sizes, stage=0, num_stages=2, is_own=True, data=data)
-    second = go(tmp_path / "run", "NotedPipeline", two, 4, run=first)
+    second = run_trial(tmp_path / "run", "NotedPipeline", two, 4, run=first)
     assert [sizes_in(run) for run in (first, second)] == [[12, 4, 3, 3], [12, 3, 2, 4]]
     assert records(log) == uninterrupted(tmp_path, 7)[1]
 
@@ -125,7 +131,7 @@ def test_pipeline_resumes_with_other_stages_and_replicas(definitions_and_runs, t
 @pytest.mark.ranks
 def test_unshareable_or_changed_batch_starts_no_ranks(tmp_path):
     log = tmp_path / "log"
-    first = go(tmp_path / "run", "Noted", config(2, log, {"train_batch_size": 12}, stage=0), 1)
+    first = run_trial(tmp_path / "run", "Noted", config(2, log, {"train_batch_size": 12}, stage=0), 1)
     for ranks, total, said in (
         (5, 12, "Go on with 4 or 6 slots"),
         (2, 16, "train_batch_size is 16; expected 12, the batch of checkpoint"),
@@ -138,7 +144,7 @@ def test_unshareable_or_changed_batch_starts_no_ranks(tmp_path):
 
 
 def uninterrupted(tmp_path, batches):
-    """The last validation loss and the records of a run on one rank."""
+    """Train on one rank; return the last validation loss and the records by batch."""
     log = tmp_path / "whole" / "log"
     log.parent.mkdir()
     sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 12}

@@ -1,4 +1,4 @@
-"""One script trains the same under every launcher; nothing but the environment tells it which it is."""
+"""A script trains equally under dstrial.launch, torchrun, deepspeed, mpirun and srun."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def has_slurm():
 
 
 def start(directory, command, **variables):
-    """Run a command where its runs go to ``directory``, and return what each run reported."""
+    """Run a command in a new directory; return the reports of each of its runs."""
     directory.mkdir()
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **variables}
     done = warm_start.run_command(
@@ -56,12 +56,12 @@ def reports(run):
             {k: v for k, v in row["metrics"].items() if k not in TIMINGS},
         )
         for row in rows
-        if row["group"] != "telemetry"  # times, which are never the same
+        if row["group"] != "telemetry"  # its times differ in every run
     ]
 
 
 def require_two_ranks(directory, launcher):
-    """Require that each of two ranks knew itself, the other one, and who had started it."""
+    """Assert the ranks, sizes and launcher that each of two ranks has recorded."""
     told = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
     assert [(one["rank"], one["local_rank"], one["world_size"], one["local_world_size"]) for one in told] == [
         (0, 0, 2, 2),
@@ -95,7 +95,7 @@ def test_torchrun_trains_as_dstrial_launch(tmp_path, on_two_ranks):
 
 
 def test_deepspeed_launcher_trains_as_dstrial_launch(tmp_path, on_two_ranks):
-    # On CPU it takes the number of ranks from LOCAL_SIZE, and its port is 29500 whatever else uses it.
+    # On CPU, deepspeed takes the number of ranks from LOCAL_SIZE; its default port 29500 may be in use.
     command = [*DEEPSPEED, "--master_port", str(free_port()), SCRIPT]
     variables = {"LOCAL_SIZE": "2", "WHO_DIR": str(tmp_path)}
     assert start(tmp_path / "deepspeed", command, **variables) == [on_two_ranks]

@@ -1,4 +1,4 @@
-"""Ranks that leave training with exit code 0 before its end, and ranks that do not end after it."""
+"""Ranks that exit with code 0 before training ends, and ranks that never exit."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def test_exit_0_during_training_fails_rank(tmp_path, how, ranks):
     assert "at batch 4" in run.output
     assert "Connection closed by peer" not in run.output
     if how == "sys.exit":
-        assert "leaving_trials.py" in run.output, "the user's line is shown"
+        assert "leaving_trials.py" in run.output, "the line of user code"
         assert "at batch 4 of 12" in run.output
 
 
@@ -39,7 +39,7 @@ def test_exit_0_before_training_fails_trial(tmp_path, how):
     assert "exit code 0" in run.output
 
 
-# A launcher whose ranks may take 3 s to end instead of a minute.
+# A launcher with an exit timeout of 3 s instead of a minute.
 HURRIED = """
 import sys
 from dstrial.launch.stalls import watch
@@ -56,7 +56,7 @@ def launch_hurried(words, **options):
 
 
 def test_rank_held_after_training_is_named_and_ended(tmp_path):
-    """Rank 1 is held by a thread, rank 2 by an exit handler, rank 0 by nothing."""
+    """A thread keeps rank 1 alive, and an exit handler rank 2; rank 0 exits."""
     run = train(
         tmp_path,
         "StayingTrial",

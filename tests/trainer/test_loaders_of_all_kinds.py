@@ -1,4 +1,4 @@
-"""Loaders that are not plain: batch samplers, loaders of the user's own, pipelines with ragged ends, ZeRO 3 fillers."""
+"""Batch samplers, custom loaders, hanging workers, and incomplete last batches."""
 
 import threading
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")
 
 
 def mean_target(records):
-    """The mean squared target of a set: what a model that answers 0 loses, record by record."""
+    """Return the mean squared target, which is the loss of a model with output 0."""
     return float((records.targets**2).mean())
 
 

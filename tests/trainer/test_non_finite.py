@@ -1,4 +1,4 @@
-"""A run that trains nothing fails, says since when, and keeps its last good checkpoint."""
+"""Runs with non-finite losses or weights, or without optimizer steps."""
 
 import copy
 import importlib
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")
 
 
 def poisoned(name, exp_conf=EXP_CONF, data=None, stage=0, sections=None, **arguments):
-    """Fit a poisoned trial of 12 batches with a report every two, unless told otherwise."""
+    """Train a trial of ``poisoned_trials``: by default 12 batches, a report every 2."""
     trial = getattr(importlib.import_module("poisoned_trials"), name)
     hparams = {"deepspeed_config": deepspeed_config(stage, **(sections or {}))}
     for key in ("nan_from", "nan_until"):
@@ -55,7 +55,7 @@ def reported():
 def test_three_non_finite_reports_fail_run():
     with pytest.raises(NonFiniteError, match=r"loss.*since batch 5.*3 reports in a row") as caught:
         poisoned("OnlyReported", nan_from=3)
-    # The report at batch 4 still has a finite loss, that of batch 3; those at 6, 8 and 10 have none.
+    # The report at batch 4 includes the finite loss of batch 3; the reports at 6, 8 and 10 have none.
     assert reported() == [2, 4, 6, 8, 10]
     assert "non_finite" in str(caught.value)
     (run,) = runs()
@@ -113,15 +113,15 @@ def test_missing_engine_step_is_named():
     assert "learning rate" not in str(raised.value)
 
 
-@needs_0_19_8  # 0.19.0 looks at no gradients of bfloat16, and its losses become NaN
+@needs_0_19_8  # DeepSpeed 0.19.0 does not check bfloat16 gradients, so it skips no step
 def test_three_reports_without_optimizer_step_fail_run(caplog):
-    # bfloat16 with ZeRO 1 looks at gradients by default (check_grad_overflow) and skips the step.
+    # By default, bfloat16 with ZeRO 1 checks gradients (check_grad_overflow) and skips steps.
     with pytest.raises(NonFiniteError, match=r"no optimizer step.*since batch 5.*3 reports in a row"):
         poisoned("Skipping", stage=1, sections={"bf16": {"enabled": True}}, nan_from=4)
     assert reported() == [2, 4, 6, 8, 10]
 
 
-@needs_0_19_8  # as above
+@needs_0_19_8  # DeepSpeed 0.19.0 does not check bfloat16 gradients, so it skips no step
 def test_skipped_steps_are_counted_in_ignore_mode(caplog):
     done = poisoned(
         "Skipping",

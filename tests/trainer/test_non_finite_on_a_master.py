@@ -1,4 +1,4 @@
-"""What a master and ``dstrial run`` make of trials that train nothing."""
+"""Non-finite trials in a search on a master, and under ``dstrial run``."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def test_search_counts_non_finite_trial_as_early_exit(shared_master: MasterForTe
     wait_for(lambda: state() in ("STATE_COMPLETED", "STATE_ERROR"), deadline_s=300)
     trials = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
     by_start = {trial["hparams"]["nan_from"]: trial for trial in trials}
-    assert state() == "STATE_COMPLETED"  # one of its trials has a result
+    assert state() == "STATE_COMPLETED"  # the other trial has a result
     assert by_start[1000]["state"].endswith("COMPLETED")
     assert by_start[4]["state"].endswith("ERROR")
-    assert by_start[4]["restarts"] == 0  # it was started once
+    assert by_start[4]["restarts"] == 0  # it was not restarted
     log = shared_master.det("trial", "logs", str(by_start[4]["id"])).stdout
     assert "since batch 5" in log
     assert log.count("resources failed") == 1
     assert "its losses stay non-finite, and a restart would repeat that" in log
 
 
-@needs_0_19_8  # 0.19.0 looks at no gradients of bfloat16, and skips no steps
+@needs_0_19_8  # DeepSpeed 0.19.0 does not check bfloat16 gradients, so it skips no step
 def test_dstrial_run_reports_skipped_steps_and_fails(shared_master: MasterForTest, tmp_path: Path) -> None:
     skipping = config_of(entrypoint="poisoned_trials:Skipping")
     skipping["hyperparameters"] |= {"deepspeed_config": deepspeed_config(1)}

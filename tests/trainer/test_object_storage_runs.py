@@ -1,4 +1,4 @@
-"""Runs without a master whose checkpoints lie in a bucket of a real S3 server, or in a directory elsewhere."""
+"""Runs without a master, with checkpoints in an S3 bucket or another directory."""
 
 import sys
 
@@ -37,9 +37,9 @@ def test_killed_run_resumes_from_bucket(tmp_path, bucket, monkeypatch):
     kill = {"KILL_AT": "1:10", "KILL_MARKER": str(tmp_path / "killed")}
     killed = train(tmp_path, "DataParallelTrial", config_of(storage), ranks=2, env=kill)
     assert killed.returncode != 0
-    # The keep policy may have been about to delete the first checkpoint.
+    # The checkpoint of batch 3 may or may not have been deleted by the keep policy before the kill.
     assert killed.checkpoints()[-2:] == [6, 9]
-    # The run directory has records only.
+    # The run directory has only the records of checkpoints; their other files are in the bucket.
     records = {path.parent.name: path.parent for path in killed.directory.checkpoints_path.glob("*/COMPLETE")}
     for record in records.values():
         assert sorted(path.name for path in record.iterdir()) == [
@@ -64,7 +64,7 @@ def test_killed_run_resumes_from_bucket(tmp_path, bucket, monkeypatch):
 
 
 def _check_commands(run, bucket, tmp_path):
-    """Verify, download and load a checkpoint of the bucket; resume a new run from its UUID only."""
+    """Verify and download the newest checkpoint; resume a new run from its UUID."""
     newest = max(
         run.directory.checkpoints_path.glob("*/COMPLETE"), key=lambda path: path.stat().st_mtime
     ).parent

@@ -1,4 +1,4 @@
-"""Loaders that divide records by themselves: passes, positions after a resume, and what is wrong with them."""
+"""Loaders other than dstrial.DataLoader: repetition, resume, and detected mistakes."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ from dstrial.testing.ranks import run_function
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
-COUNT = 28  # records: seven micro batches a pass, and two in a batch
+COUNT = 28  # records: 7 micro batches per pass; a batch has 2 micro batches
 
 
 def stateful_loader(dataset, **options):
@@ -108,7 +108,7 @@ def resumed(first, batches, build, seen=None, **arguments):
 
 
 def run_whole_and_parts(kind, stop):
-    """Return the reports and the records of a run at once, and those of a run that stops in between."""
+    """Return (reports, records) of an uninterrupted and of a resumed run."""
     build = LOADERS[kind]
     seen, seen_in_parts = [], []
     whole = fit_to(9, build, seen)
@@ -126,7 +126,7 @@ def run_whole_and_parts(kind, stop):
 @pytest.mark.parametrize("stop", [5, 6])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_resume_equals_uninterrupted_run_bitwise(kind, stop):
-    # A loader worker that is forked beside the threads of earlier tests may crash; a new process has none of them.
+    # Forked loader workers may crash if threads of earlier tests are alive, hence a new process.
     if "workers" in kind:
         path = {"PYTHONPATH": os.pathsep.join(sys.path)}
         whole, parts = run_function(run_whole_and_parts, 1, kind, stop, env=path, deadline_s=300)[0].value

@@ -1,4 +1,4 @@
-"""Features of DeepSpeed that dstrial passes through: each reaches the engine, or DeepSpeed refuses it in its own words."""
+"""DeepSpeed features that dstrial passes to the engine unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "ZenFlow": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD, "zenflow": ZENFLOW}},
         "",
-        "unexpected keyword argument 'torch_adam'",  # ZenFlow has optimizers of its own
+        "unexpected keyword argument 'torch_adam'",  # not accepted by ZenFlow's own optimizers
     ),
     "SuperOffload": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {**OFFLOAD, "super_offload": True}}},
@@ -44,7 +44,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
         "",
     ),
 }
-"""Name -> section of the DeepSpeed config, what is true of an engine that has it, or what DeepSpeed says."""
+"""Name -> DeepSpeed config, engine attribute that is then true, or DeepSpeed's error message."""
 
 
 @pytest.mark.exhaustive("[torch_autocast]")
@@ -53,7 +53,7 @@ def test_feature_is_applied_or_refused_by_deepspeed(name: str) -> None:
     sections, attribute, refusal = FEATURES[name]
     engines = []
 
-    class Trial(trial_class()):  # type: ignore[misc]  # made by a function
+    class Trial(trial_class()):  # type: ignore[misc]  # the base class is created dynamically
         def __init__(self, context: Any) -> None:
             super().__init__(context)
             engines.append(self.model_engine)

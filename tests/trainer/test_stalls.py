@@ -1,4 +1,4 @@
-"""Ranks that go on no more are told of: who is where, who waits for whom, with the stacks; and ended where that is asked for."""
+"""Stalled ranks: the message with positions and stacks, and the end of the ranks."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A trial that goes on no more, as a user of a master sees it: the log, ``dstrial status``, the page, and a restart."""
+"""Stalled trials on a master: log, ``dstrial status``, web page, restart, pause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stalling(
     trial: str = "StoppedTrial",
     **hparams: Any,
 ) -> dict[str, Any]:
-    """Return the config of a trial of two ranks that stalls."""
+    """Return the config of a trial whose two ranks stall."""
     given = {
         "deepspeed_config": deepspeed_config(1),
         "stall_at": 5,
@@ -54,7 +54,7 @@ def stalling(
 
 
 def create(master: MasterForTest, tmp_path: Path, **fields: Any) -> int:
-    """Submit the trial of :func:`stalling`, and return its number."""
+    """Submit the trial of :func:`stalling`; return its id."""
     experiment_id = submit(master, tmp_path, stalling(tmp_path, **fields))
     client = master.client()
     wait_for(lambda: client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"])
@@ -169,17 +169,17 @@ def test_stopped_master_is_reported_and_ends_no_rank(tmp_path: Path) -> None:
             action="restart",
             max_restarts=1,
             timeout=2,
-            validate=6,  # reports are sent behind training, a validation is not
+            validate=6,  # reports are asynchronous, only a validation waits for the master
             stall_at=10_000,
             batch_sleep_s=0.25,
         )
         client = master.client()
-        # What is the first of its kind may only be slow: a validation and a checkpoint have ended before.
+        # The first validation and checkpoint count as stalled much later; both have ended by batch 12.
         wait_for(lambda: trial_of(client, trial_id).get("totalBatchesProcessed", 0) >= 12, deadline_s=120)
         (log,) = master.state.allocations_path.glob("*/output.log")
         os.kill(master.record.pid, signal.SIGSTOP)
         try:
-            # A rank whose batches took long on a busy machine counts as stalled later.
+            # The stall timeout grows with the longest batch, which may be long on a busy machine.
             told = "stalled: rank 0 waits for a response of the master"
             wait_for(lambda: told in log.read_text(), told, deadline_s=150)
             shown = master.dstrial("status")

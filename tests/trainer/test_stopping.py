@@ -1,4 +1,4 @@
-"""SIGTERM ends all ranks after the same batch, with a checkpoint; a resume is exact."""
+"""Stop by SIGTERM or by user code: all ranks stop after the same batch."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def start(tmp_path, config, trial, **options):
-    """Launch a trial on two ranks; its output goes to a file."""
+    """Start a trial on two ranks; return process, run directory and output file."""
     config_path = tmp_path / "experiment.yaml"
     config_path.write_text(yaml.safe_dump(config))
     directory = RunDirectory.create(
@@ -82,5 +82,5 @@ def test_stop_request_on_any_rank_stops_all(tmp_path):
     config = experiment(hyperparameters, batches=500, report=10, validate=1000, checkpoint=1000)
     run = train(tmp_path, "DataParallelTrial", config, ranks=2)
     assert run.returncode == 0, run.output
-    # Asked at the report of batch 10, heard of while batch 11 is trained.
+    # The ranks exchange the request at the report of batch 10, and stop after batch 11.
     assert run.checkpoints() == [11]

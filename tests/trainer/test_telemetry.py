@@ -1,4 +1,4 @@
-"""A run tells of itself, by rank, and trains to the last bit as it does without."""
+"""Telemetry of in-process runs: times, memory, FLOPS, tokens."""
 
 import json
 
@@ -19,7 +19,7 @@ TIMES = {"batch_ms", "data_wait_ms", "forward_ms", "backward_ms", "step_ms", "ot
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    """Keep the peak of this machine out of the user's directory."""
+    """Use a temporary cache directory; return the path of the cached peak."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "dstrial" / "matmul_peaks.json"
 
@@ -39,15 +39,13 @@ def test_telemetry_report_has_times_and_memory(cache):
     assert 0 < sum(last[name] for name in TIMES - {"batch_ms"}) == pytest.approx(last["batch_ms"])
     assert last["ranks"]["batch_ms"] == [last["batch_ms"]]
     assert "tokens_per_second" not in last
-    assert not [name for name in last if name.startswith("device")], (
-        "a process's memory is not called a device's"
-    )
-    # 8 x 16 and 16 x 4 weights, 8 records: three products for each weight, but no gradient of the features.
+    assert not [name for name in last if name.startswith("device")], "on CPU there is no device memory"
+    # 8 records, layers 8 x 16 and 16 x 4: 3 matrix products per layer, but no gradient of the features.
     flops = 8 * 2 * (3 * 16 * 4 + 2 * 8 * 16)
     for row in (first, last):
         assert row["model_tflops_per_device"] == pytest.approx(flops / row["batch_ms"] / 1e9, rel=1e-3)
     totals = json.loads(outcome.directory.telemetry_path.read_text())
-    assert totals["num_batches"] == 8, "the first batch is in no rate"
+    assert totals["num_batches"] == 8, "the first batch does not count"
     (peak,) = json.loads(cache.read_text()).values()
     assert totals["mfu"] == pytest.approx(totals["model_tflops_per_device"] * 1e12 / peak["flops_per_s"])
 
@@ -63,7 +61,7 @@ def test_second_run_reports_mfu_with_cached_peak(cache):
 
 
 class Checkpointed(torch.nn.Module):
-    """Layers that are computed again in backward, or are not."""
+    """Layers with or without activation checkpointing."""
 
     def __init__(self, is_checkpointed):
         super().__init__()
@@ -89,7 +87,7 @@ def test_gradient_penalty_flops_exclude_recomputation(stage):
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         features, targets = next(dataloader_iter)
         features.requires_grad_()
-        # DeepSpeed takes a backward pass through its engine for a batch's own.
+        # Through the engine, DeepSpeed would take this backward pass for that of the loss.
         (slope,) = torch.autograd.grad(self.model_engine.module(features).sum(), features, create_graph=True)
         outputs = self.model_engine(features.detach())
         loss = torch.nn.functional.mse_loss(outputs, targets) + slope.norm(dim=1).sub(1).pow(2).mean()

@@ -1,4 +1,4 @@
-"""Trainer.fit on one rank in this process: the arguments and semantics that users of Determined know."""
+"""``Trainer.fit`` on one rank: arguments and semantics as in Determined."""
 
 import json
 import logging
@@ -149,7 +149,7 @@ def test_resume_with_load_universal_loads_own_checkpoint():
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
-    """A model compiled before ``initialize`` has the same names in checkpoints and exports as without."""
+    """Compiling a model before ``initialize`` changes no names in checkpoints and exports."""
     hparams = {"deepspeed_config": deepspeed_config(stage)}
     plain_initialize = deepspeed.initialize
 
@@ -410,7 +410,7 @@ def test_resume_refuses_mismatches_and_skips_finished_training(caplog):
 
 
 class OfTheTrial:
-    """A class that is not on the list, in a checkpoint that this account has signed."""
+    """A class that safe loading refuses unless this account signed the checkpoint."""
 
 
 def test_signed_checkpoint_load_leaves_process_unchanged():

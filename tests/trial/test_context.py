@@ -1,4 +1,4 @@
-"""The context on one rank: every public name of Determined's, and what each says when asked too early."""
+"""The trial context on one rank: Determined's API, and errors of premature calls."""
 
 import inspect
 
@@ -171,6 +171,7 @@ def test_tensorboard_writer_writes_to_tensorboard_path(context):
 
 
 def test_private_attributes_mirror_loop_state(context, engine):
+    """Code written for Determined reads and sets these attributes."""
     context.wrap_model_engine(engine)
     runtime = runtime_of(context)
     values = {

@@ -1,4 +1,4 @@
-"""What moves to the device without waiting, and what a loader pins; a stand-in tensor says that it is pinned."""
+"""``to_device`` and pinned memory of loaders; fake tensors claim to be pinned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
 class Recorder(torch.Tensor):
-    """A host tensor that records how it is asked to move, and stays."""
+    """A CPU tensor that records the arguments of ``to`` and returns itself."""
 
     asked: tuple[torch.device, bool] | None
     pinned: bool
@@ -61,7 +61,7 @@ def test_cpu_moves_are_blocking() -> None:
 
 
 class Encoding(collections.UserDict[str, Any]):
-    """Moves itself as transformers' ``BatchEncoding`` does."""
+    """Has a ``to`` method like transformers' ``BatchEncoding``."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoding:
         return Encoding({k: v.to(device, non_blocking=non_blocking) for k, v in self.items()})
@@ -96,7 +96,7 @@ def test_to_device_otherwise_equals_determined(caplog: pytest.LogCaptureFixture)
     ours, theirs = to_device(value, cpu, types[0]), pytorch.to_device(value, cpu, types[1])
     assert str(ours) == str(theirs)
     assert types[0] == types[1]
-    assert caplog.text.count("'str' to device") == 2  # once by each
+    assert caplog.text.count("'str' to device") == 2  # one warning by each of the functions
 
 
 def test_all_tensors_move_to_meta_device() -> None:
@@ -108,7 +108,7 @@ def test_all_tensors_move_to_meta_device() -> None:
 def test_loader_pins_memory_with_accelerator_by_default(
     has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # which would ask NVML
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # otherwise torch queries NVML
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: int(has_accelerator))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CUDA)
@@ -123,7 +123,7 @@ def test_loader_pins_memory_with_accelerator_by_default(
 
 
 def test_memory_is_not_pinned_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # which would ask NVML
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # otherwise torch queries NVML
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))

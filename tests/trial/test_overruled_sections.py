@@ -1,4 +1,4 @@
-"""Sections of a DeepSpeed config that objects of the code take the place of: what is said, and which search is refused."""
+"""DeepSpeed config sections that an optimizer or scheduler in code replaces."""
 
 import logging
 
@@ -16,7 +16,7 @@ LRS = {"type": "categorical", "vals": [0.1, 0.05]}
 
 
 def wrap(specs, *, lr=None, schedules=False, **sections):
-    """Wrap an engine of these sections, with an optimizer and a scheduler of the code where asked for."""
+    """Wrap an engine; ``lr`` and ``schedules`` create an optimizer and scheduler in code."""
     import deepspeed
 
     config = {"train_micro_batch_size_per_gpu": 4, **sections}
