@@ -1,4 +1,4 @@
-"""Simulate a search without training: a function gives each trial's metric over time."""
+"""Simulate a search without training: a function returns the trials' metrics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def simulate(
     schedule_seed: int = 0,
     restart_searcher: bool = False,
 ) -> SimulationResult:
-    """Simulate a search: at each step a random open trial trains a unit of time and validates.
+    """Simulate a search: repeatedly a random open trial trains one unit and validates.
 
     ``metric`` returns the metric for hyperparameters and time; ``early_exit`` the reason why a trial ends then, or None.
     ``schedule_seed`` determines the order in which trials train. ``restart_searcher``: restore the searcher before every event.

@@ -264,10 +264,10 @@ EXTRAS = {
     "ray": ("dstrial/ray",),
     "results": ("dstrial/results.py",),
 }
-"""Extra -> its packages in dstrial; all other packages import core dependencies only."""
+"""Extra -> modules that may import its distributions, unlike all other modules."""
 
 LOGGERS = {name: f"dstrial/loggers/{name}_logger.py" for name in ("wandb", "mlflow", "trackio")}
-"""Extra with a single dependency of the same name -> its module; installed only by ``make test-loggers``."""
+"""Extra whose only distribution has its name -> module (``make test-loggers``)."""
 
 NOT_IMPORTED = {
     "setuptools": "torch.utils.cpp_extension builds DeepSpeed's operators with it",
@@ -285,7 +285,7 @@ def declared(extra: str | None) -> set[str]:
 
 @functools.cache
 def installed_modules() -> dict[str, str]:
-    """Return module -> distribution; ``packages_distributions`` of Python 3.10 omits many."""
+    """Return module -> distribution; Python 3.10's packages_distributions omits many."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         lines = (distribution.read_text("RECORD") or "").splitlines()
@@ -359,7 +359,7 @@ def test_indirect_dependencies_are_not_imported() -> None:
 
 
 def test_modules_named_in_architecture_exist() -> None:
-    """Paths (``engine/adapters``) and dotted names (``trial.runtime``) are relative to dstrial/."""
+    """Paths (``engine/adapters``) and dotted names (``trial.runtime``) lack dstrial/."""
     text = text_of("ARCHITECTURE.md").partition("## Seams")[2]
     elsewhere = ("tests", "docs", "benchmarks", "tools", "data", "pyproject")
     paths = re.findall(r"`([a-z_]+(?:/[a-z_]+)+)/?`", text)

@@ -1,4 +1,4 @@
-"""``dstrial.runs``: metrics, best checkpoint and plot, from a directory or a master."""
+"""``dstrial.runs``: metrics, best checkpoint and plot of runs and trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storage guard: detection of a missing storage, notes of unreported checkpoints."""
+"""The storage guard: missing storages, and records of unreported checkpoints."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def test_save_is_refused_without_storage(guard: StorageGuard, root: Path, tmp_pa
 
 
 def test_guard_notes_unreported_checkpoints_by_valid_name(guard: StorageGuard, tmp_path: Path) -> None:
+    """Names that lead outside the directory of notes are ignored."""
     for name in ("0f4f1f9e", "../x", "", ".."):
         guard.note(name)
 

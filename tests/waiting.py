@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 _SHORTEST_S, _LONGEST_S = 0.02, 0.25
-"""Polling interval: it grows with the time waited, because each poll of a master takes milliseconds."""
+"""Limits of the polling interval, which grows because polls load the master."""
 
 
 def wait_for(condition: Callable[[], object], what: str = "", *, deadline_s: float = 60.0) -> None:

@@ -1,4 +1,4 @@
-"""Start programs as forks of a fork server that has imported torch, DeepSpeed and dstrial.
+"""Start programs as forks of a process that has imported torch and DeepSpeed.
 
 A fork saves the imports' 2 to 4 s of CPU time. ``run_command`` and ``Popen`` replace ``run`` and ``Popen`` of ``subprocess``.
 Executed as a program, this file is the fork server, whose forks start masters, launchers and fork servers as forks, too.
@@ -54,7 +54,7 @@ IMPORTED_AHEAD = (
         f"dstrial.master.api.{path.stem}"
         for path in Path(dstrial.__file__).parent.glob("master/api/[a-z]*.py")
     ),
-    # All of determined.cli but ``cli.cli``, which parses sys.argv at import.
+    # All of determined.cli but ``cli.cli``, which binds sys.argv at import.
     *(
         f"determined.cli.{name}"
         for name in (
@@ -96,10 +96,10 @@ def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 
 class ForkedPopen(subprocess.Popen[Any]):
-    """``subprocess.Popen`` that forks Python programs from ``server``, or else from a spare.
+    """``subprocess.Popen`` that forks Python programs from ``server`` or a spare.
 
-    If a program cannot be forked, ``told`` is called with the reason, and the program starts as a new process. ``known`` is
-    called with the pid of a fork before the program begins.
+    A spare is this process's idle fork, if ``server`` is None. If a program cannot be forked, ``told`` is called with the
+    reason, and the program starts as a new process. ``known`` is called with a fork's pid before the program begins.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ def run(
     timeout: float,
     is_merged: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m ARGUMENTS`` and capture its output; ``is_merged``: stderr goes to ``stdout``.
+    """Run ``python -m ARGUMENTS``, capture output; ``is_merged``: stderr to stdout.
 
     Raises:
         subprocess.TimeoutExpired: the program was killed after ``timeout`` seconds.

@@ -1,4 +1,4 @@
-"""Ports of running jobs: loopback only, and safe from the pickle attack on torchrun."""
+"""Ports of running jobs: loopback only, and safe from torchrun's pickle attack."""
 
 from __future__ import annotations
 

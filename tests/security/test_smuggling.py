@@ -1,4 +1,4 @@
-"""HTTP request smuggling at the master's port (for the proxy: test_hostile_services)."""
+"""HTTP request smuggling at the master's port; proxy: test_hostile_services.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Webhook delivery to hostile URLs: slow or endless responses, redirects, injection."""
+"""Webhook delivery to hostile URLs: slow responses, redirects, injection."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def listens(port: int) -> bool:
 
 
 def frame(first: int, payload: bytes = b"", *, size: int | None = None) -> bytes:
-    """Return a masked client frame; ``size`` overrides the payload length in its header."""
+    """Return a masked client frame; ``size`` overrides the length in its header."""
     size = len(payload) if size is None else size
     if size < 126:
         head = struct.pack("!BB", first, 0x80 | size)
@@ -171,7 +171,7 @@ def test_fragmented_message_with_ping_arrives_whole(tunnels: Tunnels) -> None:
 
 
 def read_frames(connection: socket.socket, num_bytes: int) -> tuple[list[int], bytes]:
-    """Read frames until ``num_bytes`` of data; return opcodes and data; check pong payloads."""
+    """Read ``num_bytes`` of data; return all frames' opcodes and the data."""
     stream = connection.makefile("rb")
     opcodes, content = [], b""
     while len(content) < num_bytes:

@@ -130,7 +130,7 @@ def has_printed(master: MasterForTest, experiment_id: int, text: str, times: int
 
 
 def master_trials(watch: Watch, work: Path) -> None:
-    """Trials of two ranks: completed, a rank or the supervisor killed, and killed by a user."""
+    """Trials of two ranks: completed, rank killed, supervisor killed, trial killed."""
     with master_for_test(work) as master:
         launchers = {
             "dstrial.launch": "python3 -m dstrial.launch train.py",
@@ -173,7 +173,7 @@ def allocation_of(master: MasterForTest, experiment_id: int) -> str:
 
 
 def on_a_master(watch: Watch, work: Path) -> None:
-    """A command, a TensorBoard, a generic task, a detached script, and ``dstrial run``."""
+    """A command, TensorBoard, generic task, detached script, and ``dstrial run``."""
     with master_for_test(work) as master:
         tasks(watch, master, work)
         detached(watch, master, work)
@@ -243,7 +243,7 @@ def dstrial_run(watch: Watch, master: MasterForTest, work: Path) -> None:
 
 
 def launch(watch: Watch, work: Path) -> None:
-    """``python -m dstrial.launch`` without a master: completed, interrupted, launcher killed."""
+    """Runs without a master: completed, interrupted, launcher killed."""
     definition = ROOT / "model_defs" / "digits"
     command = [sys.executable, "-m", "dstrial.launch", "--trial", "model_def:DigitsTrial"]
     command += ["--context-dir", str(definition), "--config"]

@@ -80,6 +80,7 @@ def test_num_devices_is_read_from_each_gpu_variable() -> None:
 
 
 def test_srun_requests_gpus_when_allocation_divides_them() -> None:
+    """srun gets ``--gpus`` if GPUs were requested per task or in total, not per node."""
     base = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
     for more, counts in (
         ({"SLURM_GPUS_PER_TASK": "1"}, {"n1": 2, "n2": 1}),

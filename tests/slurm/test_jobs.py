@@ -1,4 +1,4 @@
-"""Parsing of output of squeue, sinfo and scontrol (Slurm 22.05), and error messages."""
+"""Parsing of output of squeue, sinfo and scontrol (Slurm 22.05)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expansion of Slurm's node lists and counts; ``tests/hosts`` compares with scontrol."""
+"""Expansion of Slurm's node lists and counts; tests/hosts compares with scontrol."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 def test_submit_removes_sbatch_clusters_variable(
     command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only sbatch reads ``SBATCH_CLUSTERS``; all Slurm commands read ``SLURM_CLUSTERS``."""
+    """Only sbatch reads SBATCH_CLUSTERS; all Slurm commands read SLURM_CLUSTERS."""
     monkeypatch.setenv("SBATCH_CLUSTERS", "far")
     monkeypatch.setenv("SLURM_CLUSTERS", "near")
     command("sbatch", 'echo "123;${SBATCH_CLUSTERS:-$SLURM_CLUSTERS}"; test -z "$SBATCH_CLUSTERS"')

@@ -46,6 +46,7 @@ def export(checkpoint: Path, output: Path, *options: str) -> int:
 def test_checkpoint_without_frozen_parameters_refuses_other_base(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The checkpoint is smaller by the frozen weights, and resumes bitwise."""
     sizes = {}
     for name, exp_conf in (("whole", EXP_CONF), ("trained", LEFT_OUT)):
         outcome = fit(lora_class(), exp_conf=exp_conf, run_dir=tmp_path / name)

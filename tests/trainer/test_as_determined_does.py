@@ -1,4 +1,4 @@
-"""Compatibility with Determined's Trainer: error types, callbacks, checkpoint names."""
+"""Compatibility with Determined: error types, callbacks, checkpoint names."""
 
 import collections
 

@@ -42,7 +42,7 @@ def checkpoint_in(run_dir):
 
 
 def resume_damaged(run_dir, name, damage, scratch):
-    """Resume a copy of a run with a damaged file; return error and ``train_batch`` calls."""
+    """Resume a copy with a damaged file; return the error and ``train_batch`` calls."""
     copied = scratch / "copied"
     shutil.copytree(run_dir, copied)
     damage(checkpoint_in(copied) / name)
@@ -67,7 +67,7 @@ def resume_damaged(run_dir, name, damage, scratch):
 
 
 def damages_of_one_rank(scratch):
-    """Yield (file, damage, error, ``train_batch`` calls) for each file of a checkpoint."""
+    """Yield (file, damage, error, ``train_batch`` calls) for a checkpoint's files."""
     done = fit(hparams={"deepspeed_config": deepspeed_config(1)}, run_dir=None)
     for name in files_of(checkpoint_in(done.directory.path)):
         for kind, damage in DAMAGES.items():
@@ -93,7 +93,7 @@ def test_any_damaged_file_stops_resume_before_training(definitions_and_runs, tmp
 
 
 def damages_of_two_stages(run):
-    """Yield (file, damage, message) for each file of a pipeline's checkpoint; start no ranks."""
+    """Yield (file, damage, message) for a pipeline checkpoint's files; start no ranks."""
     checkpoint = checkpoint_in(run.directory.path)
     manifest = read_manifest(checkpoint)
     for name in manifest.files:
@@ -114,9 +114,8 @@ def train_two_stages(scratch):
 
 
 @pytest.mark.ranks
-def test_damaged_pipeline_file_is_named_with_readers(
-    tmp_path,
-):
+def test_damaged_pipeline_file_is_named_with_readers(tmp_path):
+    """The message names the ranks that read the file; a resume fails before batch 1."""
     config, run = train_two_stages(tmp_path)
     manifest = read_manifest(checkpoint_in(run.directory.path))
     table = list(damages_of_two_stages(run))

@@ -38,7 +38,7 @@ def new_process(arguments, *, env, cwd, timeout):
 
 
 def fork_of(server):
-    """Return a function that runs ``python -m ARGUMENTS`` as a fork of ``server`` only."""
+    """Return a function that runs ``python -m ARGUMENTS`` as a fork of ``server``."""
 
     def run(arguments, *, env, cwd, timeout):
         command = [sys.executable, "-m", *arguments]

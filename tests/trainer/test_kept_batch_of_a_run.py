@@ -117,6 +117,7 @@ def test_engine_config_from_code_keeps_global_batch(definitions_and_runs, tmp_pa
 
 @pytest.mark.ranks
 def test_pipeline_resumes_with_other_stages_and_replicas(definitions_and_runs, tmp_path):
+    """From three stages, of which the middle reads no data, to two replicas of two."""
     sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
     log = tmp_path / "log"
     three = config(3, log, sizes, stage=0, num_stages=3, is_own=True)

@@ -1,4 +1,4 @@
-"""A script trains equally under dstrial.launch, torchrun, deepspeed, mpirun and srun."""
+"""A script trains equally under all supported launchers."""
 
 import json
 import os

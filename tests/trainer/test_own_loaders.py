@@ -1,4 +1,4 @@
-"""Loaders other than dstrial.DataLoader: repetition, resume, and detected mistakes."""
+"""Loaders other than dstrial.DataLoader: repetition, resume, detected mistakes."""
 
 import itertools
 import os
@@ -253,9 +253,6 @@ def test_validation_loader_without_length_is_counted():
     assert done.rows("validation")[2]["validation_loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(DataError, match="validation loader is an iterator without __len__"):
         fitted(lambda: iter(torch_loader(Shared(22))))
-
-
-# ---- two ranks ----------------------------------------------------------------------------------------
 
 
 def run(tmp_path, trial, batches, ranks, run=None, resume_data=None, records=80, env=None, **hparams):

@@ -1,4 +1,4 @@
-"""Tensor-, sequence- and expert-parallel trials: training, resume, refused layouts."""
+"""Tensor-, sequence- and expert-parallel trials: training, resume, layout changes."""
 
 import json
 
@@ -20,7 +20,7 @@ SGD = {
     "gradient_clipping": 0,
     "zero_allow_untested_optimizer": True,
 }
-"""Unlike Adam's, steps of SGD are proportional to the gradients, so wrong scaling shows."""
+"""SGD's steps, unlike Adam's, are proportional to gradients: wrong scaling shows."""
 
 
 def ds_config(axis, size, stage, **sections):
@@ -68,7 +68,7 @@ def losses(run):
 @pytest.mark.parametrize(("axis", "stage"), [("tensor", 1), *(("sequence", stage) for stage in range(4))])
 @pytest.mark.exhaustive("[tensor-1]", "[sequence-1]")
 def test_parallel_groups_train_as_plain_replicas(tmp_path, axis, stage):
-    """Ranks of a group read the same records; losses and token rates equal plain replicas'."""
+    """Ranks of a group read the same records; losses equal those of plain replicas."""
     plain = trained(tmp_path / "plain", "plain", 1, 2, 5, sections=SGD)
     split = trained(tmp_path / axis, axis, 2, 4, 5, stage=stage, sections=SGD)
     assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
@@ -94,7 +94,7 @@ def test_parallel_groups_train_as_plain_replicas(tmp_path, axis, stage):
 
 @pytest.mark.exhaustive
 def test_hugging_face_tp_plan_trains_as_replicas(tmp_path):
-    """Without ``partition_config``, AutoTP partitions Llama by the model's ``tp_plan``."""
+    """Without ``partition_config``, AutoTP partitions Llama by its ``tp_plan``."""
     plain = trained(tmp_path / "plain", "llama", 1, 2, 4)
     split = trained(tmp_path / "split", "llama", 2, 4, 4)
     assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
@@ -145,7 +145,7 @@ def test_layout_change_at_resume_keeps_losses(tmp_path, before, after):
 
 
 def test_collected_values_count_once_on_fewer_ranks(tmp_path):
-    """The checkpoint has counts not yet reported, by both ranks of a tensor-parallel group."""
+    """Both ranks of a tensor-parallel group save the same counts, not yet reported."""
     periods = {"report": 3, "validate": 6, "checkpoint": 1}
     first = run_trial(tmp_path / "run", "tensor", 2, 4, 6, fails_at=2, **periods)
     assert first.returncode == 1
@@ -195,7 +195,7 @@ def test_sequence_parallel_size_without_its_groups_is_refused(tmp_path, axis, sa
     ],
 )
 def test_trial_equals_plain_deepspeed_bitwise(tmp_path, axis, size, ranks):
-    """On each rank: losses of 20 batches, compared with DeepSpeed code without dstrial."""
+    """Each rank's losses of 20 batches equal those of code without dstrial."""
     trained(tmp_path / "run", axis, size, ranks, 20)
     from axis_trials import plain_losses
 

@@ -44,7 +44,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
         "",
     ),
 }
-"""Name -> DeepSpeed config, engine attribute that is then true, or DeepSpeed's error message."""
+"""Name -> DeepSpeed config, engine attribute that becomes true, DeepSpeed's error."""
 
 
 @pytest.mark.exhaustive("[torch_autocast]")

@@ -100,7 +100,7 @@ def test_interrupted_attempts_report_as_whole_run(tmp_path, whole):
 
 
 def test_user_collectives_and_slow_ranks_change_no_report(tmp_path, whole):
-    """User code runs collectives and reports 200 metrics; rank 1 and the sink are slow."""
+    """User code runs collectives, reports 200 metrics; rank 1 and the sink are slow."""
     env = {"SINK_SLEEPS_S": "0.05", "SINK_LOG": str(tmp_path / "log")}
     run = run_of(tmp_path, trial="Busy", env=env)
     assert run.returncode == 0, run.output

@@ -24,7 +24,7 @@ MODEL_BYTES = 4 * (8 * 16 + 16 + 16 * 4 + 4)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A configuration; ``resumed_on``: (ranks, ZeRO stage) after the kill, None for no change."""
+    """A configuration; ``resumed_on``: changed (ranks, ZeRO stage) after the kill."""
 
     stage: int = 0
     ranks: int = 2

@@ -43,7 +43,7 @@ sys.exit(outcome.exit_code)
 
 
 def launch_both(directory: Path, trial: str, stall_at: int = 5) -> list[str]:
-    """Train a trial on ranks 0 and 1 of node 0 and rank 2 of node 1; return what each launcher printed."""
+    """Train on ranks 0 and 1 of node 0 and rank 2 of node 1; return both outputs."""
     given = {
         "deepspeed_config": deepspeed_config(1),
         "num_records": 96,

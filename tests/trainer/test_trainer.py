@@ -149,7 +149,7 @@ def test_resume_with_load_universal_loads_own_checkpoint():
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
-    """Compiling a model before ``initialize`` changes no names in checkpoints and exports."""
+    """Compiling before ``initialize`` changes no names in checkpoints and exports."""
     hparams = {"deepspeed_config": deepspeed_config(stage)}
     plain_initialize = deepspeed.initialize
 

@@ -16,7 +16,7 @@ LRS = {"type": "categorical", "vals": [0.1, 0.05]}
 
 
 def wrap(specs, *, lr=None, schedules=False, **sections):
-    """Wrap an engine; ``lr`` and ``schedules`` create an optimizer and scheduler in code."""
+    """Wrap an engine; ``lr`` and ``schedules`` add an optimizer and scheduler in code."""
     import deepspeed
 
     config = {"train_micro_batch_size_per_gpu": 4, **sections}
