@@ -56,7 +56,7 @@ def anchors_of(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def printed_by(*command: str) -> str:
+def output_of(*command: str) -> str:
     environment = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
@@ -64,7 +64,7 @@ def printed_by(*command: str) -> str:
 
 
 def dstrial_help(*arguments: str) -> str:
-    return printed_by(str(Path(sys.executable).with_name("dstrial")), *arguments, "--help")
+    return output_of(str(Path(sys.executable).with_name("dstrial")), *arguments, "--help")
 
 
 @pytest.mark.process
@@ -72,7 +72,7 @@ def test_no_text_installs_dstrial_by_name() -> None:
     """On PyPI the name dstrial belongs to another project."""
     by_name = re.compile(r"""pip install (?:[^\s`#]+ )*['"]?dstrial(?![\w./-])""")
     kinds = ("*.py", "*.md", "*.js", "*.html", "*.yaml", "*.toml", "*.sh", "Makefile")
-    files = printed_by("git", "ls-files", "--", *kinds).split()
+    files = output_of("git", "ls-files", "--", *kinds).split()
     found = [name for name in files for line in text_of(name).splitlines() if by_name.search(line)]
 
     assert found == []
@@ -114,7 +114,7 @@ def test_public_name_is_documented_and_mentioned(name: str) -> None:
 def test_package_import_loads_no_torch_or_deepspeed() -> None:
     code = "import sys, dstrial; print([m for m in ('torch', 'deepspeed', 'determined') if m in sys.modules])"
 
-    assert printed_by(sys.executable, "-c", code).strip() == "[]"
+    assert output_of(sys.executable, "-c", code).strip() == "[]"
 
 
 def test_architecture_names_every_package() -> None:
@@ -276,7 +276,7 @@ NOT_IMPORTED = {
 }
 
 
-def declared(extra: str | None) -> set[str]:
+def requirements_of(extra: str | None) -> set[str]:
     """Return the distributions declared for an extra, or for the core if None."""
     project = tomllib.loads(text_of("pyproject.toml"))["project"]
     listed = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
@@ -332,30 +332,30 @@ def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
 def test_core_dependencies_equal_its_imports() -> None:
     used = imported_below("dstrial", without=(*sum(EXTRAS.values(), ()), *LOGGERS.values()))
 
-    assert used - declared(None) == set(), "imported and not declared"
-    assert declared(None) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
+    assert used - requirements_of(None) == set(), "imported and not declared"
+    assert requirements_of(None) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_extra_dependencies_equal_its_imports(extra: str) -> None:
     used = imported_below(*EXTRAS[extra])
 
-    assert used - declared(None) - declared(extra) == set(), "imported and not declared"
-    assert declared(extra) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
+    assert used - requirements_of(None) - requirements_of(extra) == set(), "imported and not declared"
+    assert requirements_of(extra) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
 
 
 @pytest.mark.parametrize("logger", LOGGERS)
 def test_logger_imports_only_its_package(logger: str) -> None:
     others = imported_in(ROOT / LOGGERS[logger]) - sys.stdlib_module_names - {"dstrial"}
 
-    assert declared(logger) == {logger}
+    assert requirements_of(logger) == {logger}
     assert others - installed_modules().keys() <= {logger}
     assert logger in others
 
 
 def test_indirect_dependencies_are_not_imported() -> None:
     assert NOT_IMPORTED.keys() & imported_below("dstrial", without=tuple(LOGGERS.values())) == set()
-    assert NOT_IMPORTED.keys() <= declared(None) | declared("huggingface")
+    assert NOT_IMPORTED.keys() <= requirements_of(None) | requirements_of("huggingface")
 
 
 def test_modules_named_in_architecture_exist() -> None:

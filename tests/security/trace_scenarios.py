@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "master"), str(ROOT / "tests")]
 from submitting import processes_with, submit, trials, wait_until  # noqa: E402
 
-PLACES = ("/tmp", "/dev/shm")
+DIRECTORIES = ("/tmp", "/dev/shm")
 DEADLINE_S = 400.0
 
 # Creates TensorBoard files, a semaphore in /dev/shm and a temporary directory, then prints "is ready".
@@ -64,14 +64,14 @@ core_v2.train.report_training_metrics(steps_completed=1, metrics={"loss": 0.5})
 """
 
 
-class Watch:
+class LeftoverTracker:
     """Records the files that each step of a scenario leaves behind."""
 
     def __init__(self) -> None:
         self.left: dict[str, list[str]] = {}
         self._known: set[str] = set(listing())
 
-    def step(self, name: str, *, ignoring: str = "") -> None:
+    def record_step(self, name: str, *, ignoring: str = "") -> None:
         """Record the new files since the last step, except those that match ``ignoring``."""
         give_up_at_s = time.monotonic() + 20
         while True:
@@ -87,8 +87,8 @@ class Watch:
 def listing() -> list[str]:
     """Return "MODE PATH" of every direct entry of /tmp and /dev/shm."""
     found = []
-    for place in PLACES:
-        for entry in sorted(Path(place).iterdir()):
+    for directory in DIRECTORIES:
+        for entry in sorted(Path(directory).iterdir()):
             with contextlib.suppress(FileNotFoundError):
                 found.append(f"{stat.S_IMODE(entry.lstat().st_mode):04o} {entry}")
     return found
@@ -129,7 +129,7 @@ def has_printed(master: MasterForTest, experiment_id: int, text: str, times: int
     return sum(text in line for line in lines) >= times
 
 
-def master_trials(watch: Watch, work: Path) -> None:
+def master_trials(tracker: LeftoverTracker, work: Path) -> None:
     """Trials of two ranks: completed, rank killed, supervisor killed, trial killed."""
     with master_for_test(work) as master:
         launchers = {
@@ -139,7 +139,7 @@ def master_trials(watch: Watch, work: Path) -> None:
         for name, entrypoint in launchers.items():
             done = submit(master, config(entrypoint), TRAIN)
             wait_until(master, done, "COMPLETED", deadline_s=DEADLINE_S)
-            watch.step(f"{name}: completed")
+            tracker.record_step(f"{name}: completed")
         for name in ("a rank killed", "the supervisor killed", "det experiment kill"):
             experiment_id = submit(master, config("python3 -m dstrial.launch train.py wait"), TRAIN)
             wait_for(lambda: has_printed(master, experiment_id, "is ready", 2), "both ranks")  # noqa: B023
@@ -156,8 +156,8 @@ def master_trials(watch: Watch, work: Path) -> None:
             else:
                 assert master.det("experiment", "kill", str(experiment_id)).returncode == 0
             wait_until(master, experiment_id, "ERROR", "CANCELED", deadline_s=DEADLINE_S)
-            watch.step(name)
-    watch.step("dstrial down")
+            tracker.record_step(name)
+    tracker.record_step("dstrial down")
 
 
 def is_rank(pid: int) -> bool:
@@ -172,23 +172,23 @@ def allocation_of(master: MasterForTest, experiment_id: int) -> str:
     return next(key for key, summary in tasks.items() if summary["taskId"] == trial["taskId"])
 
 
-def on_a_master(watch: Watch, work: Path) -> None:
+def on_a_master(tracker: LeftoverTracker, work: Path) -> None:
     """A command, TensorBoard, generic task, detached script, and ``dstrial run``."""
     with master_for_test(work) as master:
-        tasks(watch, master, work)
-        detached(watch, master, work)
-        dstrial_run(watch, master, work)
-    watch.step("dstrial down")
+        tasks(tracker, master, work)
+        detached(tracker, master, work)
+        dstrial_run(tracker, master, work)
+    tracker.record_step("dstrial down")
 
 
-def tasks(watch: Watch, master: MasterForTest, work: Path) -> None:
+def tasks(tracker: LeftoverTracker, master: MasterForTest, work: Path) -> None:
     write = "python3 -c 'import tempfile; tempfile.mkdtemp()'"
     assert master.det("command", "run", "sh", "-c", write).returncode == 0
-    watch.step("command")
+    tracker.record_step("command")
     one_rank = {"slots_per_trial": 1}
     experiment_id = submit(master, config("python3 -m dstrial.launch train.py", resources=one_rank), TRAIN)
     wait_until(master, experiment_id, "COMPLETED", deadline_s=DEADLINE_S)
-    watch.step("its trial")
+    tracker.record_step("its trial")
     started = master.det("tensorboard", "start", "--no-browser", "--detach", str(experiment_id))
     assert started.returncode == 0, started.stderr
     task_id = started.stdout.split()[-1]
@@ -200,7 +200,7 @@ def tasks(watch: Watch, master: MasterForTest, work: Path) -> None:
     wait_for(lambda: state() == "STATE_RUNNING", "the TensorBoard")
     assert master.det("tensorboard", "kill", task_id).returncode == 0
     wait_for(lambda: state() == "STATE_TERMINATED", "the end of the TensorBoard")
-    watch.step("tensorboard")
+    tracker.record_step("tensorboard")
     (work / "task.yaml").write_text(yaml.safe_dump({"entrypoint": ["sh", "-c", write]}))
     made = master.det("task", "create", str(work / "task.yaml"))
     assert made.returncode == 0, made.stderr
@@ -209,14 +209,14 @@ def tasks(watch: Watch, master: MasterForTest, work: Path) -> None:
         lambda: client.get(f"/api/v1/tasks/{task_id}")["task"]["taskState"].endswith("COMPLETED"),
         "the task",
     )
-    watch.step("generic task")
+    tracker.record_step("generic task")
 
 
-def detached(watch: Watch, master: MasterForTest, work: Path) -> None:
+def detached(tracker: LeftoverTracker, master: MasterForTest, work: Path) -> None:
     script = work / "detached.py"
     script.write_text(DETACHED.replace("STORAGE", repr(str(work / "kept"))))
     run([sys.executable, str(script)], dict(master.env))
-    watch.step("detached")
+    tracker.record_step("detached")
 
 
 def digits(work: Path, batches: int = 10, **changes: Any) -> Path:
@@ -232,23 +232,23 @@ def plain_env() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
 
 
-def dstrial_run(watch: Watch, master: MasterForTest, work: Path) -> None:
+def dstrial_run(tracker: LeftoverTracker, master: MasterForTest, work: Path) -> None:
     definition = str(ROOT / "model_defs" / "digits")
     run(
         [sys.executable, "-m", "dstrial.cli", "run", str(digits(work)), definition],
         dict(master.env) | {"PYTHONPATH": str(ROOT)},
         cwd=work,
     )
-    watch.step("dstrial run")
+    tracker.record_step("dstrial run")
 
 
-def launch(watch: Watch, work: Path) -> None:
+def launch(tracker: LeftoverTracker, work: Path) -> None:
     """Runs without a master: completed, interrupted, launcher killed."""
     definition = ROOT / "model_defs" / "digits"
     command = [sys.executable, "-m", "dstrial.launch", "--trial", "model_def:DigitsTrial"]
     command += ["--context-dir", str(definition), "--config"]
     run([*command, str(digits(work))], plain_env(), cwd=work)
-    watch.step("launch: completed")
+    tracker.record_step("launch: completed")
     long = digits(work, 100_000)
     for name, number in (("interrupted", signal.SIGINT), ("launcher killed", signal.SIGKILL)):
         before = num_training(work)
@@ -261,9 +261,9 @@ def launch(watch: Watch, work: Path) -> None:
             process.send_signal(number)
             process.wait()
         wait_for(lambda: not rank_pids(work), "the ranks' end")
-        watch.step(f"launch: {name}")
+        tracker.record_step(f"launch: {name}")
     run([*command, str(digits(work))], plain_env(), cwd=work)
-    watch.step("launch: the next one")
+    tracker.record_step("launch: the next one")
 
 
 def num_training(work: Path) -> int:
@@ -275,7 +275,7 @@ def rank_pids(work: Path) -> list[int]:
     return [pid for pid in processes_with(str(work / "digits.yaml")) if is_rank(pid)]
 
 
-SCENARIOS: dict[str, Callable[[Watch, Path], None]] = {
+SCENARIOS: dict[str, Callable[[LeftoverTracker, Path], None]] = {
     "master_trials": master_trials,
     "on_a_master": on_a_master,
     "launch": launch,
@@ -288,9 +288,9 @@ def main(name: str, work: Path) -> None:
     home.mkdir()
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
     os.environ.update({"HOME": str(home), "TORCH_EXTENSIONS_DIR": extensions})
-    watch = Watch()
-    SCENARIOS[name](watch, work)
-    print(json.dumps(watch.left))
+    tracker = LeftoverTracker()
+    SCENARIOS[name](tracker, work)
+    print(json.dumps(tracker.left))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ esac
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def job_dir(tmp_path: Path) -> Path:
     """Return a job directory; ``sleep`` of the script takes 10 ms."""
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -39,11 +39,11 @@ def write_command(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def start_script(place: Path) -> subprocess.Popen[str]:
-    text = holding_script(name="trial-7@1f2a3b4c", title="t", request=[], options=[], directory=place)
+def start_script(job_dir: Path) -> subprocess.Popen[str]:
+    text = holding_script(name="trial-7@1f2a3b4c", title="t", request=[], options=[], directory=job_dir)
     environ = {
         **os.environ,
-        "PATH": f"{place.parent / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{job_dir.parent / 'bin'}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "12",
         "SLURM_JOB_NODELIST": "host1",
         "SLURM_TASKS_PER_NODE": "2",
@@ -51,33 +51,33 @@ def start_script(place: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(["bash", "-c", text], env=environ, stdout=subprocess.PIPE, text=True)
 
 
-def num_find_calls(place: Path, results: list[str]) -> int:
+def num_find_calls(job_dir: Path, results: list[str]) -> int:
     """Run the script with these results of ``find``; return the number of calls."""
-    write_command(place.parent / "bin" / "find", _FIND)
-    (place / "results").write_text("".join(f"{result}\n" for result in results))
-    with start_script(place) as process:
+    write_command(job_dir.parent / "bin" / "find", _FIND)
+    (job_dir / "results").write_text("".join(f"{result}\n" for result in results))
+    with start_script(job_dir) as process:
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert said == "the master was silent for 60 minutes: the job ends\n"
-    return len((place / "calls").read_text())
+    return len((job_dir / "calls").read_text())
 
 
-def test_failed_find_does_not_end_job(place: Path) -> None:
-    assert num_find_calls(place, [*["fails"] * 20, "seen", "fails", "none"]) == 23
+def test_failed_find_does_not_end_job(job_dir: Path) -> None:
+    assert num_find_calls(job_dir, [*["fails"] * 20, "seen", "fails", "none"]) == 23
 
 
-def test_job_ends_hour_after_last_heartbeat(place: Path) -> None:
-    alive = place / ALIVE_NAME
+def test_job_ends_hour_after_last_heartbeat(job_dir: Path) -> None:
+    alive = job_dir / ALIVE_NAME
     alive.touch()
-    with start_script(place) as process:
+    with start_script(job_dir) as process:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)
         an_hour_ago = alive.stat().st_mtime - 3660
         os.utime(alive, (an_hour_ago, an_hour_ago))
         assert process.wait(60) == 0
-    assert (place / "12.nodes").read_text() == "host1 2\n"
+    assert (job_dir / "12.nodes").read_text() == "host1 2\n"
 
 
-def test_job_ends_without_alive_file(place: Path) -> None:
-    with start_script(place) as process:
+def test_job_ends_without_alive_file(job_dir: Path) -> None:
+    with start_script(job_dir) as process:
         assert process.wait(60) == 0

@@ -131,7 +131,7 @@ def test_training_continues_after_measurement_error(
         memory.begin(counter)
         if moment == "operation":
             assert counter.on_result is not None
-            counter.on_result(REFUSES, ())
+            counter.on_result(NO_STORAGE, ())
         engine.module = module
         if moment == "step":
             memory.around_step(lambda: delattr(engine, "module"))
@@ -143,11 +143,11 @@ def test_training_continues_after_measurement_error(
     assert any("is not measured" in record.message for record in caplog.records)
 
 
-class _Refuses(torch.Tensor):
+class _NoStorage(torch.Tensor):
     """A tensor without a storage, like tensor subclasses of some libraries."""
 
     def untyped_storage(self) -> Any:
         raise NotImplementedError("no storage")
 
 
-REFUSES = torch.ones(1).as_subclass(_Refuses)
+NO_STORAGE = torch.ones(1).as_subclass(_NoStorage)

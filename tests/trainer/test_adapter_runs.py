@@ -22,7 +22,7 @@ adapter_trials = pytest.importorskip("adapter_trials")
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = {**EXP_CONF, "data": {"dstrial": {"save_frozen_parameters": False}}}
+WITHOUT_FROZEN = {**EXP_CONF, "data": {"dstrial": {"save_frozen_parameters": False}}}
 
 
 def checkpoint_of(outcome: Any) -> Path:
@@ -48,7 +48,7 @@ def test_checkpoint_without_frozen_parameters_refuses_other_base(
 ) -> None:
     """The checkpoint is smaller by the frozen weights, and resumes bitwise."""
     sizes = {}
-    for name, exp_conf in (("whole", EXP_CONF), ("trained", LEFT_OUT)):
+    for name, exp_conf in (("whole", EXP_CONF), ("trained", WITHOUT_FROZEN)):
         outcome = fit(lora_class(), exp_conf=exp_conf, run_dir=tmp_path / name)
         sizes[name] = checkpoint_of(outcome).joinpath("model0", "mp_rank_00_model_states.pt").stat().st_size
     frozen_bytes = 4 * sum(one.numel() for one in adapter_trials.base_model().parameters())
@@ -56,7 +56,7 @@ def test_checkpoint_without_frozen_parameters_refuses_other_base(
 
     resumed = fit(
         lora_class(),
-        exp_conf=LEFT_OUT,
+        exp_conf=WITHOUT_FROZEN,
         run_dir=tmp_path / "trained",
         latest_checkpoint="latest",
         max_length=Batch(6),
@@ -71,7 +71,7 @@ def test_checkpoint_without_frozen_parameters_refuses_other_base(
         fit(
             lora_class(),
             {"seed": 6},
-            LEFT_OUT,
+            WITHOUT_FROZEN,
             tmp_path / "trained",
             latest_checkpoint="latest",
             max_length=Batch(8),
@@ -156,7 +156,7 @@ def test_parameters_unfrozen_during_run_are_saved(tmp_path: Path) -> None:
     outcome = fit(
         Thawing,
         {"deepspeed_config": deepspeed_config(0)},
-        LEFT_OUT,
+        WITHOUT_FROZEN,
         tmp_path / "run",
         max_length=Batch(4),
         checkpoint_period=Batch(2),

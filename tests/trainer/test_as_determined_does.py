@@ -24,7 +24,7 @@ class Counter(PyTorchCallback):
         return super().__getattribute__(name)
 
 
-def counted(num_records=64, **arguments):
+def count_callbacks(num_records=64, **arguments):
     counter = Counter()
     fit(
         trial_class(build_callbacks=lambda self: {"counter": counter}),
@@ -35,7 +35,7 @@ def counted(num_records=64, **arguments):
 
 
 def test_two_epochs_call_callbacks_as_determined():
-    calls = counted(max_length=Epoch(2))
+    calls = count_callbacks(max_length=Epoch(2))
     # Determined 0.38.1, harness/tests/experiment/pytorch/test_deepspeed_trial.py, test_callbacks.
     assert calls["on_trial_startup"] == calls["on_training_start"] == calls["on_trial_shutdown"] == 1
     assert calls["on_training_epoch_start"] == calls["on_training_epoch_end"] == 2
@@ -55,10 +55,10 @@ def test_two_epochs_call_callbacks_as_determined():
     ],
 )
 def test_workload_end_is_called_per_report(arguments, num_reports):
-    assert counted(**arguments)["on_training_workload_end"] == num_reports
+    assert count_callbacks(**arguments)["on_training_workload_end"] == num_reports
 
 
-def broken(**overrides):
+def fit_with(**overrides):
     return lambda: fit(trial_class(**overrides))
 
 
@@ -112,17 +112,17 @@ NO_SEED = {key: value for key, value in EXP_CONF.items() if key != "reproducibil
             "no trial seed",
         ),
         (
-            broken(train_batch=lambda self, items, e, b: next(items) and 3),
+            fit_with(train_batch=lambda self, items, e, b: next(items) and 3),
             errors.InvalidExperimentException,
             "train_batch must return a dictionary .* returned 3 of type int",
         ),
         (
-            broken(evaluate_batch=lambda self, items, b: [1]),
+            fit_with(evaluate_batch=lambda self, items, b: [1]),
             errors.InvalidExperimentException,
             r"evaluate_batch must return a dictionary .* returned \[1\] of type list",
         ),
         (
-            broken(
+            fit_with(
                 evaluate_batch=lambda self, items, b: {
                     "validation_loss": float(len(next(items))),
                     f"extra{b}": 1.0,
@@ -132,40 +132,40 @@ NO_SEED = {key: value for key, value in EXP_CONF.items() if key != "reproducibil
             "Validation metric names must match across all batches of data: ",
         ),
         (
-            broken(build_training_data_loader=lambda self: [1, 2]),
+            fit_with(build_training_data_loader=lambda self: [1, 2]),
             RuntimeError,
             r"returned a builtins.list; expected dstrial.DataLoader.* reproducibility "
             r".* disable this check by calling context\.disable_dataset_reproducibility_checks\(\)",
         ),
         (
-            broken(evaluate_batch=lambda self, items, b: {"other": float(len(next(items)))}),
+            fit_with(evaluate_batch=lambda self, items, b: {"other": float(len(next(items)))}),
             RuntimeError,
             r"searcher's metric is 'validation_loss', but validation returned \['other'\]",
         ),
         (
-            broken(evaluate_full_dataset=lambda self, loader: 3),
+            fit_with(evaluate_full_dataset=lambda self, loader: 3),
             TypeError,
             r"eval\(\) must return a dictionary.*, got int\.",
         ),
         (
-            broken(evaluate_batch=lambda self, items, b: {"validation_loss": "low"}),
+            fit_with(evaluate_batch=lambda self, items, b: {"validation_loss": "low"}),
             errors.InvalidExperimentException,
             r"no numbers: \['validation_loss'\]",
         ),
         # Determined has no specific error types for these cases.
         (
-            broken(evaluation_reducer=lambda self: "mean"),
+            fit_with(evaluation_reducer=lambda self: "mean"),
             TrialContractError,
             "expected a determined.pytorch.Reducer",
         ),
-        (broken(build_training_data_loader=lambda self: None), DataError, "returned None on every rank"),
+        (fit_with(build_training_data_loader=lambda self: None), DataError, "returned None on every rank"),
         (
-            broken(build_training_data_loader=lambda self: DataLoader([], batch_size=4)),
+            fit_with(build_training_data_loader=lambda self: DataLoader([], batch_size=4)),
             DataError,
             "has 0 records",
         ),
         (
-            broken(build_validation_data_loader=lambda self: DataLoader([], batch_size=4)),
+            fit_with(build_validation_data_loader=lambda self: DataLoader([], batch_size=4)),
             DataError,
             "validation loader of rank 0 is empty",
         ),

@@ -37,7 +37,7 @@ def new_process(arguments, *, env, cwd, timeout):
     )
 
 
-def fork_of(server):
+def fork_runner(server):
     """Return a function that runs ``python -m ARGUMENTS`` as a fork of ``server``."""
 
     def run(arguments, *, env, cwd, timeout):
@@ -65,10 +65,10 @@ def fork_of(server):
     return run
 
 
-def both(server, tmp_path, trial, config, ranks):
+def train_both(server, tmp_path, trial, config, ranks):
     """Train in new processes, then in forks; return both runs."""
     runs = []
-    for name, run_program in (("executed", new_process), ("forked", fork_of(server))):
+    for name, run_program in (("executed", new_process), ("forked", fork_runner(server))):
         directory = tmp_path / name
         witnesses = directory / "witnesses"
         witnesses.mkdir(parents=True)
@@ -145,7 +145,7 @@ def test_forked_ranks_train_bitwise_equally(server, tmp_path, trial, stage, hype
     given = {"deepspeed_config": deepspeed_config(stage), "num_records": 40, **hyperparameters}
     config = experiment(given, batches=6, report=1, validate=3, checkpoint=6)
 
-    executed, forked = both(server, tmp_path, trial, config, ranks)
+    executed, forked = train_both(server, tmp_path, trial, config, ranks)
 
     assert list(executed.reports("training")) == [1, 2, 3, 4, 5, 6]
     assert list(executed.reports("validation")) == [3, 6]

@@ -9,7 +9,7 @@ from small_runs import deepspeed_config, experiment, train
 pytestmark = pytest.mark.ranks
 
 
-def leaving(how, ranks, leave_at=4):
+def leaving_config(how, ranks, leave_at=4):
     given = {"deepspeed_config": deepspeed_config(1), "num_records": 64}
     given |= {"how": how, "leaving_ranks": ranks, "leave_at": leave_at}
     return experiment(given, 12, report=5, validate=1000, checkpoint=1000)
@@ -19,7 +19,7 @@ def leaving(how, ranks, leave_at=4):
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit"])
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
 def test_exit_0_during_training_fails_rank(tmp_path, how, ranks):
-    run = train(tmp_path, "LeavingTrial", leaving(how, ranks), ranks=2, module="leaving_trials")
+    run = train(tmp_path, "LeavingTrial", leaving_config(how, ranks), ranks=2, module="leaving_trials")
     assert run.returncode == 1, run.output
     first = "rank 1" if ranks == [1] else "rank "
     assert f"{first}" in run.output.partition(" failed first (exit code")[0].rpartition("\n")[2], run.output
@@ -33,7 +33,7 @@ def test_exit_0_during_training_fails_rank(tmp_path, how, ranks):
 
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit"])
 def test_exit_0_before_training_fails_trial(tmp_path, how):
-    run = train(tmp_path, "LeavingTrial", leaving(how, [0], -1), module="leaving_trials")
+    run = train(tmp_path, "LeavingTrial", leaving_config(how, [0], -1), module="leaving_trials")
     assert run.returncode == 1, run.output
     assert "rank 0 failed first" in run.output
     assert "exit code 0" in run.output
@@ -60,7 +60,7 @@ def test_rank_held_after_training_is_named_and_ended(tmp_path):
     run = train(
         tmp_path,
         "StayingTrial",
-        leaving("", []),
+        leaving_config("", []),
         3,
         module="leaving_trials",
         run_program=launch_hurried,

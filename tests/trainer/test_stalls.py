@@ -17,7 +17,7 @@ from dstrial.local.run_directory import RunDirectory
 pytestmark = pytest.mark.ranks
 
 
-def stalling(batches=30, *, stage=1, timeout=2, action="restart", **hyperparameters):
+def stalling_config(batches=30, *, stage=1, timeout=2, action="restart", **hyperparameters):
     given = {"deepspeed_config": deepspeed_config(stage), "num_records": 64, "stall_at": 5, **hyperparameters}
     data = {"dstrial": {"stall_timeout": timeout, "stall_action": action}}
     return experiment(given, batches, report=5, validate=1000, checkpoint=1000, data=data)
@@ -25,7 +25,7 @@ def stalling(batches=30, *, stage=1, timeout=2, action="restart", **hyperparamet
 
 def test_stopped_rank_is_named_and_training_continues(tmp_path):
     pid_file = tmp_path / "pid"
-    config = stalling(timeout=600, action="report", pid_file=str(pid_file))
+    config = stalling_config(timeout=600, action="report", pid_file=str(pid_file))
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
     directory = RunDirectory.create(
         tmp_path / "runs", name="small", context_dir=DEFINITIONS, command=["test"], config=config
@@ -62,7 +62,7 @@ def test_stopped_rank_is_named_and_training_continues(tmp_path):
 
 
 def test_skipped_collective_is_reported_with_both_places(tmp_path):
-    run = train(tmp_path, "SkippingTrial", stalling(), ranks=2, module="stalling_trials")
+    run = train(tmp_path, "SkippingTrial", stalling_config(), ranks=2, module="stalling_trials")
     assert run.returncode == 1
     (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.output)
     assert "rank 0 is in barrier of train_batch (stalling_trials.py:" in line
@@ -75,7 +75,7 @@ def test_skipped_collective_is_reported_with_both_places(tmp_path):
 @pytest.mark.exhaustive("[1]")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_hanging_loader_is_named_with_rank(tmp_path, num_workers):
-    config = stalling(num_workers=num_workers)
+    config = stalling_config(num_workers=num_workers)
     run = train(tmp_path, "SilentLoaderTrial", config, ranks=2, module="stalling_trials")
     assert run.returncode == 1
     (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.output)
@@ -87,7 +87,7 @@ def test_hanging_loader_is_named_with_rank(tmp_path, num_workers):
 
 
 def test_uneven_initial_validation_is_named_and_ended(tmp_path):
-    config = stalling(stage=3, timeout=1)
+    config = stalling_config(stage=3, timeout=1)
     zero = config["hyperparameters"]["deepspeed_config"]["zero_optimization"]
     zero["stage3_param_persistence_threshold"] = 0
     config["perform_initial_validation"] = True
@@ -107,7 +107,7 @@ def test_uneven_initial_validation_is_named_and_ended(tmp_path):
     "batch_sleep_s", [0.5, 0.0], ids=["while training goes on", "while it is waited for"]
 )
 def test_hanging_checkpoint_storage_is_named_with_rank(tmp_path, batch_sleep_s):
-    config = stalling(batches=15, batch_sleep_s=batch_sleep_s)
+    config = stalling_config(batches=15, batch_sleep_s=batch_sleep_s)
     config["min_checkpoint_period"] = {"batches": 5}
     run = train(tmp_path, "SilentStorageTrial", config, ranks=2, module="stalling_trials")
     assert run.returncode == 1, run.output

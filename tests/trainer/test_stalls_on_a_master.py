@@ -22,7 +22,7 @@ from dstrial.testing.master import MasterForTest, master_for_test
 pytestmark = [pytest.mark.ranks, pytest.mark.process]
 
 
-def stalling(
+def stalling_config(
     tmp_path: Path,
     *,
     action: str,
@@ -54,8 +54,8 @@ def stalling(
 
 
 def create(master: MasterForTest, tmp_path: Path, **fields: Any) -> int:
-    """Submit the trial of :func:`stalling`; return its id."""
-    experiment_id = submit(master, tmp_path, stalling(tmp_path, **fields))
+    """Submit the trial of ``stalling_config``; return its id."""
+    experiment_id = submit(master, tmp_path, stalling_config(tmp_path, **fields))
     client = master.client()
     wait_for(lambda: client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"])
     return int(client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"][0]["id"])
@@ -66,11 +66,11 @@ def trial_of(client: Client, trial_id: int) -> dict[str, Any]:
     return found
 
 
-def stall_on_the_page(client: Client, trial_id: int) -> str:
+def stall_on_page(client: Client, trial_id: int) -> str:
     return str(client.get(f"/page/trials/{trial_id}")["trial"]["stall"])
 
 
-def stalled(master: MasterForTest, trial_id: int) -> list[str]:
+def stalls_in_status(master: MasterForTest, trial_id: int) -> list[str]:
     fields = json.loads(master.dstrial("status", "--json").stdout)
     return [one["text"] for one in fields["stalled"] if one["trial"] == trial_id]
 
@@ -78,23 +78,23 @@ def stalled(master: MasterForTest, trial_id: int) -> list[str]:
 def test_stopped_rank_is_shown_until_it_continues(shared_master: MasterForTest, tmp_path: Path) -> None:
     client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="report")
-    wait_for(lambda: stall_on_the_page(client, trial_id), deadline_s=180)
-    (text,) = stalled(shared_master, trial_id)
+    wait_for(lambda: stall_on_page(client, trial_id), deadline_s=180)
+    (text,) = stalls_in_status(shared_master, trial_id)
     assert text.startswith("rank 1 is stopped (SIGSTOP) at batch 5 in train_batch; rank 0 waits for it in a")
     assert f"stalled:     trial {trial_id} of experiment " in shared_master.dstrial("status").stdout
     log = shared_master.det("trial", "logs", str(trial_id)).stdout
     assert f"stalled: {text}." in log
     assert "stalled: stack of rank 0" in log
-    assert stall_on_the_page(client, trial_id) == text
+    assert stall_on_page(client, trial_id) == text
     os.kill(int((tmp_path / "pids").read_text()), signal.SIGCONT)
     wait_for(lambda: trial_of(client, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
-    assert stalled(shared_master, trial_id) == []
-    assert stall_on_the_page(client, trial_id) == ""
+    assert stalls_in_status(shared_master, trial_id) == []
+    assert stall_on_page(client, trial_id) == ""
     assert "stalled: no longer" in shared_master.det("trial", "logs", str(trial_id)).stdout
 
 
 def test_run_of_search_names_stalled_trial(shared_master: MasterForTest, tmp_path: Path) -> None:
-    config = stalling(tmp_path, action="report", validate=20)
+    config = stalling_config(tmp_path, action="report", validate=20)
     config["searcher"] |= {"name": "random", "max_trials": 1}
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config))
     printed = tmp_path / "printed"
@@ -130,7 +130,7 @@ def test_stalled_trial_restarts_once_if_configured(shared_master: MasterForTest,
 def test_pause_of_stalled_ranks_frees_their_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
     client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="report")
-    wait_for(lambda: stall_on_the_page(client, trial_id), deadline_s=180)
+    wait_for(lambda: stall_on_page(client, trial_id), deadline_s=180)
     experiment_id = trial_of(client, trial_id)["experimentId"]
     client.post(f"/api/v1/experiments/{experiment_id}/pause")
     wait_for(lambda: not client.get("/api/v1/tasks")["allocationIdToSummary"], deadline_s=90)

@@ -409,7 +409,7 @@ def test_resume_refuses_mismatches_and_skips_finished_training(caplog):
         fit(run_dir=done.directory.path, latest_checkpoint="latest")
 
 
-class OfTheTrial:
+class UnlistedClass:
     """A class that safe loading refuses unless this account signed the checkpoint."""
 
 
@@ -419,7 +419,7 @@ def test_signed_checkpoint_load_leaves_process_unchanged():
     def build_callbacks(self):
         class Own(PyTorchCallback):
             def state_dict(self):
-                return {"own": OfTheTrial()}
+                return {"own": UnlistedClass()}
 
         return {"own": Own()}
 
@@ -428,7 +428,7 @@ def test_signed_checkpoint_load_leaves_process_unchanged():
             try:
                 safe_load.load(pathlib.Path(path) / "dstrial_rank0.pt")
             except UntrustedCheckpointError as error:
-                seen.append("OfTheTrial" in str(error))
+                seen.append("UnlistedClass" in str(error))
 
         thread = threading.Thread(target=look, daemon=True)
         thread.start()
