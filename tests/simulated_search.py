@@ -1,4 +1,4 @@
-"""Play a search without training: a function gives each trial's metric over time."""
+"""Simulate a search without training: a function returns the trials' metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dstrial.search.searcher import Searcher
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulatedTrial:
-    """How a trial ended."""
+    """The final state of a simulated trial."""
 
     request_id: str
     hparams: dict[str, Any]
@@ -25,10 +25,10 @@ class SimulatedTrial:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """A search that has been played to its end."""
+    """The result of a simulated search."""
 
     trials: tuple[SimulatedTrial, ...]
-    max_open: int  # most trials that were open at once, besides those told to stop
+    max_open: int  # maximum number of trials open at the same time, without stopped trials
     shutdown: Shutdown
     actions: tuple[Action, ...]
 
@@ -42,16 +42,16 @@ def simulate(
     schedule_seed: int = 0,
     restart_searcher: bool = False,
 ) -> SimulationResult:
-    """Play a search: at each step a random open trial trains a unit of time and validates.
+    """Simulate a search: repeatedly a random open trial trains one unit and validates.
 
-    ``metric`` gives ``searcher.metric`` from hyperparameters and time, ``early_exit`` whether a trial ends at this time, and why.
-    ``schedule_seed`` decides in which order trials train. ``restart_searcher`` restores the searcher before every event.
+    ``metric`` returns the metric for hyperparameters and time; ``early_exit`` the reason why a trial ends then, or None.
+    ``schedule_seed`` determines the order in which trials train. ``restart_searcher``: restore the searcher before every event.
     """
     section = config["searcher"]
     max_time = int(section.get("max_time") or 1)
     time_metric = section.get("time_metric") or "batches"
     schedule = SearchRandom(schedule_seed)
-    play = _Play(Searcher.new(config, seed))
+    play = _Simulation(Searcher.new(config, seed))
     play.take(play.searcher.initial_trials())
     while play.open_trials:
         if restart_searcher:
@@ -76,8 +76,8 @@ def simulate(
     return play.result()
 
 
-class _Play:
-    """A search while it is played; all by request id, in the order of creation."""
+class _Simulation:
+    """State of a running simulation, by request id of the trials in order of creation."""
 
     def __init__(self, searcher: Searcher) -> None:
         self.searcher = searcher

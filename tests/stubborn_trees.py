@@ -12,7 +12,7 @@ import pytest
 
 
 def make_deep(top: Path, num_levels: int = 1500) -> None:
-    """Make a directory so deep that its lowest path is longer than any call takes."""
+    """Create nested directories whose deepest path exceeds the kernel's path limit."""
     top.mkdir(parents=True)
     here = os.open(top, os.O_DIRECTORY)
     for _ in range(num_levels):
@@ -25,7 +25,7 @@ def make_deep(top: Path, num_levels: int = 1500) -> None:
 
 @contextlib.contextmanager
 def nobody_changes(directory: Path) -> Iterator[None]:
-    """Keep even root from writing to a directory, for a while."""
+    """Make a directory immutable in the block, even for root."""
     if subprocess.run(["chattr", "+i", str(directory)], capture_output=True, check=False).returncode:
         pytest.skip("Requires: [root, a file system with chattr(1)]")
     try:

@@ -1,4 +1,4 @@
-"""The collector stands still during imports, is as it was afterwards, and finds what is made later."""
+"""Pausing the garbage collector during imports."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dstrial import collector
 BOTH = pytest.mark.parametrize("pause", [collector.paused, collector.paused_for_good])
 
 
-class Knot:
-    """Refers to itself, so that only the collector can find it."""
+class Cycle:
+    """A reference cycle, which only the garbage collector can free."""
 
     def __init__(self) -> None:
         self.own = self
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
+def _reset_collector() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.enable()
@@ -30,17 +30,17 @@ def _as_before() -> Iterator[None]:
 
 @BOTH
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_collector_is_restored_after_an_error_and_collects_later_objects(
+def test_collector_is_restored_and_collects_later_objects(
     pause: Callable[[], AbstractContextManager[None]], is_enabled: bool
 ) -> None:
     if not is_enabled:
         gc.disable()
     with pytest.raises(ImportError), pause():
         assert not gc.isenabled()
-        between = weakref.ref(Knot())
+        between = weakref.ref(Cycle())
         raise ImportError
     assert gc.isenabled() is is_enabled
-    later = weakref.ref(Knot())
+    later = weakref.ref(Cycle())
     gc.collect()
     assert later() is None
     assert (between() is not None) is (pause is collector.paused_for_good)

@@ -1,4 +1,4 @@
-"""What is packed of a context directory: what Determined's client packs, without outputs and environments."""
+"""Packing of context directories, compared with Determined's client."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def names_in(root: Path) -> set[str]:
     return {file.name for file in list_context(root).files}
 
 
-def test_limits_and_patterns_are_those_of_determined() -> None:
+def test_limits_and_patterns_equal_those_of_determined() -> None:
     assert list(DEFAULT_PATTERNS) == constants.DEFAULT_DETIGNORE
     assert MAX_BYTES == constants.MAX_CONTEXT_SIZE
 
 
-def test_context_without_marks_is_what_determined_packs(tmp_path: Path) -> None:
+def test_unmarked_context_packs_same_files_as_determined(tmp_path: Path) -> None:
     root = tmp_path / "context"
     write(
         root, "train.py", "a/b/deep.txt", "a/__pycache__/x.pyc", ".git/config", "shared_fs/x", "a/shared_fs/x"
@@ -82,7 +82,7 @@ def test_marked_directories_are_left_out_and_named(tmp_path: Path, mark: str) ->
     assert found.left_out == ("deep/marked/",)
 
 
-def test_output_directory_that_exists_is_not_marked(tmp_path: Path) -> None:
+def test_existing_output_directory_is_not_marked(tmp_path: Path) -> None:
     make_output_directory(tmp_path)
     make_output_directory(tmp_path / "runs" / "doctor")
 
@@ -101,7 +101,7 @@ def test_large_context_warns_of_its_largest_part(tmp_path: Path) -> None:
     assert "30 MB, data/ alone 30 MB" in warning
 
 
-def test_too_large_context_is_refused_with_its_largest_part(tmp_path: Path) -> None:
+def test_too_large_context_error_names_largest_part(tmp_path: Path) -> None:
     write(tmp_path, "data/a.bin", size=MAX_BYTES)
     write(tmp_path, "train.py")
     with pytest.raises(ConfigError, match=r"has 95 MB, data/ alone 95 MB.*at most 95 MB.*\.detignore"):
@@ -111,7 +111,7 @@ def test_too_large_context_is_refused_with_its_largest_part(tmp_path: Path) -> N
     assert [file.path for file in list_context(tmp_path).v1_files()] == ["train.py"]
 
 
-def test_names_that_are_not_utf8_are_left_out_and_such_patterns_refused(tmp_path: Path) -> None:
+def test_non_utf8_names_are_skipped_and_patterns_refused(tmp_path: Path) -> None:
     write(tmp_path, "train.py")
     (tmp_path / os.fsdecode(b"odd\xe9.txt")).touch()
 
@@ -133,7 +133,7 @@ def test_deeply_nested_directories_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_directory_of_another_account_is_left_out(tmp_path: Path) -> None:
+def test_unreadable_directory_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, "train.py", "private/secret")
     (tmp_path / "link").symlink_to(tmp_path / "private" / "secret")
     (tmp_path / "private").chmod(0)

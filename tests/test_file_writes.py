@@ -1,4 +1,4 @@
-"""A file is the old one or the new one, whole, and nothing is left beside it."""
+"""Atomic file writes and deletion of directory trees."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def mode_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("content", ["grün\n", b"\x00\xff"])
-def test_a_file_is_replaced_by_text_or_bytes_and_nothing_stays_beside_it(
-    tmp_path: Path, content: str | bytes
-) -> None:
+def test_replace_file_leaves_no_temporary_file(tmp_path: Path, content: str | bytes) -> None:
     path = tmp_path / "file"
     for sync in (True, False):
         path.write_bytes(b"longer than what replaces it")
@@ -34,7 +32,7 @@ def test_a_file_is_replaced_by_text_or_bytes_and_nothing_stays_beside_it(
     assert names_in(tmp_path) == ["file"]
 
 
-def test_a_private_file_is_private_whatever_the_umask_and_the_file_before(tmp_path: Path) -> None:
+def test_private_file_mode_ignores_umask_and_old_mode(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("open to all")
     path.chmod(0o666)
@@ -50,7 +48,7 @@ def test_a_private_file_is_private_whatever_the_umask_and_the_file_before(tmp_pa
         os.umask(before)
 
 
-def test_what_cannot_be_replaced_stays_and_no_link_is_followed(tmp_path: Path) -> None:
+def test_replace_file_fails_cleanly_and_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / "inside").touch()
 
@@ -66,7 +64,7 @@ def test_what_cannot_be_replaced_stays_and_no_link_is_followed(tmp_path: Path) -
     assert victim.read_text() == "mine"
 
 
-def test_of_several_who_make_a_file_one_succeeds_and_the_others_are_told(tmp_path: Path) -> None:
+def test_make_file_succeeds_for_single_concurrent_writer(tmp_path: Path) -> None:
     path = tmp_path / "file"
     told: list[str] = []
     start = threading.Barrier(8)
@@ -89,7 +87,7 @@ def test_of_several_who_make_a_file_one_succeeds_and_the_others_are_told(tmp_pat
     assert names_in(tmp_path) == ["file"]
 
 
-def test_a_directory_and_a_file_can_be_waited_for_and_what_is_gone_is_told(tmp_path: Path) -> None:
+def test_sync_path_accepts_existing_paths_only(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     sync_path(tmp_path)
     sync_path(tmp_path / "file")
@@ -97,7 +95,7 @@ def test_a_directory_and_a_file_can_be_waited_for_and_what_is_gone_is_told(tmp_p
         sync_path(tmp_path / "gone")
 
 
-def test_remove_tree_deletes_what_is_thousands_deep(tmp_path: Path) -> None:
+def test_remove_tree_deletes_very_deep_tree(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").touch()
@@ -105,7 +103,7 @@ def test_remove_tree_deletes_what_is_thousands_deep(tmp_path: Path) -> None:
     make_deep(top)
     (top / "link").symlink_to(outside)
     os.mkfifo(top / "pipe")
-    gc.collect()  # else files of earlier tests may be closed meanwhile
+    gc.collect()  # closes files of earlier tests, which would change the count
     num_open = len(list(Path("/proc/self/fd").iterdir()))
 
     remove_tree(top)
@@ -116,7 +114,7 @@ def test_remove_tree_deletes_what_is_thousands_deep(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == num_open
 
 
-def test_remove_tree_of_a_link_keeps_its_target(tmp_path: Path) -> None:
+def test_remove_tree_of_link_keeps_target(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "file").touch()
     (tmp_path / "link").symlink_to("target")
@@ -128,7 +126,7 @@ def test_remove_tree_of_a_link_keeps_its_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_remove_tree_that_fails_deletes_all_else(tmp_path: Path) -> None:
+def test_remove_tree_deletes_rest_after_failure(tmp_path: Path) -> None:
     kept = tmp_path / "top" / "kept"
     kept.mkdir(parents=True)
     (kept / "file").touch()

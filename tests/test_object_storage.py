@@ -1,4 +1,4 @@
-"""Which configs name an external storage, where its files are, and what is hidden."""
+"""External checkpoint storage: config, addresses, credentials."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dstrial.object_storage import (
 S3 = {"type": "s3", "bucket": "b", "prefix": "/p", "access_key": "AK", "secret_key": "SK"}
 
 
-def test_external_storage_has_the_given_fields_of_its_type(
+def test_external_storage_returns_given_fields_of_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {**S3, "secret_key": "********", "endpoint_url": None, "save_trial_best": 1, "host_path": None}
@@ -54,7 +54,7 @@ def test_address_and_location_have_no_credentials() -> None:
     assert without_credentials(None) is None
 
 
-def test_recorded_storage_is_that_of_the_marker_with_own_credentials(tmp_path: Path) -> None:
+def test_recorded_storage_combines_marker_and_credentials(tmp_path: Path) -> None:
     record, other = tmp_path / "a", tmp_path / "b"
     for path in (record, other):
         path.mkdir()
@@ -66,7 +66,7 @@ def test_recorded_storage_is_that_of_the_marker_with_own_credentials(tmp_path: P
     assert recorded_storage(record, {**S3, "endpoint_url": "https://mine"}) == location_of(
         S3
     )  # another server
-    assert recorded_storage(other) is None  # the directory itself has the files
+    assert recorded_storage(other) is None  # the storage is the directory itself
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_recorded_storage_is_that_of_the_marker_with_own_credentials(tmp_path: P
         ({"type": "azure", "container": "c", "connection_string": "s"}, "azure-storage-blob"),
     ],
 )
-def test_missing_client_library_is_a_config_error(
+def test_missing_client_library_is_config_error(
     storage: dict[str, str], requirement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)

@@ -1,4 +1,4 @@
-"""What the kernel tells of a process is read, and a process that has ended is none that lives."""
+"""Process states and start times read from /proc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from waiting import wait_for
 from dstrial.process_state import is_stopped, parse_catches, parse_stat, read_state, start_ticks
 
 
-def test_the_kernels_words_on_a_process_are_read() -> None:
+def test_proc_stat_and_status_are_parsed() -> None:
     stat = "12 (a ) T b) T 1 12 12 0 -1 4194304 " + "0 " * 12 + "777 0"
     state = parse_stat(stat)
     assert state is not None
@@ -25,7 +25,7 @@ def test_the_kernels_words_on_a_process_are_read() -> None:
 
 
 @pytest.mark.process
-def test_a_process_is_stopped_goes_on_and_has_ended() -> None:
+def test_process_state_follows_signals() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         began = start_ticks(process.pid)
         process.send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""The repository keeps its own promises: everything public is documented, everything shipped is complete."""
+"""Consistency of the repository: documentation, links, dependencies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def text_of(name: str) -> str:
 
 
 def text_of_pages() -> str:
-    """README.md and every page that it leads to."""
+    """Return the text of README.md and of every page in docs/."""
     return text_of("README.md") + "".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
@@ -51,12 +51,12 @@ def without_code(text: str) -> str:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of a document."""
+    """Return the anchors that GitHub generates for a document's headings."""
     headings = re.findall(r"^#+ (.+)$", without_code(path.read_text(encoding="utf-8")), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def printed_by(*command: str) -> str:
+def output_of(*command: str) -> str:
     environment = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
@@ -64,28 +64,28 @@ def printed_by(*command: str) -> str:
 
 
 def dstrial_help(*arguments: str) -> str:
-    return printed_by(str(Path(sys.executable).with_name("dstrial")), *arguments, "--help")
+    return output_of(str(Path(sys.executable).with_name("dstrial")), *arguments, "--help")
 
 
 @pytest.mark.process
 def test_no_text_installs_dstrial_by_name() -> None:
-    """On PyPI another project has the name."""
+    """On PyPI the name dstrial belongs to another project."""
     by_name = re.compile(r"""pip install (?:[^\s`#]+ )*['"]?dstrial(?![\w./-])""")
     kinds = ("*.py", "*.md", "*.js", "*.html", "*.yaml", "*.toml", "*.sh", "Makefile")
-    files = printed_by("git", "ls-files", "--", *kinds).split()
+    files = output_of("git", "ls-files", "--", *kinds).split()
     found = [name for name in files for line in text_of(name).splitlines() if by_name.search(line)]
 
     assert found == []
 
 
-def test_the_readme_mentions_every_subcommand() -> None:
+def test_readme_mentions_every_subcommand() -> None:
     missing = [name for name in COMMANDS if f"dstrial {name}" not in text_of("README.md")]
 
     assert not missing
 
 
 @pytest.mark.process
-def test_the_pages_mention_every_option_of_every_subcommand() -> None:
+def test_pages_mention_every_subcommand_option() -> None:
     documented = text_of_pages()
     missing = {
         f"dstrial {name} {option}"
@@ -98,7 +98,7 @@ def test_the_pages_mention_every_option_of_every_subcommand() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in dstrial.__all__ if not name.startswith("__")])
-def test_a_public_name_is_documented_and_mentioned(name: str) -> None:
+def test_public_name_is_documented_and_mentioned(name: str) -> None:
     public = getattr(dstrial, name)
 
     if inspect.isclass(public) or inspect.isroutine(public):
@@ -111,13 +111,13 @@ def test_a_public_name_is_documented_and_mentioned(name: str) -> None:
 
 
 @pytest.mark.process
-def test_importing_the_package_imports_neither_torch_nor_deepspeed() -> None:
+def test_package_import_loads_no_torch_or_deepspeed() -> None:
     code = "import sys, dstrial; print([m for m in ('torch', 'deepspeed', 'determined') if m in sys.modules])"
 
-    assert printed_by(sys.executable, "-c", code).strip() == "[]"
+    assert output_of(sys.executable, "-c", code).strip() == "[]"
 
 
-def test_every_package_has_a_line_in_the_architecture() -> None:
+def test_architecture_names_every_package() -> None:
     packages = [
         path.name
         for path in (ROOT / "dstrial").iterdir()
@@ -135,7 +135,7 @@ def test_every_package_has_a_line_in_the_architecture() -> None:
 
 
 @pytest.mark.parametrize("model_def", MODEL_DEFS, ids=lambda path: path.name)
-def test_a_model_definition_has_a_readme_and_a_config_that_names_its_files(model_def: Path) -> None:
+def test_model_definition_has_readme_and_config(model_def: Path) -> None:
     config_path = ROOT / "experiment_configs" / f"{model_def.name}.yaml"
     config = yaml.safe_load(config_path.read_text())
 
@@ -153,7 +153,7 @@ def test_a_model_definition_has_a_readme_and_a_config_that_names_its_files(model
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_links_of_a_document_lead_to_files_and_to_headings(document: str) -> None:
+def test_document_links_resolve(document: str) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(document)))
 
     missing = []
@@ -185,14 +185,14 @@ def test_snippets_of_document_parse_and_import_public_names(document: str) -> No
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
-def test_the_files_of_the_repository_that_a_document_names_exist(document: str) -> None:
+def test_files_named_in_document_exist(document: str) -> None:
     folders = "tests|tools|benchmarks|examples|model_defs|experiment_configs|docs"
     named = re.findall(rf"`((?:{folders})/[\w./-]+)`", text_of(document))
 
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-def test_every_row_of_what_survives_what_names_tests_that_exist() -> None:
+def test_failure_table_names_existing_tests() -> None:
     text = text_of("docs/contributors/what-survives-what-tests.md")
     rows = [
         line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what happens")
@@ -208,7 +208,7 @@ def test_every_row_of_what_survives_what_names_tests_that_exist() -> None:
     ]
 
 
-def test_every_invariant_names_a_test_that_holds_it() -> None:
+def test_every_invariant_names_its_test() -> None:
     section = text_of("ARCHITECTURE.md").partition("## Invariants")[2].partition("\n## ")[0]
     invariants = re.findall(r"^(\d+)\. (.*)$", section, flags=re.MULTILINE)
 
@@ -224,17 +224,15 @@ def test_navigation_of_site_names_every_page() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_commands_of_a_document_are_understood(document: str) -> None:
+def test_commands_in_document_parse(document: str) -> None:
     lines = re.findall(r"^    dstrial (\w.*?)(?: +#.*)?$", text_of(document), flags=re.MULTILINE)
 
     for line in lines:
         words = shlex.split(line)
-        build_parser(words[0]).parse_args(
-            _with_defaults(words[0], words)
-        )  # leaves the process where it does not understand
+        build_parser(words[0]).parse_args(_with_defaults(words[0], words))  # an invalid command exits
 
 
-def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
+def test_documented_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", text_of("Makefile"), flags=re.MULTILINE))
 
     for document in DOCUMENTS:
@@ -245,7 +243,7 @@ def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
         assert named <= targets, document
 
 
-def test_a_docstring_begins_with_a_short_line() -> None:
+def test_docstring_first_lines_are_short() -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = [
         (path.relative_to(ROOT).as_posix(), ast.get_docstring(node) or "")
@@ -266,10 +264,10 @@ EXTRAS = {
     "ray": ("dstrial/ray",),
     "results": ("dstrial/results.py",),
 }
-"""Which packages of ours each extra is for; everything else imports the core's distributions only."""
+"""Extra -> modules that may import its distributions, unlike all other modules."""
 
 LOGGERS = {name: f"dstrial/loggers/{name}_logger.py" for name in ("wandb", "mlflow", "trackio")}
-"""Extras that are a package of their own name, which no other environment than ``make test-loggers``' has."""
+"""Extra whose only distribution has its name -> module (``make test-loggers``)."""
 
 NOT_IMPORTED = {
     "setuptools": "torch.utils.cpp_extension builds DeepSpeed's operators with it",
@@ -278,8 +276,8 @@ NOT_IMPORTED = {
 }
 
 
-def declared(extra: str | None) -> set[str]:
-    """Return the names of the distributions that pyproject.toml declares, for the core if ``extra`` is None."""
+def requirements_of(extra: str | None) -> set[str]:
+    """Return the distributions declared for an extra, or for the core if None."""
     project = tomllib.loads(text_of("pyproject.toml"))["project"]
     listed = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
     return {canonicalize_name(Requirement(line).name) for line in listed}
@@ -287,7 +285,7 @@ def declared(extra: str | None) -> set[str]:
 
 @functools.cache
 def installed_modules() -> dict[str, str]:
-    """Return the distribution of each installed module; ``packages_distributions`` of Python 3.10 knows few."""
+    """Return module -> distribution; Python 3.10's packages_distributions omits many."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         lines = (distribution.read_text("RECORD") or "").splitlines()
@@ -296,7 +294,7 @@ def installed_modules() -> dict[str, str]:
         }
         modules |= set(
             (distribution.read_text("top_level.txt") or "").split()
-        )  # without wheel pip leaves no more
+        )  # all that pip writes without wheel
         found |= dict.fromkeys(
             (name.partition(".")[0] for name in modules), canonicalize_name(distribution.name)
         )
@@ -305,7 +303,7 @@ def installed_modules() -> dict[str, str]:
 
 @functools.cache
 def imported_in(path: Path) -> set[str]:
-    """Return the first parts of the names of all modules that a file imports anywhere."""
+    """Return the top-level names of all modules that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -316,7 +314,7 @@ def imported_in(path: Path) -> set[str]:
 
 
 def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
-    """Return the names of the distributions whose modules are imported anywhere in the files of folders."""
+    """Return the distributions that the Python files below ``folders`` import."""
     names = set()
     paths = (path for folder in folders for path in [ROOT / folder, *(ROOT / folder).rglob("*.py")])
     for path in (path for path in paths if path.is_file()):
@@ -331,37 +329,37 @@ def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
     return {distributions[name] for name in foreign}
 
 
-def test_the_core_declares_what_it_imports_and_nothing_else() -> None:
+def test_core_dependencies_equal_its_imports() -> None:
     used = imported_below("dstrial", without=(*sum(EXTRAS.values(), ()), *LOGGERS.values()))
 
-    assert used - declared(None) == set(), "imported and not declared"
-    assert declared(None) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
+    assert used - requirements_of(None) == set(), "imported and not declared"
+    assert requirements_of(None) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_an_extra_declares_what_its_packages_import_and_nothing_else(extra: str) -> None:
+def test_extra_dependencies_equal_its_imports(extra: str) -> None:
     used = imported_below(*EXTRAS[extra])
 
-    assert used - declared(None) - declared(extra) == set(), "imported and not declared"
-    assert declared(extra) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
+    assert used - requirements_of(None) - requirements_of(extra) == set(), "imported and not declared"
+    assert requirements_of(extra) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
 
 
 @pytest.mark.parametrize("logger", LOGGERS)
-def test_a_logger_imports_the_package_of_its_extra_and_the_core_only(logger: str) -> None:
+def test_logger_imports_only_its_package(logger: str) -> None:
     others = imported_in(ROOT / LOGGERS[logger]) - sys.stdlib_module_names - {"dstrial"}
 
-    assert declared(logger) == {logger}
+    assert requirements_of(logger) == {logger}
     assert others - installed_modules().keys() <= {logger}
     assert logger in others
 
 
-def test_what_is_declared_for_others_is_not_imported() -> None:
+def test_indirect_dependencies_are_not_imported() -> None:
     assert NOT_IMPORTED.keys() & imported_below("dstrial", without=tuple(LOGGERS.values())) == set()
-    assert NOT_IMPORTED.keys() <= declared(None) | declared("huggingface")
+    assert NOT_IMPORTED.keys() <= requirements_of(None) | requirements_of("huggingface")
 
 
-def test_the_modules_that_the_architecture_names_exist() -> None:
-    """Paths like ``engine/adapters`` are below ``dstrial/``, dotted names like ``trial.runtime.TrialRuntime`` as well."""
+def test_modules_named_in_architecture_exist() -> None:
+    """Paths (``engine/adapters``) and dotted names (``trial.runtime``) lack dstrial/."""
     text = text_of("ARCHITECTURE.md").partition("## Seams")[2]
     elsewhere = ("tests", "docs", "benchmarks", "tools", "data", "pyproject")
     paths = re.findall(r"`([a-z_]+(?:/[a-z_]+)+)/?`", text)

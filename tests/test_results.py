@@ -1,4 +1,4 @@
-"""Metrics, best checkpoint and plot of a training, read from its run directory and from its master."""
+"""``dstrial.runs``: metrics, best checkpoint and plot of runs and trials."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_runs_of_directory_and_master_have_equal_metrics(
     assert find_checkpoint("best", runs_dir=str(tmp_path / "runs")).path == best.path
 
 
-def test_plot_has_a_line_per_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_has_line_per_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "Agg")
     directory = tmp_path / "mine" / "one"
     directory.mkdir(parents=True)
@@ -65,7 +65,7 @@ def test_plot_has_a_line_per_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for batch in (1, 2)
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    (directory / "metrics.jsonl").write_text(text + '{"group": "tra')  # a report that is being written
+    (directory / "metrics.jsonl").write_text(text + '{"group": "tra')  # a partially written report
 
     (run,) = dstrial.runs(runs_dir=tmp_path)
 
@@ -74,6 +74,6 @@ def test_plot_has_a_line_per_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert run.best() is None
 
 
-def test_trials_without_a_master_name_the_command_that_starts_one(tmp_path: Path) -> None:
+def test_runs_without_master_names_up_command(tmp_path: Path) -> None:
     with pytest.raises(DstrialError, match="dstrial up"):
         dstrial.runs(experiment=1, state_dir=tmp_path)

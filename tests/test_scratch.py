@@ -1,4 +1,4 @@
-"""Scratch directories last as long as they are used."""
+"""Scratch directories survive cleaners of temporary files while they are used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.scratch import scratch_directory
 
 
 @pytest.mark.process
-def test_scratch_directory_in_use_survives_a_cleaner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_scratch_directory_survives_tmp_cleaner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "t"
     root.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(root))

@@ -1,4 +1,4 @@
-"""What a process of an allocation finds of its storage, and what it notes of its checkpoints."""
+"""The storage guard: missing storages, and records of unreported checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def guard(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storag
     return made
 
 
-def test_what_is_in_place_of_a_storage_is_named(root: Path, tmp_path: Path) -> None:
+def test_missing_storage_is_described(root: Path, tmp_path: Path) -> None:
     away = tmp_path / "away"
 
     assert what_is_there_instead(str(root)) is None
@@ -49,7 +49,7 @@ def test_what_is_in_place_of_a_storage_is_named(root: Path, tmp_path: Path) -> N
     assert what_is_there_instead(str(root)) is None
 
 
-def test_a_save_is_refused_while_the_storage_is_gone(guard: StorageGuard, root: Path, tmp_path: Path) -> None:
+def test_save_is_refused_without_storage(guard: StorageGuard, root: Path, tmp_path: Path) -> None:
     guard.check()
     assert guard.covers(f"{root}/")
     assert not guard.covers(str(root.parent))
@@ -62,9 +62,8 @@ def test_a_save_is_refused_while_the_storage_is_gone(guard: StorageGuard, root: 
     assert not root.exists()
 
 
-def test_what_is_begun_is_noted_until_it_is_reported_and_a_name_that_leads_elsewhere_is_not(
-    guard: StorageGuard, tmp_path: Path
-) -> None:
+def test_guard_notes_unreported_checkpoints_by_valid_name(guard: StorageGuard, tmp_path: Path) -> None:
+    """Names that lead outside the directory of notes are ignored."""
     for name in ("0f4f1f9e", "../x", "", ".."):
         guard.note(name)
 
@@ -75,7 +74,7 @@ def test_what_is_begun_is_noted_until_it_is_reported_and_a_name_that_leads_elsew
     assert sorted(path.name for path in (tmp_path / "allocation").rglob("*")) == ["saving", "x"]
 
 
-def test_a_process_without_a_known_storage_has_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_is_none_without_storage_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STORAGE_VARIABLE, raising=False)
 
     assert guard_of_environment("/nowhere") is None

@@ -1,4 +1,4 @@
-"""Text of others is shown by a terminal, and not obeyed."""
+"""Escaping of control characters in text for terminals, logs and JSON."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from dstrial.visible_text import visible, visible_line
         ("", ""),
     ],
 )
-def test_control_characters_are_shown_and_everything_else_stays(text: str, shown: str) -> None:
+def test_visible_escapes_control_characters_only(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-def test_a_line_has_no_line_ends() -> None:
+def test_visible_line_escapes_line_ends() -> None:
     assert visible_line("a\nb\tc\r\n\x1b") == "a\\nb\\tc\\r\\n\\x1b"
 
 
-def test_an_answer_has_no_control_characters_in_its_texts_and_keeps_its_data() -> None:
+def test_to_json_escapes_text_but_not_data() -> None:
     import orjson
 
     data = orjson.Fragment(orjson.dumps({"x": "\x1b[2J"}))
@@ -50,7 +50,7 @@ def test_an_answer_has_no_control_characters_in_its_texts_and_keeps_its_data() -
     }
 
 
-def test_a_message_is_one_line_of_the_log_and_a_traceback_never_looks_like_one() -> None:
+def test_log_message_cannot_forge_lines() -> None:
     forged = "x\n2026-01-01T00:00:00.000 ERROR dstrial: forged\x1b[2J"
     try:
         raise ValueError(forged)

@@ -1,4 +1,4 @@
-"""Wait for what another process does, with a deadline."""
+"""Poll for a condition with a deadline."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 _SHORTEST_S, _LONGEST_S = 0.02, 0.25
-"""Between two looks: what takes long is looked for less often, since each look at a master takes milliseconds of it."""
+"""Limits of the polling interval, which grows because polls load the master."""
 
 
 def wait_for(condition: Callable[[], object], what: str = "", *, deadline_s: float = 60.0) -> None:
-    """Return as soon as the condition holds; fail with ``what`` when the deadline has passed."""
+    """Wait until the condition is true; fail with message ``what`` at the deadline."""
     began_s = time.monotonic()
     give_up_at_s = began_s + deadline_s
     while not condition():
@@ -19,5 +19,5 @@ def wait_for(condition: Callable[[], object], what: str = "", *, deadline_s: flo
 
 
 def sleep_a_little(began_s: float) -> None:
-    """Sleep a twentieth of what was waited since ``began_s``, of ``time.monotonic()``, within limits."""
+    """Sleep 1/20 of the time since ``began_s`` (``time.monotonic()``), 0.02 to 0.25 s."""
     time.sleep(min(max((time.monotonic() - began_s) / 20, _SHORTEST_S), _LONGEST_S))

@@ -1,9 +1,9 @@
-"""Start programs as forks of a process that has imported torch, DeepSpeed and dstrial.
+"""Start programs as forks of a process that has imported torch and DeepSpeed.
 
-A new process imports them for 2 to 4 s of CPU time, a fork for none. ``run`` and ``Popen`` stand for those of ``subprocess``. Run
-as a program this file is that process: a fork server whose forks start their own masters, launchers and fork servers as forks.
+A fork saves the imports' 2 to 4 s of CPU time. ``run_command`` and ``Popen`` replace ``run`` and ``Popen`` of ``subprocess``.
+Executed as a program, this file is the fork server, whose forks start masters, launchers and fork servers as forks, too.
 
-``TEST_FORKS=0`` has every program start as a new process. Not for tests of how processes are started.
+``TEST_FORKS=0`` starts every program as a new process. Do not use this module to test how processes are started.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from dstrial.fork_server.fork import Program
 _IMPORTING_PYARROW = ("sklearn.datasets", "transformers.trainer")
 if (
     importlib.util.find_spec("pyarrow") is not None
-):  # ``datasets`` brings it; it starts a thread, so no fork is possible
+):  # a dependency of ``datasets``; starts a thread, so that forking is unsafe
     _IMPORTING_PYARROW = ()
 IMPORTED_AHEAD = (
     "dstrial.launch.imported_ahead",
-    "zmq",  # of several ranks under Determined's names
+    "zmq",  # used by several ranks under Determined's API
     *_IMPORTING_PYARROW,
-    "torch.utils.tensorboard",  # chief's
-    "torch.fx.experimental.symbolic_shapes",  # where backward is given gradients: pipelines, recomputed layers
-    # of commands that tests give their masters
+    "torch.utils.tensorboard",  # used by rank 0
+    "torch.fx.experimental.symbolic_shapes",  # used by backward with given gradients: pipelines, activation checkpointing
+    # modules of commands that tests run on masters
     "dstrial.cli.app",
     "dstrial.cli.up",
     "dstrial.cli.master",
     "dstrial.cli.status",
     "dstrial.master.server",
-    # what it imports when it serves
+    # modules that a serving master imports
     "dstrial.master.app",
     "dstrial.master.backends.hosts.backend",
     "dstrial.master.http.connection",
@@ -54,7 +54,7 @@ IMPORTED_AHEAD = (
         f"dstrial.master.api.{path.stem}"
         for path in Path(dstrial.__file__).parent.glob("master/api/[a-z]*.py")
     ),
-    # All of it but ``cli.cli``, which takes the command line of whoever imports it.
+    # All of determined.cli but ``cli.cli``, which binds sys.argv at import.
     *(
         f"determined.cli.{name}"
         for name in (
@@ -68,25 +68,25 @@ IMPORTED_AHEAD = (
     "OpenSSL.SSL",
     "accelerate.data_loader",
 )
-"""What programs of tests import, sooner or later."""
+"""Modules that programs of tests import."""
 SWITCH = "TEST_FORKS"
-"""A variable: 0 has every program be a new process, as users have them."""
-# Python and the libraries read these when they start: a program with others is a new process.
+"""Environment variable: 0 starts every program as a new process."""
+# Prefixes of variables that are read at start or import: a program with other values needs a new process.
 _READ_AT_START = ("PYTHON", "LD_", "DS_ACCELERATOR", "OMP_NUM_THREADS", "TORCHDYNAMO_", "TORCH_LOGS", "TQDM_")
-_SET_ANEW = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")  # by a fork
+_SET_ANEW = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")  # variables that a fork applies itself
 _VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
 _ROOT = str(Path(dstrial.__file__).parents[1])
 _LAUNCHERS = {"dstrial.launch", "determined.launch.deepspeed"}
-# What starts processes of Python, which are then forks, too.
+# Programs that start Python processes; as forks they get a spare (idle fork) for these.
 _STARTERS = {"dstrial", "dstrial.cli", "dstrial.dsat", "determined.pytorch.dsat", "dstrial.master.server"}
 _STARTERS |= {"dstrial.dsat.search_trial", *_LAUNCHERS}
 _POPEN_OPTIONS = list(inspect.signature(subprocess.Popen).parameters)[1:]
 servers: set[int] = set()
-"""Fork servers of this process, which end with it."""
+"""Process ids of fork servers that end with this process."""
 
 
 def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the variables in which programs of tests must not differ."""
+    """Return the differing variables that prevent a fork."""
     environments = []
     for each in (one, other):
         places = [place for place in import_places(each) if place not in (SITE, _ROOT)]
@@ -96,9 +96,10 @@ def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 
 class ForkedPopen(subprocess.Popen[Any]):
-    """A ``subprocess.Popen`` whose ``[sys.executable, ...]`` is a fork: of ``server``, or of this process's spare.
+    """``subprocess.Popen`` that forks Python programs from ``server`` or a spare.
 
-    ``told`` is called with the reason where it is a new process all the same, ``known`` with its pid before it begins.
+    A spare is this process's idle fork, if ``server`` is None. If a program cannot be forked, ``told`` is called with the
+    reason, and the program starts as a new process. ``known`` is called with a fork's pid before the program begins.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         words = (
             [os.fspath(word) for word in asked["args"]] if isinstance(asked["args"], (list, tuple)) else [""]
         )
-        # With options the interpreter itself is another one.
+        # Interpreter options need a new process.
         is_python = words[0] == sys.executable and (words[1] == "-m" or not words[1].startswith("-"))
         if not is_python or asked["preexec_fn"] or not (self._server or fork.spare):
             execute(*given)
@@ -150,7 +151,7 @@ class ForkedPopen(subprocess.Popen[Any]):
 
 
 class SparePopen(ForkedPopen):
-    """``subprocess.Popen`` of forks: what starts a process of Python uses their spare."""
+    """Replaces ``subprocess.Popen`` in forks: forks Python programs from the spare."""
 
     def __init__(self, args: Any, *given: Any, **options: Any) -> None:
         options |= dict(zip(_POPEN_OPTIONS, given, strict=False))
@@ -158,7 +159,7 @@ class SparePopen(ForkedPopen):
 
 
 class Popen(ForkedPopen):
-    """``subprocess.Popen`` whose ``[sys.executable, "-m", ...]`` or ``[sys.executable, FILE, ...]`` is a fork."""
+    """``subprocess.Popen`` that forks ``python -m MODULE`` and ``python FILE``."""
 
     def __init__(self, args: Sequence[str], **options: Any) -> None:
         variables = {**(os.environ if options.get("env") is None else options["env"])}
@@ -177,10 +178,10 @@ def run(
     timeout: float,
     is_merged: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m ARGUMENTS`` to its end, with its output captured; ``is_merged`` has all of it in ``stdout``.
+    """Run ``python -m ARGUMENTS``, capture output; ``is_merged``: stderr to stdout.
 
     Raises:
-        subprocess.TimeoutExpired: it was killed after ``timeout`` seconds.
+        subprocess.TimeoutExpired: the program was killed after ``timeout`` seconds.
     """
     stderr = subprocess.STDOUT if is_merged else subprocess.PIPE
     return run_command(
@@ -203,11 +204,11 @@ def run_command(
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Stand for ``subprocess.run``.
+    """Like ``subprocess.run``, but fork Python programs.
 
     Raises:
-        subprocess.TimeoutExpired: it was killed after ``timeout`` seconds.
-        subprocess.CalledProcessError: with ``check``, it has failed.
+        subprocess.TimeoutExpired: the command was killed after ``timeout`` seconds.
+        subprocess.CalledProcessError: ``check`` is set and the exit code is not 0.
     """
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -226,7 +227,7 @@ def run_command(
 
 
 def fork_server() -> ForkServer:
-    """Return the process that is forked, once it has imported everything."""
+    """Return the fork server, after its imports."""
     started = share()
     while not started.is_ready(60.0):
         pass
@@ -235,7 +236,7 @@ def fork_server() -> ForkServer:
 
 @functools.cache
 def share() -> ForkServer:
-    """Start the process that is forked."""
+    """Start the fork server, once per process, without waiting for its imports."""
     started = ForkServer(
         {**os.environ, **_VARIABLES}, IMPORTED_AHEAD, log=Path(os.devnull), program=[__file__]
     )
@@ -245,12 +246,12 @@ def share() -> ForkServer:
 
 
 def _become_server() -> None:
-    """Serve; what is changed here is so in every fork."""
+    """Run the fork server; forks inherit the changes made here."""
     from dstrial.master.backends import fork_servers
 
     vars(fork)["differing"] = vars(client)["differing"] = _differing
     vars(subprocess)["Popen"] = SparePopen
-    # Of masters of tests scripts are forks, too, and the first trial: they would import the same for most of their time.
+    # Unlike users' masters, masters of tests also fork scripts and the first trial, to save their imports.
     vars(fork_servers)["trains_trial_class"] = lambda words: bool(_LAUNCHERS.intersection(words[:2]))
     is_ready, take_on = ForkServer.is_ready, vars(fork)["_adopt_state"]
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
@@ -259,7 +260,7 @@ def _become_server() -> None:
         take_on(program, *given)
         if os.environ.get("PYTHONFAULTHANDLER"):
             faulthandler.enable()
-        # What /proc/PID/cmdline shows, by which tests find processes: memory of the program that was executed (proc(5)).
+        # Tests find processes by /proc/PID/cmdline, which shows this memory of the executed program (proc(5)).
         shown = b"\0".join(word.encode() for word in [sys.executable, *program.words])
         ctypes.memmove(begin, shown[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 

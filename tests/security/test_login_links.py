@@ -1,4 +1,4 @@
-"""Login links for the browser: the owner's, for one use, for ten minutes, and in no log."""
+"""Browser login links: single use, ten minutes' lifetime, never stored on disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def post(master: MasterForTest, code: object, **headers: str) -> http.client.HTT
     return answer
 
 
-def test_up_and_login_print_a_link_that_opens_a_session_once(shared_master: MasterForTest) -> None:
+def test_up_and_login_print_single_use_link(shared_master: MasterForTest) -> None:
     for command in ("up", "login"):
         told = shared_master.dstrial(command, "--state-dir", str(shared_master.state.path)).stdout
         found = re.search(r"browser: +(http://localhost:\d+)/login#(\S+) \(once, within 10 minutes\)", told)
@@ -60,7 +60,7 @@ def test_up_and_login_print_a_link_that_opens_a_session_once(shared_master: Mast
 
 
 @pytest.mark.parametrize("origin", ["", "http://localhost:1", "http://evil.example", "null"])
-def test_another_page_cannot_spend_a_code_for_its_visitor(shared_master: MasterForTest, origin: str) -> None:
+def test_login_code_from_foreign_origin_is_rejected(shared_master: MasterForTest, origin: str) -> None:
     code = code_of(shared_master)
 
     refused = post(shared_master, code, Origin=origin)
@@ -71,21 +71,21 @@ def test_another_page_cannot_spend_a_code_for_its_visitor(shared_master: MasterF
 
 
 @pytest.mark.parametrize("code", ["", "x", "x" * 2000, None, 3, ["x"]])
-def test_what_is_no_code_opens_nothing(shared_master: MasterForTest, code: object) -> None:
+def test_invalid_login_code_opens_no_session(shared_master: MasterForTest, code: object) -> None:
     answer = post(shared_master, code)
 
     assert answer.status in (400, 401, 413)
     assert "Set-Cookie" not in answer.headers
 
 
-def test_only_the_owner_of_the_state_directory_gets_a_link(shared_master: MasterForTest) -> None:
+def test_owner_link_endpoint_rejects_admin_token(shared_master: MasterForTest) -> None:
     admin = Client(shared_master.address, shared_master.client("admin").token)
 
     with pytest.raises(RequestError, match="owner of the state directory only"):
         admin.post("/owner/link", {"username": "determined"})
 
 
-def test_a_link_is_for_a_user_that_is_active(shared_master: MasterForTest) -> None:
+def test_login_link_requires_active_user(shared_master: MasterForTest) -> None:
     admin = shared_master.client("admin")
     given = {"username": "linked", "active": True, "admin": False}
     body = {"user": given, "password": "Long-enough-1", "isHashed": False}
@@ -98,7 +98,7 @@ def test_a_link_is_for_a_user_that_is_active(shared_master: MasterForTest) -> No
         browser_link(shared_master.record, "linked")
 
 
-def test_no_code_is_written_anywhere(shared_master: MasterForTest) -> None:
+def test_login_codes_are_never_stored_on_disk(shared_master: MasterForTest) -> None:
     codes = [code_of(shared_master) for _ in range(2)]
     post(shared_master, codes[0])
 
@@ -108,7 +108,7 @@ def test_no_code_is_written_anywhere(shared_master: MasterForTest) -> None:
             assert not any(code.encode() in content for code in codes), path
 
 
-def test_a_code_ends_after_ten_minutes_and_the_oldest_of_many_earlier() -> None:
+def test_login_codes_expire_and_oldest_are_evicted() -> None:
     now = [0.0]
     links = LoginLinks(lambda: now[0])
     old = links.create(1)
@@ -121,7 +121,7 @@ def test_a_code_ends_after_ten_minutes_and_the_oldest_of_many_earlier() -> None:
     assert [links.spend(code) for code in codes] == [None] * 17
 
 
-def test_grants_are_bounded_and_of_one_task() -> None:
+def test_service_grants_are_task_bound_and_lru_evicted() -> None:
     grants = ServiceGrants()
     first, kept = grants.create("token", "a"), grants.create("token", "a")
     assert (grants.token_of(first, "b"), grants.renew(first, "b")) == (None, None)

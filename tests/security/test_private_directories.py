@@ -1,4 +1,4 @@
-"""Directories of a process are its account's alone, and go with it, also after SIGKILL."""
+"""Scratch directories are private and are deleted with their process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _start(program: str, tmp_path: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_scratch_directory_goes_when_its_block_ends(tmp_path: Path) -> None:
+def test_scratch_directory_is_deleted_after_block(tmp_path: Path) -> None:
     with _start(SCRATCH.format(wait="pass"), tmp_path) as process:
         printed = process.communicate(timeout=60)[0].split()
 
@@ -62,19 +62,19 @@ def test_a_scratch_directory_goes_when_its_block_ends(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_scratch_directory_goes_when_its_process_is_killed(tmp_path: Path) -> None:
+def test_scratch_directory_is_deleted_after_sigkill(tmp_path: Path) -> None:
     with _start(SCRATCH.format(wait="time.sleep(600)"), tmp_path) as process:
         assert process.stdout is not None
         directory = Path(process.stdout.readline().strip())
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        # A Ctrl-C reaches every process of the terminal's group; what keeps the directory is not in it.
+        # The process that deletes the directory afterwards is in another process group, out of Ctrl-C's reach.
         process.send_signal(signal.SIGKILL)
         process.wait()
 
-    wait_for(lambda: list(tmp_path.iterdir()) == [], "the directory of a killed process to go")
+    wait_for(lambda: list(tmp_path.iterdir()) == [], "deletion of a killed process's directory")
 
 
-def test_event_files_of_a_detached_run_are_private_and_go_with_it(tmp_path: Path) -> None:
+def test_detached_run_event_files_are_private_and_deleted(tmp_path: Path) -> None:
     with _start(EVENTS.format(first="import dstrial"), tmp_path) as process:
         path, mode, given, of_fork, is_there = process.communicate(timeout=120)[0].splitlines()
 

@@ -1,4 +1,4 @@
-"""Nobody else gets in while ranks train: what listens, at which address, and what torchrun's known hole is good for."""
+"""Ports of running jobs: loopback only, and safe from torchrun's pickle attack."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOBS = ("trial", "script", "dstrial run", "det experiment")
 
 @contextlib.contextmanager
 def running(job: str, directory: Path, master: MasterForTest) -> Iterator[set[int]]:
-    """Run a job of two ranks that is held in its second batch; yield its processes."""
+    """Run a job whose two ranks block in their second batch; yield its process ids."""
     context = write_project(directory)
     commands = {
         "trial": TRIAL,
@@ -42,13 +42,13 @@ def running(job: str, directory: Path, master: MasterForTest) -> Iterator[set[in
         ],
     }
     env = master.env if job in ("dstrial run", "det experiment") else {}
-    # torchrun is not ours; its ranks are new processes all the same.
+    # Only torchrun may be forked from the test server: its ranks are new processes in any case.
     with held(commands[job], directory, context, is_fork=job == "torchrun", **env) as pids:
         yield pids
 
 
 def outside_address() -> str:
-    """The address under which other machines know this one; loopback's second one where there is no network."""
+    """Return this machine's external address; 127.0.0.2 without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # nothing is sent
@@ -68,7 +68,7 @@ def show(title: str, found: list[Listener]) -> None:
 
 @pytest.mark.exhaustive("[trial]")
 @pytest.mark.parametrize("job", JOBS)
-def test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store(
+def test_job_listens_on_loopback_and_unpickles_nothing(
     job: str, tmp_path: Path, shared_master: MasterForTest
 ) -> None:
     with running(job, tmp_path, shared_master) as pids:
@@ -76,12 +76,12 @@ def test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store
         show(job, found)
         assert found
         print(attack(targets(found), tmp_path))
-        # torchrun's agent looks at its rendezvous twenty times a second.
+        # torchrun's agent would read an injected pickle within 50 ms, its polling interval.
         with contextlib.suppress(AssertionError):
             wait_for((tmp_path / "owned").exists, deadline_s=3.0)
     assert not (tmp_path / "owned").exists()
     assert [str(listener) for listener in found if not listener.is_loopback] == []
-    # What is left: listeners of gloo's in the ranks, and in the launcher the store of a script, which may ask for one.
+    # The ranks listen for gloo. Only a script may need a rendezvous store, which listens, too.
     tcp = [listener.program for listener in found if listener.kind != "unix"]
     assert set(tcp) == {
         "dstrial.launch.rank_main",
@@ -92,20 +92,20 @@ def test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store
 
 
 @pytest.mark.exhaustive(
-    "tests/security/test_rendezvous_attack.py::test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store"
+    "tests/security/test_rendezvous_attack.py::test_job_listens_on_loopback_and_unpickles_nothing"
 )
-def test_ranks_of_torchrun_listen_on_loopback_only(tmp_path: Path, shared_master: MasterForTest) -> None:
+def test_torchrun_ranks_listen_on_loopback_only(tmp_path: Path, shared_master: MasterForTest) -> None:
     with running("torchrun", tmp_path, shared_master) as pids:
         found = listeners(pids)
         show("torchrun", found)
 
-    # Its own rendezvous and store listen everywhere, and are torch's.
+    # torchrun's own rendezvous and store listen on all interfaces; only the ranks are checked.
     ours = [listener for listener in found if listener.program != "torch.distributed.run"]
     assert {listener.program for listener in ours} == {"held_trials.py"}
     assert [str(listener) for listener in ours if not listener.is_loopback] == []
 
 
-def test_ranks_that_live_on_listen_on_loopback_only(
+def test_persistent_worker_ranks_listen_on_loopback_only(
     tmp_path: Path,
 ) -> None:
     context = write_project(tmp_path)
@@ -125,7 +125,7 @@ def test_ranks_that_live_on_listen_on_loopback_only(
         "held_trials:HeldTrial",
         *where,
     ]
-    # Ranks end with the process that has asked them.
+    # The ranks end with the search, the process that gives them tasks.
     with subprocess.Popen(["sleep", "600"]) as search:
         name = f"{search.pid}:{start_ticks(search.pid)}"
         with held([*command, "--tasks", str(tmp_path), "--search", name], tmp_path, context) as pids:

@@ -1,4 +1,4 @@
-"""Secrets of configs reach the processes that they are for, and are shown to nobody, by no request, command or page."""
+"""Secrets in configs reach the trial, but no response, command output or page."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ environment:
 """
 
 
-class Held:
-    """A master with one of everything, and what its trial has seen."""
+class SecretsCluster:
+    """A master with a finished trial, a template and tasks, each with a secret."""
 
     def __init__(self, master: MasterForTest, directory: Path) -> None:
         self.master = master
@@ -132,19 +132,19 @@ class Held:
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecretsCluster]:
     directory = tmp_path_factory.mktemp("held")
     (directory / "master.yaml").write_text(SETTINGS)
     with master_for_test(directory, options=["--config-file", str(directory / "master.yaml")]) as master:
-        yield Held(master, directory)
+        yield SecretsCluster(master, directory)
 
 
 def shown_secrets(text: str) -> list[str]:
     return sorted(name for name, value in SECRETS.items() if value in text)
 
 
-def test_the_trial_gets_every_secret(held: Held) -> None:
-    assert json.loads((held.directory / "seen.json").read_text()) == {
+def test_trial_receives_every_secret(cluster: SecretsCluster) -> None:
+    assert json.loads((cluster.directory / "seen.json").read_text()) == {
         "HF_TOKEN": SECRETS["variable"],
         "MASTER_SECRET": SECRETS["master"],
         "HOOK_TOKEN": SECRETS["hook"],
@@ -156,38 +156,40 @@ def test_the_trial_gets_every_secret(held: Held) -> None:
     }
 
 
-def test_no_request_is_answered_with_a_secret(held: Held) -> None:
-    checkpoint = held.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
-    tasks = list(held.json("tasks")["allocationIdToSummary"])
+def test_get_responses_contain_no_secret(cluster: SecretsCluster) -> None:
+    checkpoint = cluster.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
+    tasks = list(cluster.json("tasks")["allocationIdToSummary"])
     values = {
         "task_id": [task.rpartition(".")[0] for task in tasks],
         "allocation_id": tasks,
         "checkpoint_uuid": [checkpoint],
         "template": ["held"],
     }
-    values["task_id"] += [one["id"] for kind in ("commands", "tensorboards") for one in held.json(kind)[kind]]
+    values["task_id"] += [
+        one["id"] for kind in ("commands", "tensorboards") for one in cluster.json(kind)[kind]
+    ]
     asked, answered = 0, 0
     for route in all_routes():
-        # Events do not end, and have names of topics only.
+        # The event stream never ends, and contains only topic names.
         if route.method != "GET" or route.path == "/page/events":
             continue
         (name, *_) = [*re.findall(r"{(\w+)", route.path), ""]
         for value in values.get(name, ["1"]):
             path = re.sub(r"{[^}]*}", urllib.parse.quote(str(value)), route.path)
-            text = held.get(path).decode(errors="replace")
+            text = cluster.get(path).decode(errors="replace")
             asked += 1
             answered += '"error"' not in text[:12]
-            # Files of a user are the user's and come packed: a model definition, a checkpoint.
+            # User files (model definition, checkpoint) are sent compressed, so their secrets do not match.
             assert shown_secrets(text) == [], path
     assert asked > 60
     assert answered > 40
 
 
-def test_no_command_and_no_page_prints_a_secret(held: Held, tmp_path: Path) -> None:
-    det = DetHere.at(held.master, tmp_path)
-    checkpoint = held.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
-    assert held.master.dstrial("login", "--user", "admin").returncode == 0
-    assert held.master.dstrial("login").returncode == 0
+def test_commands_and_pages_print_no_secret(cluster: SecretsCluster, tmp_path: Path) -> None:
+    det = DetHere.at(cluster.master, tmp_path)
+    checkpoint = cluster.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
+    assert cluster.master.dstrial("login", "--user", "admin").returncode == 0
+    assert cluster.master.dstrial("login").returncode == 0
     texts = [
         det.ok(*words.split())
         for words in (
@@ -203,10 +205,10 @@ def test_no_command_and_no_page_prints_a_secret(held: Held, tmp_path: Path) -> N
             "job list",
         )
     ]
-    texts.append(held.ok("-u", "admin", "master", "config", "show"))
-    texts += [held.get(page).decode() for page in ("/", "/?experiment=1&trial=1", "/det/experiments/1")]
-    texts.append(held.master.dstrial("status").stdout)
-    texts.append(held.master.dstrial("logs").stdout)
+    texts.append(cluster.ok("-u", "admin", "master", "config", "show"))
+    texts += [cluster.get(page).decode() for page in ("/", "/?experiment=1&trial=1", "/det/experiments/1")]
+    texts.append(cluster.master.dstrial("status").stdout)
+    texts.append(cluster.master.dstrial("logs").stdout)
 
     assert [shown_secrets(text) for text in texts] == [[]] * len(texts)
     assert all(texts)
@@ -215,20 +217,20 @@ def test_no_command_and_no_page_prints_a_secret(held: Held, tmp_path: Path) -> N
     assert yaml.safe_load(texts[0])["hyperparameters"]["num_key_value_heads"] == {"type": "const", "val": 8}
 
 
-def test_the_original_is_shown_as_it_was_written_but_for_its_secrets(held: Held) -> None:
-    original = held.json("experiments/1")["experiment"]["originalConfig"]
+def test_original_config_masks_only_secrets(cluster: SecretsCluster) -> None:
+    original = cluster.json("experiments/1")["experiment"]["originalConfig"]
 
-    expected = held.text
+    expected = cluster.text
     for name in ("hyperparameter", "variable", "listed", "registry"):
         expected = expected.replace(f"={SECRETS[name]}", f"={MASK}").replace(SECRETS[name], f'"{MASK}"')
     assert original == expected
 
 
-def test_a_shown_config_that_is_submitted_again_without_a_parent_is_refused(held: Held) -> None:
-    shown = held.ok("experiment", "config", "1")
-    (held.directory / "again.yaml").write_text(shown)
+def test_masked_config_without_parent_is_rejected(cluster: SecretsCluster) -> None:
+    shown = cluster.ok("experiment", "config", "1")
+    (cluster.directory / "again.yaml").write_text(shown)
 
-    code, text = held.det("experiment", "create", "again.yaml", "context")
+    code, text = cluster.det("experiment", "create", "again.yaml", "context")
 
     assert code != 0
     text = " ".join(text.split())
@@ -237,43 +239,43 @@ def test_a_shown_config_that_is_submitted_again_without_a_parent_is_refused(held
     assert "Write the real value" in text
 
 
-def test_a_fork_and_a_continuation_have_the_real_secrets(held: Held) -> None:
-    original = held.json("experiments/1")["experiment"]["originalConfig"]
-    files = held.json("experiments/1/model_def")["b64Tgz"]
+def test_fork_and_continue_keep_real_secrets(cluster: SecretsCluster) -> None:
+    original = cluster.json("experiments/1")["experiment"]["originalConfig"]
+    files = cluster.json("experiments/1/model_def")["b64Tgz"]
     assert files
-    (held.directory / "seen.json").unlink()
+    (cluster.directory / "seen.json").unlink()
 
-    made = held.master.client().post(
+    made = cluster.master.client().post(
         "/api/v1/experiments",
         {"config": original, "parentId": 1, "template": "held", "activate": True, "modelDefinition": []},
     )
-    held.ok("experiment", "wait", str(made["experiment"]["id"]))
+    cluster.ok("experiment", "wait", str(made["experiment"]["id"]))
 
     assert shown_secrets(json.dumps(made)) == []
-    test_the_trial_gets_every_secret(held)
-    (held.directory / "seen.json").unlink()
-    (held.directory / "changed.yaml").write_text(
+    test_trial_receives_every_secret(cluster)
+    (cluster.directory / "seen.json").unlink()
+    (cluster.directory / "changed.yaml").write_text(
         yaml.safe_dump({"hyperparameters": {"api_key": MASK, "lr": 0.1}, "searcher": {"name": "single"}})
     )
-    held.ok("experiment", "continue", "1", "--config-file", "changed.yaml", "-f")
-    test_the_trial_gets_every_secret(held)
+    cluster.ok("experiment", "continue", "1", "--config-file", "changed.yaml", "-f")
+    test_trial_receives_every_secret(cluster)
 
 
-def test_a_template_and_the_metadata_of_a_checkpoint_that_are_sent_back_keep_their_secrets(
-    held: Held,
+def test_masked_template_and_metadata_updates_keep_secrets(
+    cluster: SecretsCluster,
 ) -> None:
-    shown = yaml.safe_load(held.ok("template", "describe", "held"))
+    shown = yaml.safe_load(cluster.ok("template", "describe", "held"))
     assert shown["environment"]["environment_variables"] == [f"OF_TEMPLATE_KEY={MASK}"]
     shown["description"] = "changed"
-    held.master.client().send("PATCH", "/api/v1/templates/held", body=shown)
-    uuid = held.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
-    metadata = held.json(f"checkpoints/{uuid}")["checkpoint"]["metadata"]
+    cluster.master.client().send("PATCH", "/api/v1/templates/held", body=shown)
+    uuid = cluster.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
+    metadata = cluster.json(f"checkpoints/{uuid}")["checkpoint"]["metadata"]
     assert metadata["hparams"] == {"api_key": MASK}
     body = {"checkpoint": {"metadata": {**metadata, "mine": 1}}}
-    held.master.client().post(f"/api/v1/checkpoints/{uuid}/metadata", body)
+    cluster.master.client().post(f"/api/v1/checkpoints/{uuid}/metadata", body)
 
-    assert shown_secrets(json.dumps(held.json("templates/held"))) == []
-    with sqlite(held) as connection:
+    assert shown_secrets(json.dumps(cluster.json("templates/held"))) == []
+    with sqlite(cluster) as connection:
         kept = connection.execute("SELECT config FROM templates").fetchone()[0]
         assert SECRETS["template"] in kept
         assert "changed" in kept
@@ -283,8 +285,8 @@ def test_a_template_and_the_metadata_of_a_checkpoint_that_are_sent_back_keep_the
         }  # fmt: skip
 
 
-def sqlite(held: Held) -> Any:
+def sqlite(cluster: SecretsCluster) -> Any:
     import contextlib
     import sqlite3
 
-    return contextlib.closing(sqlite3.connect(held.master.state.database_path))
+    return contextlib.closing(sqlite3.connect(cluster.master.state.database_path))

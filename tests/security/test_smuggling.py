@@ -1,4 +1,4 @@
-"""Malformed and ambiguous requests at the port; what the proxy makes of two framings is in test_hostile_services."""
+"""HTTP request smuggling at the master's port; proxy: test_hostile_services.py."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ AMBIGUOUS = {
 }
 
 
-@pytest.mark.parametrize("what", AMBIGUOUS)
-def test_an_ambiguous_request_is_refused_and_what_hides_behind_it_is_not_answered(
-    shared_master: MasterForTest, what: str
+@pytest.mark.parametrize("framing", AMBIGUOUS)
+def test_ambiguous_request_and_smuggled_request_are_rejected(
+    shared_master: MasterForTest, framing: str
 ) -> None:
     with connect(shared_master.record.port) as connection:
-        connection.sendall((_LOGIN + AMBIGUOUS[what] + _HIDDEN).encode())
+        connection.sendall((_LOGIN + AMBIGUOUS[framing] + _HIDDEN).encode())
         answers = read_all(connection)
     statuses = [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
     assert statuses in ([400], []), answers
 
 
-def test_a_trailer_is_not_a_header(shared_master: MasterForTest) -> None:
+def test_trailer_is_not_parsed_as_header(shared_master: MasterForTest) -> None:
     token = shared_master.client().token
     for trailer in (f"Authorization: Bearer {token}", "Host: localhost"):
         is_host = trailer.startswith("Host")
@@ -54,7 +54,7 @@ def test_a_trailer_is_not_a_header(shared_master: MasterForTest) -> None:
 
 
 @pytest.mark.parametrize("method", ["PRI", "CONNECT", "get", "G\0T"])
-def test_methods_that_are_not_ours_are_refused(shared_master: MasterForTest, method: str) -> None:
+def test_unsupported_methods_are_rejected(shared_master: MasterForTest, method: str) -> None:
     for target in ("*", "localhost:80", "http://evil.example/info", "/info"):
         with connect(shared_master.record.port) as connection:
             connection.sendall(

@@ -1,6 +1,6 @@
-"""Nothing is left in /tmp, /dev/shm or the storage by what has ended, however it ended.
+"""Ended programs leave no files in /tmp and /dev/shm.
 
-Each scenario runs in a mount namespace with places of its own, so that nothing of other programs is counted.
+Each scenario has its own /tmp and /dev/shm in a mount namespace, so that files of other programs do not count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _has_namespaces() -> bool:
 def what_is_left(tmp_path: Path, scenario: str) -> dict[str, list[str]]:
     if not _has_namespaces():
         pytest.skip("Requires: [mount namespaces]")
-    # torch's compiler names its directories, which lie in /tmp, for all children of the process that imports it.
+    # Importing torch may have set the compiler's cache directories in /tmp for all child processes.
     ours = ("TMPDIR", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     env = {name: value for name, value in os.environ.items() if name not in ours}
     ended = subprocess.run(
@@ -53,14 +53,14 @@ def what_is_left(tmp_path: Path, scenario: str) -> dict[str, list[str]]:
     return left
 
 
-# What runs sees nothing of /tmp.
+# Scenarios cannot see the machine's /tmp, therefore the skip.
 @pytest.mark.exhaustive("[on_a_master]")
 @pytest.mark.skipif(sys.executable.startswith("/tmp/"), reason="the environment lies below /tmp")
 @pytest.mark.ranks
 @pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize("scenario", ["master_trials", "on_a_master", "launch"])
-def test_what_has_ended_leaves_nothing_in_temporary_places(tmp_path: Path, scenario: str) -> None:
+def test_scenario_leaves_no_files_in_tmp_and_shm(tmp_path: Path, scenario: str) -> None:
     left = what_is_left(tmp_path, scenario)
 
-    assert left, "no step was made"
+    assert left, "the scenario recorded no step"
     assert {name: entries for name, entries in left.items() if entries} == {}

@@ -1,4 +1,4 @@
-"""A receiver of webhooks, or whoever names one, tries to hold the master up, to lead it elsewhere or to learn from it."""
+"""Webhook delivery to hostile URLs: slow responses, redirects, injection."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ BODY = b'{"a":1}'
 
 
 @contextlib.contextmanager
-def speaking(speak: Callable[[socket.socket, threading.Event], None]) -> Iterator[str]:
-    """Serve a port where each connection is given to a function, with an event that tells it to leave; yield a URL."""
+def serving(speak: Callable[[socket.socket, threading.Event], None]) -> Iterator[str]:
+    """Run ``speak`` in a thread for each connection to a port; yield the port's URL.
+
+    At the end of the block an event, the second argument of ``speak``, is set.
+    """
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
     threads: list[threading.Thread] = []
 
-    def one(connection: socket.socket) -> None:
+    def handle(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             speak(connection, over)
 
@@ -37,7 +40,7 @@ def speaking(speak: Callable[[socket.socket, threading.Event], None]) -> Iterato
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = listener.accept()
-                threads.append(threading.Thread(target=one, args=(connection,)))
+                threads.append(threading.Thread(target=handle, args=(connection,)))
                 threads[-1].start()
 
     acceptor = threading.Thread(target=accept)
@@ -57,7 +60,7 @@ def silent(_connection: socket.socket, over: threading.Event) -> None:
 
 
 def dripping(connection: socket.socket, over: threading.Event) -> None:
-    """One byte of a header at a time, each well before any timeout of a socket."""
+    """Send a header byte by byte, each byte before any socket timeout."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
     while not over.wait(0.05):
         connection.sendall(b"x")
@@ -81,42 +84,42 @@ def endless_body(connection: socket.socket, over: threading.Event) -> None:
 
 
 def nonsense(connection: socket.socket, _over: threading.Event) -> None:
-    connection.recv(65536)  # so that its end is no reset, which would come before the nonsense
+    connection.recv(65536)  # closing with unread data would reset the connection before the nonsense arrives
     connection.sendall(b"\x1b[2J\x00\xff nonsense\r\n\r\n")
 
 
 @pytest.mark.parametrize("speak", [silent, dripping, dripping_status])
-def test_no_receiver_stretches_the_time_of_an_attempt(speak: Any) -> None:
-    with speaking(speak) as url:
+def test_slow_receiver_cannot_exceed_timeout(speak: Any) -> None:
+    with serving(speak) as url:
         outcome = Sender("key", timeout_s=0.5).post(url, BODY)
     assert outcome == DeliveryResult("no answer within 0.5 s", is_delivered=False, may_retry=True)
 
 
-def test_a_receiver_that_is_slow_in_the_handshake_of_tls_is_left_in_time() -> None:
+def test_slow_tls_handshake_cannot_exceed_timeout() -> None:
     def drip(connection: socket.socket, over: threading.Event) -> None:
         connection.recv(1)
-        # The head of a record that is never whole.
+        # Header of a TLS record that is never completed.
         connection.sendall(b"\x16\x03\x03\x40\x00")
         while not over.wait(0.05):
             connection.sendall(b"\x02")
 
-    with speaking(drip) as url:
+    with serving(drip) as url:
         outcome = Sender("key", timeout_s=0.5).post(url.replace("http:", "https:"), BODY)
     assert outcome == DeliveryResult("no answer within 0.5 s", is_delivered=False, may_retry=True)
 
 
-def test_an_answer_of_any_size_is_not_read() -> None:
-    with speaking(endless_body) as url:
+def test_oversized_responses_are_not_read() -> None:
+    with serving(endless_body) as url:
         assert Sender("key", timeout_s=20).post(url, BODY) == DeliveryResult("HTTP 200", True, False)
-    with speaking(endless_headers) as url:
+    with serving(endless_headers) as url:
         outcome = Sender("key", timeout_s=20).post(url, BODY)
     assert outcome is not None
     assert not outcome.is_delivered
     assert "100 headers" in outcome.result
 
 
-def test_nonsense_is_a_failure_that_a_terminal_can_show() -> None:
-    with speaking(nonsense) as url:
+def test_invalid_response_is_printable_retryable_failure() -> None:
+    with serving(nonsense) as url:
         outcome = Sender("key", timeout_s=20).post(url, BODY)
     assert outcome is not None
     assert not outcome.is_delivered
@@ -126,7 +129,7 @@ def test_nonsense_is_a_failure_that_a_terminal_can_show() -> None:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_not_followed(status: int) -> None:
+def test_redirects_are_not_followed(status: int) -> None:
     with receiving() as elsewhere, receiving() as receiver:
         receiver.statuses, receiver.location = [status], elsewhere.url
         outcome = Sender("key").post(receiver.url, BODY)
@@ -136,8 +139,8 @@ def test_a_redirect_is_not_followed(status: int) -> None:
         assert elsewhere.received == []
 
 
-def test_other_schemes_reach_nothing(tmp_path: Any) -> None:
-    """Even if one should stand in the database: the requests refuse them before."""
+def test_non_http_schemes_are_refused(tmp_path: Any) -> None:
+    """Both the check of new webhooks and the delivery of stored webhooks refuse them."""
     path = tmp_path / "file"
     path.write_text("secret")
     for url in (
@@ -154,7 +157,7 @@ def test_other_schemes_reach_nothing(tmp_path: Any) -> None:
         assert not outcome.is_delivered, url
 
 
-def test_a_url_cannot_add_a_header() -> None:
+def test_url_cannot_inject_headers() -> None:
     for url in ("http://127.0.0.1:1/\r\nX-Evil: 1", "http://127.0.0.1:1/a b", "http://a\tb/"):
         with pytest.raises(InvalidError, match="expected"):
             check_url(url)
@@ -163,7 +166,7 @@ def test_a_url_cannot_add_a_header() -> None:
             assert all("x-evil" not in one.headers for one in receiver.received)
 
 
-def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_receiver_bypasses_environment_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     with receiving() as proxy, receiving() as receiver:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
         monkeypatch.delenv("no_proxy", raising=False)
@@ -175,7 +178,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch: p
         assert len(receiver.received) == 1
 
 
-def test_a_password_in_an_address_is_sent_as_one_and_not_as_a_host() -> None:
+def test_url_credentials_become_basic_auth() -> None:
     with receiving() as receiver:
         url = receiver.url.replace("http://", "http://me:s%40cret@")
         assert Sender("key").post(url, BODY) == DeliveryResult("HTTP 200", True, False)
@@ -184,7 +187,7 @@ def test_a_password_in_an_address_is_sent_as_one_and_not_as_a_host() -> None:
     assert "me" not in got.headers["host"]
 
 
-def test_the_end_of_the_master_ends_what_is_being_sent_and_counts_it_as_nothing() -> None:
+def test_shutdown_aborts_delivery_without_result() -> None:
     with receiving() as receiver:
         receiver.hangs = True
         sender = Sender("key", timeout_s=60)
@@ -195,7 +198,7 @@ def test_the_end_of_the_master_ends_what_is_being_sent_and_counts_it_as_nothing(
         before_s = time.monotonic()
         sender.end()
         thread.join(20)
-        wait_for(lambda: outcomes, "the attempt has not ended")
+        wait_for(lambda: outcomes, "the end of the attempt")
         assert time.monotonic() - before_s < 20
         assert outcomes == [None]
         assert sender.post(receiver.url, BODY) is None

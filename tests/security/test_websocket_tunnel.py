@@ -1,7 +1,6 @@
-"""Attacks through a WebSocket on the way to a TCP port of a task: frames that none may send, floods, readers that do not read.
+"""WebSocket tunnels to TCP ports of tasks: fragments, close frames, floods.
 
-The rules are those of RFC 6455: sections 5.1 (masks), 5.2 (frames), 5.4 (fragments), 5.5 (control frames), 7.4 (codes) and
-8.1 (text).
+RFC 6455: sections 5.1 (masks), 5.2 (frames), 5.4 (fragments), 5.5 (control frames), 7.4 (codes), 8.1 (text).
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ FINAL = 0x80
 MASK = b"\x0f\x1e\x2d\x3c"
 MIB = 2**20
 
-# Ports: one echoes, one sends without end and says how much, one never reads.
+# Three services: an echo, an endless sender that writes its byte count to a file, and a service that never reads.
 SERVICES = """
 import contextlib, pathlib, socket, sys, threading
 
-def each(port, serve):
+def listen(port, serve):
     listener = socket.create_server(("127.0.0.1", port))
     def run():
         while True:
@@ -57,11 +56,11 @@ def flood(connection):
         sent += connection.send(bytes(65536))
         pathlib.Path(sys.argv[4]).write_text(str(sent))
 
-def deaf(connection):
+def never_read(connection):
     threading.Event().wait()
 
-for port, serve in zip(map(int, sys.argv[1:4]), (echo, flood, deaf)):
-    each(port, serve)
+for port, serve in zip(map(int, sys.argv[1:4]), (echo, flood, never_read)):
+    listen(port, serve)
 """
 
 
@@ -69,7 +68,7 @@ class Tunnels:
     """Opens WebSockets to the services of one task.
 
     Attributes:
-        sent_path: file with how many bytes the flooding service has sent.
+        sent_path: file with the number of bytes that the endless sender has sent.
     """
 
     def __init__(self, master: MasterForTest, home: Path) -> None:
@@ -78,22 +77,26 @@ class Tunnels:
         self._token = new_token(master.record)
         with contextlib.ExitStack() as held:
             listeners = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-            self.echo, self.flood, self.deaf = (one.getsockname()[1] for one in listeners)
+            self.echo, self.flood, self.never_read = (one.getsockname()[1] for one in listeners)
         context = home / "context"
         context.mkdir()
         (context / "services.py").write_text(SERVICES)
-        ports = [{"proxy_port": port, "proxy_tcp": True} for port in (self.echo, self.flood, self.deaf)]
+        ports = [{"proxy_port": port, "proxy_tcp": True} for port in (self.echo, self.flood, self.never_read)]
         self.det = DetHere(master.address, USERNAME, self._token, home)
-        words = (sys.executable, "services.py", *map(str, (self.echo, self.flood, self.deaf, self.sent_path)))
+        words = (
+            sys.executable,
+            "services.py",
+            *map(str, (self.echo, self.flood, self.never_read, self.sent_path)),
+        )
         options = ("--config=resources.slots=0", f"--config=environment.proxy_ports={json.dumps(ports)}")
         self.task_id = self.det.ok(
             "command", "run", "--detach", *options, "--context", str(context), *words
         ).split()[-1]
-        for port in (self.echo, self.flood, self.deaf):
+        for port in (self.echo, self.flood, self.never_read):
             wait_for(lambda port=port: listens(port), f"port {port}", deadline_s=DEADLINE_S)  # type: ignore[misc]
 
     def open(self, port: int) -> socket.socket:
-        """Return a connection behind its handshake."""
+        """Connect to a service and complete the WebSocket handshake."""
         connection = connect(self.master.record.port, DEADLINE_S)
         connection.sendall(
             f"GET /proxy/{self.task_id}:{port}/ HTTP/1.1\r\nHost: localhost:{self.master.record.port}\r\n"
@@ -103,7 +106,7 @@ class Tunnels:
         head = bytearray()
         while not head.endswith(b"\r\n\r\n"):
             head += connection.recv(1)
-        # The example of RFC 6455, section 1.3.
+        # The key and its answer are the example of RFC 6455, section 1.3.
         assert bytes(head) == (
             b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n"
@@ -118,7 +121,7 @@ def listens(port: int) -> bool:
 
 
 def frame(first: int, payload: bytes = b"", *, size: int | None = None) -> bytes:
-    """Return a client's frame; ``size`` is what its head says of the payload's length."""
+    """Return a masked client frame; ``size`` overrides the length in its header."""
     size = len(payload) if size is None else size
     if size < 126:
         head = struct.pack("!BB", first, 0x80 | size)
@@ -131,8 +134,8 @@ def frame(first: int, payload: bytes = b"", *, size: int | None = None) -> bytes
     return head + MASK + masked.to_bytes(len(payload), "big")
 
 
-def closing(code: int) -> bytes:
-    """Return what the master sends last."""
+def close_frame(code: int) -> bytes:
+    """Return the master's close frame with a status code."""
     return b"\x88\x02" + code.to_bytes(2, "big")
 
 
@@ -145,7 +148,7 @@ def tunnels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tunnels]:
         assert "Traceback" not in log, log[-6000:]
 
 
-def test_a_message_in_pieces_with_a_ping_inside_arrives_whole_however_it_is_cut(tunnels: Tunnels) -> None:
+def test_fragmented_message_with_ping_arrives_whole(tunnels: Tunnels) -> None:
     data = (
         frame(BINARY, b"ab")
         + frame(FINAL | PING, b"are you there")
@@ -168,7 +171,7 @@ def test_a_message_in_pieces_with_a_ping_inside_arrives_whole_however_it_is_cut(
 
 
 def read_frames(connection: socket.socket, num_bytes: int) -> tuple[list[int], bytes]:
-    """Read whole frames until their data is so long; returns opcodes and data, and checks what pongs repeat."""
+    """Read ``num_bytes`` of data; return all frames' opcodes and the data."""
     stream = connection.makefile("rb")
     opcodes, content = [], b""
     while len(content) < num_bytes:
@@ -186,16 +189,16 @@ def read_frames(connection: socket.socket, num_bytes: int) -> tuple[list[int], b
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x03\xe8", b"\x03\xe9going away", b"\x0f\xa0mine"])
-def test_a_close_is_answered_once_and_nothing_behind_it_counts(tunnels: Tunnels, payload: bytes) -> None:
+def test_close_is_answered_once_ignoring_later_frames(tunnels: Tunnels, payload: bytes) -> None:
     with tunnels.open(tunnels.echo) as connection:
         connection.sendall(
             frame(FINAL | CLOSE, payload) + frame(FINAL | BINARY, b"late") + frame(FINAL | CLOSE)
         )
 
-        assert read_all(connection) == closing(1000)
+        assert read_all(connection) == close_frame(1000)
 
 
-def test_a_client_that_does_not_read_holds_the_service_up_and_fills_no_memory(tunnels: Tunnels) -> None:
+def test_non_reading_client_applies_backpressure(tunnels: Tunnels) -> None:
     with tunnels.open(tunnels.flood):
         before = memory_mib(tunnels.master.record.pid)
         sent = plateau(lambda: int(tunnels.sent_path.read_text() or 0) if tunnels.sent_path.exists() else 0)
@@ -205,8 +208,8 @@ def test_a_client_that_does_not_read_holds_the_service_up_and_fills_no_memory(tu
     assert grown < 32
 
 
-def test_a_service_that_does_not_read_holds_the_client_up_and_fills_no_memory(tunnels: Tunnels) -> None:
-    with tunnels.open(tunnels.deaf) as connection:
+def test_non_reading_service_applies_backpressure(tunnels: Tunnels) -> None:
+    with tunnels.open(tunnels.never_read) as connection:
         before = memory_mib(tunnels.master.record.pid)
         connection.setblocking(False)
         data, sent = memoryview(frame(FINAL | BINARY, bytes(MIB)) * 64), 0
@@ -223,7 +226,7 @@ def test_a_service_that_does_not_read_holds_the_client_up_and_fills_no_memory(tu
 
 
 def plateau(value: Callable[[], int]) -> int:
-    """Return a value once it has not changed for a while, which a stream that flows does not do."""
+    """Wait until a value has not changed for 3 s; return it."""
     give_up_at_s = time.monotonic() + DEADLINE_S
     last, since_s = -1, time.monotonic()
     while time.monotonic() < give_up_at_s:
@@ -236,13 +239,13 @@ def plateau(value: Callable[[], int]) -> int:
     raise AssertionError(f"still changes after {DEADLINE_S:g} s: {last}")
 
 
-def test_the_end_of_a_task_leaves_no_connection_of_its_tunnels_open(tunnels: Tunnels) -> None:
+def test_task_end_closes_its_tunnel_connections(tunnels: Tunnels) -> None:
     master = tunnels.master.record
 
     tunnels.det.ok("command", "kill", tunnels.task_id)
 
     wait_for(
         lambda: num_open_connections(master.pid, master.port) == 0,
-        "connections of tunnels to close",
+        "tunnel connections to close",
         deadline_s=DEADLINE_S,
     )

@@ -1,8 +1,8 @@
-"""What runs on a machine of its own, as far as /tmp and /dev/shm go, and what it leaves there.
+"""Run a scenario and print which files it leaves in /tmp and /dev/shm.
 
     python trace_scenarios.py NAME WORK
 
-``WORK`` is a directory outside of /tmp. The last line of the output is JSON: what each step of the scenario left.
+``WORK`` is a directory outside of /tmp. The last line of the output is JSON: step of the scenario -> list of new files.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "master"), str(ROOT / "tests")]
 from submitting import processes_with, submit, trials, wait_until  # noqa: E402
 
-PLACES = ("/tmp", "/dev/shm")
+DIRECTORIES = ("/tmp", "/dev/shm")
 DEADLINE_S = 400.0
 
-# Writes TensorBoard files, shared memory and temporary files, all as libraries do, and says so.
+# Creates TensorBoard files, a semaphore in /dev/shm and a temporary directory, then prints "is ready".
 TRAIN = """
 import multiprocessing, multiprocessing.shared_memory, os, sys, tempfile, time
 import determined as det
@@ -51,7 +51,7 @@ with det.core.init(distributed=distributed) as core:
     if len(sys.argv) > 1:
         time.sleep(600)
 """
-# Without its first line the files go where Determined puts them: no code of ours runs in such a process.
+# Importing dstrial moves the TensorBoard files; otherwise Determined writes them to a fixed place in /tmp.
 DETACHED = """
 import dstrial
 from determined.experimental import core_v2
@@ -64,15 +64,15 @@ core_v2.train.report_training_metrics(steps_completed=1, metrics={"loss": 0.5})
 """
 
 
-class Watch:
-    """What is left in the places by each step."""
+class LeftoverTracker:
+    """Records the files that each step of a scenario leaves behind."""
 
     def __init__(self) -> None:
         self.left: dict[str, list[str]] = {}
         self._known: set[str] = set(listing())
 
-    def step(self, name: str, *, ignoring: str = "") -> None:
-        """Note what a step has left; what goes on living is given as a pattern of names."""
+    def record_step(self, name: str, *, ignoring: str = "") -> None:
+        """Record the new files since the last step, except those that match ``ignoring``."""
         give_up_at_s = time.monotonic() + 20
         while True:
             found = [entry for entry in listing() if not ignoring or not re.search(ignoring, entry)]
@@ -85,10 +85,10 @@ class Watch:
 
 
 def listing() -> list[str]:
-    """Return every entry directly in the places: mode, path."""
+    """Return "MODE PATH" of every direct entry of /tmp and /dev/shm."""
     found = []
-    for place in PLACES:
-        for entry in sorted(Path(place).iterdir()):
+    for directory in DIRECTORIES:
+        for entry in sorted(Path(directory).iterdir()):
             with contextlib.suppress(FileNotFoundError):
                 found.append(f"{stat.S_IMODE(entry.lstat().st_mode):04o} {entry}")
     return found
@@ -129,8 +129,8 @@ def has_printed(master: MasterForTest, experiment_id: int, text: str, times: int
     return sum(text in line for line in lines) >= times
 
 
-def master_trials(watch: Watch, work: Path) -> None:
-    """Two ranks that end, and that are killed in every way."""
+def master_trials(tracker: LeftoverTracker, work: Path) -> None:
+    """Trials of two ranks: completed, rank killed, supervisor killed, trial killed."""
     with master_for_test(work) as master:
         launchers = {
             "dstrial.launch": "python3 -m dstrial.launch train.py",
@@ -139,25 +139,25 @@ def master_trials(watch: Watch, work: Path) -> None:
         for name, entrypoint in launchers.items():
             done = submit(master, config(entrypoint), TRAIN)
             wait_until(master, done, "COMPLETED", deadline_s=DEADLINE_S)
-            watch.step(f"{name}: completed")
+            tracker.record_step(f"{name}: completed")
         for name in ("a rank killed", "the supervisor killed", "det experiment kill"):
             experiment_id = submit(master, config("python3 -m dstrial.launch train.py wait"), TRAIN)
             wait_for(lambda: has_printed(master, experiment_id, "is ready", 2), "both ranks")  # noqa: B023
             if name == "a rank killed":
-                # Its launcher has this argument, too, and more behind the name of the module.
+                # The launcher has the same arguments, therefore is_rank.
                 ranks = [pid for pid in processes_with("train.py\0wait") if is_rank(pid)]
                 os.kill(ranks[0], signal.SIGKILL)
             elif name == "the supervisor killed":
                 (supervisor,) = processes_with(f"/allocations/{allocation_of(master, experiment_id)}")
                 os.kill(supervisor, signal.SIGKILL)
-                # Its trial is given a new allocation.
+                # The trial restarts in a new allocation.
                 wait_for(lambda: has_printed(master, experiment_id, "is ready", 4), "both ranks, anew")  # noqa: B023
                 master.det("experiment", "kill", str(experiment_id))
             else:
                 assert master.det("experiment", "kill", str(experiment_id)).returncode == 0
             wait_until(master, experiment_id, "ERROR", "CANCELED", deadline_s=DEADLINE_S)
-            watch.step(name)
-    watch.step("dstrial down")
+            tracker.record_step(name)
+    tracker.record_step("dstrial down")
 
 
 def is_rank(pid: int) -> bool:
@@ -169,26 +169,26 @@ def is_rank(pid: int) -> bool:
 def allocation_of(master: MasterForTest, experiment_id: int) -> str:
     (trial,) = trials(master, experiment_id)
     tasks = master.client().get("/api/v1/tasks")["allocationIdToSummary"]
-    return next(one for one, what in tasks.items() if what["taskId"] == trial["taskId"])
+    return next(key for key, summary in tasks.items() if summary["taskId"] == trial["taskId"])
 
 
-def on_a_master(watch: Watch, work: Path) -> None:
-    """A command, a TensorBoard, a generic task, a script that nobody schedules, and ``dstrial run``."""
+def on_a_master(tracker: LeftoverTracker, work: Path) -> None:
+    """A command, TensorBoard, generic task, detached script, and ``dstrial run``."""
     with master_for_test(work) as master:
-        tasks(watch, master, work)
-        detached(watch, master, work)
-        dstrial_run(watch, master, work)
-    watch.step("dstrial down")
+        tasks(tracker, master, work)
+        detached(tracker, master, work)
+        dstrial_run(tracker, master, work)
+    tracker.record_step("dstrial down")
 
 
-def tasks(watch: Watch, master: MasterForTest, work: Path) -> None:
+def tasks(tracker: LeftoverTracker, master: MasterForTest, work: Path) -> None:
     write = "python3 -c 'import tempfile; tempfile.mkdtemp()'"
     assert master.det("command", "run", "sh", "-c", write).returncode == 0
-    watch.step("command")
+    tracker.record_step("command")
     one_rank = {"slots_per_trial": 1}
     experiment_id = submit(master, config("python3 -m dstrial.launch train.py", resources=one_rank), TRAIN)
     wait_until(master, experiment_id, "COMPLETED", deadline_s=DEADLINE_S)
-    watch.step("its trial")
+    tracker.record_step("its trial")
     started = master.det("tensorboard", "start", "--no-browser", "--detach", str(experiment_id))
     assert started.returncode == 0, started.stderr
     task_id = started.stdout.split()[-1]
@@ -200,7 +200,7 @@ def tasks(watch: Watch, master: MasterForTest, work: Path) -> None:
     wait_for(lambda: state() == "STATE_RUNNING", "the TensorBoard")
     assert master.det("tensorboard", "kill", task_id).returncode == 0
     wait_for(lambda: state() == "STATE_TERMINATED", "the end of the TensorBoard")
-    watch.step("tensorboard")
+    tracker.record_step("tensorboard")
     (work / "task.yaml").write_text(yaml.safe_dump({"entrypoint": ["sh", "-c", write]}))
     made = master.det("task", "create", str(work / "task.yaml"))
     assert made.returncode == 0, made.stderr
@@ -209,14 +209,14 @@ def tasks(watch: Watch, master: MasterForTest, work: Path) -> None:
         lambda: client.get(f"/api/v1/tasks/{task_id}")["task"]["taskState"].endswith("COMPLETED"),
         "the task",
     )
-    watch.step("generic task")
+    tracker.record_step("generic task")
 
 
-def detached(watch: Watch, master: MasterForTest, work: Path) -> None:
+def detached(tracker: LeftoverTracker, master: MasterForTest, work: Path) -> None:
     script = work / "detached.py"
     script.write_text(DETACHED.replace("STORAGE", repr(str(work / "kept"))))
     run([sys.executable, str(script)], dict(master.env))
-    watch.step("detached")
+    tracker.record_step("detached")
 
 
 def digits(work: Path, batches: int = 10, **changes: Any) -> Path:
@@ -232,23 +232,23 @@ def plain_env() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
 
 
-def dstrial_run(watch: Watch, master: MasterForTest, work: Path) -> None:
+def dstrial_run(tracker: LeftoverTracker, master: MasterForTest, work: Path) -> None:
     definition = str(ROOT / "model_defs" / "digits")
     run(
         [sys.executable, "-m", "dstrial.cli", "run", str(digits(work)), definition],
         dict(master.env) | {"PYTHONPATH": str(ROOT)},
         cwd=work,
     )
-    watch.step("dstrial run")
+    tracker.record_step("dstrial run")
 
 
-def launch(watch: Watch, work: Path) -> None:
-    """``python -m dstrial.launch`` without a master: ended, interrupted, and its launcher killed."""
+def launch(tracker: LeftoverTracker, work: Path) -> None:
+    """Runs without a master: completed, interrupted, launcher killed."""
     definition = ROOT / "model_defs" / "digits"
     command = [sys.executable, "-m", "dstrial.launch", "--trial", "model_def:DigitsTrial"]
     command += ["--context-dir", str(definition), "--config"]
     run([*command, str(digits(work))], plain_env(), cwd=work)
-    watch.step("launch: completed")
+    tracker.record_step("launch: completed")
     long = digits(work, 100_000)
     for name, number in (("interrupted", signal.SIGINT), ("launcher killed", signal.SIGKILL)):
         before = num_training(work)
@@ -261,13 +261,13 @@ def launch(watch: Watch, work: Path) -> None:
             process.send_signal(number)
             process.wait()
         wait_for(lambda: not rank_pids(work), "the ranks' end")
-        watch.step(f"launch: {name}")
+        tracker.record_step(f"launch: {name}")
     run([*command, str(digits(work))], plain_env(), cwd=work)
-    watch.step("launch: the next one")
+    tracker.record_step("launch: the next one")
 
 
 def num_training(work: Path) -> int:
-    """Return how many runs have reported metrics."""
+    """Return the number of runs that have reported metrics."""
     return sum(path.stat().st_size > 0 for path in work.glob("runs/*/*/metrics.jsonl"))
 
 
@@ -275,7 +275,7 @@ def rank_pids(work: Path) -> list[int]:
     return [pid for pid in processes_with(str(work / "digits.yaml")) if is_rank(pid)]
 
 
-SCENARIOS: dict[str, Callable[[Watch, Path], None]] = {
+SCENARIOS: dict[str, Callable[[LeftoverTracker, Path], None]] = {
     "master_trials": master_trials,
     "on_a_master": on_a_master,
     "launch": launch,
@@ -283,14 +283,14 @@ SCENARIOS: dict[str, Callable[[Watch, Path], None]] = {
 
 
 def main(name: str, work: Path) -> None:
-    """Run one scenario with a home directory of its own, and print what it left."""
+    """Run a scenario with its own home directory; print the files that it left."""
     home = work / "home"
     home.mkdir()
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
     os.environ.update({"HOME": str(home), "TORCH_EXTENSIONS_DIR": extensions})
-    watch = Watch()
-    SCENARIOS[name](watch, work)
-    print(json.dumps(watch.left))
+    tracker = LeftoverTracker()
+    SCENARIOS[name](tracker, work)
+    print(json.dumps(tracker.left))
 
 
 if __name__ == "__main__":

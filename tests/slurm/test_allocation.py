@@ -1,4 +1,4 @@
-"""Which nodes and slots an allocation has, by Slurm's variables."""
+"""Nodes, tasks and slots of a Slurm allocation, read from environment variables."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _BATCH = {
 }
 
 
-def test_a_batch_script_knows_nodes_tasks_and_devices() -> None:
+def test_batch_variables_give_nodes_tasks_and_devices() -> None:
     found = allocation_of({**_BATCH, "SLURM_GPUS_ON_NODE": "2"})
     assert found == Allocation(12, ("gpu1", "gpu2", "login"), (2, 2, 1), 2)
     assert allocation_of({}) is None
-    assert allocation_of({"SLURM_JOB_ID": "12"}) is None, "a variable that somebody has set"
+    assert allocation_of({"SLURM_JOB_ID": "12"}) is None, "SLURM_JOB_ID alone is no allocation"
 
 
-def test_one_of_several_tasks_is_refused_and_a_step_of_slurms_own_is_not() -> None:
+def test_only_multi_task_srun_steps_are_refused() -> None:
     step = {**_BATCH, "SLURM_STEP_ID": "4", "SLURM_STEP_NUM_TASKS": "2"}
     with pytest.raises(LaunchError, match="one of 2 tasks of srun"):
         allocation_of(step)
     assert allocation_of({**step, "SLURM_STEP_NUM_TASKS": "1"}) is not None
-    # salloc with an interactive step
+    # SLURM_STEP_ID of salloc's interactive step
     assert allocation_of({**step, "SLURM_STEP_ID": str(0xFFFFFFFA)}) is not None
 
 
-def test_variables_of_nothing_are_named() -> None:
+def test_malformed_nodelist_is_named_in_error() -> None:
     with pytest.raises(LaunchError, match=r"SLURM_JOB_NODELIST='gpu\[1-'"):
         allocation_of({**_BATCH, "SLURM_JOB_NODELIST": "gpu[1-"})
 
@@ -52,7 +52,7 @@ def test_variables_of_nothing_are_named() -> None:
         ((1,), 0, 4, [4]),
     ],
 )
-def test_tasks_are_slots_and_otherwise_nodes_share_them(
+def test_slots_are_tasks_or_divided_among_nodes(
     tasks: tuple[int, ...], devices: int, wanted: int | None, slots: list[int]
 ) -> None:
     nodes = tuple(f"n{number}" for number in range(len(tasks)))
@@ -62,13 +62,13 @@ def test_tasks_are_slots_and_otherwise_nodes_share_them(
 @pytest.mark.parametrize(
     ("tasks", "wanted", "said"), [((2, 1), 4, "have 3 tasks"), ((1, 1), 3, "expected a multiple of 2")]
 )
-def test_more_slots_than_there_are_is_said(tasks: tuple[int, ...], wanted: int, said: str) -> None:
+def test_too_many_slots_error_names_ntasks_option(tasks: tuple[int, ...], wanted: int, said: str) -> None:
     with pytest.raises(LaunchError, match=said) as raised:
         slots_of_nodes(Allocation(1, ("a", "b"), tasks), wanted)
     assert f"--ntasks={wanted}" in str(raised.value)
 
 
-def test_devices_are_counted_whatever_they_are_called() -> None:
+def test_num_devices_is_read_from_each_gpu_variable() -> None:
     for name, text in (
         ("SLURM_GPUS_ON_NODE", "4"),
         ("SLURM_GPUS_PER_NODE", "h100:4"),
@@ -79,7 +79,8 @@ def test_devices_are_counted_whatever_they_are_called() -> None:
         assert found.num_devices == 4
 
 
-def test_a_step_has_to_say_how_many_devices_it_has_where_they_were_asked_for_by_task_or_as_a_whole() -> None:
+def test_srun_requests_gpus_when_allocation_divides_them() -> None:
+    """srun gets ``--gpus`` if GPUs were requested per task or in total, not per node."""
     base = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
     for more, counts in (
         ({"SLURM_GPUS_PER_TASK": "1"}, {"n1": 2, "n2": 1}),

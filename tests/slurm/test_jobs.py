@@ -1,4 +1,4 @@
-"""What ``squeue``, ``sinfo`` and ``scontrol`` say of jobs and nodes, as Slurm 22.05 has printed it."""
+"""Parsing of output of squeue, sinfo and scontrol (Slurm 22.05)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _QUEUE = """\
 """
 
 
-def test_each_line_is_a_job() -> None:
-    waits, preempted, late, failed = parse_queue(_QUEUE)
-    assert waits == Job("7", "PENDING", "Resources", name="trial-3@1f2a", limit="UNLIMITED")
-    assert waits.described == "pending (Resources: waits for nodes to become free)"
-    assert waits.is_waiting
+def test_parse_queue_returns_job_per_line() -> None:
+    pending, preempted, late, failed = parse_queue(_QUEUE)
+    assert pending == Job("7", "PENDING", "Resources", name="trial-3@1f2a", limit="UNLIMITED")
+    assert pending.described == "pending (Resources: waits for nodes to become free)"
+    assert pending.is_waiting
     assert preempted.name == "a name|with bars"
     assert preempted.leaving_reason == "is preempted: another job gets its nodes"
     assert late.leaving_reason == "ends at its time limit in 90 s"
@@ -46,13 +46,13 @@ def test_each_line_is_a_job() -> None:
         (None, "UNLIMITED", False),
     ],
 )
-def test_it_leaves_in_time_to_save_a_checkpoint(left_s: int | None, limit: str, leaves: bool) -> None:
+def test_job_leaves_before_limit_to_checkpoint(left_s: int | None, limit: str, leaves: bool) -> None:
     job = Job("1", "RUNNING", left_s=left_s, limit=limit, nodes="host1")
     assert (job.leaving_reason is not None) == leaves
     assert job.described == "running on host1"
 
 
-def test_seconds_parses_slurms_times() -> None:
+def test_seconds_parses_slurm_durations() -> None:
     assert [seconds(text) for text in ("1-02:03:04", "3:04", "UNLIMITED")] == [93784, 184, None]
 
 
@@ -82,13 +82,13 @@ def test_parse_nodes_returns_slots_and_states() -> None:
     assert [is_up(state) for state in states] == [True, True, True, False, False]
 
 
-def test_options_of_another_job_or_cluster_are_refused() -> None:
+def test_options_for_other_job_or_cluster_are_refused() -> None:
     accepted = ["--partition=low", "-p low", "--cluster-constraint=x", "--mem=4G"]
     refused_ = ["--job-name=mine", "-Jmine", "--array=1-3", "--output x", "--clusters=far", "-M far", "-Mfar"]
     assert refused_options([*accepted, *refused_]) == refused_
 
 
-def test_a_controller_that_is_away_is_told_from_a_refusal() -> None:
+def test_unreachable_controller_differs_from_rejection() -> None:
     said = "squeue: error: slurm_load_jobs: Unable to contact slurm controller (connect failure)"
     assert is_away(said)
     assert away_reason(said, "squeue", 1) == (
@@ -98,7 +98,7 @@ def test_a_controller_that_is_away_is_told_from_a_refusal() -> None:
     assert away_reason("", "squeue", 1) == "squeue ended with 1"
 
 
-def test_lacks_nodes_is_true_for_rejections_of_sizes() -> None:
+def test_lacks_nodes_matches_size_rejections() -> None:
     assert lacks_nodes("allocation failure: Requested node configuration is not available")
     assert lacks_nodes("error: Invalid generic resource (gres) specification")
     assert not lacks_nodes("sbatch: error: invalid partition specified: none")
@@ -115,7 +115,7 @@ _RUNNING = (
 )
 
 
-def test_a_running_job() -> None:
+def test_parse_job_reads_running_job() -> None:
     job = parse_job(_RUNNING)
     assert job == Job(
         "9",
@@ -135,7 +135,7 @@ def test_a_running_job() -> None:
     assert parse_job("slurm_load_jobs error: Invalid job id specified") is parse_job("") is None
 
 
-def test_states_are_waiting_over_or_leaving() -> None:
+def test_job_states_are_waiting_over_or_leaving() -> None:
     jobs = {
         state: Job("1", state)
         for state in (
@@ -150,14 +150,14 @@ def test_states_are_waiting_over_or_leaving() -> None:
     }
 
 
-def test_reasons_are_explained() -> None:
+def test_known_reasons_are_explained() -> None:
     down = "ReqNodeNotAvail,_UnavailableNodes:host3"
     assert explained(down) == f"{down}: waits for nodes that are down, drained or reserved"
     assert explained("SomethingNew") == "SomethingNew"
     assert Job("1", "FAILED", exit_code=3).described == "failed (exit code 3)"
 
 
-def test_a_refusal_keeps_what_sbatch_said_and_adds_what_to_do() -> None:
+def test_rejection_message_has_sbatch_output_and_fix() -> None:
     text = refused(
         "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed: Invalid partition name "
         "specified\n",

@@ -1,4 +1,4 @@
-"""Lists of nodes and counts are expanded as Slurm writes them; ``tests/hosts`` compares with scontrol."""
+"""Expansion of Slurm's node lists and counts; tests/hosts compares with scontrol."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from dstrial.slurm.allocation import expand_counts, expand_nodes
         ("", []),
     ],
 )
-def test_expands_as_slurm_writes(text: str, names: list[str]) -> None:
+def test_expand_nodes_follows_slurm_syntax(text: str, names: list[str]) -> None:
     assert expand_nodes(text) == names
 
 
 @pytest.mark.parametrize(
     "text", ["host[1-", "host]1[", "a,,b", "host[3-1]", "host[a-b]", "host[]", "h[1-99999999]", ",a"]
 )
-def test_refuses_what_is_no_list(text: str) -> None:
+def test_expand_nodes_rejects_malformed_lists(text: str) -> None:
     with pytest.raises(ValueError, match="no list of Slurm's nodes"):
         expand_nodes(text)
 
 
 @given(st.lists(st.integers(1, 9), max_size=8))
-def test_counts_come_back(counts: list[int]) -> None:
+def test_expand_counts_round_trips(counts: list[int]) -> None:
     runs: list[list[int]] = []
     for count in counts:
         if runs and runs[-1][0] == count:
@@ -46,5 +46,5 @@ def test_counts_come_back(counts: list[int]) -> None:
     assert expand_counts(text) == counts
 
 
-def test_another_text_has_no_counts() -> None:
+def test_expand_counts_of_malformed_text_is_empty() -> None:
     assert expand_counts("four") == expand_counts("4(x)") == []

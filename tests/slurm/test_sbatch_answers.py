@@ -1,4 +1,4 @@
-"""What sbatch's answers mean: as text, and as given by a script in the place of sbatch."""
+"""Interpretation of sbatch's messages, partly with a fake sbatch on PATH."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _POLICY = "allocation failure: Job violates accounting/QOS policy"
         (1, f"sbatch: error: QOSMaxWallDurationPerJobLimit\n{_POLICY} (and so on)", True),
     ],
 )
-def test_what_may_be_otherwise_later_is_no_refusal(code: int, said: str, *, expected: bool) -> None:
+def test_is_refusal_excludes_temporary_rejections(code: int, said: str, *, expected: bool) -> None:
     assert is_refusal(code, said) == expected
 
 
@@ -44,7 +44,7 @@ def test_fix_for_full_queue_differs_from_job_limit() -> None:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return what puts a command of that name before Slurm's."""
+    """Return a function that creates a fake command, first on PATH."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
     def write(name: str, body: str) -> None:
@@ -56,10 +56,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 
 @pytest.mark.process
-def test_submit_asks_the_cluster_of_all_commands(
+def test_submit_removes_sbatch_clusters_variable(
     command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``SBATCH_CLUSTERS`` is for sbatch alone, ``SLURM_CLUSTERS`` for all commands."""
+    """Only sbatch reads SBATCH_CLUSTERS; all Slurm commands read SLURM_CLUSTERS."""
     monkeypatch.setenv("SBATCH_CLUSTERS", "far")
     monkeypatch.setenv("SLURM_CLUSTERS", "near")
     command("sbatch", 'echo "123;${SBATCH_CLUSTERS:-$SLURM_CLUSTERS}"; test -z "$SBATCH_CLUSTERS"')
@@ -67,7 +67,7 @@ def test_submit_asks_the_cluster_of_all_commands(
 
 
 @pytest.mark.process
-def test_refused_script_raises_with_a_fix(command: Callable[[str, str], None]) -> None:
+def test_rejected_script_raises_error_with_fix(command: Callable[[str, str], None]) -> None:
     said = "sbatch: error: allocation failure: Requested node configuration is not available"
     command("sbatch", f"echo '{said}' >&2; exit 1")
     for ask in (client.submit, client.test):
@@ -79,7 +79,7 @@ def test_refused_script_raises_with_a_fix(command: Callable[[str, str], None]) -
     assert found[0] == "sbatch says: allocation failure: Requested node configuration is not available"
 
 
-def test_absent_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_commands_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LaunchError, match=r"sbatch, srun of Slurm is not on PATH; .* leave --slurm out"):
         client.require_slurm("sbatch", "srun")

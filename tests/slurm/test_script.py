@@ -1,4 +1,4 @@
-"""The batch script and the options that are put into it."""
+"""Batch scripts and their sbatch options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dstrial.slurm.script import (
 )
 
 
-def test_options_of_config_and_command_line_keep_their_order_and_their_values() -> None:
+def test_sbatch_args_keep_order_and_values() -> None:
     settings = {"sbatch_args": ["-p", "gpu", "--time=1:00:00", "--exclusive"]}
     found = sbatch_args(settings, ["--partition=other"], "exp.yaml")
     assert found == ["-p gpu", "--time=1:00:00", "--exclusive", "--partition=other"]
@@ -39,7 +39,7 @@ def test_options_of_config_and_command_line_keep_their_order_and_their_values() 
         ([["--x"]], "a list of options of sbatch"),
     ],
 )
-def test_what_is_no_option_is_refused(given: Any, said: str) -> None:
+def test_invalid_sbatch_args_are_rejected(given: Any, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         sbatch_args({"sbatch_args": given}, [], "exp.yaml")
     assert said in str(raised.value)
@@ -58,7 +58,7 @@ def test_what_is_no_option_is_refused(given: Any, said: str) -> None:
         ({}, ["-N 2"], 4, True, ["--gpus-per-task=1"]),
     ],
 )
-def test_slots_are_asked_for_as_tasks(
+def test_request_lines_request_task_per_slot(
     settings: dict[str, Any], options: list[str], slots: int, devices: bool, lines: list[str]
 ) -> None:
     assert request_lines(settings, options, slots, wants_devices=devices, where="exp.yaml") == lines
@@ -66,7 +66,7 @@ def test_slots_are_asked_for_as_tasks(
 
 
 @pytest.mark.parametrize("per_node", [3, 0, "2", -1])
-def test_slots_that_do_not_divide_are_refused(per_node: Any) -> None:
+def test_indivisible_slots_per_node_is_rejected(per_node: Any) -> None:
     with pytest.raises(ConfigError, match="a multiple"):
         request_lines({"slots_per_node": per_node}, [], 4, wants_devices=False, where="exp.yaml")
 
@@ -84,11 +84,11 @@ def test_slots_that_do_not_divide_are_refused(per_node: Any) -> None:
         ("UNLIMITED", 120),
     ],
 )
-def test_a_job_is_told_a_tenth_of_its_time_before_the_end(limit: str | None, seconds: int) -> None:
+def test_notice_is_tenth_of_time_limit(limit: str | None, seconds: int) -> None:
     assert notice_s(limit) == seconds
 
 
-def test_the_script_is_safe_with_any_path_and_says_where_it_comes_from() -> None:
+def test_batch_script_quotes_paths_and_names_origin() -> None:
     script = batch_script(
         name="digits",
         request=["--ntasks=2"],
@@ -104,12 +104,12 @@ def test_the_script_is_safe_with_any_path_and_says_where_it_comes_from() -> None
     assert '#SBATCH --output="/my runs/100%%/one/slurm.log"' in lines
     assert '#SBATCH --chdir="/a dir"' in lines
     ours, theirs = lines.index("#SBATCH --ntasks=2"), lines.index("#SBATCH --partition=gpu")
-    assert ours < theirs, "the user's stand behind ours, and count"
+    assert ours < theirs, "the user's options come last and win"
     assert lines[-2:] == ["mkdir -p '/my runs/100%/one'", "exec /v/bin/python -m dstrial run 'a b.yaml'"]
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\n#SBATCH --uid=0", "a\tb", "a\\b", "caf\udce9"])
-def test_directory_that_slurm_cannot_have_is_refused(name: str) -> None:
+def test_directory_with_unsupported_characters_is_refused(name: str) -> None:
     path = Path("/", name)
     with pytest.raises(
         ConfigError, match="expected a path of printable characters without a backslash, for Slurm"
@@ -128,7 +128,7 @@ def test_directory_that_slurm_cannot_have_is_refused(name: str) -> None:
 
 
 def test_quotes_in_directories_are_escaped_for_sbatch() -> None:
-    """As sbatch 22.05 reads them; tests/hosts/test_run_under_slurm.py has it read them."""
+    """tests/hosts/test_run_under_slurm.py submits such a directory to a real sbatch."""
     directory = Path("""/John's "runs" #1""")
     script = holding_script(name="x", title="x", request=[], options=[], directory=directory)
 

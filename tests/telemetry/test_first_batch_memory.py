@@ -1,4 +1,4 @@
-"""Where memory goes is measured by counters where operations are not seen, and never ends a training."""
+"""Memory by use in the first batch, measured by operation or by device counters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dstrial.telemetry.memory import BY_COUNTERS, BY_STORAGES, FirstBatchMemory
 
 
 class Device:
-    """Answers as an accelerator of DeepSpeed's whose counter has been set."""
+    """Fake DeepSpeed accelerator; tests set its memory counter."""
 
     allocated = 0
 
@@ -26,13 +26,13 @@ class Device:
         return self.allocated
 
 
-class Processor:
+class CpuAccelerator:
     def device_name(self) -> str:
         return "cpu"
 
 
 class Engine:
-    """As much of an engine without ZeRO as is looked at."""
+    """The attributes of a DeepSpeed engine without ZeRO that the measurement reads."""
 
     def __init__(self) -> None:
         self.module = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
@@ -57,8 +57,8 @@ def engine() -> Engine:
 NUM_BYTES = 4 * (64 * 256 + 256 + 256 + 1)
 
 
-def test_parts_are_measured_operation_by_operation(engine: Engine) -> None:
-    memory = FirstBatchMemory([engine], Processor())
+def test_memory_parts_are_measured_by_operation(engine: Engine) -> None:
+    memory = FirstBatchMemory([engine], CpuAccelerator())
     with FlopCounter() as counter:
         memory.begin(counter)
         counter.paused(lambda: engine.train_batch(memory))
@@ -66,8 +66,10 @@ def test_parts_are_measured_operation_by_operation(engine: Engine) -> None:
     found = memory.bytes()
 
     assert found["parameters_bytes"] == found["gradients_bytes"] == NUM_BYTES
-    assert found["optimizer_bytes"] == 2 * NUM_BYTES + 4 * 4  # and a counter of steps for each parameter
-    # The records, what tanh has made of them, which backward needs, and what comes out.
+    assert (
+        found["optimizer_bytes"] == 2 * NUM_BYTES + 4 * 4
+    )  # Adam's moments, and its step counter of 4 bytes for each parameter
+    # Between forward and backward: the features, the output of tanh, and the model's output.
     assert 4 * 32 * (64 + 256) <= found["activations_bytes"] <= 4 * 32 * (64 + 256 + 2)
     assert found["buffers_bytes"] == 0
     assert found["tensors_peak_bytes"] > sum(
@@ -75,7 +77,7 @@ def test_parts_are_measured_operation_by_operation(engine: Engine) -> None:
     )
 
 
-def test_a_view_of_what_was_there_before_is_no_activation(engine: Engine) -> None:
+def test_view_of_existing_tensor_is_no_activation(engine: Engine) -> None:
     data_set = torch.ones(100_000, 64)
     split = MemorySplit([engine], lambda _device: False)
     with FlopCounter() as counter:
@@ -85,7 +87,7 @@ def test_a_view_of_what_was_there_before_is_no_activation(engine: Engine) -> Non
     assert split.take_activations() <= 4 * 32 * (64 + 256 + 2)
 
 
-def test_the_devices_counter_tells_activations_where_operations_are_not_seen(engine: Engine) -> None:
+def test_device_counter_measures_activations_without_operations(engine: Engine) -> None:
     device = Device()
     device.allocated = 1000
     memory = FirstBatchMemory([engine], device)
@@ -93,7 +95,7 @@ def test_the_devices_counter_tells_activations_where_operations_are_not_seen(eng
     device.allocated = 5000
     memory.entering("forward")
     memory.entering("backward")
-    device.allocated = 9000  # of a later micro batch, with gradients
+    device.allocated = 9000  # of a later micro batch, includes gradients, so does not count
     memory.entering("backward")
     engine.train_batch(memory)
 
@@ -101,14 +103,14 @@ def test_the_devices_counter_tells_activations_where_operations_are_not_seen(eng
     assert memory.found_by == BY_COUNTERS
     assert found["activations_bytes"] == 4000
     assert "tensors_peak_bytes" not in found
-    # All of it is on this processor, which is the host of such a device.
+    # The tensors are on the CPU, which is the host of this fake device.
     assert found["parameters_bytes"] == 0
     assert found["host_tensors_bytes"] == pytest.approx(4 * NUM_BYTES, rel=0.01)
     assert found["unattributed_bytes"] == 9000
 
 
-def test_activations_are_unknown_on_a_processor_whose_operations_are_not_seen(engine: Engine) -> None:
-    memory = FirstBatchMemory([engine], Processor())
+def test_cpu_activations_are_unknown_without_operations(engine: Engine) -> None:
+    memory = FirstBatchMemory([engine], CpuAccelerator())
     memory.begin(None)
     engine.train_batch(memory)
 
@@ -118,10 +120,10 @@ def test_activations_are_unknown_on_a_processor_whose_operations_are_not_seen(en
 
 
 @pytest.mark.parametrize("moment", ["begin", "operation", "step"])
-def test_training_goes_on_where_something_cannot_be_measured(
+def test_training_continues_after_measurement_error(
     engine: Engine, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = FirstBatchMemory([engine], Processor())
+    memory = FirstBatchMemory([engine], CpuAccelerator())
     module = engine.module
     with caplog.at_level(logging.INFO, "dstrial.telemetry"), FlopCounter() as counter:
         if moment == "begin":
@@ -129,7 +131,7 @@ def test_training_goes_on_where_something_cannot_be_measured(
         memory.begin(counter)
         if moment == "operation":
             assert counter.on_result is not None
-            counter.on_result(REFUSES, ())
+            counter.on_result(NO_STORAGE, ())
         engine.module = module
         if moment == "step":
             memory.around_step(lambda: delattr(engine, "module"))
@@ -141,11 +143,11 @@ def test_training_goes_on_where_something_cannot_be_measured(
     assert any("is not measured" in record.message for record in caplog.records)
 
 
-class _Refuses(torch.Tensor):
-    """A tensor that has no storage, as some kinds of libraries have none."""
+class _NoStorage(torch.Tensor):
+    """A tensor without a storage, like tensor subclasses of some libraries."""
 
     def untyped_storage(self) -> Any:
         raise NotImplementedError("no storage")
 
 
-REFUSES = torch.ones(1).as_subclass(_Refuses)
+NO_STORAGE = torch.ones(1).as_subclass(_NoStorage)

@@ -1,4 +1,4 @@
-"""What instruments count and read, and when the chief has the device's peak measured."""
+"""Token counts, memory counters, and when rank 0 measures the device's peak FLOPS."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = torch.zeros(2, 8, dtype=torch.long)
         (None, None),
     ],
 )
-def test_tokens_are_those_of_input_ids_and_of_nothing_else(micro_batch: object, tokens: int | None) -> None:
+def test_tokens_in_counts_input_ids_only(micro_batch: object, tokens: int | None) -> None:
     assert tokens_in(micro_batch) == tokens
 
 
@@ -38,7 +38,7 @@ STATUS = "Name:\tpython\nVmPeak:\t  900 kB\nVmHWM:\t  300 kB\nVmRSS:\t  200 kB\n
 
 
 class Device:
-    """Answers as an accelerator of DeepSpeed's that does not count what it has reserved."""
+    """Fake DeepSpeed accelerator without a counter of reserved memory."""
 
     def device_name(self) -> str:
         return "npu"
@@ -53,7 +53,7 @@ class Device:
         raise NotImplementedError
 
 
-def test_the_kernels_text_is_read_in_bytes() -> None:
+def test_process_memory_parses_status_in_bytes() -> None:
     assert process_memory(STATUS) == {
         "process_memory_bytes": 200 * 1024,
         "process_peak_memory_bytes": 300 * 1024,
@@ -61,7 +61,7 @@ def test_the_kernels_text_is_read_in_bytes() -> None:
     assert process_memory("") == {}
 
 
-def test_a_device_is_asked_for_its_counters_and_one_that_it_lacks_is_missing() -> None:
+def test_memory_now_omits_unsupported_device_counters() -> None:
     found = memory_now(Device())
 
     assert found["device_memory_bytes"] == 10
@@ -76,7 +76,7 @@ SLOW, FAST = (Peak(rate, "a processor", "float32", 1024, 2) for rate in (1e-6, 1
 @pytest.mark.parametrize(
     ("known", "is_measured"), [(None, True), (FAST, False), (SLOW, True)], ids=["unknown", "known", "beaten"]
 )
-def test_the_peak_is_measured_at_the_end_if_unknown_or_beaten(known: Peak | None, is_measured: bool) -> None:
+def test_peak_is_measured_if_unknown_or_exceeded(known: Peak | None, is_measured: bool) -> None:
     asked: list[str] = []
     kept: list[object] = []
 

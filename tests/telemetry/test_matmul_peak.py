@@ -1,4 +1,4 @@
-"""The peak of a device is measured once, kept, and measured anew where what is kept cannot be used."""
+"""The device's peak FLOPS: measurement, cache file and data sheets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "dstrial" / "matmul_peaks.json"
 
 
-def test_a_peak_is_kept_with_its_device_type_and_size_and_random_numbers_stay_where_they_are(
-    kept: Path,
+def test_peak_is_cached_and_rng_state_unchanged(
+    cache_file: Path,
 ) -> None:
     assert matmul_peak.known_peak(CPU, torch.float32) is None
     before = torch.get_rng_state()
@@ -31,16 +31,16 @@ def test_a_peak_is_kept_with_its_device_type_and_size_and_random_numbers_stay_wh
     assert (peak.dtype, peak.num_threads, peak.size) == ("float32", torch.get_num_threads(), 1024)
     assert matmul_peak.known_peak(CPU, torch.float32) == peak
     assert matmul_peak.known_peak(CPU, torch.bfloat16) is None
-    (key,) = json.loads(kept.read_text())
+    (key,) = json.loads(cache_file.read_text())
     assert peak.device in key
     assert torch.__version__ in key
-    assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+    assert [path.name for path in cache_file.parent.iterdir()] == [cache_file.name]
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"x": 1}', '{"KEY": {"an old field": 1}}'])
-def test_a_damaged_file_is_measured_again_and_kept_well(kept: Path, content: str) -> None:
-    kept.parent.mkdir()
-    kept.write_text(content.replace("KEY", matmul_peak._key(CPU, torch.float32)))
+def test_damaged_cache_is_measured_again(cache_file: Path, content: str) -> None:
+    cache_file.parent.mkdir()
+    cache_file.write_text(content.replace("KEY", matmul_peak._key(CPU, torch.float32)))
 
     assert matmul_peak.known_peak(CPU, torch.float32) is None
     peak = matmul_peak.measured_peak(CPU, torch.float32)
@@ -59,18 +59,16 @@ def test_a_damaged_file_is_measured_again_and_kept_well(kept: Path, content: str
         ("NVIDIA A1000", "bfloat16", None),
     ],
 )
-def test_a_data_sheet_is_found_by_whole_words_of_the_devices_name(
-    device: str, dtype: str, tflops: float | None
-) -> None:
+def test_data_sheet_matches_whole_words_of_name(device: str, dtype: str, tflops: float | None) -> None:
     found = matmul_peak.data_sheet(device, dtype)
     assert found == (None if tflops is None else pytest.approx(tflops * 1e12))
 
 
-def test_a_slower_measurement_does_not_replace_what_is_kept(kept: Path) -> None:
+def test_slower_measurement_keeps_cached_peak(cache_file: Path) -> None:
     matmul_peak.measured_peak(CPU, torch.float32)
-    ((key, fields),) = json.loads(kept.read_text()).items()
+    ((key, fields),) = json.loads(cache_file.read_text()).items()
     fast = {**fields, "flops_per_s": 1e15}
-    kept.write_text(json.dumps({key: fast}))
+    cache_file.write_text(json.dumps({key: fast}))
 
     assert matmul_peak.measured_peak(CPU, torch.float32).flops_per_s == 1e15
-    assert json.loads(kept.read_text())[key]["flops_per_s"] == 1e15
+    assert json.loads(cache_file.read_text())[key]["flops_per_s"] == 1e15

@@ -1,4 +1,4 @@
-"""Phases are timed by the host where there are no events, and else by events that nobody waits for."""
+"""Timing of forward, backward and step by the host clock or by device events."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ENGINE = object()
 
 
 class Device:
-    """A device that does what is ordered when it is told to: 1 ms a call."""
+    """Fake device: calls are queued, take 1 ms, and end when a test raises ``done``."""
 
     def __init__(self) -> None:
-        self.ordered = 0
+        self.queued = 0
         self.done = 0
         self.num_events = 0
 
@@ -25,7 +25,7 @@ class Device:
         return DeviceEvent(self)
 
     def call(self) -> str:
-        self.ordered += 1
+        self.queued += 1
         return "result"
 
 
@@ -35,14 +35,14 @@ class DeviceEvent:
         self.at = 0
 
     def record(self) -> None:
-        self.at = self.device.ordered
+        self.at = self.device.queued
 
     def query(self) -> bool:
         return self.device.done >= self.at
 
     def elapsed_time(self, end: Any) -> float:
-        assert self.query(), "asked for the time of what has not passed, which waits"
-        assert end.query(), "asked for the time of what has not passed, which waits"
+        assert self.query(), "elapsed_time would block: the event has not passed"
+        assert end.query(), "elapsed_time would block: the event has not passed"
         return float(end.at - self.at)
 
 
@@ -57,7 +57,7 @@ def train(timer: PhaseTimer, call: Any, num_batches: int = 1, num_micro_batches:
     timer.switch(False)
 
 
-def test_without_events_the_hosts_clock_times_a_batch() -> None:
+def test_host_clock_times_batch_without_events() -> None:
     ticks = itertools.count()
     timer = PhaseTimer(None, clock=lambda: float(next(ticks)))
     train(timer, lambda: "result", num_batches=3, num_micro_batches=2)
@@ -67,7 +67,7 @@ def test_without_events_the_hosts_clock_times_a_batch() -> None:
     assert timer.take() == {}
 
 
-def test_what_is_no_training_is_called_and_not_timed() -> None:
+def test_calls_outside_training_are_not_timed() -> None:
     timer = PhaseTimer(None)
     assert timer.run("forward", ENGINE, lambda: "result") == "result"
     timer.stepped(ENGINE)
@@ -75,7 +75,7 @@ def test_what_is_no_training_is_called_and_not_timed() -> None:
     assert timer.take() == {}
 
 
-def test_calls_inside_of_calls_count_once() -> None:
+def test_nested_calls_count_once() -> None:
     ticks = itertools.count()
     timer = PhaseTimer(None, clock=lambda: float(next(ticks)))
     timer.switch(True)
@@ -85,7 +85,7 @@ def test_calls_inside_of_calls_count_once() -> None:
     assert timer.take() == {"forward": 1.0}
 
 
-def test_a_call_that_raises_leaves_the_timer_as_it_was() -> None:
+def test_raising_call_leaves_timer_usable() -> None:
     timer = PhaseTimer(None)
     timer.switch(True)
 
@@ -98,38 +98,38 @@ def test_a_call_that_raises_leaves_the_timer_as_it_was() -> None:
     assert set(timer.take()) == {"forward", "backward", "step"}
 
 
-def test_events_are_read_when_they_have_passed_and_never_waited_for() -> None:
+def test_passed_events_are_read_without_waiting() -> None:
     device = Device()
     timer = PhaseTimer(device.make_event)
     train(timer, device.call, num_batches=4, num_micro_batches=2)
     assert timer.take() == {}, "the device has done nothing yet"
 
-    device.done = device.ordered
+    device.done = device.queued
     train(timer, device.call, num_batches=1)
     assert timer.take() == pytest.approx({"forward": 2e-3, "backward": 2e-3, "step": 1e-3})
 
-    device.done = device.ordered
+    device.done = device.queued
     assert timer.take() == pytest.approx({"forward": 1e-3, "backward": 1e-3, "step": 1e-3})
     assert timer.clock_name == "device events"
 
 
-def test_events_are_used_again_and_few_batches_of_many_have_any() -> None:
+def test_events_are_reused_and_batches_sampled() -> None:
     device = Device()
     timer = PhaseTimer(device.make_event)
     for _ in range(4):
         train(timer, device.call, num_batches=1000)
-        device.done = device.ordered
+        device.done = device.queued
         assert timer.take() == pytest.approx({"forward": 1e-3, "backward": 1e-3, "step": 1e-3})
     before = device.num_events
     train(timer, device.call, num_batches=1000)
-    device.done = device.ordered
+    device.done = device.queued
     timer.take()
 
     assert device.num_events == before
     assert timer._stride == 1000 // MOST_TIMED
 
 
-def test_an_optimizers_step_is_called_through_whoever_asked_for_it() -> None:
+def test_around_step_wraps_optimizer_step() -> None:
     timer = PhaseTimer(None)
     seen = []
 

@@ -1,7 +1,4 @@
-"""What a person reads at the end of a run about its time, memory and speed.
-
-The table of where memory went: rank 0, the rank that has most, and what was predicted for each.
-"""
+"""The summary at the end of a run: speed, step time, FLOPS and the memory table."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def document(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in {**usual, **changes}.items() if value is not None}
 
 
-def test_everything_that_is_known_is_said_with_how_it_was_found() -> None:
+def test_summary_shows_known_values_with_sources() -> None:
     assert summary_rows(document()) == [
         ("speed", "320 records/s, 163,840 tokens/s; 100 ms a batch of 32 records (the first is left out)"),
         ("step time", "data wait 5 %, forward 30 %, backward 40 %, step 20 %, other 5 % (by host clock)"),
@@ -59,7 +56,7 @@ def test_everything_that_is_known_is_said_with_how_it_was_found() -> None:
     ]
 
 
-def test_what_is_not_known_is_called_unknown_with_the_reason() -> None:
+def test_unknown_flops_are_shown_with_reason() -> None:
     rows = dict(
         summary_rows(
             document(
@@ -74,7 +71,7 @@ def test_what_is_not_known_is_called_unknown_with_the_reason() -> None:
     assert "tokens" not in rows["speed"]
 
 
-def test_the_slowest_rank_is_named_where_one_stands_out_and_not_among_stages() -> None:
+def test_slowest_rank_is_named_except_among_stages() -> None:
     fast = {"batch_ms": 100.0, "data_wait_ms": 1.0, "forward_ms": 20.0, "backward_ms": 50.0, "step_ms": 20.0}
     slow = {"batch_ms": 100.0, "data_wait_ms": 31.0, "forward_ms": 20.0, "backward_ms": 20.0, "step_ms": 20.0}
     rows = dict(summary_rows(document(ranks=[fast, fast, slow], memory_bytes=[{}, {}, {}])))
@@ -88,8 +85,8 @@ def test_the_slowest_rank_is_named_where_one_stands_out_and_not_among_stages() -
     assert "other stages 1 %" in pipeline["step time"]
 
 
-def test_step_time_shares_of_unequal_ranks_are_at_most_whole() -> None:
-    """Rank 1 waits in its backward while rank 0, whose clock stands, writes the first report."""
+def test_step_time_shares_sum_to_at_most_100() -> None:
+    """Rank 1 waits in backward while rank 0, whose clock is paused, writes a report."""
     samples = [
         RankSample(1, seconds, 0.001, {"forward": 0.001, "backward": backward_s}, "host clock", None, 0, {})
         for seconds, backward_s in ((0.010, 0.003), (0.230, 0.221))
@@ -101,7 +98,7 @@ def test_step_time_shares_of_unequal_ranks_are_at_most_whole() -> None:
     assert rows["step time"] == "data wait 1 %, forward 1 %, backward 93 %, other 5 % (by host clock)"
 
 
-def test_memory_is_told_by_rank_and_of_many_ranks_by_its_bounds() -> None:
+def test_memory_is_listed_by_rank_or_range() -> None:
     gib = 2**30
     device = [
         {"device_peak_memory_bytes": 2 * gib, "device_reserved_memory_bytes": 3 * gib},
@@ -121,12 +118,12 @@ def test_small_models_have_small_units() -> None:
     assert rows["compute"] == "4.2 MFLOPS a device, counted in the first batch"
 
 
-def test_a_run_of_one_batch_and_one_without_instruments_say_nothing() -> None:
+def test_summary_is_empty_without_measured_batches() -> None:
     assert summary_rows({}) == []
     assert summary_rows({"num_batches": 0, "seconds": 0.0, "memory_bytes": []}) == []
 
 
-def test_a_peak_that_cannot_be_right_is_said_with_the_file_to_remove() -> None:
+def test_exceeded_peak_names_file_to_remove() -> None:
     peak = {**PEAK, "file": "/home/ada/.cache/dstrial/matmul_peaks.json"}
     beaten = dict(summary_rows(document(mfu=1.2, hfu=1.2, peak=peak)))["  which is"]
     assert beaten == (
@@ -135,7 +132,7 @@ def test_a_peak_that_cannot_be_right_is_said_with_the_file_to_remove() -> None:
     assert "  which is" not in dict(summary_rows(document(peak=peak)))
 
 
-def test_parts_of_the_memory_stand_beside_what_was_predicted_for_the_run() -> None:
+def test_measured_memory_is_shown_beside_prediction() -> None:
     mib = 2**20
     counters = {"parameters_bytes": 3 * mib, "gradients_bytes": 2 * mib, "tensors_peak_bytes": 9 * mib}
     rows = summary_rows(document(memory_bytes=[counters]), [{"parameters": 3.0 * mib, "peak": 8.0 * mib}])
@@ -156,7 +153,7 @@ def rank(peak: float, **more: float) -> dict[str, float]:
     }
 
 
-def test_rank_0_and_the_one_that_has_most_are_shown_and_what_was_predicted_for_their_stages() -> None:
+def test_memory_rows_show_rank_0_and_largest() -> None:
     stages = [{"parameters": 99.0 * MIB, "peak": 1500.0 * MIB}, {"parameters": 50.0 * MIB}]
     rows = memory_rows([rank(1500), rank(1400), rank(1600, parameters=55.0), rank(1550)], stages)
 
@@ -169,13 +166,13 @@ def test_rank_0_and_the_one_that_has_most_are_shown_and_what_was_predicted_for_t
     ]
 
 
-def test_one_rank_has_one_line_and_all_are_shown_where_all_are_asked_for() -> None:
+def test_memory_rows_show_all_ranks_on_request() -> None:
     assert [name for name, _ in memory_rows([rank(1)])] == ["tensors, MiB", "  rank 0"]
     names = [name for name, _ in memory_rows([rank(3), rank(2), rank(1)], shows_all=True)]
     assert names == ["tensors, MiB", "  rank 0, most", "  rank 1", "  rank 2"]
 
 
-def test_what_was_not_measured_has_no_line_and_no_column() -> None:
+def test_unmeasured_memory_has_no_row_or_column() -> None:
     assert memory_rows([{"process_peak_memory_bytes": 1}]) == []
     unknown = {
         name: value for name, value in rank(1).items() if "activations" not in name and "peak" not in name
@@ -184,7 +181,7 @@ def test_what_was_not_measured_has_no_line_and_no_column() -> None:
     assert heads[1].split() == ["parameters", "gradients", "optimizer", "buffers"]
 
 
-def test_buffers_that_are_larger_than_all_else_are_explained() -> None:
+def test_dominant_buffers_are_explained() -> None:
     note = (
         "  buffers",
         "mostly DeepSpeed's for messages: as large as zero_optimization.reduce_bucket_size says, used or not",

@@ -1,4 +1,4 @@
-"""What samples of all ranks become: one number a metric, each rank's beside it, and totals over reports."""
+"""Reports and run totals computed from the telemetry samples of all ranks."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def sample(**changes: object) -> RankSample:
 
 
 @pytest.mark.parametrize("flops", [(4e12, 1e12), None])
-def test_unpacked_sample_equals_the_packed_one(flops: tuple[float, float] | None) -> None:
+def test_sample_pack_round_trips(flops: tuple[float, float] | None) -> None:
     one = sample(flops=flops, num_tokens=np.int64(7), gradient_norm=math.inf)
     assert RankSample.unpack(one.pack()) == one
 
 
-def test_a_report_says_where_a_batch_goes_and_the_rest_is_called_other() -> None:
+def test_report_divides_batch_time_into_phases() -> None:
     metrics = report_metrics([sample()], num_records=80, num_skipped=1, peak=PEAK)
 
     times = {name: metrics[name] for name in metrics if name.endswith("_ms")}
@@ -66,7 +66,7 @@ def test_a_report_says_where_a_batch_goes_and_the_rest_is_called_other() -> None
     json.dumps(metrics)
 
 
-def test_flops_of_the_model_are_those_without_recomputation_and_mfu_is_of_the_measured_peak() -> None:
+def test_model_flops_exclude_recomputation_and_mfu_uses_peak() -> None:
     metrics = report_metrics([sample(), sample(flops=(2e12, 1e12), replica=1)], 160, 0, PEAK)
 
     assert metrics["hardware_tflops_per_device"] == pytest.approx((4 + 2) * 10 / 2)
@@ -75,7 +75,7 @@ def test_flops_of_the_model_are_those_without_recomputation_and_mfu_is_of_the_me
     assert metrics["hfu"] == pytest.approx(0.30)
 
 
-def test_what_one_rank_does_not_know_is_left_out_and_never_guessed() -> None:
+def test_metrics_unknown_to_any_rank_are_omitted() -> None:
     metrics = report_metrics(
         [sample(), sample(flops=None, flops_unknown="a reason", replica=1, num_tokens=None)], 160, 0, PEAK
     )
@@ -84,7 +84,7 @@ def test_what_one_rank_does_not_know_is_left_out_and_never_guessed() -> None:
     assert "mfu" not in report_metrics([sample()], 80, 0, None)
 
 
-def test_each_rank_is_told_beside_the_number_over_all() -> None:
+def test_report_has_overall_and_per_rank_values() -> None:
     slow = sample(
         phase_s={"forward": 0.04, "stages": 0.01}, replica=1, memory_bytes={"process_peak_memory_bytes": 300}
     )
@@ -98,25 +98,25 @@ def test_each_rank_is_told_beside_the_number_over_all() -> None:
     assert metrics["ranks"]["process_peak_memory_bytes"] == [100, 300]
 
 
-def test_a_report_of_the_first_batch_alone_has_no_times() -> None:
+def test_report_of_first_batch_has_no_times() -> None:
     metrics = report_metrics([sample(num_batches=0, seconds=0.0)], 0, 0, PEAK)
 
     assert not [name for name in metrics if name.endswith(("_ms", "_per_second", "mfu"))]
     assert metrics["process_peak_memory_bytes"] == 100
 
 
-def test_tokens_are_counted_once_a_replica_whose_other_stages_read_none() -> None:
+def test_tokens_are_counted_once_per_replica() -> None:
     stages = [sample(num_tokens=tokens, replica=replica) for replica in (0, 1) for tokens in (500, None, 500)]
 
     assert tokens_of(stages) == 1000
     assert tokens_of([sample(num_tokens=None)]) is None
 
 
-def test_parts_that_overlap_leave_no_negative_rest() -> None:
+def test_overlapping_phases_leave_no_negative_rest() -> None:
     assert sample(data_wait_s=0.9).times_ms()["other_ms"] == 0.0
 
 
-def test_totals_weigh_reports_by_their_batches_and_leave_out_empty_ones() -> None:
+def test_totals_weight_reports_by_number_of_batches() -> None:
     totals = RunTotals()
     totals.add([sample(num_batches=0, seconds=0.0, phase_s={}, data_wait_s=0.0)], 0)
     totals.add([sample()], 80)
@@ -134,7 +134,7 @@ def test_totals_weigh_reports_by_their_batches_and_leave_out_empty_ones() -> Non
     json.dumps(found)
 
 
-def test_tokens_of_a_run_are_unknown_once_a_report_does_not_know_them() -> None:
+def test_totals_omit_tokens_after_unknown_report() -> None:
     totals = RunTotals()
     totals.add([sample()], 80)
     totals.add([sample(num_tokens=None)], 80)
@@ -152,5 +152,5 @@ def test_tokens_of_a_run_are_unknown_once_a_report_does_not_know_them() -> None:
         ([10.0, 20.0], 1),
     ],
 )
-def test_a_rank_is_called_slow_only_if_it_stands_out(works_ms: list[float], rank: int | None) -> None:
+def test_slowest_rank_requires_clear_outlier(works_ms: list[float], rank: int | None) -> None:
     assert slowest_rank(works_ms, 100.0) == rank

@@ -1,4 +1,4 @@
-"""Fit the small trials on one rank in this process."""
+"""Train the small trials on one rank in the test's process."""
 
 import json
 
@@ -14,7 +14,7 @@ EXP_CONF = {
 
 
 def trial_class(**overrides):
-    """The small data-parallel trial with methods replaced, as a user's subclass would."""
+    """Return a subclass of ``DataParallelTrial`` with these methods."""
     import small_trials
 
     return type("MyTrial", (small_trials.DataParallelTrial,), overrides)

@@ -1,4 +1,4 @@
-"""Train the small trials for real: an experiment config, N ranks through ``python -m dstrial.launch``, a run directory."""
+"""Train the small trials on several ranks with ``python -m dstrial.launch``."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ class Run:
         return [row for row in map(json.loads, lines) if row["group"] == group]
 
     def reports(self, group):
-        """Batches -> metrics without timings, in the order of the file."""
+        """Return batch -> metrics without timings, in the order of the file."""
         return {
             row["steps_completed"]: {k: v for k, v in row["metrics"].items() if k not in TIMINGS}
             for row in self.rows(group)
@@ -73,7 +73,10 @@ def train(
     module="small_trials",
     run_program=warm_start.run,
 ):
-    """Train; with ``run`` given, resume it from its newest checkpoint. ``run_program`` takes what ``warm_start.run`` takes."""
+    """Train, or resume ``run`` from its newest checkpoint; return the run.
+
+    ``run_program`` has the signature of ``warm_start.run``.
+    """
     tmp_path.mkdir(parents=True, exist_ok=True)
     config_path = tmp_path / "experiment.yaml"
     config_path.write_text(yaml.safe_dump(config))
@@ -100,7 +103,7 @@ def train(
 
 
 def submit(master, tmp_path, config):
-    """Create an experiment of the small trials on a master; return its number."""
+    """Submit an experiment of the small trials to a master; return its id."""
     path = tmp_path / "exp.yaml"
     path.write_text(yaml.safe_dump(config))
     created = master.det("experiment", "create", str(path), str(DEFINITIONS))

@@ -1,4 +1,4 @@
-"""Trials that train LoRA adapters: what their checkpoints hold, and what is exported of them."""
+"""Trials that train LoRA adapters: checkpoints, export and predicted memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ adapter_trials = pytest.importorskip("adapter_trials")
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = {**EXP_CONF, "data": {"dstrial": {"save_frozen_parameters": False}}}
+WITHOUT_FROZEN = {**EXP_CONF, "data": {"dstrial": {"save_frozen_parameters": False}}}
 
 
 def checkpoint_of(outcome: Any) -> Path:
@@ -43,11 +43,12 @@ def export(checkpoint: Path, output: Path, *options: str) -> int:
     return dstrial(["checkpoint", "export", str(checkpoint), str(output), *options])
 
 
-def test_checkpoint_without_frozen_parameters_is_small_and_refuses_another_base(
+def test_checkpoint_without_frozen_parameters_refuses_other_base(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The checkpoint is smaller by the frozen weights, and resumes bitwise."""
     sizes = {}
-    for name, exp_conf in (("whole", EXP_CONF), ("trained", LEFT_OUT)):
+    for name, exp_conf in (("whole", EXP_CONF), ("trained", WITHOUT_FROZEN)):
         outcome = fit(lora_class(), exp_conf=exp_conf, run_dir=tmp_path / name)
         sizes[name] = checkpoint_of(outcome).joinpath("model0", "mp_rank_00_model_states.pt").stat().st_size
     frozen_bytes = 4 * sum(one.numel() for one in adapter_trials.base_model().parameters())
@@ -55,7 +56,7 @@ def test_checkpoint_without_frozen_parameters_is_small_and_refuses_another_base(
 
     resumed = fit(
         lora_class(),
-        exp_conf=LEFT_OUT,
+        exp_conf=WITHOUT_FROZEN,
         run_dir=tmp_path / "trained",
         latest_checkpoint="latest",
         max_length=Batch(6),
@@ -70,7 +71,7 @@ def test_checkpoint_without_frozen_parameters_is_small_and_refuses_another_base(
         fit(
             lora_class(),
             {"seed": 6},
-            LEFT_OUT,
+            WITHOUT_FROZEN,
             tmp_path / "trained",
             latest_checkpoint="latest",
             max_length=Batch(8),
@@ -93,16 +94,14 @@ def test_checkpoint_without_frozen_parameters_is_small_and_refuses_another_base(
     ],
     ids=["plain", "more modules", "patterns", "all layers", "tied lora", "tied embedding", "tied head"],
 )
-def test_exported_adapter_and_merged_weights_equal_those_of_peft(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_exported_adapter_and_merge_equal_peft(tmp_path: Path, options: dict[str, Any]) -> None:
     outcome = fit(lora_class(**options), {"deepspeed_config": deepspeed_config(1)}, max_length=Batch(4))
     checkpoint = checkpoint_of(outcome)
     assert export(checkpoint, tmp_path / "adapter") == 0
     assert export(checkpoint, tmp_path / "merged", "--merged") == 0
 
     base = adapter_trials.base_model(is_tied=options.get("is_tied", False))
-    # PEFT would add the adapter of a tied layer to both layers.
+    # If the layers stayed tied, PEFT would add the adapter of one layer to both.
     base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -116,7 +115,7 @@ def test_exported_adapter_and_merged_weights_equal_those_of_peft(
         torch.testing.assert_close(merged[name], value, rtol=1e-6, atol=1e-7, msg=name)
 
 
-def test_export_of_other_adapters_and_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_dora_and_plain_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dora = checkpoint_of(fit(lora_class(use_dora=True), max_length=Batch(2)))
     assert export(dora, tmp_path / "merged", "--merged") == 1
     assert "merge it with PEFT's merge_and_unload()" in capsys.readouterr().err
@@ -129,7 +128,7 @@ def test_export_of_other_adapters_and_of_none(tmp_path: Path, capsys: pytest.Cap
     assert export(plain, tmp_path / "all") == 0
 
 
-def test_exported_adapter_has_the_buffers_of_vera(tmp_path: Path) -> None:
+def test_exported_vera_adapter_has_its_buffers(tmp_path: Path) -> None:
     class Trial(adapter_trials.LoraTrial):
         def model(self) -> Any:
             config = peft.VeraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], d_initial=0.3)
@@ -145,7 +144,7 @@ def test_exported_adapter_has_the_buffers_of_vera(tmp_path: Path) -> None:
     assert all(torch.equal(state[name], value) for name, value in wanted.items())
 
 
-def test_parameters_unfrozen_during_the_run_are_in_its_checkpoints(tmp_path: Path) -> None:
+def test_parameters_unfrozen_during_run_are_saved(tmp_path: Path) -> None:
     class Thawing(adapter_trials.FrozenInOptimizerTrial):
         def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
             for name, parameter in self.engine.module.named_parameters():
@@ -157,7 +156,7 @@ def test_parameters_unfrozen_during_the_run_are_in_its_checkpoints(tmp_path: Pat
     outcome = fit(
         Thawing,
         {"deepspeed_config": deepspeed_config(0)},
-        LEFT_OUT,
+        WITHOUT_FROZEN,
         tmp_path / "run",
         max_length=Batch(4),
         checkpoint_period=Batch(2),
@@ -172,16 +171,16 @@ def test_parameters_unfrozen_during_the_run_are_in_its_checkpoints(tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_memory_counts_gradients_and_state_of_trained_parameters_only(
+def test_memory_prediction_excludes_frozen_gradients_and_states(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    num_trained, num_all = 17_408, 137_984  # of the example
+    num_trained, num_all = 17_408, 137_984  # parameters of model_defs/lora_clm
     experiment, definition = ROOT / "experiment_configs" / "lora_clm.yaml", ROOT / "model_defs" / "lora_clm"
     assert dstrial(["memory", str(experiment), str(definition), "--slots", "2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     largest = answer["devices"][0]["largest"]
     assert "137.98 k parameters, 17.41 k of them trained" in answer["answer"][1]
-    # ZeRO 2 in float32: master weights and two moments, and gradients, each divided by two ranks.
+    # ZeRO 2 in float32 divides master weights, both moments of Adam, and gradients by two ranks.
     assert largest["parameters"] == 4 * num_all
     assert largest["optimizer"] == 3 * 4 * num_trained / 2
-    assert 4 * num_trained / 2 <= largest["gradients"] < 4 * num_trained  # with whole ones at the boundary
+    assert 4 * num_trained / 2 <= largest["gradients"] < 4 * num_trained  # undivided gradients exist briefly

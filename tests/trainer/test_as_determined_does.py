@@ -1,4 +1,4 @@
-"""What code written for Determined's Trainer relies on: types of errors, counts of callbacks, names of checkpoints."""
+"""Compatibility with Determined: error types, callbacks, checkpoint names."""
 
 import collections
 
@@ -24,7 +24,7 @@ class Counter(PyTorchCallback):
         return super().__getattribute__(name)
 
 
-def counted(num_records=64, **arguments):
+def count_callbacks(num_records=64, **arguments):
     counter = Counter()
     fit(
         trial_class(build_callbacks=lambda self: {"counter": counter}),
@@ -34,8 +34,8 @@ def counted(num_records=64, **arguments):
     return counter.calls
 
 
-def test_two_epochs_call_every_callback_as_often_as_determined_does():
-    calls = counted(max_length=Epoch(2))
+def test_two_epochs_call_callbacks_as_determined():
+    calls = count_callbacks(max_length=Epoch(2))
     # Determined 0.38.1, harness/tests/experiment/pytorch/test_deepspeed_trial.py, test_callbacks.
     assert calls["on_trial_startup"] == calls["on_training_start"] == calls["on_trial_shutdown"] == 1
     assert calls["on_training_epoch_start"] == calls["on_training_epoch_end"] == 2
@@ -54,11 +54,11 @@ def test_two_epochs_call_every_callback_as_often_as_determined_does():
         ({"max_length": Epoch(1), "num_records": 8 * 130}, 2),
     ],
 )
-def test_there_is_one_call_for_a_report(arguments, num_reports):
-    assert counted(**arguments)["on_training_workload_end"] == num_reports
+def test_workload_end_is_called_per_report(arguments, num_reports):
+    assert count_callbacks(**arguments)["on_training_workload_end"] == num_reports
 
 
-def broken(**overrides):
+def fit_with(**overrides):
     return lambda: fit(trial_class(**overrides))
 
 
@@ -112,17 +112,17 @@ NO_SEED = {key: value for key, value in EXP_CONF.items() if key != "reproducibil
             "no trial seed",
         ),
         (
-            broken(train_batch=lambda self, items, e, b: next(items) and 3),
+            fit_with(train_batch=lambda self, items, e, b: next(items) and 3),
             errors.InvalidExperimentException,
             "train_batch must return a dictionary .* returned 3 of type int",
         ),
         (
-            broken(evaluate_batch=lambda self, items, b: [1]),
+            fit_with(evaluate_batch=lambda self, items, b: [1]),
             errors.InvalidExperimentException,
             r"evaluate_batch must return a dictionary .* returned \[1\] of type list",
         ),
         (
-            broken(
+            fit_with(
                 evaluate_batch=lambda self, items, b: {
                     "validation_loss": float(len(next(items))),
                     f"extra{b}": 1.0,
@@ -132,53 +132,53 @@ NO_SEED = {key: value for key, value in EXP_CONF.items() if key != "reproducibil
             "Validation metric names must match across all batches of data: ",
         ),
         (
-            broken(build_training_data_loader=lambda self: [1, 2]),
+            fit_with(build_training_data_loader=lambda self: [1, 2]),
             RuntimeError,
             r"returned a builtins.list; expected dstrial.DataLoader.* reproducibility "
             r".* disable this check by calling context\.disable_dataset_reproducibility_checks\(\)",
         ),
         (
-            broken(evaluate_batch=lambda self, items, b: {"other": float(len(next(items)))}),
+            fit_with(evaluate_batch=lambda self, items, b: {"other": float(len(next(items)))}),
             RuntimeError,
             r"searcher's metric is 'validation_loss', but validation returned \['other'\]",
         ),
         (
-            broken(evaluate_full_dataset=lambda self, loader: 3),
+            fit_with(evaluate_full_dataset=lambda self, loader: 3),
             TypeError,
             r"eval\(\) must return a dictionary.*, got int\.",
         ),
         (
-            broken(evaluate_batch=lambda self, items, b: {"validation_loss": "low"}),
+            fit_with(evaluate_batch=lambda self, items, b: {"validation_loss": "low"}),
             errors.InvalidExperimentException,
             r"no numbers: \['validation_loss'\]",
         ),
-        # Determined has no errors of its own for these.
+        # Determined has no specific error types for these cases.
         (
-            broken(evaluation_reducer=lambda self: "mean"),
+            fit_with(evaluation_reducer=lambda self: "mean"),
             TrialContractError,
             "expected a determined.pytorch.Reducer",
         ),
-        (broken(build_training_data_loader=lambda self: None), DataError, "returned None on every rank"),
+        (fit_with(build_training_data_loader=lambda self: None), DataError, "returned None on every rank"),
         (
-            broken(build_training_data_loader=lambda self: DataLoader([], batch_size=4)),
+            fit_with(build_training_data_loader=lambda self: DataLoader([], batch_size=4)),
             DataError,
             "has 0 records",
         ),
         (
-            broken(build_validation_data_loader=lambda self: DataLoader([], batch_size=4)),
+            fit_with(build_validation_data_loader=lambda self: DataLoader([], batch_size=4)),
             DataError,
             "validation loader of rank 0 is empty",
         ),
     ],
 )
-def test_errors_are_also_of_determineds_type(go, kind, message):
+def test_errors_have_determined_types(go, kind, message):
     with pytest.raises(kind, match=message) as caught:
         go()
     assert isinstance(caught.value, (DstrialError, ValueError))
     assert not str(caught.value).startswith("Internal error")
 
 
-def test_accumulation_by_hand_that_trains_something_else_is_an_assertion_error():
+def test_wrong_manual_accumulation_raises_assertion_error():
     import small_trials
 
     with pytest.raises(AssertionError, match="did not train for gradient accumulation steps") as caught:
@@ -186,7 +186,7 @@ def test_accumulation_by_hand_that_trains_something_else_is_an_assertion_error()
     assert isinstance(caught.value, TrialContractError)
 
 
-def test_a_checkpoint_of_other_engines_is_an_assertion_error():
+def test_checkpoint_of_other_engines_raises_assertion_error():
     first = fit(max_length=Batch(1))
 
     def with_two_engines(self, context):
@@ -203,11 +203,11 @@ def test_a_checkpoint_of_other_engines_is_an_assertion_error():
     assert isinstance(caught.value, CheckpointLayoutError)
 
 
-def test_a_checkpoint_is_found_by_its_uuid_wherever_it_lies(tmp_path, monkeypatch):
+def test_checkpoint_is_found_by_uuid_or_path(tmp_path, monkeypatch):
     first = fit(max_length=Batch(3), reporting_period=Batch(1))
     assert (first.result.checkpoint_path / "COMPLETE").is_file()
     whole = fit(max_length=Batch(6), reporting_period=Batch(1))
-    # The last is where Determined's own tests look for what has been saved off a cluster.
+    # Determined's tests expect checkpoints of runs without a cluster at the last path.
     determined = platformdirs.user_data_path("determined") / str(first.result.checkpoint_uuid)
     for name in (first.result.checkpoint_uuid, str(first.result.checkpoint_path), str(determined)):
         again = fit(max_length=Batch(6), reporting_period=Batch(1), latest_checkpoint=name)
@@ -215,12 +215,12 @@ def test_a_checkpoint_is_found_by_its_uuid_wherever_it_lies(tmp_path, monkeypatc
         assert values(again.rows("training"))[6] == values(whole.rows("training"))[6]
     from dstrial.local import checkpoint_store
 
-    monkeypatch.setattr(checkpoint_store, "_written_here", {})  # as another process would have it
+    monkeypatch.setattr(checkpoint_store, "_written_here", {})  # as in another process
     again = fit(max_length=Batch(4), latest_checkpoint=first.result.checkpoint_uuid)
     assert again.result.batches_trained == 4
 
 
-def test_a_checkpoint_of_a_run_elsewhere_is_found_by_the_process_that_wrote_it(tmp_path):
+def test_own_checkpoint_outside_runs_directory_is_found(tmp_path):
     from dstrial.local.run_directory import RunDirectory
 
     elsewhere = RunDirectory.create(

@@ -1,4 +1,4 @@
-"""Every file of a checkpoint truncated, flipped and removed in turn: what is said, and that nothing is trained from scratch."""
+"""Resume from checkpoints with a truncated, changed or removed file."""
 
 import os
 import pathlib
@@ -29,7 +29,7 @@ def remove(path):
 
 
 DAMAGES = {"truncated": truncate, "one byte flipped": flip, "removed": remove}
-BESIDE_THE_MANIFEST = ("manifest.json", "metadata.json", "COMPLETE")
+NOT_IN_MANIFEST = ("manifest.json", "metadata.json", "COMPLETE")
 
 
 def files_of(checkpoint):
@@ -42,7 +42,7 @@ def checkpoint_in(run_dir):
 
 
 def resume_damaged(run_dir, name, damage, scratch):
-    """Resume a copy of a run with one file damaged; returns the error and how often ``train_batch`` was called."""
+    """Resume a copy with a damaged file; return the error and ``train_batch`` calls."""
     copied = scratch / "copied"
     shutil.copytree(run_dir, copied)
     damage(checkpoint_in(copied) / name)
@@ -67,7 +67,7 @@ def resume_damaged(run_dir, name, damage, scratch):
 
 
 def damages_of_one_rank(scratch):
-    """Yield (file, damage, error, calls of ``train_batch``) for every file of a checkpoint of one rank."""
+    """Yield (file, damage, error, ``train_batch`` calls) for a checkpoint's files."""
     done = fit(hparams={"deepspeed_config": deepspeed_config(1)}, run_dir=None)
     for name in files_of(checkpoint_in(done.directory.path)):
         for kind, damage in DAMAGES.items():
@@ -75,10 +75,10 @@ def damages_of_one_rank(scratch):
 
 
 @pytest.mark.ranks
-def test_no_damage_of_any_file_is_silent_and_none_trains_from_scratch(definitions_and_runs, tmp_path):
+def test_any_damaged_file_stops_resume_before_training(definitions_and_runs, tmp_path):
     table = list(damages_of_one_rank(tmp_path))
     names = {name for name, *_ in table}
-    assert {*BESIDE_THE_MANIFEST, "dstrial_rank0.pt", "load_data.json"} < names
+    assert {*NOT_IN_MANIFEST, "dstrial_rank0.pt", "load_data.json"} < names
     assert {"model0/mp_rank_00_model_states.pt", "model0/zero_pp_rank_0_mp_rank_00_optim_states.pt"} < names
     for name, kind, error, calls in table:
         assert calls == 0, (name, kind)
@@ -93,7 +93,7 @@ def test_no_damage_of_any_file_is_silent_and_none_trains_from_scratch(definition
 
 
 def damages_of_two_stages(run):
-    """Yield (file, damage, message) for every file of the manifest of a pipeline's checkpoint, without starting ranks."""
+    """Yield (file, damage, message) for a pipeline checkpoint's files; start no ranks."""
     checkpoint = checkpoint_in(run.directory.path)
     manifest = read_manifest(checkpoint)
     for name in manifest.files:
@@ -114,9 +114,8 @@ def train_two_stages(scratch):
 
 
 @pytest.mark.ranks
-def test_damage_of_a_pipelines_files_is_named_with_its_readers_and_ends_the_run_before_its_first_batch(
-    tmp_path,
-):
+def test_damaged_pipeline_file_is_named_with_readers(tmp_path):
+    """The message names the ranks that read the file; a resume fails before batch 1."""
     config, run = train_two_stages(tmp_path)
     manifest = read_manifest(checkpoint_in(run.directory.path))
     table = list(damages_of_two_stages(run))

@@ -1,4 +1,4 @@
-"""Errors of DeepSpeed 0.19 about code that it once took end with what to change."""
+"""Hints that dstrial adds to errors of DeepSpeed 0.19."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config(stage: int = 0) -> dict[str, Any]:
 
 
 class RaisingArgs(dict[str, Any]):
-    """As some packages for attribute access are written."""
+    """A dictionary whose missing attributes raise KeyError, as in some packages."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
@@ -42,7 +42,7 @@ def two_configs(is_raising: bool) -> str:
     return ""
 
 
-def two_engines(stage: int, has_remedy: bool) -> str:
+def two_engines(stage: int, calls_module: bool) -> str:
     import deepspeed
     import torch
 
@@ -64,7 +64,7 @@ def two_engines(stage: int, has_remedy: bool) -> str:
                 fake = generator(torch.randn(4, 2))
                 discriminator.backward(discriminator(fake.detach()).mean())
                 discriminator.step()
-                if has_remedy:
+                if calls_module:
                     discriminator.module.requires_grad_(False)
                     loss = discriminator.module(fake).mean()
                 else:
@@ -78,20 +78,20 @@ def two_engines(stage: int, has_remedy: bool) -> str:
 
 
 @pytest.mark.parametrize("is_raising", [False, True])
-def test_two_configs_end_with_the_argument_to_leave_out(is_raising: bool) -> None:
+def test_duplicate_config_error_suggests_omitting_args(is_raising: bool) -> None:
     (result,) = run_function(two_configs, 1, is_raising)
     assert result.value.startswith("KeyError" if is_raising else "AssertionError: Not sure how to proceed")
     assert "Leave args out of the call" in result.value
 
 
-def test_a_loss_through_a_second_engine_ends_with_the_module_to_call() -> None:
+def test_loss_through_second_engine_error_suggests_module() -> None:
     (result,) = run_function(two_engines, 1, 0, False)
     assert result.value.startswith("RuntimeError: Direct calls to tensor.backward() are not supported")
     assert "engine.module(...)" in result.value
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_the_remedy_trains(stage: int) -> None:
+def test_loss_through_second_module_trains(stage: int) -> None:
     (result,) = run_function(two_engines, 1, stage, True)
     assert result.value == "trained"
 
@@ -125,7 +125,7 @@ def lora_under_autotp(stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_adapters_inside_layers_of_autotp_are_refused(stage: int) -> None:
+def test_lora_inside_autotp_layers_is_refused(stage: int) -> None:
     pytest.importorskip("peft")
     for result in run_function(lora_under_autotp, 2, stage, deadline_s=300):
         assert "AutoTP does not train adapters (LoRA) inside the layers that it cuts" in result.value

@@ -1,4 +1,4 @@
-"""What ends a run: all ranks end, the message says why, and the log names the checkpoint to resume from."""
+"""Failing runs: all ranks end, the output has the cause and the newest checkpoint."""
 
 import dataclasses
 import importlib
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A trial that fails on two ranks; ``says`` are parts of the output, ``saved`` the complete checkpoints."""
+    """A trial that fails on two ranks, with expected output and complete checkpoints."""
 
     trial: str
     module: str
@@ -97,7 +97,7 @@ FAILURES = {
         "wrong_trials",
         ("LookupError: the callback has had enough", *ON_RANK_1),
         {"fails_on": [1], "method": "on_training_workload_end"},
-        has_reports=None,  # rank 0 may have written the report in whose callback rank 1 fails
+        has_reports=None,  # depends on whether rank 0 writes the report before rank 1's callback fails
     ),
     "losses are NaN": Failure(
         "Poisoned", "poisoned_trials", ("since batch 6", "NonFiniteError: "), NAN, stage=1, saved=(2, 4)
@@ -109,7 +109,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_failing_run_ends_all_ranks_and_says_why(tmp_path, name):
+def test_failing_run_ends_all_ranks_with_reason(tmp_path, name):
     failure = FAILURES[name]
     config = deepspeed_config(failure.stage, gradient_accumulation_steps=failure.accumulation)
     given = {"deepspeed_config": config, **failure.hparams}
@@ -126,7 +126,7 @@ def test_failing_run_ends_all_ranks_and_says_why(tmp_path, name):
     if failure.saved:
         assert f"resume from the checkpoint of batch {failure.saved[-1]}" in done.output
     has_reports = done.directory.metrics_path.exists() and bool(done.rows("training"))
-    assert failure.has_reports in (None, has_reports), "reports before the error are written"
+    assert failure.has_reports in (None, has_reports), "reports from before the error"
     assert time.monotonic() - started_s < 90  # the deadline of the ranks is 100 s
 
 
@@ -147,7 +147,7 @@ def test_failing_callback_names_batch_and_checkpoint(method, caplog):
     assert len(list(pathlib.Path("runs").glob("*/*/checkpoints/*/COMPLETE"))) == 1
 
 
-def test_wrong_metric_at_the_end_keeps_the_checkpoint_and_resumes(caplog):
+def test_wrong_metric_at_end_keeps_resumable_checkpoint(caplog):
     with pytest.raises(TrialContractError, match="searcher's metric"):
         fit(wrong("WrongMetric"), checkpoint_period=Batch(2))
     assert "rank 0 failed at batch 4 of 4" in caplog.text

@@ -1,4 +1,4 @@
-"""Ranks that are forks train what ranks that are new processes train, to the last bit."""
+"""Forked ranks and ranks in new processes train bitwise equally."""
 
 import json
 import subprocess
@@ -19,12 +19,12 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED"
 
 @pytest.fixture(scope="module")
 def server():
-    """The server of all tests, which has imported what a master's has, and more."""
+    """The test session's fork server."""
     return warm_start.fork_server()
 
 
 def new_process(arguments, *, env, cwd, timeout):
-    """Run ``python -m ARGUMENTS`` as users do where nothing is imported ahead."""
+    """Run ``python -m ARGUMENTS`` in a new process without preloaded modules."""
     command = [sys.executable, "-m", *arguments]
     kept = {name: value for name, value in env.items() if name != "PYTEST_CURRENT_TEST"}
     return subprocess.run(
@@ -37,8 +37,8 @@ def new_process(arguments, *, env, cwd, timeout):
     )
 
 
-def fork_of(server):
-    """Return what runs ``python -m ARGUMENTS`` as a fork of a server, and fails where it is none."""
+def fork_runner(server):
+    """Return a function that runs ``python -m ARGUMENTS`` as a fork of ``server``."""
 
     def run(arguments, *, env, cwd, timeout):
         command = [sys.executable, "-m", *arguments]
@@ -65,10 +65,10 @@ def fork_of(server):
     return run
 
 
-def both(server, tmp_path, trial, config, ranks):
-    """Train once as new processes and once as forks; return both runs."""
+def train_both(server, tmp_path, trial, config, ranks):
+    """Train in new processes, then in forks; return both runs."""
     runs = []
-    for name, run_program in (("executed", new_process), ("forked", fork_of(server))):
+    for name, run_program in (("executed", new_process), ("forked", fork_runner(server))):
         directory = tmp_path / name
         witnesses = directory / "witnesses"
         witnesses.mkdir(parents=True)
@@ -89,7 +89,7 @@ def both(server, tmp_path, trial, config, ranks):
 
 
 def tensors(value, at=""):
-    """Yield each tensor of a checkpoint's content with the way to it."""
+    """Yield (path, tensor) of each tensor in nested containers."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from tensors(item, f"{at}/{name}")
@@ -101,7 +101,7 @@ def tensors(value, at=""):
 
 
 def weights_of(directory):
-    """Return each tensor below a directory by its file and its place there."""
+    """Return file and path -> tensor of all ``*.pt`` files below a directory."""
     return {
         f"{path.relative_to(directory)}{at}": value
         for path in sorted(directory.rglob("*.pt"))
@@ -131,21 +131,21 @@ CASES = [
     pytest.param("WitnessPipeline", 0, {}, 2, id="a pipeline of two stages"),
     pytest.param("WitnessTrial", 0, {"start_method": "fork", "noise": 0.1}, 1, id="forked loader workers"),
     pytest.param(
-        # Few workers, each of which imports torch: one at a time, and records for one epoch.
+        # A single worker and a single epoch, because each spawned worker imports torch.
         *("WitnessTrial", 0, {"start_method": "spawn", "noise": 0.1, "num_workers": 1, "num_records": 56}, 1),
         id="a spawned loader worker",
     ),
 ]
 
 
-# A script of a fork that spawns loader workers is in tests/master/test_unchanged_code.py.
+# tests/master/test_unchanged_code.py tests a forked script that spawns loader workers.
 @pytest.mark.exhaustive("[ZeRO 3]")
 @pytest.mark.parametrize(("trial", "stage", "hyperparameters", "ranks"), CASES)
-def test_forked_ranks_train_the_same(server, tmp_path, trial, stage, hyperparameters, ranks):
+def test_forked_ranks_train_bitwise_equally(server, tmp_path, trial, stage, hyperparameters, ranks):
     given = {"deepspeed_config": deepspeed_config(stage), "num_records": 40, **hyperparameters}
     config = experiment(given, batches=6, report=1, validate=3, checkpoint=6)
 
-    executed, forked = both(server, tmp_path, trial, config, ranks)
+    executed, forked = train_both(server, tmp_path, trial, config, ranks)
 
     assert list(executed.reports("training")) == [1, 2, 3, 4, 5, 6]
     assert list(executed.reports("validation")) == [3, 6]

@@ -1,4 +1,4 @@
-"""A run that goes on with another number of ranks keeps its global batch, and trains exactly the records that are left."""
+"""Resuming with other ranks keeps the global batch and the order of records."""
 
 import json
 
@@ -33,7 +33,7 @@ def config(
     )
 
 
-def go(tmp_path, trial, given, ranks, run=None, exit_code=0, env=None):
+def run_trial(tmp_path, trial, given, ranks, run=None, exit_code=0, env=None):
     done = train(tmp_path, trial, given, ranks=ranks, run=run, env=env, module="kept_batch_trials")
     assert done.returncode == exit_code, done.output
     return done
@@ -58,13 +58,13 @@ def numbers_in(batches):
 
 
 @pytest.mark.ranks
-def test_three_ranks_then_two_then_four_train_every_record_of_an_epoch_once(definitions_and_runs, tmp_path):
-    # 84 records: seven batches of 12 in an epoch; the pauses are in the middle of the first epoch and of the second.
+def test_changed_rank_counts_train_every_record_once(definitions_and_runs, tmp_path):
+    # An epoch has 84 records, which are 7 batches of 12; the run changes its ranks after batches 4 and 10.
     given = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     log = tmp_path / "log"
-    first = go(tmp_path / "run", "Noted", config(4, log, given), 3)
-    second = go(tmp_path / "run", "Noted", config(10, log, given), 2, run=first)
-    third = go(tmp_path / "run", "Noted", config(14, log, given), 4, run=first)
+    first = run_trial(tmp_path / "run", "Noted", config(4, log, given), 3)
+    second = run_trial(tmp_path / "run", "Noted", config(10, log, given), 2, run=first)
+    third = run_trial(tmp_path / "run", "Noted", config(14, log, given), 4, run=first)
 
     assert [sizes_in(run) for run in (first, second, third)] == [[12, 4, 1, 3], [12, 3, 2, 2], [12, 3, 1, 4]]
     found = records(log)
@@ -81,13 +81,17 @@ def test_three_ranks_then_two_then_four_train_every_record_of_an_epoch_once(defi
 
 
 @pytest.mark.ranks
-def test_a_report_has_what_ranks_had_collected_that_are_no_more(definitions_and_runs, tmp_path):
+def test_report_includes_values_of_removed_ranks(definitions_and_runs, tmp_path):
     log = tmp_path / "log"
     given = config(6, log, {"train_batch_size": 12}, report=6, checkpoint=2)
-    # Killed twice between reports: the second checkpoint is of a run that carries what the first one's third rank had collected.
-    first = go(tmp_path / "run", "Collecting", given, 3, exit_code=137, env=kill(tmp_path, "first", at=3))
-    go(tmp_path / "run", "Collecting", given, 2, run=first, exit_code=137, env=kill(tmp_path, "second", at=5))
-    last = go(tmp_path / "run", "Collecting", given, 1, run=first)
+    # Two kills between reports: the second checkpoint has values that rank 2 of the first attempt collected.
+    first = run_trial(
+        tmp_path / "run", "Collecting", given, 3, exit_code=137, env=kill(tmp_path, "first", at=3)
+    )
+    run_trial(
+        tmp_path / "run", "Collecting", given, 2, run=first, exit_code=137, env=kill(tmp_path, "second", at=5)
+    )
+    last = run_trial(tmp_path / "run", "Collecting", given, 1, run=first)
 
     epoch = records(log)
     reported = last.reports("training")[6]
@@ -100,34 +104,35 @@ def kill(tmp_path, name, at):
 
 
 @pytest.mark.ranks
-def test_an_engine_with_a_config_of_the_trials_own_is_corrected(definitions_and_runs, tmp_path):
+def test_engine_config_from_code_keeps_global_batch(definitions_and_runs, tmp_path):
     given = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1}
     log = tmp_path / "log"
-    first = go(tmp_path / "run", "OwnConfig", config(3, log, given, stage=2, is_own=True), 2)
-    second = go(tmp_path / "run", "OwnConfig", config(7, log, given, stage=2, is_own=True), 3, run=first)
+    first = run_trial(tmp_path / "run", "OwnConfig", config(3, log, given, stage=2, is_own=True), 2)
+    second = run_trial(
+        tmp_path / "run", "OwnConfig", config(7, log, given, stage=2, is_own=True), 3, run=first
+    )
     assert [sizes_in(run) for run in (first, second)] == [[12, 6, 1, 2], [12, 4, 1, 3]]
     assert records(log) == uninterrupted(tmp_path, 7)[1]
 
 
 @pytest.mark.ranks
-def test_a_pipeline_whose_middle_stage_reads_nothing_goes_on_as_two_replicas_of_two_stages(
-    definitions_and_runs, tmp_path
-):
+def test_pipeline_resumes_with_other_stages_and_replicas(definitions_and_runs, tmp_path):
+    """From three stages, of which the middle reads no data, to two replicas of two."""
     sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
     log = tmp_path / "log"
     three = config(3, log, sizes, stage=0, num_stages=3, is_own=True)
-    first = go(tmp_path / "run", "NotedPipeline", three, 3)
+    first = run_trial(tmp_path / "run", "NotedPipeline", three, 3)
     data = {"dstrial": {"pipeline_stages": 2}}
     two = config(7, log, sizes, stage=0, num_stages=2, is_own=True, data=data)
-    second = go(tmp_path / "run", "NotedPipeline", two, 4, run=first)
+    second = run_trial(tmp_path / "run", "NotedPipeline", two, 4, run=first)
     assert [sizes_in(run) for run in (first, second)] == [[12, 4, 3, 3], [12, 3, 2, 4]]
     assert records(log) == uninterrupted(tmp_path, 7)[1]
 
 
 @pytest.mark.ranks
-def test_ranks_are_not_started_for_a_batch_that_they_cannot_share_or_that_has_changed(tmp_path):
+def test_unshareable_or_changed_batch_starts_no_ranks(tmp_path):
     log = tmp_path / "log"
-    first = go(tmp_path / "run", "Noted", config(2, log, {"train_batch_size": 12}, stage=0), 1)
+    first = run_trial(tmp_path / "run", "Noted", config(2, log, {"train_batch_size": 12}, stage=0), 1)
     for ranks, total, said in (
         (5, 12, "Go on with 4 or 6 slots"),
         (2, 16, "train_batch_size is 16; expected 12, the batch of checkpoint"),
@@ -140,7 +145,7 @@ def test_ranks_are_not_started_for_a_batch_that_they_cannot_share_or_that_has_ch
 
 
 def uninterrupted(tmp_path, batches):
-    """The last validation loss and the records of a run on one rank."""
+    """Train on one rank; return the last validation loss and the records by batch."""
     log = tmp_path / "whole" / "log"
     log.parent.mkdir()
     sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 12}
@@ -169,7 +174,7 @@ def hyperparameters(record_log, **sizes):
 
 
 @pytest.mark.ranks
-def test_other_micro_batches_on_the_same_ranks_begin_where_the_run_stopped(definitions_and_runs, tmp_path):
+def test_changed_micro_batch_resumes_at_next_record(definitions_and_runs, tmp_path):
     log = tmp_path / "log"
     checkpoint, _ = fit(
         hyperparameters(log, train_batch_size=12, train_micro_batch_size_per_gpu=6), batches=3
@@ -186,7 +191,7 @@ def test_other_micro_batches_on_the_same_ranks_begin_where_the_run_stopped(defin
 
 
 @pytest.mark.ranks
-def test_the_report_after_a_pause_is_that_of_the_uninterrupted_run(definitions_and_runs, tmp_path):
+def test_report_after_pause_equals_uninterrupted_run(definitions_and_runs, tmp_path):
     def reported(checkpoint):
         lines = (checkpoint.parent.parent / "metrics.jsonl").read_text().splitlines()
         (row,) = [row for row in map(json.loads, lines) if row["group"] == "training"]
@@ -203,7 +208,7 @@ def test_the_report_after_a_pause_is_that_of_the_uninterrupted_run(definitions_a
 
 
 @pytest.mark.ranks
-def test_changed_batch_is_refused_wherever_the_checkpoint_is_named(definitions_and_runs, tmp_path):
+def test_changed_batch_is_refused_by_init_and_fit(definitions_and_runs, tmp_path):
     checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=2)
     changed = hyperparameters(tmp_path / "log", train_batch_size=16)
     with pytest.raises(ConfigError, match="train_batch_size is 16; expected 12, the batch of checkpoint"):

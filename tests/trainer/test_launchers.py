@@ -1,4 +1,4 @@
-"""One script trains the same under every launcher; nothing but the environment tells it which it is."""
+"""A script trains equally under all supported launchers."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def has_slurm():
 
 
 def start(directory, command, **variables):
-    """Run a command where its runs go to ``directory``, and return what each run reported."""
+    """Run a command in a new directory; return the reports of each of its runs."""
     directory.mkdir()
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **variables}
     done = warm_start.run_command(
@@ -56,12 +56,12 @@ def reports(run):
             {k: v for k, v in row["metrics"].items() if k not in TIMINGS},
         )
         for row in rows
-        if row["group"] != "telemetry"  # times, which are never the same
+        if row["group"] != "telemetry"  # its times differ in every run
     ]
 
 
 def require_two_ranks(directory, launcher):
-    """Require that each of two ranks knew itself, the other one, and who had started it."""
+    """Assert the ranks, sizes and launcher that each of two ranks has recorded."""
     told = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
     assert [(one["rank"], one["local_rank"], one["world_size"], one["local_world_size"]) for one in told] == [
         (0, 0, 2, 2),
@@ -77,7 +77,7 @@ def on_two_ranks(tmp_path_factory):
     return run
 
 
-def test_each_position_is_reported_once_under_dstrials_launcher(on_two_ranks):
+def test_dstrial_launch_reports_each_step_once(on_two_ranks):
     positions = [(group, step) for group, step, _ in on_two_ranks]
     assert positions == [
         ("training", 4),
@@ -88,14 +88,14 @@ def test_each_position_is_reported_once_under_dstrials_launcher(on_two_ranks):
     ]
 
 
-@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeeds_launcher_trains_the_same")
-def test_torchrun_trains_the_same(tmp_path, on_two_ranks):
+@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeed_launcher_trains_as_dstrial_launch")
+def test_torchrun_trains_as_dstrial_launch(tmp_path, on_two_ranks):
     assert start(tmp_path / "torchrun", [*TORCHRUN, SCRIPT], WHO_DIR=str(tmp_path)) == [on_two_ranks]
     require_two_ranks(tmp_path, "torchrun")
 
 
-def test_deepspeeds_launcher_trains_the_same(tmp_path, on_two_ranks):
-    # On CPU it takes the number of ranks from LOCAL_SIZE, and its port is 29500 whatever else uses it.
+def test_deepspeed_launcher_trains_as_dstrial_launch(tmp_path, on_two_ranks):
+    # On CPU, deepspeed takes the number of ranks from LOCAL_SIZE; its default port 29500 may be in use.
     command = [*DEEPSPEED, "--master_port", str(free_port()), SCRIPT]
     variables = {"LOCAL_SIZE": "2", "WHO_DIR": str(tmp_path)}
     assert start(tmp_path / "deepspeed", command, **variables) == [on_two_ranks]
@@ -103,16 +103,16 @@ def test_deepspeeds_launcher_trains_the_same(tmp_path, on_two_ranks):
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Requires: [mpirun]")
-def test_mpirun_trains_the_same(tmp_path, on_two_ranks):
+def test_mpirun_trains_as_dstrial_launch(tmp_path, on_two_ranks):
     assert start(tmp_path / "mpirun", [*MPIRUN, SCRIPT]) == [on_two_ranks]
 
 
 @pytest.mark.skipif(not has_slurm(), reason="Requires: [srun, a Slurm cluster]")
-def test_srun_trains_the_same(tmp_path, on_two_ranks):
+def test_srun_trains_as_dstrial_launch(tmp_path, on_two_ranks):
     assert start(tmp_path / "srun", ["srun", "-n", "2", sys.executable, SCRIPT]) == [on_two_ranks]
 
 
-def test_one_process_trains_the_same_twice_as_a_notebook_cell_does_and_like_one_launched_rank(tmp_path):
+def test_repeated_notebook_run_equals_launched_rank(tmp_path):
     first, again = start(tmp_path / "cell", [sys.executable, SCRIPT, "--times", "2"])
     assert again == first
     assert start(tmp_path / "launch", [*LAUNCH, "--slots", "1", SCRIPT]) == [first]

@@ -1,4 +1,4 @@
-"""Ranks that leave training with exit code 0 before its end, and ranks that do not end after it."""
+"""Ranks that exit with code 0 before training ends, and ranks that never exit."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from small_runs import deepspeed_config, experiment, train
 pytestmark = pytest.mark.ranks
 
 
-def leaving(how, ranks, leave_at=4):
+def leaving_config(how, ranks, leave_at=4):
     given = {"deepspeed_config": deepspeed_config(1), "num_records": 64}
     given |= {"how": how, "leaving_ranks": ranks, "leave_at": leave_at}
     return experiment(given, 12, report=5, validate=1000, checkpoint=1000)
@@ -18,8 +18,8 @@ def leaving(how, ranks, leave_at=4):
 @pytest.mark.exhaustive("[one-sys.exit]", "[all-os._exit]")
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit"])
 @pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=["one", "all"])
-def test_exit_0_in_training_fails_the_rank(tmp_path, how, ranks):
-    run = train(tmp_path, "LeavingTrial", leaving(how, ranks), ranks=2, module="leaving_trials")
+def test_exit_0_during_training_fails_rank(tmp_path, how, ranks):
+    run = train(tmp_path, "LeavingTrial", leaving_config(how, ranks), ranks=2, module="leaving_trials")
     assert run.returncode == 1, run.output
     first = "rank 1" if ranks == [1] else "rank "
     assert f"{first}" in run.output.partition(" failed first (exit code")[0].rpartition("\n")[2], run.output
@@ -27,19 +27,19 @@ def test_exit_0_in_training_fails_the_rank(tmp_path, how, ranks):
     assert "at batch 4" in run.output
     assert "Connection closed by peer" not in run.output
     if how == "sys.exit":
-        assert "leaving_trials.py" in run.output, "the user's line is shown"
+        assert "leaving_trials.py" in run.output, "the line of user code"
         assert "at batch 4 of 12" in run.output
 
 
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit"])
-def test_exit_0_before_training_fails_a_trial(tmp_path, how):
-    run = train(tmp_path, "LeavingTrial", leaving(how, [0], -1), module="leaving_trials")
+def test_exit_0_before_training_fails_trial(tmp_path, how):
+    run = train(tmp_path, "LeavingTrial", leaving_config(how, [0], -1), module="leaving_trials")
     assert run.returncode == 1, run.output
     assert "rank 0 failed first" in run.output
     assert "exit code 0" in run.output
 
 
-# A launcher whose ranks may take 3 s to end instead of a minute.
+# A launcher with an exit timeout of 3 s instead of a minute.
 HURRIED = """
 import sys
 from dstrial.launch.stalls import watch
@@ -56,11 +56,11 @@ def launch_hurried(words, **options):
 
 
 def test_rank_held_after_training_is_named_and_ended(tmp_path):
-    """Rank 1 is held by a thread, rank 2 by an exit handler, rank 0 by nothing."""
+    """A thread keeps rank 1 alive, and an exit handler rank 2; rank 0 exits."""
     run = train(
         tmp_path,
         "StayingTrial",
-        leaving("", []),
+        leaving_config("", []),
         3,
         module="leaving_trials",
         run_program=launch_hurried,

@@ -1,4 +1,4 @@
-"""Loaders that are not plain: batch samplers, loaders of the user's own, pipelines with ragged ends, ZeRO 3 fillers."""
+"""Batch samplers, custom loaders, hanging workers, and incomplete last batches."""
 
 import threading
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")
 
 
 def mean_target(records):
-    """The mean squared target of a set: what a model that answers 0 loses, record by record."""
+    """Return the mean squared target, which is the loss of a model with output 0."""
     return float((records.targets**2).mean())
 
 
@@ -27,7 +27,7 @@ def zero_answer(self, items, batch_idx):
     return {"validation_loss": (targets**2).mean()}
 
 
-def test_a_batch_sampler_of_the_users_deals_whole_batches():
+def test_custom_batch_sampler_visits_each_record_once():
     import small_trials
 
     records = small_trials.Records(24, 1)
@@ -63,7 +63,7 @@ def test_a_batch_sampler_of_the_users_deals_whole_batches():
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("own", [False, True], ids=["planned", "loader of the user's own"])
-def test_a_pipeline_validates_every_record_whatever_the_loader(own, accumulation):
+def test_pipeline_validates_every_record_with_any_loader(own, accumulation):
     import small_trials
 
     records = small_trials.Records(27, 2)
@@ -102,7 +102,7 @@ def test_a_pipeline_validates_every_record_whatever_the_loader(own, accumulation
         assert row["validation_loss"] == pytest.approx(mean_target(records), rel=1e-5)
 
 
-def test_a_pipeline_whose_loader_is_too_short_is_refused_before_the_first_step():
+def test_too_short_pipeline_loader_is_refused():
     import small_trials
 
     def build_engine(self):
@@ -125,7 +125,7 @@ class Stuck(data.Dataset):
         threading.Event().wait()
 
 
-def test_a_worker_that_answers_nothing_is_an_error_that_names_rank_and_batch(monkeypatch):
+def test_hanging_loader_worker_error_names_rank_and_batch(monkeypatch):
     monkeypatch.setenv("DSTRIAL_TIMEOUT_S", "2")
     trial = trial_class(
         build_training_data_loader=lambda self: DataLoader(Stuck(), batch_size=4, num_workers=1)

@@ -1,4 +1,4 @@
-"""A sink of the user's own gets what is reported, from the first report to the end, whatever that end is."""
+"""Custom metric sinks: reports and closing."""
 
 import json
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")
 
 
 class JsonLines:
-    """The smallest logger there is: one line a report."""
+    """A minimal metric sink: writes a JSON line per report and records its calls."""
 
     def __init__(self, path):
         self.path = path
@@ -35,7 +35,7 @@ class JsonLines:
         return {row["steps_completed"]: row["metrics"] for row in rows if row["group"] == group}
 
 
-def test_a_sink_gets_every_report_with_the_values_of_the_record(tmp_path):
+def test_sink_receives_every_report_as_recorded(tmp_path):
     first, second = JsonLines(tmp_path / "first"), JsonLines(tmp_path / "second")
     outcome = fit(
         metric_sinks=[first, second],
@@ -58,14 +58,15 @@ def test_a_sink_gets_every_report_with_the_values_of_the_record(tmp_path):
     assert events.stat().st_size > 0
 
 
-def test_sinks_are_closed_where_training_ends_with_an_error_even_if_one_cannot_be(tmp_path):
+def test_all_sinks_are_closed_after_errors(tmp_path):
+    """After an error in training, also if ``close`` of a sink raises."""
 
-    class Stuck(JsonLines):
+    class Failing(JsonLines):
         def close(self):
             super().close()
             raise OSError("the other end is gone")
 
-    sinks = [JsonLines(tmp_path / "first"), Stuck(tmp_path / "second")]
+    sinks = [JsonLines(tmp_path / "first"), Failing(tmp_path / "second")]
 
     def train_batch(self, iterator, epoch_idx, batch_idx):
         if batch_idx == 3:

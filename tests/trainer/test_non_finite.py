@@ -1,4 +1,4 @@
-"""A run that trains nothing fails, says since when, and keeps its last good checkpoint."""
+"""Runs with non-finite losses or weights, or without optimizer steps."""
 
 import copy
 import importlib
@@ -17,8 +17,8 @@ from dstrial.errors import ConfigError, NonFiniteError
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
 
-def poisoned(name, exp_conf=EXP_CONF, data=None, stage=0, sections=None, **arguments):
-    """Fit a poisoned trial of 12 batches with a report every two, unless told otherwise."""
+def fit_nan(name, exp_conf=EXP_CONF, data=None, stage=0, sections=None, **arguments):
+    """Train a trial of ``poisoned_trials``: by default 12 batches, a report every 2."""
     trial = getattr(importlib.import_module("poisoned_trials"), name)
     hparams = {"deepspeed_config": deepspeed_config(stage, **(sections or {}))}
     for key in ("nan_from", "nan_until"):
@@ -52,24 +52,24 @@ def reported():
     return [row["steps_completed"] for row in rows if row["group"] == "training"]
 
 
-def test_three_reports_without_a_finite_loss_fail_and_name_metric_and_first_batch():
+def test_three_non_finite_reports_fail_run():
     with pytest.raises(NonFiniteError, match=r"loss.*since batch 5.*3 reports in a row") as caught:
-        poisoned("OnlyReported", nan_from=3)
-    # The report at batch 4 still has a finite loss, that of batch 3; those at 6, 8 and 10 have none.
+        fit_nan("OnlyReported", nan_from=3)
+    # The report at batch 4 includes the finite loss of batch 3; the reports at 6, 8 and 10 have none.
     assert reported() == [2, 4, 6, 8, 10]
     assert "non_finite" in str(caught.value)
     (run,) = runs()
     assert json.loads((run / "run.json").read_text())["state"] == "failed"
 
 
-def test_a_run_whose_every_report_is_without_a_finite_loss_fails_at_its_end_however_short():
+def test_short_run_without_finite_loss_fails():
     with pytest.raises(NonFiniteError, match="since batch 1"):
-        poisoned("OnlyReported", max_length=Batch(2))
+        fit_nan("OnlyReported", max_length=Batch(2))
 
 
 @pytest.mark.parametrize("mode", ["warn", "ignore"])
-def test_whoever_wants_trains_on(mode, caplog):
-    done = poisoned("OnlyReported", data={"non_finite": mode}, nan_from=2)
+def test_warn_and_ignore_modes_train_on(mode, caplog):
+    done = fit_nan("OnlyReported", data={"non_finite": mode}, nan_from=2)
     assert done.result.is_complete
     assert done.checkpoints() == [12]
     assert ("no finite loss" in caplog.text) == (mode == "warn")
@@ -77,26 +77,26 @@ def test_whoever_wants_trains_on(mode, caplog):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_no_checkpoint_holds_weights_that_are_not_finite(stage, caplog):
+def test_non_finite_weights_are_never_saved(stage, caplog):
     storage = {"save_trial_latest": 1, "save_trial_best": 0, "save_experiment_best": 0}
     conf = {**EXP_CONF, "checkpoint_storage": storage}
     with pytest.raises(NonFiniteError, match="since batch 5"):
-        poisoned("Poisoned", conf, nan_from=4, stage=stage, checkpoint_period=Batch(1))
+        fit_nan("Poisoned", conf, nan_from=4, stage=stage, checkpoint_period=Batch(1))
     assert steps_saved() == [4]
     assert caplog.text.count("is not saved") == 1
 
 
-def test_weights_that_are_not_finite_at_the_end_fail_the_run():
+def test_non_finite_final_weights_fail_run():
     with pytest.raises(NonFiniteError, match="weights"):
-        poisoned("Poisoned", nan_from=11, checkpoint_period=Batch(10))
+        fit_nan("Poisoned", nan_from=11, checkpoint_period=Batch(10))
     assert steps_saved() == [10]
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_its_weights_were_lost():
+def test_run_resumes_from_last_finite_checkpoint():
     with pytest.raises(NonFiniteError):
-        poisoned("Poisoned", nan_from=4, checkpoint_period=Batch(1))
+        fit_nan("Poisoned", nan_from=4, checkpoint_period=Batch(1))
     (run,) = runs()
-    again = poisoned("Poisoned", nan_from=100, run_dir=run, latest_checkpoint="latest", max_length=Batch(6))
+    again = fit_nan("Poisoned", nan_from=100, run_dir=run, latest_checkpoint="latest", max_length=Batch(6))
     assert again.result.batches_trained == 6
     assert not math.isnan(float(again.rows("training")[6]["loss"]))
 
@@ -113,17 +113,17 @@ def test_missing_engine_step_is_named():
     assert "learning rate" not in str(raised.value)
 
 
-@needs_0_19_8  # 0.19.0 looks at no gradients of bfloat16, and its losses become NaN
-def test_three_reports_without_an_optimizer_step_fail(caplog):
-    # bfloat16 with ZeRO 1 looks at gradients by default (check_grad_overflow) and skips the step.
+@needs_0_19_8  # DeepSpeed 0.19.0 does not check bfloat16 gradients, so it skips no step
+def test_three_reports_without_optimizer_step_fail_run(caplog):
+    # By default, bfloat16 with ZeRO 1 checks gradients (check_grad_overflow) and skips steps.
     with pytest.raises(NonFiniteError, match=r"no optimizer step.*since batch 5.*3 reports in a row"):
-        poisoned("Skipping", stage=1, sections={"bf16": {"enabled": True}}, nan_from=4)
+        fit_nan("Skipping", stage=1, sections={"bf16": {"enabled": True}}, nan_from=4)
     assert reported() == [2, 4, 6, 8, 10]
 
 
-@needs_0_19_8  # as above
-def test_skipped_steps_are_counted_whatever_the_setting(caplog):
-    done = poisoned(
+@needs_0_19_8  # DeepSpeed 0.19.0 does not check bfloat16 gradients, so it skips no step
+def test_skipped_steps_are_counted_in_ignore_mode(caplog):
+    done = fit_nan(
         "Skipping",
         stage=1,
         sections={"bf16": {"enabled": True}},
@@ -138,12 +138,12 @@ def test_skipped_steps_are_counted_whatever_the_setting(caplog):
     assert (status["optimizer_steps"], status["skipped_steps"]) == (12, 3)
 
 
-def test_the_settings_are_checked_where_there_was_no_check():
+def test_invalid_non_finite_mode_is_rejected():
     with pytest.raises(ConfigError, match=r"data\.dstrial\.non_finite is \"never\"; expected .*fail"):
-        poisoned("OnlyReported", data={"non_finite": "never"})
+        fit_nan("OnlyReported", data={"non_finite": "never"})
 
 
-def test_a_finite_loss_on_any_rank_is_enough(tmp_path):
+def test_finite_loss_on_any_rank_suffices(tmp_path):
     given = experiment({"deepspeed_config": deepspeed_config(1)}, batches=16, report=3)
     done = train(tmp_path, "OnlyReportedOnRank1", given, ranks=2, module="poisoned_trials")
 

@@ -1,4 +1,4 @@
-"""Runs without a master whose checkpoints lie in a bucket of a real S3 server, or in a directory elsewhere."""
+"""Runs without a master, with checkpoints in an S3 bucket or another directory."""
 
 import sys
 
@@ -30,16 +30,16 @@ def dstrial(*words):
     return done.stdout
 
 
-def test_run_killed_on_two_ranks_resumes_from_the_bucket(tmp_path, bucket, monkeypatch):
+def test_killed_run_resumes_from_bucket(tmp_path, bucket, monkeypatch):
     for name, value in bucket.variables.items():
         monkeypatch.setenv(name, value)
     storage = bucket.storage(save_trial_latest=2, save_trial_best=0)
     kill = {"KILL_AT": "1:10", "KILL_MARKER": str(tmp_path / "killed")}
     killed = train(tmp_path, "DataParallelTrial", config_of(storage), ranks=2, env=kill)
     assert killed.returncode != 0
-    # The keep policy may have been about to delete the first checkpoint.
+    # The checkpoint of batch 3 may or may not have been deleted by the keep policy before the kill.
     assert killed.checkpoints()[-2:] == [6, 9]
-    # The run directory has records only.
+    # The run directory has only the records of checkpoints; their other files are in the bucket.
     records = {path.parent.name: path.parent for path in killed.directory.checkpoints_path.glob("*/COMPLETE")}
     for record in records.values():
         assert sorted(path.name for path in record.iterdir()) == [
@@ -64,7 +64,7 @@ def test_run_killed_on_two_ranks_resumes_from_the_bucket(tmp_path, bucket, monke
 
 
 def _check_commands(run, bucket, tmp_path):
-    """Verify, download and load a checkpoint of the bucket; resume a new run from its UUID only."""
+    """Verify and download the newest checkpoint; resume a new run from its UUID."""
     newest = max(
         run.directory.checkpoints_path.glob("*/COMPLETE"), key=lambda path: path.stat().st_mtime
     ).parent
@@ -78,7 +78,7 @@ def _check_commands(run, bucket, tmp_path):
     assert f"resumed from checkpoint {newest.name} at batch 12" in other.output
 
 
-def test_wrong_key_and_missing_bucket_are_one_error_without_the_secret(tmp_path, bucket):
+def test_storage_check_errors_hide_secret_key(tmp_path, bucket):
     secret = "hunter2/with+signs"
     wrong = bucket.storage(access_key=bucket.access_key, secret_key=secret)
     missing = bucket.storage(**bucket.keys_in_config) | {"bucket": "missing"}
@@ -93,7 +93,7 @@ def test_wrong_key_and_missing_bucket_are_one_error_without_the_secret(tmp_path,
             assert_nowhere(hidden, run.directory.path)
 
 
-def test_directory_elsewhere_holds_the_files_of_a_run(tmp_path):
+def test_run_resumes_from_directory_storage(tmp_path):
     storage = {"type": "directory", "container_path": str(tmp_path / "elsewhere"), "save_trial_latest": 1}
     first = train(tmp_path, "DataParallelTrial", config_of(storage, batches=3), ranks=2)
     assert first.returncode == 0, first.output

@@ -1,4 +1,4 @@
-"""Loaders that divide records by themselves: passes, positions after a resume, and what is wrong with them."""
+"""Loaders other than dstrial.DataLoader: repetition, resume, detected mistakes."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ from dstrial.testing.ranks import run_function
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
-COUNT = 28  # records: seven micro batches a pass, and two in a batch
+COUNT = 28  # records: 7 micro batches per pass; a batch has 2 micro batches
 
 
 def stateful_loader(dataset, **options):
@@ -108,7 +108,7 @@ def resumed(first, batches, build, seen=None, **arguments):
 
 
 def run_whole_and_parts(kind, stop):
-    """Return the reports and the records of a run at once, and those of a run that stops in between."""
+    """Return (reports, records) of an uninterrupted and of a resumed run."""
     build = LOADERS[kind]
     seen, seen_in_parts = [], []
     whole = fit_to(9, build, seen)
@@ -126,7 +126,7 @@ def run_whole_and_parts(kind, stop):
 @pytest.mark.parametrize("stop", [5, 6])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_resume_equals_uninterrupted_run_bitwise(kind, stop):
-    # A loader worker that is forked beside the threads of earlier tests may crash; a new process has none of them.
+    # Forked loader workers may crash if threads of earlier tests are alive, hence a new process.
     if "workers" in kind:
         path = {"PYTHONPATH": os.pathsep.join(sys.path)}
         whole, parts = run_function(run_whole_and_parts, 1, kind, stop, env=path, deadline_s=300)[0].value
@@ -143,7 +143,7 @@ def test_loader_without_length_repeats_every_record(kind):
     assert sorted(first) == sorted(second) == sorted(records().features.tolist())
 
 
-def test_map_style_data_set_of_hugging_face_resumes_bitwise():
+def test_hugging_face_map_dataset_resumes_bitwise():
     datasets = pytest.importorskip("datasets")
     columns = {"features": records().features.tolist(), "targets": records().targets.tolist()}
 
@@ -157,7 +157,7 @@ def test_map_style_data_set_of_hugging_face_resumes_bitwise():
     assert values(resumed(fit_to(4, build), 6, build).rows("training")) == values(whole.rows("training"))
 
 
-def test_resume_after_shuffle_buffer_is_exact_by_rereading():
+def test_reread_resumes_shuffle_buffer_bitwise():
     def build():
         return torch_loader(streaming(buffer=12), collate_fn=as_pair)
 
@@ -166,7 +166,7 @@ def test_resume_after_shuffle_buffer_is_exact_by_rereading():
     assert values(again.rows("training")) == values(whole.rows("training"))
 
 
-def test_loader_that_does_not_repeat_itself_is_named(caplog):
+def test_non_repeating_loader_is_named(caplog):
     seeds = itertools.count()
 
     def build():
@@ -178,7 +178,7 @@ def test_loader_that_does_not_repeat_itself_is_named(caplog):
     assert "does not repeat itself: micro batch 0 of pass 1 is another one" in caplog.text
 
 
-def test_batch_that_training_changes_is_still_the_same(caplog):
+def test_batch_modified_by_training_counts_as_equal(caplog):
     from stream_trials import OwnLoader
 
     def train_batch(self, items, epoch_idx, batch_idx):
@@ -223,14 +223,14 @@ def test_wrong_length_of_iterable_is_named(says, caplog):
         assert "has more micro batches than its length of 5" in caplog.text
 
 
-def test_another_kind_of_loader_is_refused_at_resume():
+def test_other_loader_kind_is_refused_at_resume():
     first = fit_to(5, lambda: torch_loader(records()))
     hparams = {"num_records": COUNT, "drop_last": True}
     with pytest.raises(DataError, match="written with a training loader that is not dstrial"):
         fit(hparams=hparams, run_dir=first.directory.path, latest_checkpoint="latest", max_length=Batch(6))
 
 
-def test_invalid_way_to_resume_is_refused():
+def test_invalid_resume_data_is_rejected():
     with pytest.raises(ValueError, match="resume_data is 'again'; expected exact, reread or restart"):
         fit_to(1, LOADERS["iterable"], resume_data="again")
 
@@ -253,9 +253,6 @@ def test_validation_loader_without_length_is_counted():
     assert done.rows("validation")[2]["validation_loss"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(DataError, match="validation loader is an iterator without __len__"):
         fitted(lambda: iter(torch_loader(Shared(22))))
-
-
-# ---- two ranks ----------------------------------------------------------------------------------------
 
 
 def run(tmp_path, trial, batches, ranks, run=None, resume_data=None, records=80, env=None, **hparams):
@@ -284,7 +281,7 @@ def test_two_ranks_resume_bitwise(tmp_path, trial):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_reread_on_other_ranks_trains_the_same_batches(tmp_path, before, after):
+def test_reread_on_other_ranks_trains_same_batches(tmp_path, before, after):
     whole = losses(run(tmp_path / "whole", "OwnLoader", 8, before))
     first = run(tmp_path / "parts", "OwnLoader", 3, before)
     refused = run(tmp_path / "parts", "OwnLoader", 8, after, run=first)
@@ -299,19 +296,19 @@ def test_reread_on_other_ranks_trains_the_same_batches(tmp_path, before, after):
     assert again == pytest.approx(whole, rel=1e-5)
 
 
-def test_restart_on_fewer_ranks_begins_the_pass_again(tmp_path):
+def test_restart_on_fewer_ranks_repeats_pass(tmp_path):
     first = run(tmp_path, "OwnLoader", 3, 2)
     again = run(tmp_path, "OwnLoader", 5, 1, run=first, resume_data="restart")
     assert again.returncode == 0, again.output
     assert "begins pass 0 again: 6 micro batches that were trained are trained once more" in again.output
 
 
-def test_replicas_that_read_the_same_are_named(tmp_path):
+def test_replicas_with_same_records_are_named(tmp_path):
     done = run(tmp_path, "SameRecordsOnAllRanks", 2, 2)
     assert "ranks 0 and 1 read the same records, but belong to replicas of their own" in done.output
 
 
-def test_stages_of_a_pipeline_read_the_same(tmp_path):
+def test_pipeline_stages_must_read_same_records(tmp_path):
     done = run(tmp_path / "good", "Pipeline", 3, 2)
     assert done.returncode == 0, done.output
     assert "read different records" not in done.output
@@ -319,7 +316,7 @@ def test_stages_of_a_pipeline_read_the_same(tmp_path):
     assert "ranks 0 and 1 belong to one replica and read different records" in bad.output
 
 
-def test_ragged_micro_batch_of_a_pipeline_is_refused(tmp_path):
+def test_ragged_pipeline_micro_batch_is_refused(tmp_path):
     done = run(tmp_path, "Pipeline", 12, 2, ragged=True)
     assert done.returncode != 0
     assert "expected one shape, because the stages of a pipeline keep their buffers" in done.output

@@ -1,4 +1,4 @@
-"""Tensor-, sequence- and expert-parallel trials: equal to plain replicas, resumed, and refused."""
+"""Tensor-, sequence- and expert-parallel trials: training, resume, layout changes."""
 
 import json
 
@@ -20,7 +20,7 @@ SGD = {
     "gradient_clipping": 0,
     "zero_allow_untested_optimizer": True,
 }
-"""An optimizer whose steps grow with the gradients, which Adam's do not."""
+"""SGD's steps, unlike Adam's, are proportional to gradients: wrong scaling shows."""
 
 
 def ds_config(axis, size, stage, **sections):
@@ -34,7 +34,7 @@ def ds_config(axis, size, stage, **sections):
     return deepspeed_config(stage, **sections)
 
 
-def go(folder, axis, size, ranks, batches, stage=1, run=None, fails_at=None, sections=None, **periods):
+def run_trial(folder, axis, size, ranks, batches, stage=1, run=None, fails_at=None, sections=None, **periods):
     folder.mkdir(exist_ok=True)
     hparams = {
         "deepspeed_config": ds_config(axis, size, stage, **(sections or {})),
@@ -52,7 +52,7 @@ def go(folder, axis, size, ranks, batches, stage=1, run=None, fails_at=None, sec
 
 
 def trained(*arguments, **options):
-    run = go(*arguments, **options)
+    run = run_trial(*arguments, **options)
     assert run.returncode == 0, run.output
     return run
 
@@ -67,8 +67,8 @@ def losses(run):
 
 @pytest.mark.parametrize(("axis", "stage"), [("tensor", 1), *(("sequence", stage) for stage in range(4))])
 @pytest.mark.exhaustive("[tensor-1]", "[sequence-1]")
-def test_two_groups_of_ranks_train_as_two_replicas(tmp_path, axis, stage):
-    """The ranks of a group read the same records; losses, validations and tokens are those of plain replicas."""
+def test_parallel_groups_train_as_plain_replicas(tmp_path, axis, stage):
+    """Ranks of a group read the same records; losses equal those of plain replicas."""
     plain = trained(tmp_path / "plain", "plain", 1, 2, 5, sections=SGD)
     split = trained(tmp_path / axis, axis, 2, 4, 5, stage=stage, sections=SGD)
     assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
@@ -94,7 +94,7 @@ def test_two_groups_of_ranks_train_as_two_replicas(tmp_path, axis, stage):
 
 @pytest.mark.exhaustive
 def test_hugging_face_tp_plan_trains_as_replicas(tmp_path):
-    """AutoTP without ``partition_config`` cuts Llama by the model's ``tp_plan``."""
+    """Without ``partition_config``, AutoTP partitions Llama by its ``tp_plan``."""
     plain = trained(tmp_path / "plain", "llama", 1, 2, 4)
     split = trained(tmp_path / "split", "llama", 2, 4, 4)
     assert losses(split) == pytest.approx(losses(plain), rel=1e-5)
@@ -112,7 +112,7 @@ def test_hugging_face_tp_plan_trains_as_replicas(tmp_path):
     ],
 )
 @pytest.mark.exhaustive("[tensor-2-4-1]", "[expert-2-2-1]")
-def test_resumed_axis_equals_the_whole_run_to_the_bit(tmp_path, axis, size, ranks, stage):
+def test_resumed_parallel_run_is_bitwise_equal(tmp_path, axis, size, ranks, stage):
     whole = trained(tmp_path / "whole", axis, size, ranks, 8, stage=stage)
     first = trained(tmp_path / "parts", axis, size, ranks, 4, stage=stage)
     second = trained(tmp_path / "parts", axis, size, ranks, 8, stage=stage, run=first)
@@ -133,8 +133,8 @@ def test_resumed_axis_equals_the_whole_run_to_the_bit(tmp_path, axis, size, rank
     ],
 )
 @pytest.mark.exhaustive("[sequence 2 to 1]", "[tensor on fewer ranks]", "[tensor 2 to 1]")
-def test_layout_may_change_at_a_resume(tmp_path, before, after):
-    """Another layout trains the same records with the same batch; losses differ by rounding only."""
+def test_layout_change_at_resume_keeps_losses(tmp_path, before, after):
+    """The records and the global batch stay the same; losses differ by rounding only."""
     whole = trained(tmp_path / "whole", *before[:3], 8, stage=before[3])
     first = trained(tmp_path / "parts", *before[:3], 4, stage=before[3])
     second = trained(tmp_path / "parts", *after[:3], 8, stage=after[3], run=first)
@@ -144,10 +144,10 @@ def test_layout_may_change_at_a_resume(tmp_path, before, after):
     assert losses(second) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def test_values_that_a_copy_has_collected_count_once_on_fewer_ranks(tmp_path):
-    """The checkpoint has a batch that no report has yet; both ranks of a tensor-parallel group counted its records."""
+def test_collected_values_count_once_on_fewer_ranks(tmp_path):
+    """Both ranks of a tensor-parallel group save the same counts, not yet reported."""
     periods = {"report": 3, "validate": 6, "checkpoint": 1}
-    first = go(tmp_path / "run", "tensor", 2, 4, 6, fails_at=2, **periods)
+    first = run_trial(tmp_path / "run", "tensor", 2, 4, 6, fails_at=2, **periods)
     assert first.returncode == 1
     second = trained(tmp_path / "run", "tensor", 2, 2, 6, run=first, **periods)
     reports = second.reports("training")
@@ -158,15 +158,15 @@ def test_values_that_a_copy_has_collected_count_once_on_fewer_ranks(tmp_path):
     ("before", "after", "exit_code", "said"),
     [
         (("expert", 2, 2), ("expert", 2, 4), 2, "whose experts are spread over its ranks"),
-        # Only the trial's code has this size.
+        # The expert-parallel size is known only to the trial's code, so the ranks must start.
         (("expert", 2, 2), ("expert", 1, 2), 1, "expert-parallel size was 2, is 1"),
     ],
     ids=["experts on more ranks", "expert 2 to 1"],
 )
 @pytest.mark.exhaustive("[experts on more ranks]")
-def test_layout_that_cannot_change_is_refused(tmp_path, before, after, exit_code, said):
+def test_unsupported_layout_change_is_refused(tmp_path, before, after, exit_code, said):
     first = trained(tmp_path / "run", *before, 4)
-    refused = go(tmp_path / "run", *after, 8, run=first)
+    refused = run_trial(tmp_path / "run", *after, 8, run=first)
     assert refused.returncode == exit_code, refused.output
     assert said in refused.output
 
@@ -176,7 +176,7 @@ def test_layout_that_cannot_change_is_refused(tmp_path, before, after, exit_code
     [("mesh", "reduces no gradients over the ranks of a sequence"), ("no groups", "has 1 rank per sequence")],
 )
 def test_sequence_parallel_size_without_its_groups_is_refused(tmp_path, axis, said):
-    refused = go(tmp_path / "run", axis, 2, 2, 4)
+    refused = run_trial(tmp_path / "run", axis, 2, 2, 4)
     assert refused.returncode == 1, refused.output
     assert said in refused.output
     assert "mpu=parallel_state_sp" in refused.output
@@ -194,8 +194,8 @@ def test_sequence_parallel_size_without_its_groups_is_refused(tmp_path, axis, sa
         ("expert", 2, 4),
     ],
 )
-def test_trial_equals_plain_deepspeed_code_to_the_bit(tmp_path, axis, size, ranks):
-    """20 batches, on each rank: the losses of DeepSpeed code without dstrial on the same records."""
+def test_trial_equals_plain_deepspeed_bitwise(tmp_path, axis, size, ranks):
+    """Each rank's losses of 20 batches equal those of code without dstrial."""
     trained(tmp_path / "run", axis, size, ranks, 20)
     from axis_trials import plain_losses
 

@@ -1,4 +1,4 @@
-"""Features of DeepSpeed that dstrial passes through: each reaches the engine, or DeepSpeed refuses it in its own words."""
+"""DeepSpeed features that dstrial passes to the engine unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "ZenFlow": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD, "zenflow": ZENFLOW}},
         "",
-        "unexpected keyword argument 'torch_adam'",  # ZenFlow has optimizers of its own
+        "unexpected keyword argument 'torch_adam'",  # not accepted by ZenFlow's own optimizers
     ),
     "SuperOffload": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {**OFFLOAD, "super_offload": True}}},
@@ -44,16 +44,16 @@ FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
         "",
     ),
 }
-"""Name -> section of the DeepSpeed config, what is true of an engine that has it, or what DeepSpeed says."""
+"""Name -> DeepSpeed config, engine attribute that becomes true, DeepSpeed's error."""
 
 
 @pytest.mark.exhaustive("[torch_autocast]")
 @pytest.mark.parametrize("name", FEATURES)
-def test_feature_reaches_the_engine_or_deepspeed_refuses_it(name: str) -> None:
+def test_feature_is_applied_or_refused_by_deepspeed(name: str) -> None:
     sections, attribute, refusal = FEATURES[name]
     engines = []
 
-    class Trial(trial_class()):  # type: ignore[misc]  # made by a function
+    class Trial(trial_class()):  # type: ignore[misc]  # the base class is created dynamically
         def __init__(self, context: Any) -> None:
             super().__init__(context)
             engines.append(self.model_engine)
@@ -87,12 +87,12 @@ def test_loss_backward_trains_as_engine_backward(stage: int) -> None:
     )
 
 
-def test_loss_backward_in_zero_0_is_refused_by_deepspeed() -> None:
+def test_loss_backward_with_zero_0_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"using ZeRO stage 0\. Please use engine\.backward"):
         last_loss(0, lambda _engine, loss: loss.backward())
 
 
-def test_unmanaged_accumulation_needs_one_micro_batch_per_batch() -> None:
+def test_unmanaged_accumulation_requires_single_micro_batch() -> None:
     unmanaged = {"managed_gradient_accumulation": False}
     with pytest.raises(ConfigError, match="expected true with gradient_accumulation_steps 2"):
         last_loss(2, lambda engine, loss: engine.backward(loss), **unmanaged)

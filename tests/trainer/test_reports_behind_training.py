@@ -1,4 +1,4 @@
-"""Reports are written behind training: none is lost or doubled, whatever ends the run, and failures end all ranks."""
+"""Asynchronous reports: none is lost or duplicated, however a run ends."""
 
 import dataclasses
 import json
@@ -20,14 +20,14 @@ BATCHES = 50
 
 
 def run_of(tmp_path, run=None, trial="DataParallelTrial", env=None, hparams=None):
-    """Train on two ranks with the sink of ``slow_sinks``: a report every 2 batches, a checkpoint every 5."""
+    """Train on two ranks: a report every 2 batches, a checkpoint every 5."""
     given = {"deepspeed_config": deepspeed_config(1), "num_records": 70, **(hparams or {})}
     config = experiment(given, BATCHES, report=2, validate=1000, checkpoint=5)
     return train(tmp_path, trial, config, ranks=2, run=run, env=env, module="slow_sinks")
 
 
 def require_each_once(run):
-    """Require that no report is there twice, nor out of order."""
+    """Assert that reports are in order, without duplicates."""
     for group in ("training", "validation"):
         steps = [row["steps_completed"] for row in run.rows(group)]
         assert steps == sorted(set(steps))
@@ -44,7 +44,7 @@ def whole(tmp_path_factory):
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """How one attempt ends: exit code, parts of its output, its newest complete checkpoint."""
+    """How an attempt ends: exit code, part of its output, newest complete checkpoint."""
 
     returncode: int
     says: str
@@ -53,12 +53,12 @@ class Attempt:
     hparams: dict = dataclasses.field(default_factory=dict)
 
 
-# Each attempt resumes from the checkpoint of the one before.
+# Each attempt resumes from the newest checkpoint of the previous attempt.
 ATTEMPTS = (
     Attempt(137, "rank 0 failed first", 5, {"KILLED_AT_REPORT": "8"}),
     Attempt(1, "ValueError: the sink refuses batch 12", 10, {"SINK_RAISES_AT": "12"}),
     Attempt(1, "IsADirectoryError", 15, {"RECORD_BREAKS_AT": "14"}),
-    # In the batch after a report, while ranks exchange it.
+    # Fails in the batch after a report, while the ranks exchange the report's values.
     Attempt(1, "rank 0 failed first", 20, hparams={"raise_at": "0:24"}),
     Attempt(1, "rank 1 failed first", 25, hparams={"raise_at": "1:28"}),
     Attempt(137, "rank 1 failed first", 30, {"KILL_AT": "1:32"}),
@@ -67,8 +67,8 @@ ATTEMPTS = (
 )
 
 
-def test_run_that_ends_in_eight_ways_reports_what_the_whole_run_reports(tmp_path, whole):
-    """However an attempt ends, a checkpoint is registered only behind the reports before it."""
+def test_interrupted_attempts_report_as_whole_run(tmp_path, whole):
+    """A complete checkpoint implies that all earlier reports are written."""
     run, log = None, tmp_path / "log"
     for number, attempt in enumerate(ATTEMPTS):
         began_s = time.monotonic()
@@ -99,8 +99,8 @@ def test_run_that_ends_in_eight_ways_reports_what_the_whole_run_reports(tmp_path
     require_each_once(run)
 
 
-def test_user_collectives_many_metrics_and_slow_ranks_change_no_report(tmp_path, whole):
-    """User code talks between, reports more than a message holds, and rank 1 and the sink are slow."""
+def test_user_collectives_and_slow_ranks_change_no_report(tmp_path, whole):
+    """User code runs collectives, reports 200 metrics; rank 1 and the sink are slow."""
     env = {"SINK_SLEEPS_S": "0.05", "SINK_LOG": str(tmp_path / "log")}
     run = run_of(tmp_path, trial="Busy", env=env)
     assert run.returncode == 0, run.output
@@ -130,7 +130,7 @@ class Slow:
 
 
 class LastValues(pytorch.MetricReducer):
-    """Hands out the one list that it goes on writing to."""
+    """Returns its internal list, which it then clears and reuses."""
 
     def __init__(self):
         self.values = []
@@ -148,7 +148,7 @@ class LastValues(pytorch.MetricReducer):
         return per_slot_metrics[0]
 
 
-def test_a_report_is_what_it_was_although_the_reducer_uses_its_list_again():
+def test_report_is_unaffected_by_reused_reducer_list():
     def __init__(self, context):  # noqa: N807
         super(trial_type, self).__init__(context)
         self.reducer = context.wrap_reducer(LastValues(), "last", for_validation=False)
@@ -164,7 +164,7 @@ def test_a_report_is_what_it_was_although_the_reducer_uses_its_list_again():
     assert lasts == {2: [0, 1], 4: [2, 3], 6: [4, 5]}
 
 
-def test_progress_is_told_to_the_end_after_all_reports():
+def test_progress_is_complete_after_last_report():
     outcome = fit(max_length=Batch(6), reporting_period=Batch(2))
     progress = json.loads((outcome.directory.path / "progress.json").read_text())
     assert (progress["progress"], progress["batches_trained"]) == (1.0, 6)

@@ -1,4 +1,4 @@
-"""One table of named configurations; each is trained whole, killed in the middle and resumed, and much is asserted of it."""
+"""Configurations trained without interruption, and killed and resumed, are equal."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ MODEL_BYTES = 4 * (8 * 16 + 16 + 16 * 4 + 4)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A configuration; ``resumed_on`` are ranks and ZeRO stage after the kill, if they change."""
+    """A configuration; ``resumed_on``: changed (ranks, ZeRO stage) after the kill."""
 
     stage: int = 0
     ranks: int = 2
@@ -44,7 +44,7 @@ class Case:
     def config(self, stage, ranks, telemetry=True, **hparams):
         replicas = 1 if self.is_pipeline else ranks
         global_batch = self.sizes.get("train_batch_size", self.micro_batch * 2 * replicas)
-        # Five batches an epoch: the last one is short, which a pipeline leaves out.
+        # An epoch has 5 batches, of which the last is short; a pipeline drops a short sixth batch instead.
         num_records = (5 if self.is_pipeline else 4) * global_batch + 6
         if self.resumed_on:
             num_records = 5 * global_batch
@@ -70,7 +70,7 @@ SOLVED = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_accumulation_steps": "auto",
 }
-# One to three replicas can share this batch.
+# This batch can be divided by 1, 2 or 3 replicas.
 SHARED = {
     "train_batch_size": 12,
     "train_micro_batch_size_per_gpu": None,
@@ -99,7 +99,7 @@ CASES = {
         hparams={"micro_batches": 2, "num_validation_records": 9},
     ),
 }
-# A dry run of DeepSpeed 0.19.0 does not foresee the gathered weights that its ZeRO 3 keeps until backward.
+# With DeepSpeed 0.19.0, dry runs omit the gathered weights that ZeRO 3 keeps until backward.
 PARAMETERS = [pytest.param(name, marks=needs_0_19_8 if name == "zero 3" else ()) for name in CASES]
 
 
@@ -112,7 +112,7 @@ PARAMETERS = [pytest.param(name, marks=needs_0_19_8 if name == "zero 3" else ())
     "[two engines, accumulation by hand]",
 )
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_killed_and_resumed_run_equals_the_whole_run(tmp_path, capsys, name):
+def test_killed_and_resumed_run_equals_whole_run(tmp_path, capsys, name):
     case = CASES[name]
     stage, ranks = case.stage, case.ranks
     whole_config = case.config(stage, ranks, epoch_log=str(tmp_path / "whole.log"))
@@ -125,7 +125,7 @@ def test_killed_and_resumed_run_equals_the_whole_run(tmp_path, capsys, name):
     if case.sizes is SOLVED:
         require_solved(tmp_path, whole_config)
 
-    # Without telemetry: it changes no bit of what is trained.
+    # Without telemetry, to test that telemetry does not change training.
     log = tmp_path / "killed.log"
     config = case.config(stage, ranks, telemetry=False, epoch_log=str(log))
     env = {"KILL_AT": f"{ranks - 1}:{KILL_AT}", "KILL_MARKER": str(tmp_path / "marker")}
@@ -144,7 +144,7 @@ def test_killed_and_resumed_run_equals_the_whole_run(tmp_path, capsys, name):
     assert "resumed from checkpoint" in resumed.output
     assert ("is brought into another layout" in resumed.output) == bool(case.resumed_on)
     require_complete(resumed)
-    # Batch 13 is in the third epoch, which is begun once although the run was killed in it.
+    # The run is killed in batch 13 of the third epoch; the start of this epoch is logged only once.
     assert log.read_text() == (tmp_path / "whole.log").read_text() == epochs()
     for group in ("training", "validation"):
         got, wanted = resumed.reports(group), whole.reports(group)
@@ -155,7 +155,7 @@ def test_killed_and_resumed_run_equals_the_whole_run(tmp_path, capsys, name):
                 assert got[steps][name] == pytest.approx(metrics[name], rel=1e-6), steps
         else:
             assert got == wanted
-    if case.resumed_on:  # this one has telemetry, and began after batch 12
+    if case.resumed_on:  # the resumed run has telemetry and started after batch 12
         totals = json.loads(resumed.directory.telemetry_path.read_text())
         assert totals["num_batches"] == BATCHES - 13, "the first batch of a process is left out"
 
@@ -166,7 +166,7 @@ def epochs():
 
 
 def require_complete(run):
-    """Require every report, every checkpoint, whole to the byte, and the record of the end."""
+    """Assert all reports, all checkpoints with intact files, and the final status."""
     assert list(run.reports("training")) == [7, 14, 20]
     assert list(run.reports("validation")) == [8, 16, 20]
     assert [row["epochs"] for row in run.reports("validation").values()] == [1, 3, 4]
@@ -183,7 +183,7 @@ def require_complete(run):
 
 
 def require_telemetry(run, case):
-    """Require each rank's times and memory at each report, and totals of all ranks."""
+    """Assert times and memory of each rank in each report, and totals."""
     rows = run.rows("telemetry")
     assert [row["steps_completed"] for row in rows] == [7, 14, 20]
     metrics = rows[-1]["metrics"]
@@ -202,13 +202,13 @@ def require_telemetry(run, case):
 
 
 def require_predicted_memory(run, case, config, capsys):
-    """Require that ``dstrial memory`` predicts what each rank has measured, and that ZeRO divides what it says."""
+    """Assert that ``dstrial memory`` predicts the memory that each rank has measured."""
     metrics = run.rows("telemetry")[-1]["metrics"]
     assert metrics["memory_found_by"] == "storages of tensors; activations and peak operation by operation"
     for part in PARTS:
         assert metrics[f"{part}_bytes"] == max(metrics["ranks"][f"{part}_bytes"])
     if not case.is_pipeline:
-        # float32: Adam keeps two numbers for each weight; ZeRO has a master copy besides, and divides all three.
+        # float32: Adam has 2 values per weight; ZeRO adds a master copy and divides all 3 by the 2 ranks.
         share = MODEL_BYTES // 2 if case.stage == 3 else MODEL_BYTES
         optimizer = 1.5 * MODEL_BYTES if case.stage else 2 * MODEL_BYTES
         assert metrics["parameters_bytes"] == pytest.approx(share, rel=0.05)
@@ -225,10 +225,10 @@ def require_predicted_memory(run, case, config, capsys):
     for rank, counters in enumerate(told["ranks"]):
         predicted = told["predicted"][rank * len(told["predicted"]) // 2]
         for part in ("parameters", "gradients", "optimizer"):
-            # What is predicted is the first rank of a stage; others have other weights in their share of so few.
+            # The prediction is for a stage's first rank; another rank's partition may differ by some weights.
             uneven = 16 if rank == 0 or len(told["predicted"]) > 1 else 400
             assert counters[f"{part}_bytes"] == pytest.approx(predicted[part], rel=0.01, abs=uneven), part
-        # A loader has another micro batch and the order of its records, which a dry run has not.
+        # Unlike a dry run, training has another prefetched micro batch and the order of records.
         order_bytes = 8 * config["hyperparameters"]["num_records"]
         more = counters["activations_bytes"] - predicted["activations"]
         assert -100 < more < 32 * (8 + 4) * 4 + order_bytes + 1000, rank
@@ -243,7 +243,7 @@ def require_predicted_memory(run, case, config, capsys):
 
 
 def require_solved(tmp_path, config):
-    """Require that the check of the config says the batch with which it has trained."""
+    """Assert that the config check resolves ``auto`` to the batch of the training."""
     path = tmp_path / "exp.yaml"
     path.write_text(yaml.safe_dump(config))
     batch = load_experiment(path, DEFINITIONS).deepspeed_check.batch
@@ -252,7 +252,7 @@ def require_solved(tmp_path, config):
     )
 
 
-def test_run_without_telemetry_has_no_memory_to_show(tmp_path, capsys):
+def test_memory_command_without_telemetry_fails_with_hint(tmp_path, capsys):
     config = CASES["zero 1"].config(1, 1, telemetry=False)
     done = train(tmp_path, "DataParallelTrial", config)
     assert done.returncode == 0, done.output
@@ -261,29 +261,29 @@ def test_run_without_telemetry_has_no_memory_to_show(tmp_path, capsys):
     assert "data.dstrial.telemetry on" in capsys.readouterr().err
 
 
-def test_ranks_talk_only_at_agreements_and_stop_together(tmp_path):
+def test_ranks_exchange_rarely_and_stop_together(tmp_path):
     log = tmp_path / "watch"
     hyperparameters = {"deepspeed_config": deepspeed_config(0), "num_records": 4096}
     hyperparameters |= {"watch_log": str(log), "request_stop_at": "1:149"}
     config = experiment(hyperparameters, batches=500, report=50, validate=1000, checkpoint=1000)
     run = train(tmp_path, "DataParallelTrial", config, ranks=2)
     assert run.returncode == 0, run.output
-    # Rank 1 asks in batch 150; ranks exchange this at the report of batch 150 while they train batch 151.
+    # Rank 1 requests a stop in batch 150; the ranks exchange the request while they train batch 151.
     assert run.checkpoints() == [151]
     seen = [[json.loads(line) for line in open(f"{log}.{rank}")] for rank in (0, 1)]
     talks = [[(batch, what) for batch, what in rows if batch < 151] for rows in seen]
     assert talks[0] == talks[1]
     batches = [batch for batch, _ in talks[0]]
-    assert len(batches) == len(set(batches)), "one exchange per point"
+    assert len(batches) == len(set(batches)), "at most one exchange per batch"
     assert {50, 100, 150} <= set(batches)
     assert len(set(batches) - {50, 100, 150}) <= 12
-    begun = {batch for batch, what in talks[0] if what == "begin_allgather"}
-    assert {50, 100, 150} <= begun, "nobody waits for another rank at a report"
+    started = {batch for batch, what in talks[0] if what == "begin_allgather"}
+    assert {50, 100, 150} <= started, "the exchange at a report is asynchronous"
 
 
 @pytest.mark.exhaustive("[1]")
 @pytest.mark.parametrize("stage", [1, 3])
-def test_run_whose_ranks_die_in_four_saves_equals_the_whole_run(tmp_path, stage):
+def test_run_killed_in_saves_equals_whole_run(tmp_path, stage):
     hyperparameters = {"deepspeed_config": deepspeed_config(stage), "noise": 0.1, "num_records": 70}
     config = experiment(hyperparameters, batches=20, checkpoint=3)
     whole = train(tmp_path / "whole", "DataParallelTrial", config, ranks=2)
@@ -292,7 +292,7 @@ def test_run_whose_ranks_die_in_four_saves_equals_the_whole_run(tmp_path, stage)
     run = None
     for kill in range(4):
         before = run.checkpoints() if run else []
-        # Of each attempt the first save is completed, and one of the ranks dies in the second.
+        # In each attempt the first save completes, and a rank is killed in the second save.
         env = {"KILL_IN_SAVE": f"{kill % 2}:2"}
         run = train(tmp_path / "killed", "DataParallelTrial", config, ranks=2, run=run, env=env)
         assert run.returncode == 137, run.output
@@ -305,7 +305,7 @@ def test_run_whose_ranks_die_in_four_saves_equals_the_whole_run(tmp_path, stage)
         assert run.reports(group) == whole.reports(group)
     assert run.checkpoints() == whole.checkpoints()
     assert len(whole.checkpoints()) >= 6
-    # Nothing half-written is left.
+    # Incomplete checkpoints are deleted.
     assert len(list(run.directory.checkpoints_path.iterdir())) == len(whole.checkpoints())
 
 
@@ -323,16 +323,16 @@ def with_optimizer(batches, overrides=False, **settings):
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory):
+def first_run(tmp_path_factory):
     run = train(tmp_path_factory.mktemp("begun"), "DataParallelTrial", with_optimizer(2), ranks=2)
     assert run.returncode == 0, run.output
     return run
 
 
 @pytest.mark.parametrize(("overrides", "ranks"), [(False, 2), (True, 2), (True, 1)])
-def test_changed_optimizer_settings_at_resume_are_named(tmp_path, begun, overrides, ranks):
-    shutil.copytree(begun.directory.path, tmp_path / "copy")
-    copied = dataclasses.replace(begun, directory=type(begun.directory).open(tmp_path / "copy"))
+def test_changed_optimizer_settings_at_resume_are_named(tmp_path, first_run, overrides, ranks):
+    shutil.copytree(first_run.directory.path, tmp_path / "copy")
+    copied = dataclasses.replace(first_run, directory=type(first_run.directory).open(tmp_path / "copy"))
     changed = with_optimizer(4, overrides, lr=0.0001, weight_decay=0.5)
     resumed = train(tmp_path / "resumed", "DataParallelTrial", changed, ranks=ranks, run=copied)
 

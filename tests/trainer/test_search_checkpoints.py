@@ -1,4 +1,4 @@
-"""Checkpoints of the trials of a search: complete, verified and exported from their files alone."""
+"""Verification and export of a search's checkpoints without its master."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dstrial.testing.master import MasterForTest
 pytestmark = [pytest.mark.ranks, pytest.mark.process, pytest.mark.timeout(600)]
 
 
-def test_the_best_checkpoint_of_a_search_is_verified_and_exported(
+def test_best_search_checkpoint_is_verified_and_exported(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
     dropout = {"type": "categorical", "vals": [0.1, 0.2]}
@@ -35,7 +35,7 @@ def test_the_best_checkpoint_of_a_search_is_verified_and_exported(
     run = RunDirectory(record.parent)
     complete = list_checkpoints(run.checkpoints_path)
     assert printed[1] in {found.uuid for found in complete}
-    assert {found.steps_completed for found in complete} == {8}  # the first of each trial is collected
+    assert {found.steps_completed for found in complete} == {8}  # earlier checkpoints are deleted
     without_master = ("--state-dir", str(tmp_path / "no-master"))
     for words in (
         ("verify", "best"),
@@ -47,7 +47,7 @@ def test_the_best_checkpoint_of_a_search_is_verified_and_exported(
         assert "no completion mark" not in done.stdout
     of_run = shared_master.dstrial("checkpoint", "verify", str(run.path), *runs)
     assert "is a search, whose checkpoints belong to several trials" in of_run.stderr
-    # A single trial starts anew from the checkpoint; `latest` does not continue the search.
+    # `latest` does not resume a search; a single trial can start from its checkpoint as a new run.
     assert newest_resumable([run]) is None
     point = resume_point(
         str(run.checkpoints_path / printed[1]), runs_dir=tmp_path, name="small", context_dir=tmp_path

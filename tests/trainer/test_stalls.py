@@ -1,4 +1,4 @@
-"""Ranks that go on no more are told of: who is where, who waits for whom, with the stacks; and ended where that is asked for."""
+"""Stalled ranks: the message with positions and stacks, and the end of the ranks."""
 
 import os
 import re
@@ -17,15 +17,15 @@ from dstrial.local.run_directory import RunDirectory
 pytestmark = pytest.mark.ranks
 
 
-def stalling(batches=30, *, stage=1, timeout=2, action="restart", **hyperparameters):
+def stalling_config(batches=30, *, stage=1, timeout=2, action="restart", **hyperparameters):
     given = {"deepspeed_config": deepspeed_config(stage), "num_records": 64, "stall_at": 5, **hyperparameters}
     data = {"dstrial": {"stall_timeout": timeout, "stall_action": action}}
     return experiment(given, batches, report=5, validate=1000, checkpoint=1000, data=data)
 
 
-def test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with_it(tmp_path):
+def test_stopped_rank_is_named_and_training_continues(tmp_path):
     pid_file = tmp_path / "pid"
-    config = stalling(timeout=600, action="report", pid_file=str(pid_file))
+    config = stalling_config(timeout=600, action="report", pid_file=str(pid_file))
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
     directory = RunDirectory.create(
         tmp_path / "runs", name="small", context_dir=DEFINITIONS, command=["test"], config=config
@@ -61,8 +61,8 @@ def test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with
     assert not (tmp_path / "stalled.json").exists()
 
 
-def test_a_collective_that_a_rank_leaves_out_is_told_by_both_places(tmp_path):
-    run = train(tmp_path, "SkippingTrial", stalling(), ranks=2, module="stalling_trials")
+def test_skipped_collective_is_reported_with_both_places(tmp_path):
+    run = train(tmp_path, "SkippingTrial", stalling_config(), ranks=2, module="stalling_trials")
     assert run.returncode == 1
     (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.output)
     assert "rank 0 is in barrier of train_batch (stalling_trials.py:" in line
@@ -74,8 +74,8 @@ def test_a_collective_that_a_rank_leaves_out_is_told_by_both_places(tmp_path):
 
 @pytest.mark.exhaustive("[1]")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_that_never_answers_is_named_with_its_rank(tmp_path, num_workers):
-    config = stalling(num_workers=num_workers)
+def test_hanging_loader_is_named_with_rank(tmp_path, num_workers):
+    config = stalling_config(num_workers=num_workers)
     run = train(tmp_path, "SilentLoaderTrial", config, ranks=2, module="stalling_trials")
     assert run.returncode == 1
     (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.output)
@@ -86,8 +86,8 @@ def test_a_loader_that_never_answers_is_named_with_its_rank(tmp_path, num_worker
     assert ("whose worker (process " in line) == bool(num_workers)
 
 
-def test_a_first_validation_that_differs_by_rank_is_named_and_ended(tmp_path):
-    config = stalling(stage=3, timeout=1)
+def test_uneven_initial_validation_is_named_and_ended(tmp_path):
+    config = stalling_config(stage=3, timeout=1)
     zero = config["hyperparameters"]["deepspeed_config"]["zero_optimization"]
     zero["stage3_param_persistence_threshold"] = 0
     config["perform_initial_validation"] = True
@@ -106,8 +106,8 @@ def test_a_first_validation_that_differs_by_rank_is_named_and_ended(tmp_path):
 @pytest.mark.parametrize(
     "batch_sleep_s", [0.5, 0.0], ids=["while training goes on", "while it is waited for"]
 )
-def test_a_checkpoint_that_a_storage_takes_no_more_of_is_named_with_its_rank(tmp_path, batch_sleep_s):
-    config = stalling(batches=15, batch_sleep_s=batch_sleep_s)
+def test_hanging_checkpoint_storage_is_named_with_rank(tmp_path, batch_sleep_s):
+    config = stalling_config(batches=15, batch_sleep_s=batch_sleep_s)
     config["min_checkpoint_period"] = {"batches": 5}
     run = train(tmp_path, "SilentStorageTrial", config, ranks=2, module="stalling_trials")
     assert run.returncode == 1, run.output

@@ -1,4 +1,4 @@
-"""A stall over two machines, each with its own launcher: only the straggler's launcher ends its ranks."""
+"""A stall across two nodes, each with its own launcher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from dstrial.launch.local_ranks import Placement, run_ranks
 from dstrial.launch.rank_main import trial_command
 from dstrial.launch.stalls.diagnosis import StallSettings
-# That it is a launcher, whose ranks are forks too, stands before its arguments.
+# argv[1] is dstrial.launch: the test fork server recognises launchers by it, and forks their ranks.
 node, port, trial, config, definitions = sys.argv[2:]
 outcome = run_ranks(
     trial_command(trial, context_dir=Path(definitions), config=Path(config)),
@@ -43,7 +43,7 @@ sys.exit(outcome.exit_code)
 
 
 def launch_both(directory: Path, trial: str, stall_at: int = 5) -> list[str]:
-    """Train a trial on ranks 0 and 1 of node 0 and rank 2 of node 1; return what each launcher printed."""
+    """Train on ranks 0 and 1 of node 0 and rank 2 of node 1; return both outputs."""
     given = {
         "deepspeed_config": deepspeed_config(1),
         "num_records": 96,
@@ -87,13 +87,13 @@ def launch_both(directory: Path, trial: str, stall_at: int = 5) -> list[str]:
     return outputs
 
 
-def test_launcher_of_waiting_ranks_leaves_the_end_to_the_straggler(tmp_path: Path) -> None:
+def test_only_launcher_of_straggler_ends_ranks(tmp_path: Path) -> None:
     waiting, stopped = launch_both(tmp_path, "stalling_trials:StoppedTrial")
     assert "stalled: rank 2 is stopped (SIGSTOP) at batch 5 in train_batch" in stopped, stopped
     (line,) = re.findall("(stalled: .*Nothing has moved.*)", waiting)
     assert line.startswith("stalled: all 2 ranks are in all")
     assert "stalled: the straggler may be on another machine" in waiting
-    # Those that only wait are not ended for it, and none of them is blamed for a stall.
+    # The launcher of the waiting ranks neither ends nor blames them for the stall.
     assert "stalled: the ranks are ended, as data.dstrial.stall_action says" in stopped
     assert "the ranks are ended, as data.dstrial.stall_action says" not in waiting
     assert "failed first: 2 " in stopped

@@ -1,4 +1,4 @@
-"""A trial that goes on no more, as a user of a master sees it: the log, ``dstrial status``, the page, and a restart."""
+"""Stalled trials on a master: log, ``dstrial status``, web page, restart, pause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dstrial.testing.master import MasterForTest, master_for_test
 pytestmark = [pytest.mark.ranks, pytest.mark.process]
 
 
-def stalling(
+def stalling_config(
     tmp_path: Path,
     *,
     action: str,
@@ -32,7 +32,7 @@ def stalling(
     trial: str = "StoppedTrial",
     **hparams: Any,
 ) -> dict[str, Any]:
-    """Return the config of a trial of two ranks that stalls."""
+    """Return the config of a trial whose two ranks stall."""
     given = {
         "deepspeed_config": deepspeed_config(1),
         "stall_at": 5,
@@ -54,8 +54,8 @@ def stalling(
 
 
 def create(master: MasterForTest, tmp_path: Path, **fields: Any) -> int:
-    """Submit the trial of :func:`stalling`, and return its number."""
-    experiment_id = submit(master, tmp_path, stalling(tmp_path, **fields))
+    """Submit the trial of ``stalling_config``; return its id."""
+    experiment_id = submit(master, tmp_path, stalling_config(tmp_path, **fields))
     client = master.client()
     wait_for(lambda: client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"])
     return int(client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"][0]["id"])
@@ -66,37 +66,35 @@ def trial_of(client: Client, trial_id: int) -> dict[str, Any]:
     return found
 
 
-def stall_on_the_page(client: Client, trial_id: int) -> str:
+def stall_on_page(client: Client, trial_id: int) -> str:
     return str(client.get(f"/page/trials/{trial_id}")["trial"]["stall"])
 
 
-def stalled(master: MasterForTest, trial_id: int) -> list[str]:
+def stalls_in_status(master: MasterForTest, trial_id: int) -> list[str]:
     fields = json.loads(master.dstrial("status", "--json").stdout)
     return [one["text"] for one in fields["stalled"] if one["trial"] == trial_id]
 
 
-def test_who_is_stopped_is_in_the_log_in_the_status_and_on_the_page_until_it_goes_on(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
+def test_stopped_rank_is_shown_until_it_continues(shared_master: MasterForTest, tmp_path: Path) -> None:
     client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="report")
-    wait_for(lambda: stall_on_the_page(client, trial_id), deadline_s=180)
-    (text,) = stalled(shared_master, trial_id)
+    wait_for(lambda: stall_on_page(client, trial_id), deadline_s=180)
+    (text,) = stalls_in_status(shared_master, trial_id)
     assert text.startswith("rank 1 is stopped (SIGSTOP) at batch 5 in train_batch; rank 0 waits for it in a")
     assert f"stalled:     trial {trial_id} of experiment " in shared_master.dstrial("status").stdout
     log = shared_master.det("trial", "logs", str(trial_id)).stdout
     assert f"stalled: {text}." in log
     assert "stalled: stack of rank 0" in log
-    assert stall_on_the_page(client, trial_id) == text
+    assert stall_on_page(client, trial_id) == text
     os.kill(int((tmp_path / "pids").read_text()), signal.SIGCONT)
     wait_for(lambda: trial_of(client, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
-    assert stalled(shared_master, trial_id) == []
-    assert stall_on_the_page(client, trial_id) == ""
+    assert stalls_in_status(shared_master, trial_id) == []
+    assert stall_on_page(client, trial_id) == ""
     assert "stalled: no longer" in shared_master.det("trial", "logs", str(trial_id)).stdout
 
 
 def test_run_of_search_names_stalled_trial(shared_master: MasterForTest, tmp_path: Path) -> None:
-    config = stalling(tmp_path, action="report", validate=20)
+    config = stalling_config(tmp_path, action="report", validate=20)
     config["searcher"] |= {"name": "random", "max_trials": 1}
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config))
     printed = tmp_path / "printed"
@@ -119,9 +117,7 @@ def test_run_of_search_names_stalled_trial(shared_master: MasterForTest, tmp_pat
     assert [what for _, what in found] == ["rank 1 is stopped", "no longer"], printed.read_text()
 
 
-def test_a_stalled_trial_is_started_again_once_where_the_config_says_so(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
+def test_stalled_trial_restarts_once_if_configured(shared_master: MasterForTest, tmp_path: Path) -> None:
     client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="restart", max_restarts=2)
     wait_for(lambda: trial_of(client, trial_id)["state"].endswith("COMPLETED"), deadline_s=240)
@@ -134,7 +130,7 @@ def test_a_stalled_trial_is_started_again_once_where_the_config_says_so(
 def test_pause_of_stalled_ranks_frees_their_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
     client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="report")
-    wait_for(lambda: stall_on_the_page(client, trial_id), deadline_s=180)
+    wait_for(lambda: stall_on_page(client, trial_id), deadline_s=180)
     experiment_id = trial_of(client, trial_id)["experimentId"]
     client.post(f"/api/v1/experiments/{experiment_id}/pause")
     wait_for(lambda: not client.get("/api/v1/tasks")["allocationIdToSummary"], deadline_s=90)
@@ -146,7 +142,7 @@ def test_pause_of_stalled_ranks_frees_their_slots(shared_master: MasterForTest, 
     client.post(f"/api/v1/experiments/{experiment_id}/kill")
 
 
-def test_pause_before_the_first_batch_ends_the_ranks_at_once(
+def test_pause_before_first_batch_ends_ranks_immediately(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
     client = shared_master.client()
@@ -165,7 +161,7 @@ def test_pause_before_the_first_batch_ends_the_ranks_at_once(
     client.post(f"/api/v1/experiments/{experiment_id}/kill")
 
 
-def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_ended(tmp_path: Path) -> None:
+def test_stopped_master_is_reported_and_ends_no_rank(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=2) as master:
         trial_id = create(
             master,
@@ -173,17 +169,17 @@ def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_en
             action="restart",
             max_restarts=1,
             timeout=2,
-            validate=6,  # reports are sent behind training, a validation is not
+            validate=6,  # reports are asynchronous, only a validation waits for the master
             stall_at=10_000,
             batch_sleep_s=0.25,
         )
         client = master.client()
-        # What is the first of its kind may only be slow: a validation and a checkpoint have ended before.
+        # The first validation and checkpoint count as stalled much later; both have ended by batch 12.
         wait_for(lambda: trial_of(client, trial_id).get("totalBatchesProcessed", 0) >= 12, deadline_s=120)
         (log,) = master.state.allocations_path.glob("*/output.log")
         os.kill(master.record.pid, signal.SIGSTOP)
         try:
-            # A rank whose batches took long on a busy machine counts as stalled later.
+            # The stall timeout grows with the longest batch, which may be long on a busy machine.
             told = "stalled: rank 0 waits for a response of the master"
             wait_for(lambda: told in log.read_text(), told, deadline_s=150)
             shown = master.dstrial("status")

@@ -1,4 +1,4 @@
-"""SIGTERM ends all ranks after the same batch, with a checkpoint; a resume is exact."""
+"""Stop by SIGTERM or by user code: all ranks stop after the same batch."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def start(tmp_path, config, trial, **options):
-    """Launch a trial on two ranks; its output goes to a file."""
+    """Start a trial on two ranks; return process, run directory and output file."""
     config_path = tmp_path / "experiment.yaml"
     config_path.write_text(yaml.safe_dump(config))
     directory = RunDirectory.create(
@@ -37,7 +37,7 @@ def start(tmp_path, config, trial, **options):
     return process, directory, tmp_path / "output"
 
 
-def test_sigterm_before_the_first_batch_ends_all_ranks_at_once_and_is_no_failure(tmp_path):
+def test_sigterm_before_first_batch_is_no_failure(tmp_path):
     hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "first_batch_s": 600}
     config = experiment(hyperparameters, batches=5)
     process, directory, output = start(tmp_path, config, "stalling_trials:SlowFirstBatchTrial")
@@ -55,7 +55,7 @@ def test_sigterm_before_the_first_batch_ends_all_ranks_at_once_and_is_no_failure
 @pytest.mark.exhaustive(
     "tests/cli/test_run.py::test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed"
 )
-def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactly(tmp_path):
+def test_sigterm_stops_ranks_together_and_resume_is_exact(tmp_path):
     hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "batch_sleep_s": 0.02}
     config = experiment(hyperparameters, batches=120, report=10, validate=1000, checkpoint=1000)
     process, directory, output = start(tmp_path, config, "small_trials:DataParallelTrial")
@@ -77,10 +77,10 @@ def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactl
     assert resumed.reports("validation") == whole.reports("validation")
 
 
-def test_a_stop_requested_by_user_code_on_one_rank_stops_all(tmp_path):
+def test_stop_request_on_any_rank_stops_all(tmp_path):
     hyperparameters = {"deepspeed_config": deepspeed_config(0), "request_stop_at": "1:9"}
     config = experiment(hyperparameters, batches=500, report=10, validate=1000, checkpoint=1000)
     run = train(tmp_path, "DataParallelTrial", config, ranks=2)
     assert run.returncode == 0, run.output
-    # Asked at the report of batch 10, heard of while batch 11 is trained.
+    # The ranks exchange the request at the report of batch 10, and stop after batch 11.
     assert run.checkpoints() == [11]

@@ -1,4 +1,4 @@
-"""``profiling.enabled``: a run has system metrics, on a master and off one, in the same shape."""
+"""System metrics of runs with ``profiling.enabled``, with and without a master."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def session_at(master: MasterForTest) -> api.Session:
     return api.Session(master.address, USERNAME, new_token(master.record), None)
 
 
-def of_the_machine(path: Path) -> list[dict[str, Any]]:
+def system_rows(path: Path) -> list[dict[str, Any]]:
     rows = map(json.loads, path.read_text().splitlines())
     return [row for row in rows if row["group"] in GROUPS]
 
 
-def test_two_ranks_off_a_cluster_tell_of_their_machine_once(tmp_path: Path) -> None:
+def test_two_ranks_report_system_metrics_once(tmp_path: Path) -> None:
     done = train(tmp_path, "DataParallelTrial", config_of(**PROFILING), ranks=2)
     assert done.returncode == 0, done.output
 
-    rows = of_the_machine(done.directory.metrics_path)
+    rows = system_rows(done.directory.metrics_path)
     assert {row["group"] for row in rows} == GROUPS
     assert {row["steps_completed"] for row in rows} == {None}
     assert len({agent for row in rows for agent in row["metrics"]}) == 1
@@ -55,19 +55,17 @@ def test_two_ranks_off_a_cluster_tell_of_their_machine_once(tmp_path: Path) -> N
     again = train(
         tmp_path, "DataParallelTrial", config_of(**PROFILING), ranks=2, run=done, env={"DSTRIAL_TEST": "1"}
     )
-    assert of_the_machine(again.directory.metrics_path) == rows, (
-        "a test tells nothing, and nothing is taken back"
-    )
+    assert system_rows(again.directory.metrics_path) == rows, "a test run adds no rows and deletes none"
 
 
-def test_a_run_that_does_not_ask_for_it_has_none(tmp_path: Path) -> None:
+def test_run_without_profiling_has_no_system_metrics(tmp_path: Path) -> None:
     done = train(tmp_path, "DataParallelTrial", config_of())
     assert done.returncode == 0, done.output
-    assert not of_the_machine(done.directory.metrics_path)
+    assert not system_rows(done.directory.metrics_path)
 
 
 @pytest.mark.usefixtures("definitions_and_runs")
-def test_training_is_the_same_bit_for_bit_while_they_are_collected() -> None:
+def test_system_metrics_leave_training_bitwise_equal() -> None:
     def weights(**arguments: Any) -> tuple[list[torch.Tensor], int]:
         kept: list[Any] = []
 
@@ -78,7 +76,7 @@ def test_training_is_the_same_bit_for_bit_while_they_are_collected() -> None:
         kind = trial_class(build_engine=build_engine)
         outcome = fit(kind, {"dropout": 0.2}, EXP_CONF, max_length=Batch(9), **arguments)
         return [one.detach().clone() for one in kept[0].module.parameters()], len(
-            of_the_machine(outcome.directory.metrics_path)
+            system_rows(outcome.directory.metrics_path)
         )
 
     silent, no_rows = weights()
@@ -90,7 +88,7 @@ def test_training_is_the_same_bit_for_bit_while_they_are_collected() -> None:
 
 
 @pytest.mark.process
-def test_a_master_has_them_of_a_trial_with_two_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
+def test_master_stores_system_metrics_of_two_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
     config = config_of(**PROFILING) | {
         "entrypoint": "python3 -m dstrial.launch --trial small_trials:DataParallelTrial",
         "resources": {"slots_per_trial": 2},
@@ -126,11 +124,11 @@ def require_system_metrics(session: api.Session, trial_id: int) -> None:
         assert all(names <= values.keys() for one in found for values in one.values())
     lines = bindings.get_GetMetrics(session, trialIds=[trial_id], group="cpu")
     times = [report.endTime for line in lines for report in line.metrics]
-    assert len(times) == len(set(times)), "one rank of the node collects"
+    assert len(times) == len(set(times)), "only one rank of the node reports"
 
 
 @pytest.mark.process
-def test_dstrial_run_keeps_them_beside_its_master(shared_master: MasterForTest, tmp_path: Path) -> None:
+def test_dstrial_run_and_master_keep_system_metrics(shared_master: MasterForTest, tmp_path: Path) -> None:
     path = tmp_path / "exp.yaml"
     path.write_text(yaml.safe_dump(config_of(**PROFILING)))
     runs = tmp_path / "runs"
@@ -140,7 +138,7 @@ def test_dstrial_run_keeps_them_beside_its_master(shared_master: MasterForTest, 
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
     (directory,) = runs.glob("*/*")
-    rows = of_the_machine(directory / "metrics.jsonl")
+    rows = system_rows(directory / "metrics.jsonl")
     assert {row["group"] for row in rows} == GROUPS
     assert {row["steps_completed"] for row in rows} == {None}
     submission = json.loads((directory / "submission.json").read_text())

@@ -1,4 +1,4 @@
-"""A run tells of itself, by rank, and trains to the last bit as it does without."""
+"""Telemetry of in-process runs: times, memory, FLOPS, tokens."""
 
 import json
 
@@ -19,7 +19,7 @@ TIMES = {"batch_ms", "data_wait_ms", "forward_ms", "backward_ms", "step_ms", "ot
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    """Keep the peak of this machine out of the user's directory."""
+    """Use a temporary cache directory; return the path of the cached peak."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "dstrial" / "matmul_peaks.json"
 
@@ -29,7 +29,7 @@ def fitted():
     return fit(hparams=hparams, max_length=Batch(9), reporting_period=Batch(3))
 
 
-def test_a_report_says_where_the_time_went_and_what_memory_is_used(cache):
+def test_telemetry_report_has_times_and_memory(cache):
     outcome = fitted()
     rows = outcome.rows("telemetry")
     first, last = rows[3], rows[9]
@@ -39,20 +39,18 @@ def test_a_report_says_where_the_time_went_and_what_memory_is_used(cache):
     assert 0 < sum(last[name] for name in TIMES - {"batch_ms"}) == pytest.approx(last["batch_ms"])
     assert last["ranks"]["batch_ms"] == [last["batch_ms"]]
     assert "tokens_per_second" not in last
-    assert not [name for name in last if name.startswith("device")], (
-        "a process's memory is not called a device's"
-    )
-    # 8 x 16 and 16 x 4 weights, 8 records: three products for each weight, but no gradient of the features.
+    assert not [name for name in last if name.startswith("device")], "on CPU there is no device memory"
+    # 8 records, layers 8 x 16 and 16 x 4: 3 matrix products per layer, but no gradient of the features.
     flops = 8 * 2 * (3 * 16 * 4 + 2 * 8 * 16)
     for row in (first, last):
         assert row["model_tflops_per_device"] == pytest.approx(flops / row["batch_ms"] / 1e9, rel=1e-3)
     totals = json.loads(outcome.directory.telemetry_path.read_text())
-    assert totals["num_batches"] == 8, "the first batch is in no rate"
+    assert totals["num_batches"] == 8, "the first batch does not count"
     (peak,) = json.loads(cache.read_text()).values()
     assert totals["mfu"] == pytest.approx(totals["model_tflops_per_device"] * 1e12 / peak["flops_per_s"])
 
 
-def test_the_second_run_on_a_machine_knows_its_peak_from_the_first_report(cache):
+def test_second_run_reports_mfu_with_cached_peak(cache):
     first = fitted()
     measured = cache.read_text()
     second = fitted()
@@ -63,7 +61,7 @@ def test_the_second_run_on_a_machine_knows_its_peak_from_the_first_report(cache)
 
 
 class Checkpointed(torch.nn.Module):
-    """Layers that are computed again in backward, or are not."""
+    """Layers with or without activation checkpointing."""
 
     def __init__(self, is_checkpointed):
         super().__init__()
@@ -77,7 +75,7 @@ class Checkpointed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_penalty_on_gradients_counts_the_same_where_activations_are_computed_again(stage):
+def test_gradient_penalty_flops_exclude_recomputation(stage):
     def build_engine(self):
         torch.manual_seed(11)
         model = Checkpointed(self.hparams["is_checkpointed"])
@@ -89,7 +87,7 @@ def test_a_penalty_on_gradients_counts_the_same_where_activations_are_computed_a
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         features, targets = next(dataloader_iter)
         features.requires_grad_()
-        # DeepSpeed takes a backward pass through its engine for a batch's own.
+        # Through the engine, DeepSpeed would take this backward pass for that of the loss.
         (slope,) = torch.autograd.grad(self.model_engine.module(features).sum(), features, create_graph=True)
         outputs = self.model_engine(features.detach())
         loss = torch.nn.functional.mse_loss(outputs, targets) + slope.norm(dim=1).sub(1).pow(2).mean()
@@ -115,7 +113,7 @@ def test_a_penalty_on_gradients_counts_the_same_where_activations_are_computed_a
     assert "with recomputation" not in summaries[False]
 
 
-def test_tokens_are_counted_where_batches_have_input_ids():
+def test_tokens_are_counted_from_input_ids():
     class Named:
         def __init__(self, records):
             self.records = records
@@ -147,7 +145,7 @@ def test_tokens_are_counted_where_batches_have_input_ids():
 @pytest.mark.parametrize(
     ("answer", "tokens_per_record"), [(lambda batch: 5 * len(batch[0]), 5), (lambda _: None, None)]
 )
-def test_a_trial_says_itself_how_many_tokens_a_batch_has(answer, tokens_per_record):
+def test_get_num_tokens_overrides_token_count(answer, tokens_per_record):
     kind = trial_class(get_num_tokens=lambda _self, batch: answer(batch))
     outcome = fit(kind, max_length=Batch(6), reporting_period=Batch(3))
 
@@ -162,7 +160,7 @@ def test_a_trial_says_itself_how_many_tokens_a_batch_has(answer, tokens_per_reco
     ("answer", "words"),
     [(lambda batch: batch["text"], "TypeError"), (lambda _: 2.5, "it returned 2.5; expected an integer")],
 )
-def test_a_trial_that_counts_tokens_wrongly_is_told_so_once_and_trains_on(answer, words, caplog):
+def test_wrong_token_count_warns_once_and_continues(answer, words, caplog):
     kind = trial_class(get_num_tokens=lambda _self, batch: answer(batch))
     outcome = fit(kind, max_length=Batch(6), reporting_period=Batch(3))
 
@@ -172,7 +170,7 @@ def test_a_trial_that_counts_tokens_wrongly_is_told_so_once_and_trains_on(answer
     assert words in warning
 
 
-def test_a_report_that_cannot_be_written_is_lost_and_training_goes_on(caplog):
+def test_failed_telemetry_write_does_not_end_training(caplog):
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         if batch_idx == 0:
             report = self.context._core.train.report_metrics
@@ -196,7 +194,7 @@ def test_a_report_that_cannot_be_written_is_lost_and_training_goes_on(caplog):
     assert "No space left" in warnings[0]
 
 
-def test_tensorboard_has_them_under_a_tag_of_their_own():
+def test_tensorboard_has_telemetry_tags():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     outcome = fitted()

@@ -1,4 +1,4 @@
-"""Trainer.fit on one rank in this process: the arguments and semantics that users of Determined know."""
+"""``Trainer.fit`` on one rank: arguments and semantics as in Determined."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ from dstrial.errors import (
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
 
-def test_a_fit_reports_validates_checkpoints_and_ends():
+def test_fit_reports_validates_and_checkpoints():
     done = fit(
         reporting_period=Batch(3),
         validation_period=Epoch(1),
@@ -50,7 +50,7 @@ def test_a_fit_reports_validates_checkpoints_and_ends():
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("all", [2, 4, 6]), ("none", [6]), ("best", [2, 6])])
-def test_checkpoint_policies_off_a_cluster(policy, expected):
+def test_checkpoint_policy_selects_saved_checkpoints(policy, expected):
     losses = iter([1.0, 2.0, 0.5])
 
     def evaluate_full_dataset(self, data_loader):
@@ -86,7 +86,7 @@ def test_wrong_searcher_metric_fails_at_first_validation():
     assert set(trained) == {0, 1}
 
 
-def test_validation_is_weighted_by_records_and_reducers_see_each_record_once():
+def test_validation_and_reducers_count_each_record_once():
     seen = []
 
     class Count(MetricReducer):
@@ -149,7 +149,7 @@ def test_resume_with_load_universal_loads_own_checkpoint():
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
-    """A model compiled before ``initialize`` has the same names in checkpoints and exports as without."""
+    """Compiling before ``initialize`` changes no names in checkpoints and exports."""
     hparams = {"deepspeed_config": deepspeed_config(stage)}
     plain_initialize = deepspeed.initialize
 
@@ -200,7 +200,7 @@ PARTITIONED = r"zero_optimization\.stage is 1; expected 3, as deepspeed\.zero\.I
         (partitioned, 1, ConfigError, PARTITIONED),
     ],
 )
-def test_initialize_of_an_unfit_model_is_refused(monkeypatch, change, stage, kind, message):
+def test_initialize_of_unsuitable_model_is_refused(monkeypatch, change, stage, kind, message):
     plain_initialize = deepspeed.initialize
 
     def initialize(model, **arguments):
@@ -212,7 +212,7 @@ def test_initialize_of_an_unfit_model_is_refused(monkeypatch, change, stage, kin
         fit(hparams={"deepspeed_config": deepspeed_config(stage)})
 
 
-def test_only_log_lines_of_reports_are_cut(caplog):
+def test_only_report_log_lines_are_truncated(caplog):
     determined_logger = logging.getLogger("determined.core")
     fit(max_length=Batch(1))
     with caplog.at_level("INFO", "determined.core"):
@@ -222,7 +222,7 @@ def test_only_log_lines_of_reports_are_cut(caplog):
     assert (cut.endswith(" …"), whole.endswith("the reason")) == (True, True)
 
 
-def test_files_of_a_write_callback_are_in_the_manifest():
+def test_files_of_write_callback_are_in_manifest():
     class Extra(PyTorchCallback):
         def on_checkpoint_write_end(self, checkpoint_dir):
             (pathlib.Path(checkpoint_dir) / "notes.txt").write_text("mine")
@@ -232,7 +232,7 @@ def test_files_of_a_write_callback_are_in_the_manifest():
     assert manifest["files"]["notes.txt"]["bytes"] == 4
 
 
-def test_periods_in_epochs_need_a_loader_with_a_length():
+def test_periods_in_epochs_need_loader_length():
     class NoLength(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter([])
@@ -242,7 +242,7 @@ def test_periods_in_epochs_need_a_loader_with_a_length():
         fit(trial, validation_period=Epoch(1))
 
 
-def test_initial_validation_comes_before_the_first_batch_and_only_once():
+def test_initial_validation_runs_once_before_training():
     first = fit(step_zero_validation=True)
     assert list(first.rows("validation")) == [0, 4]
     again = fit(
@@ -254,13 +254,13 @@ def test_initial_validation_comes_before_the_first_batch_and_only_once():
     assert list(again.rows("validation")) == [0, 4, 6]
 
 
-def test_test_mode_trains_one_batch():
+def test_test_mode_trains_single_batch():
     done = fit(test_mode=True, max_length=Batch(100))
     assert done.result.batches_trained == 1
     assert list(done.rows("validation")) == [1]
 
 
-def test_callbacks_are_called_and_their_state_is_restored():
+def test_callbacks_are_called_and_restored():
     calls = []
 
     def recorded(name):
@@ -327,12 +327,12 @@ def test_callbacks_are_called_and_their_state_is_restored():
     assert told == [(0, False), (4, True)]
 
 
-def test_wrapping_repeats_the_configuration_check_with_the_real_sizes():
+def test_misspelled_deepspeed_section_is_refused():
     with pytest.raises(ConfigError, match="zero_optimisation"):
         fit(hparams={"deepspeed_config": deepspeed_config(zero_optimisation={"stage": 2})})
 
 
-def test_a_length_is_required():
+def test_fit_requires_length_and_valid_policy():
     with pytest.raises(ValueError, match=r"Pass fit\(max_length"):
         fit(max_length=None)
     with pytest.raises(ValueError, match="expected 'best', 'all' or 'none'"):
@@ -352,7 +352,7 @@ def user_loader(disable=True, **options):
     return trial_class(__init__=__init__, build_training_data_loader=build_training_data_loader)
 
 
-def test_a_loader_of_the_users_own_is_repeated():
+def test_own_loader_is_repeated_every_epoch():
     import small_trials
 
     done = fit(
@@ -362,7 +362,7 @@ def test_a_loader_of_the_users_own_is_repeated():
     assert done.rows("validation")[5]["epochs"] == 2
 
 
-def test_a_loader_without_a_length_that_ends_names_rank_and_position():
+def test_ended_iterator_error_names_rank_and_position():
     import small_trials
 
     def training():
@@ -394,7 +394,7 @@ REFUSED_RESUMES = (
 )
 
 
-def test_resume_of_another_run_is_refused_and_of_a_whole_one_trains_nothing(caplog):
+def test_resume_refuses_mismatches_and_skips_finished_training(caplog):
     done = fit()
     for arguments, kind, message in REFUSED_RESUMES:
         with pytest.raises(kind, match=message):
@@ -409,17 +409,17 @@ def test_resume_of_another_run_is_refused_and_of_a_whole_one_trains_nothing(capl
         fit(run_dir=done.directory.path, latest_checkpoint="latest")
 
 
-class OfTheTrial:
-    """A class that is not on the list, in a checkpoint that this account has signed."""
+class UnlistedClass:
+    """A class that safe loading refuses unless this account signed the checkpoint."""
 
 
-def test_a_vouched_restore_changes_nothing_of_the_process():
+def test_signed_checkpoint_load_leaves_process_unchanged():
     seen = []
 
     def build_callbacks(self):
         class Own(PyTorchCallback):
             def state_dict(self):
-                return {"own": OfTheTrial()}
+                return {"own": UnlistedClass()}
 
         return {"own": Own()}
 
@@ -428,7 +428,7 @@ def test_a_vouched_restore_changes_nothing_of_the_process():
             try:
                 safe_load.load(pathlib.Path(path) / "dstrial_rank0.pt")
             except UntrustedCheckpointError as error:
-                seen.append("OfTheTrial" in str(error))
+                seen.append("UnlistedClass" in str(error))
 
         thread = threading.Thread(target=look, daemon=True)
         thread.start()
@@ -445,7 +445,7 @@ def test_a_vouched_restore_changes_nothing_of_the_process():
     assert seen == [True, []]
 
 
-def test_a_write_that_fails_leaves_the_checkpoint_before_it_usable():
+def test_failed_save_keeps_previous_checkpoint_usable():
     import resource
     import signal
 
@@ -476,7 +476,7 @@ def test_a_write_that_fails_leaves_the_checkpoint_before_it_usable():
     assert rest.result.batches_trained == 4
 
 
-def test_nothing_given_is_mutated():
+def test_init_does_not_mutate_hparams():
     hparams = {"deepspeed_config": deepspeed_config()}
     before = json.dumps(hparams)
     with init(hparams=hparams, exp_conf=EXP_CONF) as context:
@@ -485,7 +485,7 @@ def test_nothing_given_is_mutated():
     assert json.dumps(hparams) == before
 
 
-def test_the_reducer_enum_chooses_how_validation_metrics_combine():
+def test_evaluation_reducer_combines_validation_metrics():
     done = fit(
         trial_class(
             evaluation_reducer=lambda self: {"validation_loss": Reducer.MAX, "mean_size": Reducer.SUM}

@@ -1,4 +1,4 @@
-"""The context on one rank: every public name of Determined's, and what each says when asked too early."""
+"""The trial context on one rank: Determined's API, and errors of premature calls."""
 
 import inspect
 
@@ -45,7 +45,7 @@ def engine(context):
 
 
 @pytest.mark.parametrize("name", ["DeepSpeedTrialContext", "DeepSpeedTrial", "Trainer", "ModelParallelUnit"])
-def test_everything_public_on_determineds_class_is_on_ours_with_its_parameters(name):
+def test_public_members_match_determined_signatures(name):
     theirs, ours = getattr(upstream, name), getattr(dstrial, name)
     public = [member for member in dir(theirs) if not member.startswith("_")]
     missing = [member for member in public if not hasattr(ours, member)]
@@ -60,7 +60,7 @@ def test_everything_public_on_determineds_class_is_on_ours_with_its_parameters(n
 @pytest.mark.parametrize(
     "name", ["init", "overwrite_deepspeed_config", "make_data_parallel_mpu", "make_deepspeed_mpu"]
 )
-def test_functions_take_the_parameters_of_determineds(name):
+def test_functions_match_determined_signatures(name):
     expected = inspect.signature(getattr(upstream, name)).parameters
     given = inspect.signature(getattr(dstrial, name)).parameters
     assert list(given)[: len(expected)] == list(expected)
@@ -75,13 +75,13 @@ def test_every_public_name_resolves():
     assert dstrial.AttrDict is AttrDict
 
 
-def test_an_effective_config_has_numbers_where_auto_stood_and_changes_nothing(context):
+def test_deepspeed_config_resolves_auto_without_mutation(context):
     config = context.get_deepspeed_config()
     assert (config["train_batch_size"], config["gradient_accumulation_steps"]) == (12, 3)
     assert context.get_hparam("deepspeed_config") == CONFIG
 
 
-def test_batch_sizes_come_from_the_first_engine_and_warn_where_deprecated(context, engine):
+def test_batch_sizes_come_from_first_engine(context, engine):
     for asked in (context.get_train_micro_batch_size_per_gpu, context.get_num_micro_batches_per_slot):
         with pytest.raises(TrialContractError, match="Call wrap_model_engine first"):
             asked()
@@ -95,7 +95,7 @@ def test_batch_sizes_come_from_the_first_engine_and_warn_where_deprecated(contex
 
 
 @pytest.mark.parametrize("setter", ["set_train_batch_size", "set_train_micro_batch_size"])
-def test_wrapped_engine_refuses_another_batch_size(context, engine, setter):
+def test_wrapped_engine_refuses_other_batch_size(context, engine, setter):
     context.wrap_model_engine(engine)
     before = engine.train_batch_size()
     with pytest.raises(TrialContractError, match=f"{setter} is called on a wrapped engine"):
@@ -103,12 +103,12 @@ def test_wrapped_engine_refuses_another_batch_size(context, engine, setter):
     assert engine.train_batch_size() == before
 
 
-def test_something_that_is_no_engine_is_refused(context):
+def test_wrap_model_engine_refuses_plain_module(context):
     with pytest.raises(TrialContractError, match="is a Linear; expected the engine"):
         context.wrap_model_engine(torch.nn.Linear(1, 1))
 
 
-def test_a_model_parallel_unit_needs_an_engine_and_is_set_once(context, engine):
+def test_set_mpu_needs_engine_and_works_once(context, engine):
     unit = dstrial.ModelParallelUnit(0, 1, should_report_metrics=True, should_build_data_loader=True)
     with pytest.raises(TrialContractError, match="Call wrap_model_engine first"):
         context.set_mpu(unit)
@@ -118,7 +118,7 @@ def test_a_model_parallel_unit_needs_an_engine_and_is_set_once(context, engine):
         context.set_mpu(unit)
 
 
-def test_the_position_is_known_during_training_only(context):
+def test_position_is_known_only_during_training(context):
     with pytest.raises(TrialContractError, match="before training"):
         context.current_train_batch()
     context._current_batch_idx, context._epoch_len = 9, 5
@@ -126,7 +126,7 @@ def test_the_position_is_known_during_training_only(context):
     assert (context.is_epoch_start(), context.is_epoch_end()) == (False, True)
 
 
-def test_configuration_is_answered_and_what_is_missing_is_named(context):
+def test_config_getters_name_missing_hyperparameter(context):
     assert context.get_data_config() == {"path": "here"}
     assert context.get_trial_seed() == 5
     assert (context.get_experiment_id(), context.get_trial_id(), context.get_initial_batch()) == (0, 0, 0)
@@ -135,7 +135,7 @@ def test_configuration_is_answered_and_what_is_missing_is_named(context):
         context.get_hparam("lr")
 
 
-def test_without_configuration_the_error_says_what_to_pass(tmp_path, monkeypatch):
+def test_missing_config_error_names_argument(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with dstrial.init() as bare:
         for asked, missing in [
@@ -148,13 +148,13 @@ def test_without_configuration_the_error_says_what_to_pass(tmp_path, monkeypatch
                 asked()
 
 
-def test_data_moves_to_the_device_in_its_structure(context):
+def test_to_device_keeps_structure(context):
     moved = context.to_device({"a": [torch.ones(2), (torch.zeros(1),)]})
     assert moved["a"][0].device == context.device
     assert isinstance(moved["a"][1], tuple)
 
 
-def test_a_stop_can_be_requested_and_flags_must_be_booleans(context):
+def test_stop_and_tensorboard_flags_require_booleans(context):
     assert context.get_stop_requested() is False
     context.set_stop_requested(True)
     assert context.get_stop_requested() is True
@@ -164,13 +164,14 @@ def test_a_stop_can_be_requested_and_flags_must_be_booleans(context):
         context.set_enable_tensorboard_logging(1)
 
 
-def test_tensorboard_files_lie_in_the_run_directory(context):
+def test_tensorboard_writer_writes_to_tensorboard_path(context):
     context.get_tensorboard_writer().add_scalar("x", 1.0, 1)
     context.get_tensorboard_writer().flush()
     assert list(context.get_tensorboard_path().glob("events*"))
 
 
-def test_private_attributes_that_code_for_determined_reads_and_sets_are_the_loops_own(context, engine):
+def test_private_attributes_mirror_loop_state(context, engine):
+    """Code written for Determined reads and sets these attributes."""
     context.wrap_model_engine(engine)
     runtime = runtime_of(context)
     values = {

@@ -1,4 +1,4 @@
-"""What moves to the device without waiting, and what a loader pins; a stand-in tensor says that it is pinned."""
+"""``to_device`` and pinned memory of loaders; fake tensors claim to be pinned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
 class Recorder(torch.Tensor):
-    """A host tensor that records how it is asked to move, and stays."""
+    """A CPU tensor that records the arguments of ``to`` and returns itself."""
 
     asked: tuple[torch.device, bool] | None
     pinned: bool
@@ -42,7 +42,7 @@ def tensor(pinned: bool) -> Recorder:
     return made
 
 
-def test_pinned_tensors_move_without_waiting_wherever_they_are_nested() -> None:
+def test_nested_pinned_tensors_move_non_blocking() -> None:
     pinned, plain = [tensor(True) for _ in range(4)], tensor(False)
     value = {"a": [pinned[0], (pinned[1], plain)], "b": Pair(pinned[2], {"c": pinned[3]})}
     moved = to_device(value, CUDA, set())
@@ -54,14 +54,14 @@ def test_pinned_tensors_move_without_waiting_wherever_they_are_nested() -> None:
     assert value["a"][1][1] is plain
 
 
-def test_nothing_moves_unwaited_for_on_the_cpu() -> None:
+def test_cpu_moves_are_blocking() -> None:
     pinned = tensor(True)
     to_device(pinned, torch.device("cpu"), set())
     assert pinned.asked == (torch.device("cpu"), False)
 
 
 class Encoding(collections.UserDict[str, Any]):
-    """Moves itself as transformers' ``BatchEncoding`` does."""
+    """Has a ``to`` method like transformers' ``BatchEncoding``."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoding:
         return Encoding({k: v.to(device, non_blocking=non_blocking) for k, v in self.items()})
@@ -72,7 +72,7 @@ class Plain:
         return "moved", device
 
 
-def test_objects_move_themselves_and_without_waiting_where_all_they_hold_is_pinned() -> None:
+def test_objects_move_non_blocking_if_fully_pinned() -> None:
     all_pinned, mixed = [tensor(True), tensor(True)], [tensor(True), tensor(False)]
     for tensors in (all_pinned, mixed):
         moved = to_device(Encoding(ids=tensors[0], mask=tensors[1]), CUDA, set())
@@ -89,26 +89,26 @@ def test_packed_sequences_stay_packed() -> None:
     assert moved.data.device.type == "meta"
 
 
-def test_everything_else_is_as_in_determined(caplog: pytest.LogCaptureFixture) -> None:
+def test_to_device_otherwise_equals_determined(caplog: pytest.LogCaptureFixture) -> None:
     value = {"a": np.arange(3), "b": [torch.ones(1), "text"], "c": np.array(["x"]), "d": (None, 3, "more")}
     cpu = torch.device("cpu")
     types: tuple[set[type], set[type]] = set(), set()
     ours, theirs = to_device(value, cpu, types[0]), pytorch.to_device(value, cpu, types[1])
     assert str(ours) == str(theirs)
     assert types[0] == types[1]
-    assert caplog.text.count("'str' to device") == 2  # once by each
+    assert caplog.text.count("'str' to device") == 2  # one warning by each of the functions
 
 
-def test_on_the_meta_device_every_tensor_moves() -> None:
+def test_all_tensors_move_to_meta_device() -> None:
     moved = to_device([torch.ones(2), np.ones(3)], torch.device("meta"), set())
     assert [one.device.type for one in moved] == ["meta", "meta"]
 
 
 @pytest.mark.parametrize("has_accelerator", [False, True])
-def test_a_loader_pins_where_there_is_an_accelerator_unless_it_is_told(
+def test_loader_pins_memory_with_accelerator_by_default(
     has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # which would ask NVML
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # otherwise torch queries NVML
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: int(has_accelerator))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: CUDA)
@@ -122,8 +122,8 @@ def test_a_loader_pins_where_there_is_an_accelerator_unless_it_is_told(
     assert dstrial.DataLoader(records).pin_memory is False
 
 
-def test_nothing_is_pinned_for_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # which would ask NVML
+def test_memory_is_not_pinned_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # otherwise torch queries NVML
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
@@ -131,7 +131,7 @@ def test_nothing_is_pinned_for_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_transfer.should_pin() is False
 
 
-def test_a_loader_reads_on_the_cpu_without_a_warning() -> None:
+def test_cpu_loader_emits_no_warning() -> None:
     loader = dstrial.DataLoader(list(range(8)), batch_size=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -139,7 +139,7 @@ def test_a_loader_reads_on_the_cpu_without_a_warning() -> None:
         assert [batch.tolist() for batch in read] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_the_loader_is_determineds_with_the_same_arguments_in_the_same_order() -> None:
+def test_data_loader_signature_equals_determined() -> None:
     assert issubclass(dstrial.DataLoader, pytorch.DataLoader)
     ours, theirs = (inspect.signature(one).parameters for one in (dstrial.DataLoader, pytorch.DataLoader))
     assert list(ours) == list(theirs)

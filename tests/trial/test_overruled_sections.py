@@ -1,4 +1,4 @@
-"""Sections of a DeepSpeed config that objects of the code take the place of: what is said, and which search is refused."""
+"""DeepSpeed config sections that an optimizer or scheduler in code replaces."""
 
 import logging
 
@@ -16,7 +16,7 @@ LRS = {"type": "categorical", "vals": [0.1, 0.05]}
 
 
 def wrap(specs, *, lr=None, schedules=False, **sections):
-    """Wrap an engine of these sections, with an optimizer and a scheduler of the code where asked for."""
+    """Wrap an engine; ``lr`` and ``schedules`` add an optimizer and scheduler in code."""
     import deepspeed
 
     config = {"train_micro_batch_size_per_gpu": 4, **sections}
@@ -40,7 +40,7 @@ def in_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_unused_sections_are_named_with_what_trains(caplog):
+def test_unused_sections_are_named_with_replacement(caplog):
     with caplog.at_level(logging.WARNING, "dstrial.trial"):
         wrap({}, lr=0.001, schedules=True, optimizer=OPTIMIZER, scheduler=SCHEDULER)
     optimizer, scheduler = (
@@ -52,14 +52,14 @@ def test_unused_sections_are_named_with_what_trains(caplog):
     assert "trains with ExponentialLR" in scheduler
 
 
-def test_used_sections_and_missing_ones_are_not_mentioned(caplog):
+def test_used_and_missing_sections_are_not_mentioned(caplog):
     with caplog.at_level(logging.WARNING, "dstrial.trial"):
         wrap({"optimizer": {"params": {"lr": LRS}}}, optimizer=OPTIMIZER, scheduler=SCHEDULER)
         wrap({}, lr=0.001)
     assert "is not used" not in caplog.text
 
 
-def test_search_over_an_unused_section_is_refused():
+def test_search_over_unused_section_is_refused():
     specs = {"optimizer": {"type": "AdamW", "params": {"lr": LRS}}}
     with pytest.raises(
         ConfigError, match=r"searched over \(deepspeed_config.optimizer.params.lr: 0.05\), but not used"
@@ -70,7 +70,7 @@ def test_search_over_an_unused_section_is_refused():
         wrap(specs, lr=0.001, schedules=True, scheduler=SCHEDULER)
 
 
-def test_search_whose_value_the_code_uses_is_allowed():
+def test_search_value_used_by_code_is_allowed():
     specs = {
         "optimizer": {"type": "AdamW", "params": {"lr": LRS}},
         "scheduler": {"params": {"warmup_num_steps": 3}},
