@@ -56,13 +56,13 @@ def _run(command: list[str], directory: Path, **variables: str) -> list[dict[str
     return told
 
 
-@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeeds_launcher_trains_the_same")
+@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeed_launcher_trains_as_dstrial_launch")
 def test_rank_identity_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert {t["launcher"] for t in _run(command, tmp_path)} == {"torchrun"}
 
 
-@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeeds_launcher_trains_the_same")
+@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeed_launcher_trains_as_dstrial_launch")
 def test_rank_identity_under_deepspeed_launcher(tmp_path: Path) -> None:
     # DeepSpeed's CPU accelerator has LOCAL_SIZE devices; without the variable, one per NUMA node.
     deepspeed = str(Path(sys.executable).with_name("deepspeed"))

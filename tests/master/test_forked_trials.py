@@ -213,7 +213,7 @@ def reports_of(master: MasterForTest, experiment_id: int) -> dict[str, list[Any]
     return found
 
 
-@pytest.mark.exhaustive("tests/trainer/test_forked_ranks.py::test_forked_ranks_train_the_same")
+@pytest.mark.exhaustive("tests/trainer/test_forked_ranks.py::test_forked_ranks_train_bitwise_equally")
 def test_forked_search_trains_like_new_processes(master: MasterForTest) -> None:
     search = {
         "name": "random",

@@ -52,9 +52,7 @@ def test_sigterm_before_first_batch_is_no_failure(tmp_path):
     assert Run(directory, "", 0).checkpoints() == []
 
 
-@pytest.mark.exhaustive(
-    "tests/cli/test_run.py::test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed"
-)
+@pytest.mark.exhaustive("tests/cli/test_run.py::test_trial_is_tested_stopped_and_resumed")
 def test_sigterm_stops_ranks_together_and_resume_is_exact(tmp_path):
     hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "batch_sleep_s": 0.02}
     config = experiment(hyperparameters, batches=120, report=10, validate=1000, checkpoint=1000)

@@ -72,9 +72,7 @@ def stored(bucket: Bucket) -> set[str]:
     return {key.split("/")[2] for key in bucket.objects() if "tensorboard" not in key}
 
 
-@pytest.mark.exhaustive(
-    "tests/cli/test_run_object_storage.py::test_run_killed_on_two_ranks_goes_on_from_the_bucket"
-)
+@pytest.mark.exhaustive("tests/cli/test_run_object_storage.py::test_killed_run_resumes_from_bucket")
 def test_search_with_killed_rank_resumes_from_bucket(
     master: MasterForTest,
     bucket: Bucket,
