@@ -37,9 +37,9 @@ AUTOEP = {
     "moe_layer_pattern": "2",
     "router_pattern": "gate",
     "expert_pattern": "experts",
-    "expert_w1": "gate_up_proj",
+    "expert_w1": "gate_proj",
     "expert_w2": "down_proj",
-    "expert_w3": None,
+    "expert_w3": "up_proj",
     "score_func": "softmax",
     "route_norm": True,
     "top_k": 2,
@@ -159,19 +159,21 @@ class Router(nn.Module):
 
 
 class FusedExperts(nn.Module):
-    """Four experts in two tensors, as in models of Transformers."""
+    """Four experts in three tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(CLASSES, 8 * WIDTH, WIDTH))
+        self.gate_proj = nn.Parameter(torch.empty(CLASSES, 4 * WIDTH, WIDTH))
+        self.up_proj = nn.Parameter(torch.empty(CLASSES, 4 * WIDTH, WIDTH))
         self.down_proj = nn.Parameter(torch.empty(CLASSES, WIDTH, 4 * WIDTH))
 
     def forward(self, x: Any, experts: Any, weights: Any) -> Any:
         total = torch.zeros_like(x)
-        for number, (up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
-            gate, hidden = nn.functional.linear(x, up).chunk(2, -1)
+        for number in range(CLASSES):
+            gate = nn.functional.silu(nn.functional.linear(x, self.gate_proj[number]))
+            hidden = gate * nn.functional.linear(x, self.up_proj[number])
             share = (weights * (experts == number)).sum(-1, keepdim=True)
-            total = total + share * nn.functional.linear(nn.functional.silu(gate) * hidden, down)
+            total = total + share * nn.functional.linear(hidden, self.down_proj[number])
         return total
 
 

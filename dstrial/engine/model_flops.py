@@ -57,7 +57,7 @@ class FlopCount:
 
 
 def _grouped_product_flops(left: torch.Tensor, right: torch.Tensor, *_args: Any, **_kwargs: Any) -> int:
-    """Return the FLOPs of ``_grouped_mm``: matrix products of groups of rows, as experts need them."""
+    """Return the FLOPs of ``_grouped_mm``: one matrix product per group of rows."""
     num = left.shape[0] if left.dim() == right.dim() == 3 else 1
     return int(2 * num * left.shape[-2] * left.shape[-1] * right.shape[-1])
 

@@ -12,7 +12,9 @@ pytest.importorskip("torchdata")
 pytestmark = [pytest.mark.ranks, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize(("axis", "stage"), [("dp", 3), ("pp", 1), ("tp", 1), ("sp", 2), ("ep", 1)])
+@pytest.mark.parametrize(
+    ("axis", "stage"), [("dp", 3), ("pp", 1), ("tp", 1), ("sp", 2), ("ep", 1), ("autoep", 3)]
+)
 def test_axis_trains_resumes_and_reshapes_or_is_rejected(
     axis: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Ranks and programs that tests start are forks: new processes would import torch again, and take most of the tests' time."""
+"""Tests start ranks, programs and masters as forks, which need not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fork is, for the program that it runs, what a new process is that has imported the same."""
+"""A program sees the same process state in a fork as in a new process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dstrial.master.backends.fork_servers import IMPORTS
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 DEADLINE_S = 150.0
-# What it imports first is there already in a fork.
+# A new process imports this module first; a fork has it already.
 STATE = """
 import dstrial.launch.imported_ahead
 import atexit, faulthandler, gc, json, locale, logging, multiprocessing, os, random, resource, signal, sys, tempfile
@@ -125,7 +125,7 @@ def variables(**more: str) -> dict[str, str]:
 
 
 def outcome(server: ForkServer | None, words: list[str], directory: Path, **options: Any) -> tuple[Any, ...]:
-    """Run ``python WORDS``; return its exit code, its output and its errors."""
+    """Run ``python WORDS``; return the exit code, stdout and stderr."""
     reasons: list[str] = []
     command = [sys.executable, *words]
     pipe = subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Records an allocation of a real master: its environment, its files, what its ranks see, and what its supervisor leaves."""
+"""Record environments and files of an allocation that a real master starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ output.write_text(json.dumps(found))
 
 
 def allocation(scratch: Path) -> dict[str, str]:
-    """Record what a real master starts a trial with: its environment and its files; and what its ranks then see."""
+    """Record environment and files of a trial's allocation, and rank environments."""
     sys.path += [str(ROOT / "tests" / "master"), str(ROOT / "tests")]
     from submitting import log_of, submit, wait_until
 
@@ -84,7 +84,7 @@ def allocation(scratch: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
-    """Start programs with the same variables and umask wherever this runs."""
+    """Run the block with a minimal environment and umask 022."""
     before = os.umask(0o022)
     try:
         with mock.patch.dict(os.environ, plain_environment(), clear=True):
@@ -94,7 +94,7 @@ def _plainly() -> Iterator[None]:
 
 
 def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """What an environment has that the one it comes from has not; None for what it lacks."""
+    """Return the variables that ``after`` adds or changes; None for removed variables."""
     more = {name: value for name, value in sorted(after.items()) if before.get(name) != value and name != "_"}
     return {**more, **dict.fromkeys(sorted(set(before) - set(after)))}
 
@@ -109,7 +109,7 @@ def _content(name: str, text: str) -> Any:
 
 
 def _names(found: Mapping[str, Any], record: Mapping[str, Any], scratch: Path) -> dict[str, str]:
-    """Return what differs between two masters, with its name."""
+    """Return placeholders for values that differ between two masters: value -> name."""
     seen, rank = found["allocation"]["environment"], found["rank0"]["environment"]
     supervisor = json.loads(found["allocation"]["files"]["supervisor.json"][1])
     ports = {name: value for name, value in seen.items() if "_PORT" in name and value.isdecimal()}
@@ -139,7 +139,7 @@ def _names(found: Mapping[str, Any], record: Mapping[str, Any], scratch: Path) -
 
 
 def _supervised(directory: Path) -> dict[str, Any]:
-    """Return what a supervisor leaves of a command, and the names of its files."""
+    """Run a command under a supervisor; return its exit record, output and file names."""
     (supervisor,) = ROOT.glob("dstrial/master/**/supervisor.py")
     directory.mkdir()
     command = ["bash", "-c", "echo out; echo err >&2; exit 3"]

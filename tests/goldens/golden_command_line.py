@@ -1,4 +1,4 @@
-"""Records what programs print: their help, and what ``dstrial check`` says of the shipped experiments."""
+"""Record ``--help`` texts, and ``dstrial check`` of the shipped experiments."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ PROGRAMS = (
     "dstrial.stand_ins.dsat",
     "dstrial.stand_ins.launch_deepspeed",
 )
-"""What is started by ``python -m``, by users or by this code itself, and reads options; commands are in docs/reference."""
+"""Programs for ``python -m`` with options, without the ``dstrial`` subcommands."""
 
-_IN_JSON = ("digits", "hf_clm")  # the origins of all of DeepSpeed's defaults are in it, 500 lines each
+_IN_JSON = (
+    "digits",
+    "hf_clm",
+)  # recorded as JSON; each has 500 lines, with the origin of every DeepSpeed default
 
 
 def help_texts(_scratch: Path) -> dict[str, str]:
@@ -49,7 +52,7 @@ def checks(_scratch: Path) -> dict[str, str]:
         for options in ([], ["--explain"], *([["--explain", "--json"]] if config.stem in _IN_JSON else [])):
             words = ["check", *place, *options]
             texts.append(_section(f"dstrial {' '.join(words)}", lambda words=words: main(words)))
-    # Another line of a model definition is another size.
+    # Sizes change with every edit of a model definition.
     text = re.sub(
         r'^(context directory: ).*$|("bytes": )\d+', r"\1\2<size>", "\n".join(texts), flags=re.MULTILINE
     )
@@ -57,7 +60,7 @@ def checks(_scratch: Path) -> dict[str, str]:
 
 
 def _section(title: str, run: Callable[[], object]) -> str:
-    """What was printed, with the exit status if it is not 0."""
+    """Run a function; return its output, and its exit status unless that is 0."""
     out, err = io.StringIO(), io.StringIO()
     status: object = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _columns(100):
@@ -73,7 +76,7 @@ def _section(title: str, run: Callable[[], object]) -> str:
 def _run_module(program: str) -> None:
     name, *words = program.split()
     with mock.patch.object(sys, "argv", [name, *words, "--help"]), warnings.catch_warnings():
-        # That the module is imported already, by another test.
+        # runpy warns if another test has imported the module.
         warnings.simplefilter("ignore", RuntimeWarning)
         runpy.run_module(name, run_name="__main__", alter_sys=True)
 

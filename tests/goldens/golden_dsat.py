@@ -1,4 +1,4 @@
-"""Records whole searches of dsat on a formula and on a recorded grid, and what they submit."""
+"""Record dsat searches on a formula and on a recorded grid; and submissions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DSAT_CONFIGS = ("dsat_core_api", "dsat_hf", "dsat_trial")
 
 
 class _Answering:
-    """A place where trials end at once, as a function says; keeps what it was given."""
+    """A search backend whose trials end at once with the outcome of a function."""
 
     num_parallel = 2
     is_sequential = False
@@ -63,7 +63,7 @@ class _Answering:
         return False
 
     def poll(self) -> list[Ended]:
-        """Return the end of the trial that has waited longest."""
+        """Return the result of the trial that was started first."""
         if not self._waiting:
             return []
         trial_id = self._waiting.pop(0)
@@ -89,7 +89,7 @@ class _Answering:
 
 
 def search(scratch: Path) -> dict[str, str]:
-    """Record searches of every method: their files, their report, what they submit and what they print."""
+    """Record a search by every method: its files, submitted trials and output."""
     files: dict[str, str] = {}
     formula = _experiment(scratch / "formula", _FORMULA, slots=8)
     for method in ("asha", "binary", "random"):
@@ -107,14 +107,14 @@ def search(scratch: Path) -> dict[str, str]:
     known = PredictInputs.from_json(json.loads(_GRID.with_name("grid-inputs.json").read_text()))
     inputs = dataclasses.replace(known, capacity_bytes=grid.cap_bytes, is_cpu=True)
     words = ["predict", *experiment, "-m", "throughput", "--space", "space.yaml", "--max-trials", "8"]
-    with inside(scratch):  # the path of the space counts for the fingerprint
+    with inside(scratch):  # the fingerprint includes the path of space.yaml
         texts = _searched(words, ground.outcome, inputs)
     files |= {f"predict.{name}": text for name, text in texts.items()}
     return {name: normalized(text, {str(scratch): "scratch"}) for name, text in files.items()}
 
 
 def submissions(scratch: Path) -> dict[str, str]:
-    """Record what dsat submits and starts for the shipped experiments: configs and commands name modules."""
+    """Record the configs and commands that dsat submits for the shipped experiments."""
     documents: dict[str, Any] = {}
     for name in _DSAT_CONFIGS:
         words = ["predict", f"experiment_configs/{name}.yaml", f"model_defs/{name}", "--output", str(scratch)]
@@ -140,7 +140,7 @@ def _spec(spec: TrialSpec) -> dict[str, Any]:
 
 
 def _experiment(folder: Path, base: Mapping[str, Any], slots: int) -> list[str]:
-    """Write an experiment; returns its config and its model definition."""
+    """Write an experiment; return the paths of its config and model definition."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "model_def.py").write_text(_TRIAL)
     (folder / "model" / "ds.json").write_text(json.dumps(base))
@@ -161,7 +161,7 @@ def _searched(
     outcome_of: Callable[[Candidate], Outcome],
     inputs: PredictInputs | None,
 ) -> dict[str, str]:
-    """Run a search to its end; returns its files, what it submitted and what it printed."""
+    """Run a search to its end; return its files, submitted trials and output as texts."""
     output = Path(words[1]).parent / f"out-{words[0]}"
     settings = with_parallel(
         read_config(flags_of(build_parser("dsat").parse_args([*words, "--output", str(output)]))), 2
@@ -182,7 +182,7 @@ def _searched(
 
 
 def _formula(candidate: Candidate) -> Outcome:
-    """What 1.3 B parameters in bf16 with Adam on 8 devices of 40 GB would measure."""
+    """Return the estimated result of 1.3 B parameters, bf16, Adam, 8 devices of 40 GB."""
     micro, stage = candidate.batch.micro_batch_size, candidate.stage
     peak = 1.3e9 * {0: 16, 1: 5.5, 2: 3.75, 3: 2.0}[stage] + micro * 1.1e9 + 3.2e9
     if peak > 40e9:

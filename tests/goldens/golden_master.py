@@ -1,4 +1,4 @@
-"""Records a master: its database's schema, what it answers, and digests that are stored."""
+"""Record a master's database schema, HTTP responses and stored digests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from record import ROOT
 
 
 def schema(scratch: Path) -> dict[str, str]:
-    """Record the schema of a fresh database as SQLite has it, and its version."""
+    """Record the SQL dump and schema version of a new database."""
     from dstrial.master.store.database import Database
 
     path = scratch / "dstrial.db"
@@ -55,13 +55,13 @@ _QUERIES = {
     "/resources/allocation/aggregated": "?startDate=1970-01-01&endDate=1970-01-02"
     "&period=RESOURCE_ALLOCATION_AGGREGATION_PERIOD_DAILY",
 }
-"""What a route is asked for besides."""
+"""Route -> query string of its request."""
 _PAGES = re.compile(r"/$|/page/|/det($|/)")
-"""What the master's own page asks for changes with it, and has tests in ``tests/master/web``."""
+"""Routes of the web UI, which are not recorded; ``tests/master/web`` tests them."""
 
 
 def answers(scratch: Path) -> dict[str, str]:
-    """Record the answer to every GET route of a master that has one of everything."""
+    """Record the response of every GET route of a master with sample data."""
     from dstrial.master.app import all_routes
 
     sys.path.append(str(ROOT / "tests" / "master"))
@@ -73,7 +73,7 @@ def answers(scratch: Path) -> dict[str, str]:
         for route in sorted(all_routes(), key=lambda one: one.path):
             if route.method == "GET" and not _PAGES.match(route.path):
                 for path in _filled(route.path, values):
-                    # The stream of names ends with the experiment.
+                    # The stream of metric names ends when the experiment has ended.
                     state = "COMPLETED" if "metrics-stream" in path else "ACTIVE"
                     master.change("UPDATE experiments SET state = ? WHERE id = 1", state)
                     answer = master.get(path + _QUERIES.get(route.path, ""), "admin")
@@ -92,7 +92,7 @@ def answers(scratch: Path) -> dict[str, str]:
 
 
 def _seed(master: Any) -> dict[str, Sequence[Any]]:
-    """Make one of everything; returns the values for each parameter of a path."""
+    """Create one object of each kind; return path parameter -> values to request."""
     from dstrial.master.clock import parse_time
     from dstrial.master.store.reports import logs
 
@@ -205,13 +205,13 @@ def _seed(master: Any) -> dict[str, Sequence[Any]]:
 
 
 def file_to_send(path: str, text: str) -> dict[str, Any]:
-    """Return a file as clients send it."""
+    """Return a file in the JSON form in which clients upload model definitions."""
     content = base64.b64encode(text.encode()).decode()
     return {"path": path, "type": 48, "content": content, "mtime": "0", "mode": 420}
 
 
 def _filled(path: str, values: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-    """Fill in a path's parameters; a route that asks for another parameter needs a value in ``_seed``."""
+    """Yield a route's paths, with parameters replaced by the values of ``_seed``."""
     before, brace, rest = path.partition("{")
     if not brace:
         yield path
@@ -222,7 +222,7 @@ def _filled(path: str, values: Mapping[str, Sequence[Any]]) -> Iterator[str]:
 
 
 def _section(route: Any, path: str, answer: Any) -> str:
-    """What a client gets: status, type and body; JSON, or each line of a stream, is spread out in its order."""
+    """Return a response as text: status, content type and body, with JSON indented."""
     kind = answer.headers.get("content-type", "")
     text = answer.content.decode(errors="replace")
     if kind.startswith("application/json"):
@@ -234,7 +234,7 @@ def _section(route: Any, path: str, answer: Any) -> str:
 
 
 def fingerprints(scratch: Path) -> dict[str, str]:
-    """Record digests that are stored, or compared with those of another release."""
+    """Record digests that are stored or must stay equal between releases."""
     from determined.common.api.bindings import v1File
 
     from dstrial.checkpoint.checksum import signed, with_checksum

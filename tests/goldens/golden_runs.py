@@ -1,4 +1,4 @@
-"""Records training runs of two CPU ranks: the files of a run and of its checkpoints, and what its ranks see."""
+"""Record runs of two CPU ranks: run files, checkpoints and rank environments."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from record import HERE, ROOT
 
 _MODEL = HERE / "model"
 _DEADLINE_S = 240.0
-# Losses differ in their last digits from one kind of processor to another.
+# Replaced by a placeholder: the last digits of losses depend on the processor.
 _MEASURED = ("loss", "validation_loss", "batches_per_second", "samples_per_second")
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 CASES = {
     "data parallel": ("DataParallelTrial", {"zero_optimization": {"stage": 1}}, {}),
     "pipeline": ("PipelineTrial", {}, {"data": {"dstrial": {"pipeline_stages": 2}}}),
 }
-"""Name -> trial, more of its DeepSpeed config, more of its experiment."""
+"""Name -> trial class, extra DeepSpeed config, extra experiment config."""
 
 
 def runs(scratch: Path) -> dict[str, str]:
-    """Record runs: every text of the run directory, names of all files, classes inside pickles, variables of the ranks."""
+    """Record text files, file names, pickled classes and rank environments of runs."""
     files = {}
     for name, (trial, deepspeed, more) in CASES.items():
         found = _trained(scratch / name, experiment(trial, deepspeed, more))
@@ -76,7 +76,9 @@ def _trained(scratch: Path, config: Mapping[str, Any]) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "DSTRIAL_RUNS_DIR": str(scratch / "runs"),
         "GOLDEN_OUTPUT": str(scratch / "output"),
-        "XDG_CACHE_HOME": str(scratch / "cache"),  # where no run has measured the peak of this machine
+        "XDG_CACHE_HOME": str(
+            scratch / "cache"
+        ),  # an empty cache: no run has measured this machine's peak FLOPS
     }
     command = [
         sys.executable,
@@ -98,13 +100,13 @@ def _trained(scratch: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return of this process's environment what a program needs to start."""
+    """Return the variables of this process that a program needs to start."""
     needed = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER")
     return {name: os.environ[name] for name in needed if name in os.environ}
 
 
 def installation() -> dict[str, str]:
-    """Return the paths and versions of this installation, as literals of ``normalized``."""
+    """Return placeholders for this installation's paths and versions: value -> name."""
     (site,) = ROOT.glob("dstrial/**/sitecustomize.py")
     (programs,) = ROOT.glob("dstrial/**/bin/deepspeed")
     versions = {
@@ -118,14 +120,14 @@ def installation() -> dict[str, str]:
         str(Path.home()): "home",
         sys.executable: "python",
         str(Path(sys.executable).parent): "directory of python",
-        f'"torch-{torch.__version__}"': "torch-version",  # which says of what build it is, too
+        f'"torch-{torch.__version__}"': "torch-version",  # includes the build, for example +cpu
         f'"{platform.python_version()}"': "python version",
         **versions,
     }
 
 
 def described(run: Path, literals: Mapping[str, str]) -> dict[str, str]:
-    """Return what is to be known of a run directory."""
+    """Return the normalized text files of a run and of its last checkpoint."""
     checkpoints = sorted(
         (run / "checkpoints").iterdir(),
         key=lambda path: json.loads((path / "metadata.json").read_text())["steps_completed"],
@@ -149,7 +151,7 @@ def described(run: Path, literals: Mapping[str, str]) -> dict[str, str]:
     for path in sorted(last.iterdir()):
         if path.is_file() and (path.suffix == ".json" or not path.suffix):
             files[f"checkpoint.{path.name}"] = path.read_text()
-            # Those of weights differ with their last digits; that they are right is tested elsewhere.
+            # Digests of weights depend on the processor; other tests verify them.
             literals |= dict.fromkeys(_DIGEST.findall(files[f"checkpoint.{path.name}"]), "digest")
     classes = {path.name: class_names(path) for path in sorted(last.rglob("*.pt"))}
     files["classes.json"] = json.dumps(classes, indent=1) + "\n"
@@ -159,7 +161,7 @@ def described(run: Path, literals: Mapping[str, str]) -> dict[str, str]:
 
 
 def _unmeasured(value: Any) -> Any:
-    """Return a document without its numbers, all of which are measured, and without the name of the processor."""
+    """Return a document with all numbers and device names replaced by placeholders."""
     if isinstance(value, dict):
         return {
             key: "<device>" if key == "device" else _unmeasured(inner) for key, inner in sorted(value.items())
@@ -170,7 +172,7 @@ def _unmeasured(value: Any) -> Any:
 
 
 def class_names(path: Path) -> list[str]:
-    """Return what a file of ``torch.save`` names as ``module name``, without loading anything."""
+    """Return the pickled globals of a ``torch.save`` file, each as ``module name``."""
     found = set()
     with zipfile.ZipFile(path) as archive:
         for member in archive.namelist():
@@ -193,7 +195,7 @@ def _globals(pickled: bytes) -> set[str]:
 
 
 def _environments(folder: Path, given: Mapping[str, str], literals: Mapping[str, str]) -> str:
-    """What each rank's environment has that its launcher's had not."""
+    """Return, as JSON, the variables of each rank that differ from the launcher's."""
     seen = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))}
     first = seen["rank_0"]
     own = {

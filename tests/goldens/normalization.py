@@ -1,4 +1,4 @@
-"""Replaces what differs between two recordings of the same behaviour, and nothing else."""
+"""Replace values that differ between two recordings of the same behaviour."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 
 
 def normalized(text: str, literals: Mapping[str, str] | None = None, measured: Collection[str] = ()) -> str:
-    """Return a recording without what another one has otherwise.
+    """Return a recording with placeholders for values that vary between recordings.
 
-    UUIDs become ``<uuid 1>``, ``<uuid 2>`` in the order in which they first appear, so that it stays visible which are equal.
-    Points in time become ``<time>``; where digits of the seconds or a zone were, that stays visible.
+    UUIDs become ``<uuid 1>``, ``<uuid 2>`` in order of first appearance, so equal UUIDs stay recognisable.
+    Timestamps become ``<time>``, with a dot for fractional seconds and ``Z`` or ``zone`` for a time zone.
 
     Args:
-        text: what was recorded.
-        literals: text that varies (a path, a port, a token) -> its name; longer ones are replaced first.
-        measured: keys of JSON whose numbers are measured; ``"seconds": 1.5`` becomes ``"seconds": "<measured>"``.
+        text: the recording.
+        literals: varying text (a path, a port, a token) -> placeholder name; longer texts are replaced first.
+        measured: JSON keys with measured numbers; ``"seconds": 1.5`` becomes ``"seconds": "<measured>"``.
     """
     for literal, name in sorted((literals or {}).items(), key=lambda pair: -len(pair[0])):
         text = text.replace(literal, f"<{name}>")
@@ -34,10 +34,10 @@ def normalized(text: str, literals: Mapping[str, str] | None = None, measured: C
 
 
 def with_last_digits_of(golden: str, recorded: str) -> str:
-    """Return a recording with the golden's form of each number that differs in its last digits only.
+    """Replace numbers by the golden's where they differ only in the last digits.
 
-    Another processor adds in another order. Of a number with ten digits or more nine have to be the same; all other text, and
-    how many numbers there are, stays as recorded.
+    Processors sum floats in different orders. Numbers with at least six decimals may differ by a relative 1e-9. If the
+    recording has more or fewer such numbers than the golden, it is returned unchanged.
     """
     numbers = [found[0] for found in _LONG_NUMBER.finditer(golden)]
     if len(numbers) != len(_LONG_NUMBER.findall(recorded)):

@@ -1,6 +1,6 @@
-"""Record what this code prints, stores and sends, and compare it with the committed goldens.
+"""Record printed, stored and sent data; compare it with the committed goldens.
 
-``python tests/goldens/record.py`` shows what differs, ``--update`` writes it; both take names of recorders.
+``python tests/goldens/record.py [RECORDER ...]`` prints the differences; ``--update`` also rewrites the goldens.
 """
 
 from __future__ import annotations
@@ -35,21 +35,13 @@ RECORDERS = {
     "submissions": "golden_dsat:submissions",
     "fingerprints": "golden_master:fingerprints",
 }
-"""Name -> the function that takes an empty directory and returns file name -> normalized text."""
+"""Name -> ``module:function``, which maps an empty directory to file name -> text."""
 
 _WIDE = 160
 
 
 def recorded(name: str, scratch: Path) -> dict[str, str]:
-    """Record anew.
-
-    Args:
-        name: of a recorder.
-        scratch: an empty directory.
-
-    Returns:
-        File name -> text.
-    """
+    """Run recorder ``name`` in an empty directory; return file name -> text."""
     module, _, function = RECORDERS[name].partition(":")
     recorder: Recorder = getattr(importlib.import_module(module), function)
     with inside(ROOT):
@@ -58,7 +50,7 @@ def recorded(name: str, scratch: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def inside(directory: Path) -> Iterator[None]:
-    """Work in a directory while the block lasts; ``contextlib.chdir`` came with Python 3.11."""
+    """Change the working directory in the block; ``contextlib.chdir`` is newer (3.11)."""
     before = Path.cwd()
     os.chdir(directory)
     try:
@@ -68,12 +60,12 @@ def inside(directory: Path) -> Iterator[None]:
 
 
 def committed(name: str) -> dict[str, str]:
-    """Return the goldens of a recorder, file name -> text."""
+    """Return the committed goldens of a recorder: file name -> text."""
     return {path.name: path.read_text(encoding="utf-8") for path in sorted((FILES / name).glob("*"))}
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str], name: str) -> str:
-    """Return a unified diff of all files; empty if they are equal."""
+    """Return a unified diff of all files; empty if all are equal."""
     lines: list[str] = []
     for file in sorted({*old, *new}):
         before, after = old.get(file), new.get(file)
@@ -88,7 +80,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str], name: str) -> st
 
 
 def _shown(text: str | None) -> list[str]:
-    """Lines for a diff; a long line of JSON is broken at its keys."""
+    """Split text into lines for a diff, and long lines of JSON at their keys."""
     if text is None:
         return []
     shown: list[str] = []
@@ -99,7 +91,7 @@ def _shown(text: str | None) -> list[str]:
 
 
 def update(name: str, new: Mapping[str, str]) -> None:
-    """Replace the goldens of a recorder."""
+    """Replace the committed goldens of a recorder."""
     folder = FILES / name
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*"):
@@ -109,7 +101,7 @@ def update(name: str, new: Mapping[str, str]) -> None:
 
 
 def main() -> int:
-    """Compare or update; return 1 if something differs."""
+    """Compare or update the goldens; return 1 if a comparison finds differences."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What users, other releases and other programs see of dstrial is what it was."""
+"""Output, schemas, HTTP responses and file formats equal the committed goldens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MARKS = {
 }
 
 
-# From which Python on a golden differs, and why.
+# Golden -> first Python version with a different recording, and the reason.
 _DIFFERS_FROM = {
     "help": ((3, 13), "argparse of Python 3.13 writes options otherwise"),
     "search": ((3, 12), "sum() of Python 3.12 rounds once, so that last digits differ"),
 }
 
-# Of another release torch.save makes files of other sizes from the same tensors.
+# The release that wrote the goldens; torch.save of other releases writes files of other sizes.
 _TORCH_OF_THE_GOLDEN = (2, 13)
 
 
@@ -36,7 +36,7 @@ def _without_sizes(files: Mapping[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, [])) for name in RECORDERS])
 def test_recording_equals_golden(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "DS_ACCELERATOR" not in os.environ:  # without it DeepSpeed prints a warning into the help texts
+    if "DS_ACCELERATOR" not in os.environ:  # unset, DeepSpeed prints a warning into the help texts
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     version, why = _DIFFERS_FROM.get(name, ((4,), ""))
     if sys.version_info >= version:

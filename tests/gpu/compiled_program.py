@@ -1,7 +1,7 @@
 """Train five batches with and without ``torch.compile``."""
 
 import torch
-from text_runs import LossTrial, config, keep_group, tell, train
+from text_runs import LossTrial, config, keep_group, print_facts, train
 from torch._dynamo.utils import counters
 
 
@@ -15,4 +15,4 @@ keep_group()
 torch.backends.cuda.matmul.allow_tf32 = False
 hparams = {"deepspeed_config": config(0), "shape": {"width": 32, "num_layers": 1}}
 losses = [[float(loss) for loss in train(hparams, 5, kind)[0].losses] for kind in (LossTrial, CompiledTrial)]
-tell(losses=losses, num_graphs=int(counters["stats"]["unique_graphs"]))
+print_facts(losses=losses, num_graphs=int(counters["stats"]["unique_graphs"]))

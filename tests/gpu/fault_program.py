@@ -1,4 +1,7 @@
-"""Train six batches of ZeRO 1; ``kill:RANK`` or ``memory:RANK`` as argument ends that rank inside its fourth step."""
+"""Train six batches with ZeRO 1; optionally fail a rank in its 4th forward pass.
+
+Argument: ``kill:RANK`` (SIGKILL) or ``memory:RANK`` (out of memory).
+"""
 
 import os
 import signal
@@ -6,20 +9,20 @@ import sys
 import time
 
 import torch
-from text_runs import LossTrial, config, tell, train
+from text_runs import LossTrial, config, print_facts, train
 
 kind, _, failing_rank = (sys.argv[1:] or [""])[0].partition(":")
 
 
 class FaultTrial(LossTrial):
-    """All-reduces on the ranks' device, gathers words over the control channel, and fails where it is asked to."""
+    """Tests an all-reduce and the control channel, then fails as the argument says."""
 
     def __init__(self, context):
         super().__init__(context)
         mine = torch.full((1024,), context.distributed.get_rank() + 1.0, device=context.device)
         torch.distributed.all_reduce(mine)
         told = context.distributed.allgather(f"rank {context.distributed.get_rank()}")
-        tell(all_reduce=float(mine.mean()), control_channel=told, device=str(context.device))
+        print_facts(all_reduce=float(mine.mean()), control_channel=told, device=str(context.device))
         self.engine.module.register_forward_hook(self.fail_if_asked)
         self.num_forwards = 0
 
@@ -33,9 +36,9 @@ class FaultTrial(LossTrial):
         held = []
         while self.context.device.type != "cpu":
             held.append(torch.empty(2**30, dtype=torch.uint8, device=self.context.device))
-        # No machine has that much; torch's allocator refuses it at once, as it does when memory runs out.
+        # 1 EiB: torch's CPU allocator fails at once, with the error of exhausted memory.
         torch.empty(2**60, dtype=torch.uint8)
 
 
 trial, _ = train({"deepspeed_config": config(1)}, 6, FaultTrial)
-tell(losses=[float(loss) for loss in trial.losses])
+print_facts(losses=[float(loss) for loss in trial.losses])

@@ -1,4 +1,4 @@
-"""Take 4 GiB of the device and die of SIGKILL inside a step."""
+"""Allocate 4 GiB of device memory, then end by SIGKILL."""
 
 import os
 import signal

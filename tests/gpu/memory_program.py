@@ -1,4 +1,4 @@
-"""Measure the peak of allocated device memory of configurations, engine by engine: JSON of [precision, stage]."""
+"""Measure peak device memory of engines; argument: JSON [[precision, stage], …]."""
 
 import gc
 import json
@@ -7,7 +7,7 @@ import sys
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from text_runs import config, keep_group, tell
+from text_runs import config, keep_group, print_facts
 
 from dstrial.doctor.proof_trial import GPT
 
@@ -16,7 +16,7 @@ RECORDS = 8
 
 
 def model(**shape):
-    """Return the model; a dry run imports this function, as the next one."""
+    """Return the model; dry runs import this function and ``batch``."""
     return GPT(**shape)
 
 
@@ -44,7 +44,7 @@ def peak_of(precision, stage, device):
 def main():
     keep_group()
     device = torch.device(get_accelerator().current_device_name())
-    # cuBLAS takes its workspace at the first product, for the life of the process.
+    # cuBLAS allocates its workspace at the first matmul and keeps it.
     ones = torch.ones(64, 64, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         ones.to(dtype) @ ones.to(dtype)
@@ -55,7 +55,7 @@ def main():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         found.append(peak_of(precision, stage, device) - before)
-    tell(peaks=found)
+    print_facts(peaks=found)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Train each ZeRO stage in each precision for five batches, in the same ranks.
+"""Train five batches of each ZeRO stage and precision in the same process.
 
-Not fp16 in stage 0, whose losses DeepSpeed 0.19 does not scale.
+fp16 in stage 0 is left out: DeepSpeed 0.19 does not scale its losses.
 """
 
 import itertools
 
 from deepspeed.accelerator import get_accelerator
-from text_runs import LossTrial, config, keep_group, tell, train
+from text_runs import LossTrial, config, keep_group, print_facts, train
 
 
 class ScaleTrial(LossTrial):
-    """Keeps the loss scale after every batch."""
+    """Appends the loss scale to ``scales`` after every batch."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -45,4 +45,4 @@ for precision, stage in itertools.product(names, range(4)):
     trial, _ = train({"deepspeed_config": config(stage, precision)}, 5, ScaleTrial)
     losses = [float(loss) for loss in trial.losses]
     rows.append([precision, stage, losses, trial.scales, int(trial.engine.skipped_steps)])
-tell(rows=rows)
+print_facts(rows=rows)

@@ -1,4 +1,4 @@
-"""Run a program of this directory in a process of its own, with the device and a deadline."""
+"""Run a program of this directory in a new process, with the GPU and a timeout."""
 
 import json
 import os
@@ -15,7 +15,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="Requires:
 
 
 def environment(**variables):
-    """Return variables for processes that see this checkout, what this process sees, and the device."""
+    """Return an environment with this checkout on PYTHONPATH and the GPU visible."""
     paths = [
         str(ROOT / "tests"),
         str(ROOT / "tests" / "trainer"),
@@ -29,7 +29,7 @@ def environment(**variables):
 
 
 def finish(command, tmp_path, timeout_s, **variables):
-    """Run a command to its end; its output is the failure's message."""
+    """Run a command to its end; on a timeout, fail the test with its output."""
     try:
         done = subprocess.run(
             command,
@@ -46,7 +46,7 @@ def finish(command, tmp_path, timeout_s, **variables):
 
 
 def run(program, *arguments, tmp_path, timeout_s=120, **variables):
-    """Run a program and return what it printed."""
+    """Run a program, which must succeed, and return its stdout."""
     command = [sys.executable, str(pathlib.Path(__file__).with_name(program)), *arguments]
     done = finish(command, tmp_path, timeout_s, **variables)
     assert done.returncode == 0, (
@@ -56,7 +56,7 @@ def run(program, *arguments, tmp_path, timeout_s=120, **variables):
 
 
 def launch(program, num_ranks, *arguments, tmp_path, timeout_s=150, **variables):
-    """Run a program on ranks of ``python -m dstrial.launch``; returns what they printed, and the exit status."""
+    """Run a program by ``dstrial.launch``; return the ranks' output and exit status."""
     script = str(pathlib.Path(__file__).with_name(program))
     command = [sys.executable, "-m", "dstrial.launch", "--slots", str(num_ranks), script, *arguments]
     done = finish(command, tmp_path, timeout_s, OMP_NUM_THREADS="1", **variables)
@@ -64,7 +64,7 @@ def launch(program, num_ranks, *arguments, tmp_path, timeout_s=150, **variables)
 
 
 def facts(printed):
-    """Return what a program has told with ``text_runs.tell``."""
+    """Return the facts that a program printed by ``text_runs.print_facts``."""
     found = {}
     for line in printed.splitlines():
         if "facts: " in line:

@@ -1,4 +1,4 @@
-"""Train 12 batches on the device, once in one go and once stopped after 7 and resumed, and compare the reports."""
+"""Compare the reports of 12 batches, uninterrupted and resumed after batch 8."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ EXP_CONF = {"name": "resume", "reproducibility": {"experiment_seed": 3}}
 
 
 class Trial(small_trials.DataParallelTrial):
-    """Computes its loss in the precision of the model."""
+    """Computes its loss in the model's dtype."""
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         features, targets = self.batch(dataloader_iter)

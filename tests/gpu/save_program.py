@@ -1,7 +1,7 @@
-"""Train with checkpoints behind the loop, and compare with DeepSpeed's own saves of the same batches.
+"""Compare background checkpoints with ``engine.save_checkpoint``.
 
-How long a save behind the loop stops training, from the end of a batch to the end of the next, and whether every value of its
-files has the bits that ``engine.save_checkpoint`` writes at once, while training goes on and changes the weights.
+Reports how long a background save delays the next batch, and whether its files are bitwise equal to those of the synchronous
+save although training continues and changes the weights.
 """
 
 import pathlib
@@ -10,7 +10,7 @@ import sys
 import time
 
 import torch
-from text_runs import LossTrial, config, tell, train
+from text_runs import LossTrial, config, print_facts, train
 
 import dstrial
 from dstrial.local.json_files import read_json
@@ -20,12 +20,12 @@ BARE = pathlib.Path("bare").absolute()
 
 
 class SaveTimes(LossTrial):
-    """Saves with DeepSpeed after the same steps as dstrial, and times everything else."""
+    """Saves by DeepSpeed at every dstrial save, and measures batch and save times."""
 
     def __init__(self, context):
         super().__init__(context)
         self.ended_s = 0.0
-        self.cycles_s = {}  # by batch, from the end of the one before to its own
+        self.cycles_s = {}  # batch -> time since the end of the previous batch
         self.bare_s = []
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
@@ -84,7 +84,7 @@ for mark in sorted(run_dir.glob("checkpoints/*/COMPLETE")):
         expected, found = values_of(path), values_of(own)
         num_values += len(expected)
         different += [f"{path}{name}" for name in expected if found.get(name) != expected[name]]
-tell(
+print_facts(
     num_values=num_values,
     different=different,
     stall_ratio=max(statistics.median(held_s[1:]), 0.0) / statistics.median(trial.bare_s[1:]),

@@ -1,4 +1,7 @@
-"""Train on two ranks that share one device: every ZeRO stage, or a pipeline; parameters agree, losses fall."""
+"""Train on two ranks with one device; require equal parameters, falling losses.
+
+Arguments: ZeRO stages, or ``pipeline``.
+"""
 
 import math
 import os
@@ -91,7 +94,7 @@ for name in sys.argv[1:]:
     assert all(map(math.isfinite, losses)), (name, losses)
     assert losses[-1] < 0.9 * losses[0], (name, losses)
     if name != "pipeline":
-        # What a collective has lost shows in the loss alone.
+        # A wrong collective may leave the ranks equal; the losses of the stages must agree, too.
         last_losses[name] = losses[-1]
         assert max(last_losses.values()) - min(last_losses.values()) < 1e-3, last_losses
     if identity.rank == 0:

@@ -1,4 +1,4 @@
-"""What saving in the background does with host memory and the device: one check, named by the argument."""
+"""Run a check of background saves, named by the argument."""
 
 import gc
 import pathlib
@@ -19,20 +19,20 @@ def save_in_thread(copies):
 
 
 def compute():
-    """Launch a kernel and wait for it, so that an error that lies about is found."""
+    """Launch a kernel and synchronise, so that a pending CUDA error is raised."""
     assert torch.ones(1000, device=DEVICE).sum().item() == 1000
     torch.cuda.synchronize()
 
 
 def contexts():
-    """A save makes no further context on any device, in whichever thread it registers, waits and releases."""
+    """Background saves create no additional CUDA context, whichever thread they use."""
     import pynvml
 
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
 
     def num_contexts():
-        # Not compared with this process's id, which is another one in the device's view of a container.
+        # All contexts are counted: in a container, NVML reports other pids than os.getpid().
         return sum(len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) for handle in handles)
 
     before = num_contexts()
@@ -51,7 +51,7 @@ def contexts():
     thread.join()
     gc.collect()
     compute()
-    # NVML tells of no processes in some containers; the memory below tells all the same.
+    # In some containers NVML lists no processes; the memory check below works there, too.
     assert own in (0, 1), f"{own} contexts of one process before a save"
     assert num_contexts() - before == own, f"{num_contexts() - before} contexts after two saves"
     taken = memory_before - torch.cuda.mem_get_info(DEVICE)[0]
@@ -59,7 +59,7 @@ def contexts():
 
 
 def registrations():
-    """Large chunks are registered and released again, and kernels go on."""
+    """Large host buffers are pinned and released while kernels still work."""
     buffers = HostBuffers(device=DEVICE)
     chunks = [buffers.take([(1 << 20) + number, 200]) for number in range(20)]
     compute()
@@ -78,7 +78,7 @@ def registrations():
 
 
 def ordering():
-    """A file holds the state of when it was asked for, bit by bit, though the device changes it at once."""
+    """A file holds the state at the time of ``add``, not later changes of the tensors."""
     pathlib.Path("at once").mkdir()
     pathlib.Path("later").mkdir()
     state = {"large": torch.randn(100_000_000, device=DEVICE), "small": torch.randn(17, device=DEVICE)}

@@ -1,6 +1,6 @@
-"""Train on the device with CUDA's synchronisation check on wherever the engine's own step is not running.
+"""Train in CUDA's sync debug mode "error", except from forward to optimizer step.
 
-From the end of a step, through the loop, the next batch from a pinning loader with 4 workers, and ``to_device``.
+The mode covers the training loop, the data loader (pinned memory, 4 workers) and ``to_device``.
 """
 
 import sys
@@ -48,6 +48,6 @@ def main():
     print(f"{len(checked)} batches without a synchronisation, {len(copied)} copies of pinned records")
 
 
-# Workers of the loader import this file.
+# The data loader's workers import this file.
 if __name__ == "__main__":
     main()

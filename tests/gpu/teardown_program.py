@@ -1,4 +1,4 @@
-"""Train three configurations one after the other in this process, each taken out again, and look at what is left."""
+"""Train and tear down three configurations three times; check for leaks."""
 
 import os
 
@@ -52,7 +52,7 @@ for _ in range(3):
         losses.append(train(made[0]))
         dist.all_reduce(
             torch.ones(1 << 24, device=DEVICE), group=group
-        )  # may still run when the group is ended
+        )  # may still run when its group is destroyed
         del group
         state.restore(made)
         assert not torch.backends.cuda.matmul.allow_tf32

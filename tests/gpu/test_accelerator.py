@@ -1,4 +1,4 @@
-"""What only an accelerator can show: no device synchronisation between reports, and resuming on the device."""
+"""On a GPU: no device synchronisation between reports, and resuming."""
 
 import pytest
 from programs import needs_cuda, run
@@ -11,13 +11,13 @@ CONFIGURATIONS = {
     "bf16 zero 1": (1, {"bf16": {"enabled": True}}),
     "bf16 zero 2": (2, {"bf16": {"enabled": True}}),
     "fp16 zero 2": (2, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
-    # Last, because it replaces torch.nn.functional.linear for good.
+    # Last: ZeRO 3 replaces torch.nn.functional.linear permanently.
     "bf16 zero 3": (3, {"bf16": {"enabled": True}}),
 }
 
 
 def test_training_loop_avoids_device_sync_between_reports(tmp_path):
-    """The loop's share of 40 batches and ``to_device`` of pinned records run under the check; DeepSpeed's steps do not."""
+    """40 batches run in CUDA's sync debug mode, without DeepSpeed's forward to step."""
     printed = run("sync_program.py", tmp_path=tmp_path, timeout_s=200)
     assert "40 batches without a synchronisation, 40 copies of pinned records" in printed
 

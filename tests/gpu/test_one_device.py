@@ -1,4 +1,4 @@
-"""What one GPU shows of the places that no CPU can show: host memory, contexts, teardown, sharing, and the master."""
+"""On one GPU: host memory, CUDA contexts, teardown, device sharing and the master."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Copies of state that lies on a device: files with the bits of a save at once, device names included."""
+"""Background saves of GPU tensors write the same bytes as ``torch.save``."""
 
 import pathlib
 

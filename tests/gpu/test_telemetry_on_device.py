@@ -1,4 +1,4 @@
-"""What only a device shows of a run's instruments: events that are read and never waited for, and the allocator's counters."""
+"""Telemetry on a GPU: CUDA events without synchronisation, and allocator counters."""
 
 import pytest
 import torch

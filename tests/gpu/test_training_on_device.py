@@ -1,4 +1,4 @@
-"""What only an accelerator shows of trainings: precisions, operators, faults, saves, memory, forks and searches."""
+"""On a GPU: precisions, operators, faults, saves, memory, forks and searches."""
 
 import importlib.util
 import itertools
@@ -32,7 +32,7 @@ TARGET = Target("cuda", 1, "fp32")
 
 
 def nvml_uuids():
-    """Return the UUIDs of devices in NVML's order, and one of a MIG instance of the first, if it has any."""
+    """Return UUIDs: of all devices, and of the first device's first MIG instance."""
     pynvml = pytest.importorskip("pynvml")
     pynvml.nvmlInit()
     try:
@@ -40,7 +40,7 @@ def nvml_uuids():
         try:
             instances = [pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handles[0], 0)]
         except pynvml.NVMLError:
-            instances = []  # devices that know no MIG say so by an error
+            instances = []  # raised by devices without MIG
         return [[pynvml.nvmlDeviceGetUUID(one) for one in found] for found in (handles, instances)]
     finally:
         pynvml.nvmlShutdown()
@@ -225,7 +225,7 @@ def test_search_under_memory_limit_predicts_memory(tmp_path):
 
 
 def test_forked_trial_losses_match_new_process(tmp_path):
-    """The first trial is a new process (``warm: false``); of the others a second fork has to come, too."""
+    """Trial 1 is a new process (``warm: false``); two of the next four must be forks."""
     says_how = (
         "import pathlib\n"
         "is_new = any(one.startswith(b'RANK=') for one in pathlib.Path('/proc/self/environ').read_bytes().split(b'\\0'))\n"

@@ -1,4 +1,4 @@
-"""Trains the doctor's GPT in the process of a program of this directory."""
+"""Train the GPT of ``dstrial doctor`` in the current process."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from dstrial.trial.context import runtime_of
 
 
 class LossTrial(TextTrial):
-    """Keeps the losses of its micro batches, as tensors on the device."""
+    """Keeps the losses of all micro batches as device tensors."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -26,13 +26,13 @@ class LossTrial(TextTrial):
 
 
 def keep_group():
-    """Begin the process group once for several trainings; a second one would meet the first one's keys in the store."""
+    """Create one process group for all runs; a second would find stale store keys."""
     process_group.init_process_group(identify(os.environ), timeout_s=timeout_from_environ())
     process_group.keep()
 
 
 def config(stage, precision="fp32", **sections):
-    """Return a DeepSpeed config without compiled operators; fp16 starts with a loss scale of 2**32, which overflows."""
+    """Return a DeepSpeed config; fp16 starts with loss scale 2**32, which overflows."""
     found = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
@@ -47,7 +47,7 @@ def config(stage, precision="fp32", **sections):
 
 
 def train(hparams, num_batches, trial_class=LossTrial, **fit):
-    """Train to ``num_batches``; return the trial and the run's directory."""
+    """Train ``num_batches`` batches; return the trial and the run directory."""
     exp_conf = {"name": "gpu", "reproducibility": {"experiment_seed": 3}}
     with dstrial.init(hparams=hparams, exp_conf=exp_conf, enable_tensorboard_logging=False) as context:
         trial = trial_class(context)
@@ -56,7 +56,7 @@ def train(hparams, num_batches, trial_class=LossTrial, **fit):
         return trial, Path(runtime_of(context).core.run_directory.path)
 
 
-def tell(**facts):
-    """Print facts, on rank 0, where ``programs.facts`` finds them."""
+def print_facts(**facts):
+    """Print facts on rank 0 in the form that ``programs.facts`` reads."""
     if os.environ.get("RANK", "0") == "0":
         print(f"facts: {json.dumps(facts)}", flush=True)

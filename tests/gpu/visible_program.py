@@ -1,4 +1,4 @@
-"""Ask DeepSpeed for the memory of the device that it sees, as ZeRO does, after ``dstrial.init``."""
+"""Print the device memory that DeepSpeed reports after ``dstrial.init``."""
 
 import dstrial
 

@@ -1,4 +1,4 @@
-"""Experiments and commands that no master takes, whichever engine it has: what is wrong, and what is said of it."""
+"""Submit experiments and commands that every master must reject."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
 
 
 def refused_at_submission(master: MasterOnHosts) -> list[str]:
-    """Submit them all, each of which the master has to refuse; return ``det``'s output."""
+    """Submit all invalid experiments; return the output of ``det`` for each."""
     return [refused(master, changes, text) for changes, text in _REFUSED]
 
 
 def refused_command(master: MasterOnHosts, config: Mapping[str, Any], *texts: str) -> str:
-    """Submit a command, which the master has to refuse with each text once."""
+    """Submit a command; require a rejection with each text once; return the output."""
     before = master.det("command", "list", "--csv")
     (master.place / "command.yaml").write_text(yaml.safe_dump(config))
     done = master.command("det", "command", "run", "--config-file", "command.yaml", "true")
@@ -49,7 +49,7 @@ def refused_command(master: MasterOnHosts, config: Mapping[str, Any], *texts: st
 
 
 def refused(master: MasterOnHosts, changes: Mapping[str, Any], text: str) -> str:
-    """Submit an experiment, which the master has to refuse with the text once."""
+    """Submit an experiment; require a rejection with the text; return the output."""
     before = master.det("experiment", "list", "--csv")
     done = master.command("det", "experiment", "create", *master.write(changes))
     assert done.returncode != 0, done.stdout

@@ -1,4 +1,4 @@
-"""The small trial of these tests: its config, its files, and what its ranks print."""
+"""Config, files and output of the small trial of these tests."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CONFIG: dict[str, Any] = {
     "min_checkpoint_period": {"batches": 10},
     "max_restarts": 2,
 }
-_PATIENCE = 2.0  # times what a test asks for, where other tests keep the processors busy
+_TIMEOUT_FACTOR = 2.0  # factor for all timeouts, because other tests load the CPU
 
 
 class Dstrial:
-    """A command of dstrial's on a machine, whose output is read as it comes."""
+    """A ``dstrial`` command that runs on a machine; ``text`` is its output so far."""
 
     def __init__(self, machine: Machine, place: Path, *words: str, env: Mapping[str, str]) -> None:
         self._log = place / "printed.log"
@@ -47,7 +47,7 @@ class Dstrial:
         return self._log.read_text(errors="replace")
 
     def wait_for(self, words: str, within_s: float = 90.0) -> None:
-        give_up_at_s = time.monotonic() + _PATIENCE * within_s
+        give_up_at_s = time.monotonic() + _TIMEOUT_FACTOR * within_s
         while words not in self.text:
             assert time.monotonic() < give_up_at_s, f"{words!r} is not in:\n{self.text}"
             assert self.process.poll() is None or words in self.text, (
@@ -56,9 +56,9 @@ class Dstrial:
             time.sleep(0.1)
 
     def end(self, within_s: float = 120.0) -> tuple[int, str]:
-        """Wait for its end; return its exit code and output."""
+        """Wait for the command to end; return its exit code and output."""
         try:
-            code = self.process.wait(_PATIENCE * within_s)
+            code = self.process.wait(_TIMEOUT_FACTOR * within_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"it has not ended in {within_s} s:\n{self.text}") from None

@@ -1,8 +1,8 @@
-"""Several machines on one: namespaces of Linux, each with an sshd of its own.
+"""Simulate machines by Linux namespaces, each with its own sshd.
 
-Each machine has its own network, processes, mounts, name and shared memory; the switch between them is in a namespace, too, so
-that nothing is added to the network of this machine. They see this machine's files, but for ``~/.ssh``, ``/dev/shm`` and what
-is hidden. A cut cable loses packets without a word; a killed machine's kernel refuses connections. Needs root.
+Each machine has its own network, processes, mounts, name and shared memory. A bridge in another namespace connects them, so the
+real machine's network is unchanged. They see the real machine's files, except ``~/.ssh``, ``/dev/shm`` and hidden directories.
+``cut`` drops packets silently; connections to a killed machine are refused. Needs root.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Host *
 
 @functools.cache
 def missing() -> str:
-    """Return what this machine lacks for it, empty if nothing; tries with one machine."""
+    """Return the missing requirements, "" if none; starts one machine to find out."""
     found = [name for name in ("ip", "unshare", "nsenter", "ssh", "ssh-keygen") if shutil.which(name) is None]
     found += [] if Path(_SSHD).exists() else ["sshd"]
     found += [] if os.geteuid() == 0 else ["root"]
@@ -75,7 +75,7 @@ def missing() -> str:
 
 
 class Machine:
-    """One of the machines; ``address`` is its IPv4 address on ``eth0``."""
+    """A simulated machine; ``address`` is its IPv4 address on ``eth0``."""
 
     def __init__(self, number: int, prefix: str, root: Path, switch: str) -> None:
         self.name, self.address = f"host{number}", f"{_NETWORK}.{10 + number}"
@@ -160,7 +160,7 @@ class Machine:
     def popen(
         self, command: Sequence[str], *, cwd: str | os.PathLike[str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a program there; the process that is returned is this machine's end of it."""
+        """Start a program on the machine; the returned process is its ``nsenter``."""
         return subprocess.Popen(self.words(command, cwd), **options)
 
     def run(
@@ -171,7 +171,7 @@ class Machine:
         env: Mapping[str, str] | None = None,
         timeout: float = 60.0,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program there to its end; its output and errors are in ``stdout``."""
+        """Run a program on the machine to its end; ``stdout`` includes stderr."""
         return subprocess.run(
             self.words(command, cwd),
             env=None if env is None else {**os.environ, **env},
@@ -184,7 +184,10 @@ class Machine:
         )
 
     def processes(self) -> dict[int, str]:
-        """Return the command lines of what runs there but its sshd, by pid there; the name of a fork behind its server's."""
+        """Return pid -> command line of the machine's processes, without sshd.
+
+        A fork of a fork server is shown as ``dstrial fork: NAME``.
+        """
         if not self.is_up:
             return {}
         text = self.run(["ps", "-wweo", "pid=,ppid=,comm=,args="]).stdout
@@ -198,7 +201,7 @@ class Machine:
         return found
 
     def find(self, *words: str) -> int | None:
-        """Return the pid there of a process whose command line has all these words."""
+        """Return the machine's pid of a process whose command line contains all words."""
         return next(
             (pid for pid, line in sorted(self.processes().items()) if all(word in line for word in words)),
             None,
@@ -208,15 +211,15 @@ class Machine:
         self.run(["kill", f"-{number.value}", str(pid)])
 
     def cut(self) -> None:
-        """Pull its cable: packets get lost without a word."""
+        """Disconnect the network: packets are dropped silently."""
         _run("ip", "-n", self._switch, "link", "set", self._cable, "down")
 
     def heal(self) -> None:
         _run("ip", "-n", self._switch, "link", "set", self._cable, "up")
 
     def kill(self) -> None:
-        """Take its power: all its processes are gone at once."""
-        if self.is_up and self._init_pid:  # 0 would be our own process group
+        """Kill all processes of the machine at once, as a power loss does."""
+        if self.is_up and self._init_pid:  # pid 0 would signal our own process group
             os.kill(self._init_pid, signal.SIGKILL)
             assert self._process is not None
             self._process.wait()
@@ -227,7 +230,7 @@ class Machine:
         _wait_for(lambda: not _answers_ssh(self), f"sshd of {self.name} still listens")
 
     def kill_sshd(self) -> None:
-        """Kill its sshd, and those of all connections."""
+        """Kill the sshd listener and the sshd of every connection."""
         lines = self.run(["ps", "-wweo", "pid=,comm="]).stdout.splitlines()
         for pid in [int(line.split()[0]) for line in lines if line.split()[1].startswith("sshd")]:
             self.signal(pid, signal.SIGKILL)
@@ -236,7 +239,7 @@ class Machine:
         (self._keys / "authorized_keys").write_text("")
 
     def hide(self, directory: Path) -> None:
-        """Mount an empty file system over a directory, there only."""
+        """Mount an empty file system over a directory of this machine only."""
         assert self.run(["mount", "-t", "tmpfs", "tmpfs", str(directory)], cwd="/").returncode == 0
 
     def close(self) -> None:
@@ -250,7 +253,7 @@ class Machine:
 
 
 class Machines:
-    """All machines, on one switch."""
+    """All simulated machines, connected by one bridge."""
 
     def __init__(self, num: int, root: Path) -> None:
         self._prefix = f"d{secrets.token_hex(2)}"
@@ -278,18 +281,18 @@ class Machines:
             raise
 
     def __getitem__(self, number: int) -> Machine:
-        """Return machine ``number``, from 1, as its name has it."""
+        """Return machine ``number``, counted from 1, named ``hostNUMBER``."""
         return self.all[number - 1]
 
     def hostfile(self, path: Path, slots: Sequence[int] | None = None) -> Path:
-        """Write a hostfile with all machines, one slot each by default."""
+        """Write a hostfile of all machines, one slot each by default."""
         counts = slots or [1] * len(self.all)
         lines = [f"{one.name} slots={count}\n" for one, count in zip(self.all, counts, strict=False)]
         path.write_text("".join(lines))
         return path
 
     def processes(self) -> dict[str, list[str]]:
-        """Return what runs on each machine but its sshd, where anything does."""
+        """Return machine name -> command lines, without sshd and idle machines."""
         found = {machine.name: sorted(machine.processes().values()) for machine in self.all}
         return {name: lines for name, lines in found.items() if lines}
 
@@ -301,7 +304,7 @@ class Machines:
 
 @contextlib.contextmanager
 def machines(num: int) -> Iterator[Machines]:
-    """Give so many machines for the block; a test is skipped where that is impossible."""
+    """Yield ``num`` machines; skip the test if this machine cannot simulate them."""
     lacking = missing()
     if lacking:
         pytest.skip(f"Requires: {lacking}")

@@ -1,4 +1,4 @@
-"""A master on one machine that runs trials on others, asked by the unmodified ``det`` command."""
+"""A master that runs trials on simulated machines, driven by the ``det`` command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import yaml
 from machines import Machine, Machines
 
 _BIN = Path(sys.executable).parent
-# A question a look: `det` takes half a second of a processor to begin, and waiting asks hundreds of times.
+# One HTTP request per poll: `det` takes 0.5 s of CPU to start, and tests poll hundreds of times.
 _ASK = """
 import http.client, sys
 connection = http.client.HTTPConnection("127.0.0.1", 8080, timeout=30)
@@ -30,8 +30,8 @@ print(answer.status)
 print(answer.read().decode())
 """
 _LOGIN = "/api/v1/auth/login"
-_LOOK_S = 0.3
-_PATIENCE = 2.0  # times what a test asks for, where other tests keep the processors busy
+_POLL_S = 0.3
+_TIMEOUT_FACTOR = 2.0  # factor for all timeouts, because other tests load the CPU
 CONFIG: dict[str, Any] = {
     **hosts_runs.CONFIG,
     "resources": {"slots_per_trial": 1},
@@ -40,15 +40,15 @@ CONFIG: dict[str, Any] = {
 
 
 class MasterOnHosts:
-    """A master on the first machine, with the others as its hosts.
+    """A master on the first machine, with the other machines as its hosts.
 
     Args:
-        place: an empty directory that all see.
-        slots: of each host but the first machine.
-        allocation: variables of an allocation of Slurm's, whose nodes are the hosts then.
-        slurm: variables by which Slurm's commands find its controller; the master uses that back end then.
-        has_ray: whether the master uses the Ray cluster of the machines.
-        flags: of ``dstrial up``.
+        place: an empty directory that all machines share.
+        slots: the number of slots of each host.
+        allocation: variables of a Slurm allocation; its nodes are the hosts.
+        slurm: variables for Slurm's commands; selects ``--backend slurm``.
+        has_ray: whether to use ``--backend ray`` on the Ray cluster of the machines.
+        flags: extra flags of ``dstrial up``.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class MasterOnHosts:
         return self.command("dstrial", "down", *flags, timeout=120)
 
     def det(self, *words: str) -> str:
-        """Run ``det``, which has to succeed, and return what it prints."""
+        """Run ``det``, which must succeed, and return its output."""
         if words[1:2] in (("enable",), ("disable",)):
             assert self.command("dstrial", "login", "--user", "admin").returncode == 0
             words = ("-u", "admin", *words)
@@ -115,12 +115,12 @@ class MasterOnHosts:
         return done.stdout
 
     def json(self, *words: str) -> Any:
-        """Run ``det … --json`` and return the document."""
+        """Run ``det … --json`` and return the parsed output."""
         text = self.det(*words, "--json")
         return json.loads(text[min(at for at in (text.find("["), text.find("{")) if at >= 0) :])
 
     def write(self, changes: Mapping[str, Any]) -> tuple[str, str]:
-        """Write a config; return it and the model definition as ``det experiment create`` takes them."""
+        """Write a config; return the arguments of ``det experiment create``."""
         (self.place / "exp.yaml").write_text(yaml.safe_dump({**CONFIG, **changes}))
         return "exp.yaml", "model"
 
@@ -130,7 +130,7 @@ class MasterOnHosts:
         return int(said.split("Created experiment ")[1].split()[0])
 
     def train(self, batches: int, pause_s: float = 0.05, **changes: Any) -> tuple[int, int]:
-        """Submit an experiment of one trial; return both ids once the trial has trained 15 batches."""
+        """Submit one trial; return (experiment id, trial id) after its 15th batch."""
         experiment = self.create(
             {
                 "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": pause_s},
@@ -160,7 +160,7 @@ class MasterOnHosts:
         return str(json.loads(answer)["experiment"]["state"]).removeprefix("STATE_") if answer else ""
 
     def _ask(self, method: str, path: str, body: str = "") -> str:
-        """Return what the master answers; nothing where it does not."""
+        """Return the body of the master's response; "" unless its status is 200."""
         words = [sys.executable, "-I", "-S", "-c", _ASK, method, path, body, self._token]
         done = self.machine.run(words, cwd="/")
         status, _, text = done.stdout.partition("\n")
@@ -175,17 +175,20 @@ class MasterOnHosts:
         return self.det("trial", "logs", str(trial_id))
 
     def log_now(self, trial_id: int) -> str:
-        """Return what ``det`` would print of a trial's log, without ``det``, which is slow to begin."""
+        """Return a trial's log by HTTP, which is faster than ``det trial logs``."""
         lines = self._ask("GET", f"/api/v1/trials/{trial_id}/logs").splitlines()
         return "".join(json.loads(line)["result"]["message"] for line in lines if line)
 
     def batches(self, trial_id: int) -> list[int]:
-        """Return the batches that a trial has reported, each report once where it stands twice in a row."""
+        """Return the batch numbers in a trial's log, without repeats in succession."""
         found = hosts_runs.batches(self.log(trial_id))
         return [number for number, before in zip(found, [0, *found], strict=False) if number != before]
 
     def steps(self, trial_id: int, *, is_all: bool = False) -> list[int]:
-        """Return the batches of training reports that count; ``is_all``: also of those trained again."""
+        """Return the steps of training reports; ``is_all`` includes archived reports.
+
+        Reports are archived if a resume repeats their batches.
+        """
         path = self.place / "state" / "master.db"
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
             rows = connection.execute(
@@ -196,7 +199,7 @@ class MasterOnHosts:
         return [steps for (steps,) in rows]
 
     def kill(self) -> None:
-        """Kill the master's process."""
+        """Kill the master process by SIGKILL."""
         pid = self.machine.find("dstrial.master.server")
         assert pid is not None
         self.machine.signal(pid, signal.SIGKILL)
@@ -205,7 +208,7 @@ class MasterOnHosts:
         return {agent["id"]: agent["enabled"] for agent in self.json("agent", "list")}
 
     def wait_for_log(self, trial_id: int, *texts: str, within_s: float = 60.0) -> float:
-        """Wait until all texts are in a trial's log, and return how long that took, seconds."""
+        """Wait until a trial's log contains all texts; return the seconds waited."""
         began_s = time.monotonic()
 
         def is_there() -> bool:
@@ -226,13 +229,13 @@ class MasterOnHosts:
 
 
 def wait_until(is_so: Callable[[], bool], within_s: float, why: Callable[[], str]) -> None:
-    """Wait for a condition; ``why`` describes a failure."""
-    give_up_at_s = time.monotonic() + _PATIENCE * within_s
+    """Wait until ``is_so()`` is true; on a timeout, fail with the text of ``why()``."""
+    give_up_at_s = time.monotonic() + _TIMEOUT_FACTOR * within_s
     while not is_so():
         assert time.monotonic() < give_up_at_s, why()
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def left_on(machine: Machine) -> dict[int, str]:
-    """Return what runs on a host but its sshd and the agent of a living master."""
+    """Return pid -> command line on a host, without sshd and the master's agent."""
     return {pid: words for pid, words in machine.processes().items() if "hosts.agent" not in words}

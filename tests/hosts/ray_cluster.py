@@ -1,6 +1,6 @@
-"""A Ray cluster on one machine: a head and nodes in namespaces, two CPUs each unless told.
+"""A Ray cluster of simulated machines: a head node and workers, two CPUs each.
 
-A node that is cut is dead for Ray after some seconds. The head takes half a minute and 600 MB: one cluster for a module.
+Ray declares a disconnected node dead after some seconds. A head takes 30 s and 600 MB, so each test module has one cluster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PORT = 6379
 _READY_S = 240.0
 _MAIN = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
 _RAY = (*_MAIN, "start", "--disable-usage-stats")
-# Noticed in three seconds, not in half a minute; and no words about usage to anybody.
+# Detect dead nodes within 3 s instead of 30 s; send no usage statistics.
 _ENVIRON = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_health_check_period_ms": "1000",
@@ -35,17 +35,17 @@ _ENVIRON = {
 
 
 def missing() -> str:
-    """Return what this machine lacks for it, empty if nothing."""
+    """Return the missing requirements; "" if there are none."""
     found = importlib.util.find_spec("ray")
     return "[ray]" if found is None or found.origin is None else missing_machines()
 
 
 class RayCluster:
-    """The machines, of which the first is the head.
+    """A Ray cluster whose head is the first machine.
 
     Attributes:
-        address: of the head, as ``ray.init`` takes it.
-        env: of commands there.
+        address: address of the head for ``ray.init``.
+        env: environment of commands on the machines.
     """
 
     def __init__(self, machines: Machines, cpus: int = 2, gpus: int = 0) -> None:
@@ -76,12 +76,12 @@ class RayCluster:
 
     @staticmethod
     def _own_files(machine: Machine) -> None:
-        # Sessions of several machines would mix there.
+        # The machines share /tmp, where Ray keeps its session files.
         done = machine.run(["sh", "-c", "mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray"], cwd="/")
         assert done.returncode == 0, done.stdout
 
     def begin_node(self, machine: Machine) -> subprocess.Popen[str]:
-        """Begin to start Ray on a machine that has no more of it; the process ends when it runs."""
+        """Start Ray on a machine without Ray; the returned process ends when Ray is up."""
         self._own_files(machine)
         return machine.popen(
             self._words(machine),
@@ -94,7 +94,7 @@ class RayCluster:
         )
 
     def begin_again(self, machine: Machine) -> None:
-        """Start Ray on a machine again that Ray has given up, once what was there has ended by itself."""
+        """Restart Ray on a node declared dead, after its old processes have ended."""
         wait_until(
             lambda: (
                 not any(name in line for line in machine.processes().values() for name in ("raylet", "ray::"))
@@ -103,7 +103,7 @@ class RayCluster:
             timeout=180.0,
         )
         for pid in machine.processes():
-            machine.signal(pid, signal.SIGKILL)  # its log monitor stays
+            machine.signal(pid, signal.SIGKILL)  # Ray's log monitor does not end by itself
         one = self.begin_node(machine)
         output, _ = one.communicate(timeout=_READY_S)
         assert one.returncode == 0, output
@@ -111,7 +111,7 @@ class RayCluster:
     def popen(
         self, words: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Start a command on the head, to be written to and read from; its errors are in ``stdout``."""
+        """Start a command on the head, with pipes; ``stdout`` includes stderr."""
         return self.machines[1].popen(
             words,
             cwd=cwd,
@@ -123,11 +123,11 @@ class RayCluster:
         )
 
     def run(self, *words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Run a command on the head; its errors are in ``stdout``."""
+        """Run a command on the head; ``stdout`` includes stderr."""
         return self.machines[1].run(words, env=self.env, timeout=timeout)
 
     def ask(self, script: str, *arguments: str) -> str:
-        """Run a script that is connected to Ray on the head; return the last line that it prints."""
+        """Run a script connected to Ray on the head; return its last line of output."""
         begin = (
             "import ray, sys\n"
             "ray.init(address=sys.argv[1], namespace='dstrial', log_to_driver=False, logging_level='ERROR')\n"
@@ -137,7 +137,7 @@ class RayCluster:
         return done.stdout.splitlines()[-1]
 
     def alive(self) -> list[str]:
-        """Return the addresses of the nodes that Ray has not given up."""
+        """Return the addresses of the nodes that Ray reports as alive."""
         return self.ask("print(*[one['NodeManagerAddress'] for one in ray.nodes() if one['Alive']])").split()
 
     def drain(self, name: str) -> None:
@@ -153,13 +153,13 @@ class RayCluster:
 
 
 def ours_on(machine: Machine) -> list[str]:
-    """Return the command lines of what dstrial has started on a machine; Ray's own may lie below a path of that name."""
+    """Return the command lines of dstrial's processes on a machine, without Ray's."""
     found = [line.replace(sys.prefix, "") for line in machine.processes().values()]
     return [line for line in found if any(name in line for name in ("dstrial", "ray::NodeActor"))]
 
 
 def wait_until_nothing_is_left(cluster: RayCluster) -> None:
-    """Wait until no machine of a cluster runs anything that dstrial has started."""
+    """Wait until no machine of a cluster runs a process of dstrial."""
 
     def left() -> list[str]:
         return [line for machine in cluster.machines.all for line in ours_on(machine)]
@@ -177,9 +177,9 @@ def wait_until(condition: object, problem: object = "", timeout: float = 60.0) -
 
 @contextlib.contextmanager
 def ray_cluster(num: int, cpus: int = 2, gpus: int = 0) -> Iterator[RayCluster]:
-    """Give a cluster of so many nodes for the block; a test is skipped where that is impossible.
+    """Yield a cluster of ``num`` nodes; skip the test if requirements are missing.
 
-    ``gpus`` of each node are numbers to Ray alone: it deals them out, and says to actors which they have.
+    ``gpus`` is the number of logical GPUs per node: Ray assigns them to actors, but no device exists.
     """
     lacking = missing()
     if lacking:

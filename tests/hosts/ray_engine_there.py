@@ -1,4 +1,4 @@
-"""Asks a cluster as a master does, on a machine of the cluster; for tests, which are on none: a line of JSON in, one out."""
+"""Serve ``RayEngine`` over pipes: JSON requests on stdin, replies on stdout."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _answer(engine: RayEngine, request: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer one JSON request per line until stdin ends."""
     engine = RayEngine(sys.argv[1], sys.argv[2])
     for line in sys.stdin:
         try:
             said = {"answer": _answer(engine, json.loads(line))}
         except (EngineRefusedError, ConnectionError) as error:
             said = {"error": type(error).__name__, "text": str(error)}
-        # No module of Ray's is ever loaded where a master is.
+        # A master must never import Ray; tests check this flag.
         said["has_ray"] = "ray" in sys.modules
         sys.stdout.write(json.dumps(said) + "\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Where a master runs trials: hosts, jobs of Slurm, an allocation of Slurm, placement groups of Ray; a slot on each node."""
+"""Sites that run a master's trials: hosts, Slurm jobs, a Slurm allocation, Ray."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _GROUPS = "print([one['name'] for one in ray.util.placement_group_table().values
 
 
 class Hosts:
-    """Machines of which the first has the master and the others are its hosts; engines add to it."""
+    """A master on machine 1 and its hosts; base class of the other sites."""
 
-    first = 2  # the number of the first machine with slots
-    keeps_trials = True  # whether trials continue while there is no master
-    returns_nodes = True  # whether a node that was cut off can be used again
-    grows_trials = True  # whether an elastic trial that runs takes slots that are free again
+    first = 2  # number of the first machine that has slots
+    keeps_trials = True  # whether trials continue while the master is down
+    returns_nodes = True  # whether a reconnected node can be used again
+    grows_trials = True  # whether a running elastic trial grows when slots become free
 
     def __init__(self, made: Machines) -> None:
         self.machines = made
@@ -41,17 +41,17 @@ class Hosts:
         self.machines[number].cut()
 
     def heal(self) -> None:
-        """Put all cables back; return when the nodes can be used again."""
+        """Reconnect all machines; return when the nodes can be used again."""
         for number in self.cut:
             self.machines[number].heal()
         self.cut.clear()
 
     def jobs(self) -> list[str]:
-        """Return the ids of jobs in the queue of the site's engine, if it has one."""
+        """Return the ids of the jobs in the site's queue; empty without a queue."""
         return []
 
     def left(self) -> object:
-        """Return what an ended master has left; falsy for nothing."""
+        """Return processes and jobs that a stopped master has left; falsy if none."""
         return [
             line
             for host in self.machines.all[1:]
@@ -61,25 +61,25 @@ class Hosts:
         ]
 
     def close(self, master: MasterOnHosts) -> None:
-        """End a master, and wait until nothing of it is left."""
+        """Stop a master, and wait until its processes and jobs are gone."""
         self.heal()
         master.down("--now")
         wait_until(lambda: not self.left(), 60, lambda: str(self.left()))
 
 
 class Slurm(Hosts):
-    """A job for each trial."""
+    """A Slurm cluster with a job for each trial."""
 
     first = 1
     keeps_trials = False  # Slurm may kill what a step of the master has started (ProctrackType)
-    grows_trials = False  # a trial has its job's slots until it is in another job
+    grows_trials = False  # a trial keeps the slots of its job until it gets a new job
 
     def __init__(self, cluster: SlurmCluster) -> None:
         super().__init__(cluster.machines)
         self.cluster = cluster
 
     def new_master(self, place: Path) -> MasterOnHosts:
-        # A task takes a node of two processors.
+        # Two CPUs per task, so that each node has one slot.
         (place / "master.yaml").write_text("slurm: {sbatch_args: [--cpus-per-task=2]}\n")
         return MasterOnHosts(
             self.machines, place, slurm=self.cluster.variables, flags=("--config-file", "master.yaml")
@@ -96,7 +96,7 @@ class Slurm(Hosts):
         return sorted(found)
 
     def left(self) -> object:
-        """A node that is cut off still holds its job."""
+        """Return jobs and processes; a disconnected node's COMPLETING job is ignored."""
         queue = self.cluster.run("squeue", "-h", "-p", "low", "-o", "%i %T").stdout.splitlines()
         jobs = [line for line in queue if not (self.cut and line.endswith("COMPLETING"))]
         lines = [line for one in self.machines.all for line in one.processes().values()]
@@ -104,7 +104,7 @@ class Slurm(Hosts):
 
 
 class Allocation(Slurm):
-    """A master in an allocation of three nodes."""
+    """A master in a Slurm allocation of three nodes."""
 
     returns_nodes = False  # Slurm removes a node that was down from an allocation with --no-kill
 
@@ -139,7 +139,7 @@ class Allocation(Slurm):
 
 
 class Ray(Hosts):
-    """A placement group for each trial."""
+    """A Ray cluster with a placement group for each trial."""
 
     first = 1
     grows_trials = False
@@ -155,14 +155,14 @@ class Ray(Hosts):
         return self.machines[number].address
 
     def heal(self) -> None:
-        """Have Ray on all nodes again; a node that is healed before Ray gives it up continues."""
+        """Reconnect all nodes, and restart Ray on those that it has declared dead."""
         if self.cut:
             num = len(self.machines.all) - len(self.cut)
             wait_until(lambda: len(self.cluster.alive()) <= num, 60, lambda: str(self.cluster.alive()))
         for number in self.cut:
             self.machines[number].heal()
         self.cut.clear()
-        time.sleep(4)  # so long after that Ray may still give up a node
+        time.sleep(4)  # within this time Ray may still declare a node dead
         alive = self.cluster.alive()
         for host in self.machines.all:
             if host.address not in alive:

@@ -1,7 +1,7 @@
-"""A Slurm cluster on one machine: slurmctld and slurmd in namespaces, Debian 12's packages (22.05).
+"""A Slurm cluster of simulated machines, with Debian 12's packages (Slurm 22.05).
 
-Two partitions over all nodes: ``low``, the default, whose jobs are requeued for those of ``high``, after five seconds of grace.
-A node that is cut is down after ten seconds, unless told. Needs root, munge, slurmctld, slurmd and Slurm's commands.
+Two partitions have all nodes: ``low`` (default) and ``high``, whose jobs preempt those of ``low``: these are requeued after a
+grace period of 5 s. A disconnected node is down after 10 s. Needs root, munge, slurmctld, slurmd and Slurm's commands.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from machines import missing as missing_machines
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo")
 _READY_S = 20.0
-_HEARD_S = 90.0
+_REGISTER_TIMEOUT_S = 90.0
 _SBIN = "/usr/sbin:/sbin"
 _CONFIG = """
 ClusterName=test
@@ -73,17 +73,17 @@ _CGROUP_CONFIG = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
 
 
 def missing() -> str:
-    """Return what this machine lacks for it, empty if nothing."""
+    """Return the missing requirements; "" if there are none."""
     path = f"{os.environ.get('PATH', '')}:{_SBIN}"
     found = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
     return f"[{', '.join(found)}]" if found else missing_machines()
 
 
 class SlurmCluster:
-    """Machines with nodes ``host1`` and so on, of two CPUs each; the first has the controller, too.
+    """Nodes ``host1``, ``host2``, … with two CPUs each; slurmctld is on ``host1``.
 
     Attributes:
-        env: of commands there.
+        env: environment of commands on the machines.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class SlurmCluster:
         try:
             for machine in machines.all:
                 (root / "spool" / machine.name).mkdir()
-                # `ip netns exec` mounts /sys anew; slurmd wants the look of cgroups.
+                # `ip netns exec` remounts /sys; slurmd needs a cgroup directory.
                 self._do(machine, "mount", "-t", "tmpfs", "tmpfs", "/sys/fs/cgroup")
                 self._do(machine, "mkdir", "/sys/fs/cgroup/systemd")
-            self._do(machines[1], "slurmctld", "-c")  # without what an earlier one has kept
+            self._do(machines[1], "slurmctld", "-c")  # -c: without saved state
             for machine in machines.all:
                 self._do(machine, "slurmd", "-N", machine.name)
             self.wait_for_idle(num)
@@ -142,12 +142,12 @@ class SlurmCluster:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables by which a master finds Slurm's commands and controller."""
+        """The variables that a master needs to run Slurm's commands."""
         return {name: self.env[name] for name in ("SLURM_CONF", "PATH")}
 
     @staticmethod
     def _make_gpus(root: Path, num: int) -> None:
-        """Make what Slurm takes for GPUs: it only looks whether there is a device, and counts."""
+        """Create device files that Slurm counts as GPUs."""
         (root / "dev").mkdir()
         for index in range(num):
             os.mknod(root / "dev" / f"gpu{index}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
@@ -171,13 +171,13 @@ class SlurmCluster:
         self._do(self.machines[1], "slurmctld")
 
     def heal(self, number: int) -> None:
-        """Put a machine's cable back, and have its slurmd say at once that it is there.
+        """Reconnect a machine, and make its slurmd register at once.
 
-        A node that is down is not asked by the controller: by itself it registers within a minute or two, sooner on SIGHUP.
+        The controller does not poll nodes that are down. Without SIGHUP, slurmd registers within one to two minutes.
         """
         machine = self.machines[number]
         machine.heal()
-        give_up_at_s = time.monotonic() + _HEARD_S
+        give_up_at_s = time.monotonic() + _REGISTER_TIMEOUT_S
         while (state := self._state_of(machine)).endswith("*") or state in ("down", "unknown", ""):
             assert time.monotonic() < give_up_at_s, self.run("sinfo", "-N").stdout
             pid = machine.find("slurmd -N")
@@ -188,19 +188,19 @@ class SlurmCluster:
                 time.sleep(0.2)
 
     def _state_of(self, machine: Machine) -> str:
-        """Return what Slurm calls a node's state; a star says that the node does not answer."""
+        """Return a node's state as in ``sinfo``; ``*`` marks a node that does not respond."""
         return self.run("sinfo", "-h", "-N", "-n", machine.name, "-p", "low", "-o", "%T").stdout.strip()
 
     def run(
         self, *words: str, timeout: float = 60.0, cwd: Path | None = None, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the first machine; its errors are in ``stdout``."""
+        """Run a command on the first machine; ``stdout`` includes stderr."""
         return self.machines[1].run(words, cwd=cwd, env={**self.env, **(env or {})}, timeout=timeout)
 
     def popen(
         self, words: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Start a command on the first machine; its errors are in ``stdout``."""
+        """Start a command on the first machine; ``stdout`` includes stderr."""
         return self.machines[1].popen(
             words,
             cwd=cwd,
@@ -216,7 +216,7 @@ class SlurmCluster:
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
     def wait_for_state(self, job_id: int, *states: str, timeout: float = 60.0) -> dict[str, str]:
-        """Return a job once it is in one of these states."""
+        """Wait until a job is in one of the states; return its ``scontrol`` record."""
         give_up_at_s = time.monotonic() + timeout
         while (job := self.job(job_id)).get("JobState") not in states:
             assert time.monotonic() < give_up_at_s, job
@@ -230,7 +230,7 @@ class SlurmCluster:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """End munged; what runs on the machines ends with them."""
+        """Stop munged; the other daemons end with their machines."""
         with contextlib.suppress(OSError, ValueError):
             os.kill(int((self._root / "munge" / "pid").read_text()), signal.SIGTERM)
 
@@ -239,10 +239,10 @@ class SlurmCluster:
 def slurm_cluster(
     num: int, *, grace_s: int = 5, gpus: int = 0, slurmd_timeout_s: int = 10
 ) -> Iterator[SlurmCluster]:
-    """Give a cluster of so many nodes for the block; a test is skipped where that is impossible.
+    """Yield a cluster of ``num`` nodes; skip the test if requirements are missing.
 
-    ``gpus`` of each node are devices to Slurm alone: it deals them out, and says to programs which they have.
-    After ``slurmd_timeout_s`` a node that is silent is down.
+    ``gpus`` is the number of fake GPUs per node: Slurm assigns them to steps, but no device exists.
+    A node that does not respond for ``slurmd_timeout_s`` seconds is down.
     """
     lacking = missing()
     if lacking:

@@ -1,4 +1,4 @@
-"""The net of ``small_trial`` as a pipeline of two stages."""
+"""The model of ``small_trial`` as a pipeline of two stages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from small_trial import SmallTrial, layers, loss_of
 
 
 class SmallPipeline(SmallTrial):
-    """Trains the same records."""
+    """Trains on the same records as ``SmallTrial``."""
 
     def make_model(self) -> torch.nn.Module:
-        """Return the net in two stages."""
+        """Return the model as a two-stage pipeline."""
         return PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
 
     def step(self, iterator: Any) -> torch.Tensor:
@@ -22,6 +22,6 @@ class SmallPipeline(SmallTrial):
         return loss
 
     def evaluate_batch(self, iterator: Any, batch_idx: int) -> dict[str, float]:
-        """Measure nothing."""
+        """Return metric ``zero``, which is always 0."""
         self.engine.eval_batch(iterator)
         return {"zero": 0.0}

@@ -1,4 +1,4 @@
-"""A script of a user's that trains the small trial, begins a run and goes on with it."""
+"""A user script that trains ``SmallTrial`` and resumes its run if there is one."""
 
 from __future__ import annotations
 

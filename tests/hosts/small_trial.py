@@ -1,4 +1,4 @@
-"""A trial for hosts, data parallel, which prints losses as text that says every bit."""
+"""A data-parallel trial that prints exact losses as hexadecimal floats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 16
 
 
 def layers() -> list[torch.nn.Module]:
-    """Return the net, with the same weights each time."""
+    """Return the model's layers, always with the same weights."""
     torch.manual_seed(1)
     return [
         torch.nn.Linear(SIZE, SIZE),
@@ -32,7 +32,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class SmallTrial(dstrial.DeepSpeedTrial):
-    """Trains on made up records; ``pause_s`` seconds a batch."""
+    """Trains on random records, and sleeps ``pause_s`` seconds before each batch."""
 
     def __init__(self, context: dstrial.DeepSpeedTrialContext) -> None:
         self.context = context
@@ -49,28 +49,28 @@ class SmallTrial(dstrial.DeepSpeedTrial):
         self.engine = context.wrap_model_engine(engine)
 
     def make_model(self) -> torch.nn.Module:
-        """Return the net."""
+        """Return the model; a subclass returns a pipeline."""
         return torch.nn.Sequential(*layers())
 
     def build_training_data_loader(self) -> dstrial.DataLoader:
-        """Return 4,800 records, the same each time."""
+        """Return a loader of 4,800 records, always the same."""
         made = torch.Generator().manual_seed(0)
         inputs = torch.randn(4800, SIZE, generator=made)
         batch_size = self.engine.train_micro_batch_size_per_gpu()
         return dstrial.DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=batch_size)
 
     def build_validation_data_loader(self) -> dstrial.DataLoader:
-        """Return the same records."""
+        """Return a loader of the training records."""
         return self.build_training_data_loader()
 
     def train_batch(self, iterator: Any, epoch_idx: int, batch_idx: int) -> dict[str, torch.Tensor]:
-        """Train one batch, or fail where a file asks for it."""
+        """Train one batch; raise ValueError if file ``fail-HOSTNAME`` exists."""
         time.sleep(self.pause_s)
         if os.path.exists(f"fail-{os.uname().nodename}"):  # noqa: PTH110  # short
             raise ValueError("asked to fail")
         loss = self.step(iterator)
         if self.context.distributed.rank == 0 and batch_idx % 5 == 4:
-            print(f"batch {batch_idx + 1} loss {float(loss).hex()}", flush=True)  # tests read it
+            print(f"batch {batch_idx + 1} loss {float(loss).hex()}", flush=True)  # tests parse this line
         return {"loss": loss}
 
     def step(self, iterator: Any) -> torch.Tensor:
@@ -82,6 +82,6 @@ class SmallTrial(dstrial.DeepSpeedTrial):
         return loss.detach()
 
     def evaluate_batch(self, iterator: Any, batch_idx: int) -> dict[str, float]:
-        """Measure nothing."""
+        """Return metric ``zero``, which is always 0."""
         next(iterator)
         return {"zero": 0.0}

@@ -1,4 +1,4 @@
-"""Hostfiles are read as DeepSpeed reads them, and what is wrong with one is told at once."""
+"""Read hostfiles and filters as DeepSpeed does, and report all errors."""
 
 from __future__ import annotations
 

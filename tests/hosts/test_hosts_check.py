@@ -1,4 +1,4 @@
-"""``dstrial hosts check`` on real machines: all that is wrong with all of them, at once and soon."""
+"""``dstrial hosts check`` on simulated machines reports all problems of all hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEGINS = "expected all to be ready, so nothing was started:\n"
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Machines]:
-    """Machines that tests leave as they are."""
+    """Three machines that tests do not change."""
     with machines(3) as made:
         yield made
 
@@ -32,7 +32,7 @@ def _check(
 
 
 def _table(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
-    """Return host and problem of each line below the first."""
+    """Return the printed table as (host, problem) pairs; the check must have failed."""
     assert done.returncode == 1, done.stdout
     _, found, table = done.stdout.partition(_BEGINS)
     assert found, done.stdout
@@ -74,7 +74,7 @@ def test_hosts_check_unreachable_hosts_reported_within_20s(tmp_path: Path) -> No
         assert [host for host, _ in rows] == ["host2", "host3", "host4", "host9"]
         told = dict(rows)
         assert "permission denied" in told["host2"]
-        assert told["host3"].startswith(("unreachable", "silent"))  # the latter on a busy machine
+        assert told["host3"].startswith(("unreachable", "silent"))  # "silent" if this machine is busy
         assert "connection refused" in told["host4"]
         assert "no such name" in told["host9"]
 

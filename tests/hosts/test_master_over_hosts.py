@@ -1,4 +1,4 @@
-"""A master whose trials run on other machines: the unmodified ``det``, and every failure named by host, with nothing left."""
+"""A master over ssh hosts: commands, host failures, recovery and cleanup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLOW = {"zero_stage": 1, "pause_s": 0.1, "micro_batch_size": 2}
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterOnHosts]:
-    """Return a master with two hosts of two slots each, which tests leave as they are."""
+    """Return a master with two hosts of two slots; tests must not break it."""
     with machines(3) as made:
         master = MasterOnHosts(made, tmp_path_factory.mktemp("master"), slots=2)
         said = master.up()
@@ -34,7 +34,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterOnHosts]:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[MasterOnHosts]:
-    """Return a master with two hosts of one slot each."""
+    """Return a new master with two hosts of one slot each."""
     with machines(3) as made:
         master = MasterOnHosts(made, tmp_path)
         assert master.up().returncode == 0
@@ -43,7 +43,7 @@ def started(tmp_path: Path) -> Iterator[MasterOnHosts]:
 
 
 def _losses(log: str) -> list[str]:
-    """Return what ranks have printed of their losses, without times and in the order of batches."""
+    """Return the loss lines of a log without timestamps, sorted by batch."""
     found = [line.partition("|| ")[2] for line in log.splitlines() if " loss " in line]
     return sorted(found, key=lambda line: (int(line.split()[1]), line))
 
@@ -56,7 +56,7 @@ def _slow(slots: int, batches: int = 100) -> dict[str, Any]:
     }
 
 
-def _nothing_is_left(host: Machine, within_s: float) -> None:
+def _wait_until_no_trials(host: Machine, within_s: float) -> None:
     wait_until(lambda: not _trials_on(host), within_s, lambda: str(left_on(host)))
 
 
@@ -101,7 +101,7 @@ def test_host_relay_rejects_other_users_hides_secrets(
     assert relay.parent.stat().st_mode & 0o077 == 0
 
     quiet.det("trial", "kill", str(trial))
-    _nothing_is_left(host, 10)
+    _wait_until_no_trials(host, 10)
 
 
 def test_failed_rank_error_names_rank_and_exception(started: MasterOnHosts) -> None:
@@ -113,7 +113,7 @@ def test_failed_rank_error_names_rank_and_exception(started: MasterOnHosts) -> N
     assert "trial 1 has failed: max_restarts is 0" in started.log(1)
     assert "rank 1: ValueError: asked to fail" in started.log(1)
     for host in started.hosts:
-        _nothing_is_left(host, 10)
+        _wait_until_no_trials(host, 10)
 
 
 def test_trial_resumes_after_host_network_loss(started: MasterOnHosts) -> None:
@@ -133,7 +133,7 @@ def test_trial_resumes_after_host_network_loss(started: MasterOnHosts) -> None:
     assert "allocation lost: host3 is " in log
     assert "of 2 restarts" not in log
     assert re.search(r"host3 .*\| False +\| False", started.det("agent", "list"))
-    _nothing_is_left(cut, 5)  # by its lease, before the trial has begun again
+    _wait_until_no_trials(cut, 5)  # its lease expires before the trial restarts
 
     status = started.command("dstrial", "status").stdout
     assert re.search(r"host: +host2, 1 slot\n", status)
@@ -148,7 +148,7 @@ def test_trial_resumes_after_host_network_loss(started: MasterOnHosts) -> None:
 
 
 def test_dropped_connection_leaves_no_duplicate_trial(started: MasterOnHosts) -> None:
-    """The agent sees the end of its input, and the master cannot reconnect."""
+    """Killing sshd closes the agent's stdin, and the master cannot reconnect."""
     started.create(_slow(1, 2000))
     started.wait_for_log(1, "Reported checkpoint")
     (host,) = [one for one in started.hosts if _trials_on(one)]
@@ -165,7 +165,7 @@ def test_trial_survives_network_cut_agent_and_master_kill(started: MasterOnHosts
     host = started.hosts[1]
 
     host.cut()
-    time.sleep(2.5)  # TCP sends again after 3 s, and then only after 6
+    time.sleep(2.5)  # the next TCP retransmissions are at 3 s and 6 s
     host.heal()
     time.sleep(3)
     agent = host.find("-u -m dstrial.master.backends.hosts.agent")
@@ -185,7 +185,7 @@ def test_trial_survives_network_cut_agent_and_master_kill(started: MasterOnHosts
     assert log.count("Scheduling Trial 1") == 1, log
     batches = [int(line.split()[1]) for line in _losses(log)]
     assert sorted(set(batches)) == list(range(5, 301, 5))
-    assert len({batches.count(batch) for batch in set(batches)}) == 1  # no line twice
+    assert len({batches.count(batch) for batch in set(batches)}) == 1  # no line is logged twice
 
 
 def test_up_with_unready_host_is_rejected(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_trial_ends_and_resumes_after_frozen_master(started: MasterOnHosts) -> N
     master = started.machine.find("dstrial.master.server")
     assert master is not None
     started.machine.signal(master, signal.SIGSTOP)
-    _nothing_is_left(host, 30)
+    _wait_until_no_trials(host, 30)
     started.machine.signal(master, signal.SIGCONT)
 
     started.wait_for_log(1, "allocation lost: ", "resumed from checkpoint")

@@ -1,4 +1,4 @@
-"""``dstrial up --backend ray``: a master that asks Ray for a placement group for each trial of ``det``; a real cluster."""
+"""``dstrial up --backend ray`` on a Ray cluster: a placement group for each trial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray_cluster import RayCluster, ray_cluster, wait_until_nothing_is_left
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 _SLOW = {**CONFIG["hyperparameters"], "pause_s": 0.1}
-# Longer than any test, on all three nodes.
+# A trial that occupies all three nodes for longer than any test.
 _HOLDS_ALL = {
     "resources": {"slots_per_trial": 3},
     "hyperparameters": {**_SLOW, "micro_batch_size": 2, "pause_s": 0.3},
@@ -30,7 +30,7 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def master(cluster: RayCluster, tmp_path: Path) -> Iterator[MasterOnHosts]:
-    """Return a master on the first of three nodes of one processor each; nothing of it is left behind."""
+    """Return a master on three nodes of one CPU; teardown waits for its processes."""
     made = MasterOnHosts(cluster.machines, tmp_path, has_ray=True)
     yield made
     made.down("--now")
@@ -93,7 +93,7 @@ def test_ray_trial_waits_for_disabled_node(master: MasterOnHosts) -> None:
 
 
 def test_ray_pending_trials_start_in_submission_order(master: MasterOnHosts) -> None:
-    """Ray itself begins with the group that was asked for last."""
+    """Ray alone would create the placement group that was requested last."""
     assert master.up().returncode == 0
     first = master.create(_HOLDS_ALL)
     (trial,) = master.wait_for_trials(first, 1)
@@ -113,7 +113,7 @@ def test_ray_pending_trials_start_in_submission_order(master: MasterOnHosts) -> 
 
 
 def test_ray_trial_resumes_after_placement_group_removal(cluster: RayCluster, master: MasterOnHosts) -> None:
-    """Ray kills the actor only: the agent ends the trial there, before another job gets the node."""
+    """Ray kills only the actor; the agent must end the trial's processes on the node."""
     assert master.up().returncode == 0
     experiment, trial = master.train(60, 0.1, resources={"slots_per_trial": 2})
     supervisors = {
@@ -137,7 +137,7 @@ def test_ray_trial_resumes_after_placement_group_removal(cluster: RayCluster, ma
 
 
 def test_ray_node_drain_checkpoints_and_resumes_trial(cluster: RayCluster, master: MasterOnHosts) -> None:
-    """The last: the node takes nothing more."""
+    """Must be the last test of the module: the node stays drained."""
     assert master.up().returncode == 0
     experiment, trial = master.train(
         100, 0.1, resources={"slots_per_trial": 2}, min_checkpoint_period={"batches": 1000}

@@ -1,5 +1,4 @@
-"""``dstrial up --backend slurm``: a master that asks Slurm for a job for each trial of the unmodified ``det``; a real
-cluster."""
+"""``dstrial up --backend slurm`` on a Slurm cluster: a job for each trial."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def master(cluster: SlurmCluster, tmp_path: Path) -> Iterator[MasterOnHosts]:
-    """Return a master on the first of three nodes of two processors each; nothing of it is left behind."""
+    """Return a master on three nodes of two CPUs; teardown requires an empty queue."""
     made = MasterOnHosts(cluster.machines, tmp_path, slurm=cluster.variables)
     yield made
     made.down("--now")
@@ -43,10 +42,10 @@ def test_slurm_oversized_job_rejected_pending_job_explained(
     cluster.wait_for_state(int(other), "RUNNING")
     said = master.up()
     assert said.returncode == 0, said.stdout
-    # Six slots are all that there are.
+    # Three nodes of two CPUs have six slots.
     assert "slots:    6 cpu" in said.stdout
     refused(master, {"resources": {"slots_per_trial": 7}}, "at most 6, the slots of this master")
-    # No node has three processors: only Slurm knows, and says so when it is asked.
+    # No node has three CPUs; the master learns that from sbatch.
     three = {"resources": {"slots_per_trial": 3, "is_single_node": True}}
     for changes, text in (
         (
@@ -67,7 +66,7 @@ def test_slurm_oversized_job_rejected_pending_job_explained(
     det_job = int(listed.split("[job ")[1].split(":")[0])
     assert cluster.job(det_job)["JobState"] == "PENDING"
     assert f"job {det_job}: pending" in master.log(trial["id"])
-    # Paused, it wants no job; activated, it wants one again.
+    # Pausing cancels the job; activating submits a new job.
     master.det("experiment", "pause", str(waits))
     cluster.wait_for_state(det_job, "CANCELLED")
     master.det("experiment", "activate", str(waits))
@@ -106,7 +105,7 @@ def test_slurm_preemption_checkpoints_and_resumes_trial(cluster: SlurmCluster, m
     high = cluster.run(
         "sbatch", "--parsable", "-p", "high", "--ntasks=6", "--output=/dev/null", "--wrap=sleep 8"
     ).stdout.strip()  # fmt: skip
-    # "is preempted", where Slurm is heard before the agent, to which the signal comes.
+    # The rest of the message depends on what comes first: Slurm's job state or the signal.
     master.wait_for_log(trial, "gracefully terminating allocation: job ", within_s=60)
     cluster.wait_for_state(int(high), "RUNNING", "COMPLETED")
     master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
@@ -145,7 +144,7 @@ def test_slurm_time_limit_checkpoints_and_resumes_trial(master: MasterOnHosts) -
     experiment, trial = master.train(
         80, 0.1, min_checkpoint_period={"batches": 1000}, slurm={"sbatch_args": ["--time=1"]}
     )
-    # A minute, of which the last half is for the checkpoint.
+    # The limit is 1 minute; its last 30 s are reserved for the checkpoint.
     master.wait_for_log(
         trial, "gracefully terminating allocation: job ", "ends at its time limit in", within_s=120
     )
@@ -217,7 +216,7 @@ def test_cut_node_disabled_before_slurm_reports_down(tmp_path: Path) -> None:
         cluster.machines[3].cut()
         wait_until(lambda: not master.enabled()["host3"], 60, lambda: str(master.enabled()))
         said = cluster.run("sinfo", "-h", "-N", "-n", "host3", "-p", "low", "-o", "%T").stdout.strip()
-        # Its jobs are as they were, those among them that the master has given back meanwhile.
+        # Slurm does not know yet: the node's jobs run, or complete if the master has cancelled them.
         assert said.removesuffix("*") in ("mixed", "allocated", "completing"), said
         assert "host3 is silent" in master.command("dstrial", "status").stdout
         assert master.enabled() == {"host1": True, "host2": True, "host3": False}
@@ -260,10 +259,10 @@ def test_slurm_invalid_options_rejected_without_queued_job(
     ):
         config = {"resources": resources, "slurm": {"sbatch_args": sbatch_args}}
         print(refused_command(master, config, "Command config: slurm.sbatch_args is ", text))
-    # What is written is not left there.
+    # The check removes its temporary files.
     assert list((master.place / "state" / "slurm").glob("check-*")) == []
 
-    # Only known later: the trial waits, and says why.
+    # If a partition disappears later, the trial waits and logs the reason.
     cluster.run("scontrol", "create", "PartitionName=soon", "Nodes=host[1-3]")
     files = master.write({"slurm": {"sbatch_args": ["--partition=soon"]}})
     created = master.det("experiment", "create", "--paused", *files)
@@ -275,15 +274,15 @@ def test_slurm_invalid_options_rejected_without_queued_job(
     master.det("experiment", "kill", str(experiment))
     master.wait_for_state(experiment, ("CANCELED",))
     after = cluster.run("squeue", "-h", "--states=all", "-o", "%i").stdout
-    assert set(after.split()) <= set(before.split())  # Slurm forgets old ones
+    assert set(after.split()) <= set(before.split())  # Slurm removes old jobs from the list
 
-    # Gone on with another partition, it says so before it begins.
+    # `det experiment continue` with an invalid partition is rejected at once.
     words = ["--config", "slurm.sbatch_args=[--partition=nope]"]
     said = master.command("det", "experiment", "continue", str(experiment), *words).stdout
     assert "sbatch says: invalid partition specified: nope" in said
     assert master.state(experiment) == "STATE_CANCELED"
 
-    # A TensorBoard with slots is a command, too.
+    # A TensorBoard with slots is checked like a command.
     config = ["--config", "resources.slots=1", "--config", "slurm.sbatch_args=[--partition=nope]"]
     said = master.command("det", "tensorboard", "start", "--no-browser", *config, str(experiment)).stdout
     assert (
@@ -296,7 +295,7 @@ def test_slurm_invalid_options_rejected_without_queued_job(
 def test_slurm_unusable_node_named_with_remedy(cluster: SlurmCluster, master: MasterOnHosts) -> None:
     (master.place / "master.yaml").write_text("hosts_python: /opt/nowhere/bin/python\n")
     assert master.up("--config-file", "master.yaml").returncode == 0
-    said = _why_it_never_starts(master, "host2")
+    said = _never_starts_reason(master, "host2")
     print(said)
     assert "3 jobs in a row failed before it began" in said
     assert "host2 is without Python at /opt/nowhere/bin/python. Put the environment on a file system" in said
@@ -306,7 +305,7 @@ def test_slurm_unusable_node_named_with_remedy(cluster: SlurmCluster, master: Ma
     assert master.up("--config-file", "master.yaml").returncode == 0
     cluster.machines[2].hide(master.place / "state")
     try:
-        said = _why_it_never_starts(master, "host2")
+        said = _never_starts_reason(master, "host2")
     finally:
         cluster.machines[2].run(["umount", str(master.place / "state")], cwd="/")
     print(said)
@@ -315,7 +314,7 @@ def test_slurm_unusable_node_named_with_remedy(cluster: SlurmCluster, master: Ma
     )
 
 
-def _why_it_never_starts(master: MasterOnHosts, host: str) -> str:
+def _never_starts_reason(master: MasterOnHosts, host: str) -> str:
     experiment = master.create({"slurm": {"sbatch_args": [f"--nodelist={host}"]}})
     master.wait_for_state(experiment, ("ERROR",), within_s=200)
     (trial,) = master.trials(experiment)

@@ -1,4 +1,4 @@
-"""What holds for a master wherever its trials run: over hosts, Slurm, an allocation of Slurm, and Ray; real clusters."""
+"""Behaviour common to masters over ssh hosts, Slurm jobs, Slurm allocations, Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Hosts]:
 
 @pytest.fixture
 def master(site: Hosts, tmp_path: Path) -> Iterator[MasterOnHosts]:
-    """Return a master over nodes of one slot each; nothing of it is left behind."""
+    """Return a master over nodes of one slot; teardown waits for its processes."""
     made = site.new_master(tmp_path)
     said = made.up()
     assert said.returncode == 0, said.stdout
@@ -39,7 +39,7 @@ def master(site: Hosts, tmp_path: Path) -> Iterator[MasterOnHosts]:
 
 @pytest.fixture(scope="module")
 def local_losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Return the losses of two slots of this machine, by the path of a trial class."""
+    """Return a function: entrypoint -> losses of a run on two local slots."""
 
     @functools.cache
     def run(entrypoint: str) -> list[str]:
@@ -115,7 +115,7 @@ def test_search_completes_after_node_loss(site: Hosts, master: MasterOnHosts) ->
     trials = master.wait_for_trials(experiment, 3)
 
     def with_checkpoint() -> list[tuple[int, int]]:
-        """Return trials that have a checkpoint, on nodes 2 and 3, with their node."""
+        """Return (trial, node number) of trials with a checkpoint on nodes 2 and 3."""
         logs = [(trial["id"], master.log_now(trial["id"])) for trial in trials]
         return [
             (trial, number)
@@ -140,10 +140,10 @@ def test_search_completes_after_node_loss(site: Hosts, master: MasterOnHosts) ->
 
 
 def test_elastic_trial_resizes_with_available_nodes(site: Hosts, master: MasterOnHosts) -> None:
-    """It goes on with the one node that is left, and with two again: by itself, or when it is activated."""
+    """The trial shrinks to one node, then grows by itself or after pause and activate."""
     section = {"min_slots": 1, "resize_period": 5}
     experiment, trial = master.train(200, 0.2, resources={"slots_per_trial": 2}, data={"dstrial": section})
-    for number in (1, 2):  # of three nodes, the last two
+    for number in (1, 2):  # the last two of three nodes
         site.cut_off(site.first + number)
     master.wait_for_log(
         trial, "resumes from its checkpoint with 1, the most", "INFO: resumed from checkpoint", within_s=120
@@ -170,7 +170,7 @@ def test_elastic_trial_resizes_with_available_nodes(site: Hosts, master: MasterO
 
 
 def _grow_and_drain(site: Hosts, master: MasterOnHosts, trial: int) -> None:
-    """Have one host back, on which the trial grows by itself, and drain it: no batch is trained again."""
+    """Reconnect a host so that the trial grows, then drain it; no batch is repeated."""
     _wait_for_two_reports(master, trial)
     before = _num_trained_again(master, trial)
     number = site.first + 1
@@ -193,5 +193,5 @@ def _wait_for_two_reports(master: MasterOnHosts, trial: int) -> None:
 
 
 def _num_trained_again(master: MasterOnHosts, trial: int) -> int:
-    """Return how many reports no longer count, for no checkpoint had their batches."""
+    """Return the number of archived reports, whose batches were trained again."""
     return len(master.steps(trial, is_all=True)) - len(master.steps(trial))

@@ -1,4 +1,4 @@
-"""What hosts say of themselves, turned into problems that say what to do."""
+"""Host facts and ssh errors become problems with a remedy."""
 
 from __future__ import annotations
 

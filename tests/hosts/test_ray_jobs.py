@@ -1,4 +1,4 @@
-"""Ray as an engine, on a real cluster of three nodes: jobs, programs on their nodes, and what becomes of them."""
+"""``RayEngine`` on a cluster of three nodes: jobs and programs on their nodes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ray_cluster import RayCluster, ray_cluster, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 HOST1, HOST2, HOST3 = "10.77.0.11", "10.77.0.12", "10.77.0.13"
-_THERE = Path(__file__).with_name("ray_engine_there.py")
-# A program that ends with its parent, the actor, as an agent does, and not with its input.
+_SERVER_SCRIPT = Path(__file__).with_name("ray_engine_there.py")
+# A program that, like an agent, ends with its parent (the actor) and not when stdin closes.
 _AGENT_LIKE = (
     "sh",
     "-c",
@@ -40,12 +40,12 @@ class _RefusedError(Exception):
 
 
 class Engine:
-    """An engine that a master on the first machine has."""
+    """Client of a ``RayEngine`` that runs on the first machine."""
 
     def __init__(self, cluster: RayCluster, cluster_id: str) -> None:
         self._cluster = cluster
-        words = [sys.executable, str(_THERE), cluster.address, cluster_id]
-        # Slots are processors, though there are GPUs, as far as Ray knows.
+        words = [sys.executable, str(_SERVER_SCRIPT), cluster.address, cluster_id]
+        # Slots are CPUs although Ray has logical GPUs.
         self.process = cluster.popen(words, env={"DS_ACCELERATOR": "cpu"})
 
     def ask(self, what: str, **values: Any) -> Any:
@@ -68,13 +68,13 @@ class Engine:
         return next((job for job in self.ask("jobs") if job["id"] == job_id), {"state": "gone", "text": ""})
 
     def running(self, *arguments: Any, **values: Any) -> tuple[str, list[str]]:
-        """Submit; return the job, once it runs, and its nodes."""
+        """Submit a job and wait until it runs; return its id and its nodes."""
         job_id = self.submit(*arguments, **values)
         wait_until(lambda: self.job(job_id)["state"] == "running", lambda: self.job(job_id))
         return job_id, [part["host"] for part in self.job(job_id)["parts"]]
 
     def program(self, job_id: str, host: str, *words: str) -> subprocess.Popen[bytes]:
-        """Start a program as a transport does, for this test's own words."""
+        """Start a program on a job's node as the transport does."""
         command = self.ask("words", id=job_id, host=host)
         at = command.index(host) + 1
         return self._cluster.machines[1].popen(
@@ -82,7 +82,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Give all back and end, as far as it still answers."""
+        """Cancel all jobs, if the engine still responds, and kill the engine."""
         with contextlib.suppress(OSError, ValueError):
             for job in self.ask("jobs"):
                 self.ask("cancel", id=job["id"])
@@ -108,12 +108,12 @@ def _end(program: subprocess.Popen[bytes]) -> tuple[bytes, str, int]:
 
 
 def _pids(machine: Machine, start: str) -> list[int]:
-    """Return the processes there whose command line begins so: relays have a program's words, too."""
+    """Return pids of command lines that begin with ``start``, unlike those of relays."""
     return [pid for pid, line in machine.processes().items() if line.startswith(start)]
 
 
-def _await_nothing(machine: Machine) -> None:
-    """Wait until no actor of ours and no program of theirs is there."""
+def _wait_until_clean(machine: Machine) -> None:
+    """Wait until a machine runs no node actor and no agent-like program."""
 
     def left() -> list[str]:
         lines = machine.processes().values()
@@ -199,9 +199,9 @@ def test_ray_cancel_ends_programs_on_all_nodes(engine: Engine, cluster: RayClust
         assert (out, code) == (b"", 255)
         assert "its placement group was removed" in err
     for machine in cluster.machines.all:
-        _await_nothing(machine)
+        _wait_until_clean(machine)
     assert engine.ask("jobs") == []
-    # What has its place next is no program of that job's.
+    # A program of the cancelled job cannot start any more.
     _, err, code = _end(engine.program(job_id, hosts[0], "true"))
     assert (code, err) == (255, f"placement group {job_id} is over\n")
 
@@ -224,7 +224,7 @@ def test_ray_killed_bridge_is_restarted(engine: Engine, cluster: RayCluster) -> 
 
 
 def test_ray_unreachable_cluster_raises_connection_error(cluster: RayCluster) -> None:
-    process = cluster.popen([sys.executable, str(_THERE), f"{HOST1}:1", "c1"])
+    process = cluster.popen([sys.executable, str(_SERVER_SCRIPT), f"{HOST1}:1", "c1"])
     out, _ = process.communicate('{"do": "nodes"}\n', timeout=120)
     said = json.loads(out.splitlines()[-1])
     assert said["error"] == "ConnectionError"

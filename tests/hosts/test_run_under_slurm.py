@@ -1,4 +1,4 @@
-"""``dstrial run --slurm`` on a real cluster: submitted, preempted, out of time, cancelled, cut off, and what cannot be."""
+"""``dstrial run --slurm`` on a cluster: submission, requeue, cancel and failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = {**HOSTS_CONFIG, "resources": {"slots_per_trial": 2}}
 
 
 class SlurmRun(Dstrial):
-    """A command typed in ``place`` on the first node of a cluster, with ``flags``."""
+    """A ``dstrial run --slurm`` command in directory ``place`` on the first node."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SlurmRun(Dstrial):
         return int(re.findall(r"job (\d+): queued", self.text)[0])
 
     def interrupt(self) -> None:
-        """Send it SIGINT, past nsenter, which is the process here."""
+        """Send SIGINT to dstrial itself, not to the local ``nsenter``."""
         machine = self._cluster.machines[1]
         (pid,) = (
             pid
@@ -72,8 +72,8 @@ def cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def place(tmp_path: Path, cluster: SlurmCluster) -> Iterator[Path]:
-    """Return a directory with the trial and its config; what a test has queued is taken back."""
-    place = tmp_path / """John's "place" #1, 100%"""  # whatever paths users have
+    """Return a directory with trial and config; teardown cancels all jobs."""
+    place = tmp_path / """John's "place" #1, 100%"""  # characters that need quoting
     place.mkdir()
     copy_into(place, "small_trial.py", "small_pipeline.py")
     (place / "exp.yaml").write_text(yaml.safe_dump(CONFIG))
@@ -153,10 +153,10 @@ def test_job_at_time_limit_saved_and_requeued(cluster: SlurmCluster, place: Path
 
 
 def test_job_without_checkpoint_is_not_requeued(cluster: SlurmCluster, place: Path) -> None:
-    # Its first batch takes longer than it is given to stop, whenever the signal comes.
+    # The first batch takes longer than the preemption timeout.
     run = SlurmRun(cluster, place, "--config", "preemption_timeout=3", batches=2, pause_s=600.0)
     run.wait_for("training the first batch")
-    # What Slurm sends by --signal.
+    # The signal that Slurm sends before the time limit (--signal).
     cluster.run("scancel", "--signal=USR1", "--batch", str(run.job_id))
     code, text = run.end()
     assert code == 1
@@ -191,7 +191,7 @@ def test_run_continues_after_node_loss(cluster: SlurmCluster, place: Path) -> No
     finally:
         cluster.heal(2)
     assert code == 0, text
-    # Slurm ends the job with its node later, and starts it again on two nodes: from a checkpoint of the stop.
+    # When the node is down, Slurm requeues the job, which resumes on two nodes from a checkpoint.
     lines = (run_directory(place) / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["group"] == "training"]
     assert [row["steps_completed"] for row in rows] == list(range(5, 61, 5)), text
@@ -215,7 +215,7 @@ def test_run_inside_allocation_submits_no_job(cluster: SlurmCluster, place: Path
     assert "state:         completed at batch 20 of 20" in done.stdout
     assert "host2: 1 slot at 10.77.0.12" in done.stdout
     assert not list(run_directory(place).glob("sbatch.sh"))
-    # One of several tasks is told so.
+    # A run inside one of several srun tasks is rejected.
     command = ["srun", "-n2", *command]
     done = cluster.run("salloc", "-n2", *command, cwd=place, env=ENVIRON, timeout=60)
     assert "this is one of 2 tasks of srun" in done.stdout

@@ -1,4 +1,4 @@
-"""Which devices a step and its ranks have, by what the job asks for; a real cluster, whose GPUs are devices to Slurm alone."""
+"""Devices of Slurm steps, by the job's options; a cluster with fake GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def job(cluster: SlurmCluster) -> Iterator[list[int]]:
-    """Return a list for the job that a test makes, which ends with it."""
+    """Return a list for job ids, which are cancelled after the test."""
     made: list[int] = []
     yield made
     for number in made:
@@ -72,7 +72,7 @@ def test_step_gets_device_per_slot(
 def test_concurrent_steps_get_same_devices(cluster: SlurmCluster, job: list[int]) -> None:
     job.append(_begin(cluster, request_lines({}, [], 4, wants_devices=True, where="exp.yaml")))
     transport = SrunTransport(job[0], cluster.env, devices={"host1": 2})
-    # An agent is begun again while what its predecessor has started goes on.
+    # As if an agent restarts while programs of its predecessor still run.
     first = cluster.popen([*_step(cluster, transport, "host1"), f"{_SHOW}; read line"])
     second = cluster.run(*_step(cluster, transport, "host1"), _SHOW).stdout
     assert "host1 has 0,1\n" in second

@@ -1,4 +1,4 @@
-"""The batch script of the documentation: preempted it is saved, requeued and goes on; cancelled it stays so. A real cluster."""
+"""The documented batch script on a Slurm cluster: preemption and cancellation."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_batch_script_cancelled_job_resumes_when_resubmitted(cluster: SlurmClust
     kept = list((place / "runs" / "mine" / "checkpoints").glob("*/COMPLETE"))
     assert len(kept) >= 2, "the one at batch 10, and the one of the stop"
 
-    # Submitted once more by its user it goes on.
+    # When the user submits the script again, the run resumes.
     again = _submit(cluster, place)
     done = cluster.wait_for_state(again, "COMPLETED", "FAILED", timeout=100)
     assert done["JobState"] == "COMPLETED", _log(place)

@@ -1,4 +1,4 @@
-"""``srun python train.py`` on several nodes needs no address, wherever Slurm puts its tasks; a real cluster."""
+"""``srun python train.py`` finds its ranks for every task layout; a Slurm cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def _places(text: str) -> list[str]:
-    """Return each rank's host and place, by rank."""
+    """Return "HOST LOCAL_RANK/LOCAL_SIZE" of each rank, in rank order."""
     found = re.findall(r"rank (\d+)/\d+ local (\d+)/(\d+) node (\d+)/\d+ on (\S+)", text)
     return [
         f"{host} {local}/{size}" for _, local, size, _, host in sorted(found, key=lambda one: int(one[0]))
@@ -41,7 +41,7 @@ def _places(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def losses_here(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What four ranks on one machine print."""
+    """The losses that four ranks on one machine print."""
     place = copy_into(tmp_path_factory.mktemp("here"), "small_trial.py", "small_script.py")
     found = losses(_srun(cluster, place, sys.executable, "-m", "dstrial.launch", "--slots", "4"))
     assert len(found) == 4
@@ -70,16 +70,16 @@ _LAUNCH = "python -m dstrial.launch"
 _STEPS = {
     "srun -N2 -n4 --ntasks-per-node=2": ["host1 0/2", "host1 1/2", "host2 0/2", "host2 1/2"],
     "srun -N3 -n4 -m cyclic": ["host1 0/2", "host2 0/1", "host3 0/1", "host1 1/2"],
-    # Parts of a step, of which the first is not the first node of Slurm's list.
+    # Heterogeneous steps whose first node is not the first in Slurm's node list.
     "salloc -Q -N3 --ntasks-per-node=2 srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2": [
         "host3 0/1", "host1 0/2", "host1 1/2", "host2 0/1",
     ],
     "salloc -Q -N1 -n1 -w host1 : -N1 -n2 -w host2 : -N1 -n1 -w host3 srun --het-group=0,1,2": [
         "host1 0/1", "host2 0/2", "host2 1/2", "host3 0/1",
     ],
-    # Tasks placed by a file of hosts: rank 0 is on the second node of the list.
+    # Tasks placed by a hostfile: rank 0 is not on the first node.
     "env SLURM_HOSTFILE=hosts srun -n4 -m arbitrary": ["host3 0/2", "host3 1/2", "host1 0/2", "host1 1/2"],
-    # Launchers of ours: one a node, which divide the ranks, and one a task.
+    # dstrial.launch: one launcher per node, or one per task.
     f"srun -N2 --ntasks-per-node=1 {_LAUNCH} --slots 4": ["host1 0/2", "host1 1/2", "host2 0/2", "host2 1/2"],
     f"salloc -Q -N3 --ntasks-per-node=2 srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2 {_LAUNCH}": [
         "host3 0/1", "host1 0/2", "host1 1/2", "host2 0/1",

@@ -1,4 +1,4 @@
-"""``dstrial run --hostfile``: its run directory and its end are those of a run on one machine."""
+"""``dstrial run --hostfile``: run directory, failures, stop and resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def two() -> Iterator[Machines]:
 
 @pytest.fixture
 def place(two: Machines, tmp_path: Path) -> Iterator[Path]:
-    """Return a directory with the trial, its config and a hostfile; its master is ended."""
+    """Return a directory with trial, config and hostfile; teardown stops its master."""
     copy_into(tmp_path, "small_trial.py", "small_pipeline.py")
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(CONFIG))
     (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")

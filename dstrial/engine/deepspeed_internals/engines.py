@@ -531,6 +531,11 @@ def append_remedy(error: BaseException) -> None:
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], torch.nn.Parameter):
         # `_create_param_mapping` of runtime/zero/stage_1_and_2.py: the optimizer has a parameter that is not in the model.
         error.args = (f"a parameter of the optimizer is not in the model. With AutoTP: {AUTOTP_REMEDY}",)
+    if isinstance(error, TypeError) and "_CanRecordRegistry" in text:
+        # `_install_instance_transformers_output_recorders` of module_inject/auto_ep_presets/base.py takes it for a dict.
+        error.args = (
+            f"{text}. AutoEP cannot divide models of Transformers 5.23 or newer: install transformers<5.23.",
+        )
     if isinstance(error, KeyError) and text == _MISSING_ATTRIBUTE:
         # DeepSpeed calls hasattr() on a user's object that raises KeyError for missing attributes.
         error.args = (

@@ -1,4 +1,4 @@
-"""Trials that keep something of every kind in their checkpoints, and write down the environment of their ranks."""
+"""Trials whose checkpoints hold every kind of state; ranks dump os.environ."""
 
 import json
 import os
@@ -25,7 +25,7 @@ class Records(torch.utils.data.Dataset):
 
 
 def hold(batch_idx, deadline_s=300):
-    """Wait before a batch for a file, where HOLD_AT and HOLD_UNTIL name them: meanwhile the master is replaced."""
+    """Wait before batch ``HOLD_AT`` until file ``HOLD_UNTIL`` exists, if both are set."""
     if os.environ.get("HOLD_AT") == str(batch_idx):
         give_up_at_s = time.monotonic() + deadline_s
         while not pathlib.Path(os.environ["HOLD_UNTIL"]).exists():
@@ -34,7 +34,7 @@ def hold(batch_idx, deadline_s=300):
 
 
 class Counter(PyTorchCallback):
-    """Has a state, which goes into checkpoints."""
+    """A callback with state in checkpoints: the number of epochs and random numbers."""
 
     def __init__(self):
         self.num_epochs = 0

@@ -1,4 +1,4 @@
-"""Launches an Accelerate script with an experiment, and reads its run directory."""
+"""Launch an Accelerate script with a config, and read its run directory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def launch(
     exit_code: int = 0,
     **env: str,
 ) -> Launched:
-    """Launch a program; ``run`` is the run directory that the environment names, if it does."""
+    """Launch a program; ``run`` is an existing run directory, None for a new one."""
     shutil.copy(program, directory)
     (directory / "e.yaml").write_text(yaml.safe_dump(experiment))
     kept = {

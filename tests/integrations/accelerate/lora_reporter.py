@@ -1,4 +1,4 @@
-"""An Accelerate script that trains adapters of PEFT on a small model."""
+"""An Accelerate script that trains a PEFT LoRA adapter on a small model."""
 
 import peft
 import torch

@@ -1,7 +1,7 @@
-"""An Accelerate script as a user writes it, small enough for tests.
+"""A small Accelerate user script with a ``Reporter``.
 
-``--stop-at N`` asks for a stop after N batches; ``--without-deepspeed`` makes accelerators that a reporter refuses;
-``--without-accumulate`` leaves out ``accelerator.accumulate``.
+``--stop-at N`` sends SIGTERM after N batches; ``--without-deepspeed`` creates accelerators that ``Reporter`` rejects;
+``--without-accumulate`` omits ``accelerator.accumulate``.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dstrial.integrations.accelerate import Reporter
 
 
 class Counter:
-    """An object of the script's own whose state is saved with everything else."""
+    """A custom object whose state is part of checkpoints."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -33,7 +33,7 @@ class Counter:
 
 
 def refuse() -> None:
-    """Try what would train without DeepSpeed, though the experiment has a DeepSpeed config; the last one is not caught."""
+    """Create three accelerators without DeepSpeed; the third error is not caught."""
     configured = os.environ.pop("ACCELERATE_USE_DEEPSPEED")
     try:
         with Reporter(Accelerator()):
@@ -66,7 +66,7 @@ def main() -> None:
     accelerator = Accelerator(
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3),
         step_scheduler_with_optimizer=True,
-        # Checkpoints of the script's own, which a reporter neither writes nor deletes.
+        # Accelerate's automatic checkpoints, which Reporter must neither write nor delete.
         project_config=ProjectConfiguration(project_dir=".", automatic_checkpoint_naming=True, total_limit=1),
     )
     with Reporter(accelerator) as reporter:
@@ -75,9 +75,9 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=reporter.hparams.get("lr", 0.01))
         data = torch.utils.data.TensorDataset(torch.randn(52, 4), torch.randn(52, 1))
         micro = reporter.micro_batch_size(4)
-        # 13 micro batches: one rank leaves one of them out, with which a second rank would have nothing to do.
+        # 13 micro batches: one rank drops the last (a batch has two), and two ranks cannot split it.
         loader = torch.utils.data.DataLoader(data, batch_size=micro, shuffle=True, drop_last=True)
-        # Accelerate steps a scheduler once per process.
+        # Accelerate steps a scheduler num_processes times per step.
         processes = accelerator.num_processes
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: 1 / (1 + 0.1 * step / processes)

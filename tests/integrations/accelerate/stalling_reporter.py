@@ -1,6 +1,6 @@
 """An Accelerate loop of two ranks: ``stalling_reporter.py silent|slow``.
 
-With ``silent`` rank 1 gets no record after four batches; with ``slow`` the script takes long between batches.
+``silent``: the data loader of rank 1 blocks after four batches. ``slow``: the script sleeps between batches.
 """
 
 import sys
@@ -18,7 +18,7 @@ SLOW_S = 5.0
 
 
 class Records(torch.utils.data.Dataset):
-    """Records of which one is never read where ``silent_after`` were."""
+    """Records whose reading blocks after ``silent_after`` reads; -1 for never."""
 
     def __init__(self, count: int, silent_after: int) -> None:
         self.inputs = torch.randn(count, 4)
@@ -43,7 +43,7 @@ def main(attack: str) -> None:
     with Reporter(accelerator) as reporter:
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        # The loader reads a micro batch ahead of the one that it gives.
+        # The loader prefetches one micro batch.
         silent_after = MICRO * (STALL_AFTER + 1) if attack == "silent" and rank == 1 else -1
         loader = torch.utils.data.DataLoader(Records(80, silent_after), batch_size=MICRO)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -59,7 +59,7 @@ def main(attack: str) -> None:
             if attack == "slow" and done == 7:
                 time.sleep(SLOW_S)
             if attack == "slow" and done == 9 and rank == 1:
-                time.sleep(2 * SLOW_S)  # rank 0 waits in its next batch
+                time.sleep(2 * SLOW_S)  # meanwhile rank 0 waits for rank 1 in its next batch
             if reporter.should_validate:
                 time.sleep(SLOW_S / 2 if attack == "slow" and done < 6 else 0)
                 reporter.report_validation({"validation_loss": loss})

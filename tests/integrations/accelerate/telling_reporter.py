@@ -1,6 +1,6 @@
-"""An Accelerate script whose batches have tokens, and whose validations are slow.
+"""An Accelerate script with token batches and slow validations.
 
-``--draws-itself`` draws batches without the reporter, ``--pause-s`` makes each record take so long.
+``--draws-itself`` iterates the loader without the reporter; ``--pause-s`` is the delay per record in seconds.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a reporter reads off loaders: how long an epoch is, on whatever ranks, and whether all ranks agree."""
+"""Epoch lengths of data loaders, and their agreement between ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dstrial.integrations.accelerate.loaders import epoch_length_of, length_of, 
 
 
 def share_of(num_records: int, num_ranks: int, *, drop_last: bool) -> DataLoader[int]:
-    """What one of some ranks reads, in micro batches of 4."""
+    """Return the loader of rank 0 of ``num_ranks``, in micro batches of 4 records."""
     pytest.importorskip("accelerate")
     from accelerate.data_loader import prepare_data_loader
 

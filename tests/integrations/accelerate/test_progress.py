@@ -1,4 +1,4 @@
-"""Progress of a ``Reporter`` loop, without ranks."""
+"""Progress reports of a ``Reporter`` loop, tested without ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dstrial.integrations.accelerate.trial_run import TrialRun
 def test_sync_point_without_report_sends_progress(
     reports: bool, total: int | None, expected: list[float]
 ) -> None:
-    """A report sends the progress with its metrics."""
+    """With a report, the progress is sent with the metrics instead."""
     sent: list[float] = []
     exchange = SimpleNamespace(
         has_unreported=True,

@@ -1,4 +1,4 @@
-"""An Accelerate loop is a trial: it trains on all ranks, stops, goes on with other ranks, and refuses to go wrong silently."""
+"""``Reporter`` loops: training, stop, resume on other ranks, and rejected misuse."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ AUTO_BATCH = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """Two ranks, ZeRO 3, all 9 batches, with a checkpoint after 4."""
+    """An uninterrupted run: two ranks, ZeRO 3, 9 batches, a checkpoint after batch 4."""
     return launch(tmp_path_factory.mktemp("whole"), PROGRAM, CONFIG)
 
 
 @pytest.fixture(scope="module")
 def resumed(whole: Launched, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """The same run, gone on with from batch 4 on one rank, and asked to stop within batch 7."""
+    """Run ``whole`` resumed from batch 4 on one rank, with a stop request in batch 7."""
     directory = tmp_path_factory.mktemp("resumed")
     run = shutil.copytree(whole.run, directory / "run")
     env = {"DSTRIAL_RUN_DIR": str(run), "DSTRIAL_RESUME": str(whole.checkpoints[4])}
@@ -77,7 +77,7 @@ def test_reporter_trains_all_ranks_with_deepspeed(whole: Launched) -> None:
     assert list(whole.rows("validation")) == [3, 6, 9]
     assert sorted(whole.checkpoints) == [4, 8, 9]
     assert json.loads((whole.run / "run.json").read_text())["state"] == "completed"
-    # Accelerate's own naming of checkpoints would write, and delete, here.
+    # Accelerate's automatic checkpoint naming would write here.
     assert not (whole.run.parents[2] / "checkpoints").exists()
 
 
@@ -110,7 +110,7 @@ def test_resume_two_ranks_on_single_rank_keeps_losses(whole: Launched, resumed: 
     before, after = whole.values("training", "loss"), resumed.values("training", "loss")
     assert list(after) == list(range(1, 8))
     assert after == pytest.approx({batch: before[batch] for batch in after}, rel=1e-6)
-    # Schedule, an object of the script's own and counts, too.
+    # The scheduler and the custom object are restored, too.
     assert resumed.values("validation", "records") == {3: 24, 6: 48}
     rates = resumed.values("validation", "rate")
     assert rates == pytest.approx({batch: 0.01 / (1 + 0.1 * batch) for batch in (3, 6)})
@@ -118,7 +118,7 @@ def test_resume_two_ranks_on_single_rank_keeps_losses(whole: Launched, resumed: 
 
 def test_stop_signal_ends_training_with_checkpoint(resumed: Launched) -> None:
     assert "stopped=StopReason.SIGNAL at 7 of 9" in resumed.output
-    assert max(resumed.checkpoints) == 9  # of the run before; that of batch 7 is beside it
+    assert max(resumed.checkpoints) == 9  # from the copied run, beside the new checkpoint of batch 7
     assert 7 in resumed.checkpoints
 
 
@@ -128,7 +128,7 @@ def test_step_before_resume_error_contains_fix(resumed: Launched) -> None:
 
 
 def test_accumulating_loop_without_accumulate_is_rejected(whole: Launched, tmp_path: Path) -> None:
-    """On two ranks a batch is one micro batch per rank; on one rank it is two, which would be two steps."""
+    """On one rank a batch is two micro batches, which would be two optimizer steps."""
     run = shutil.copytree(whole.run, tmp_path / "run")
     env = {"DSTRIAL_RUN_DIR": str(run), "DSTRIAL_RESUME": str(whole.checkpoints[4])}
     refused = launch(tmp_path, PROGRAM, CONFIG, "--without-accumulate", slots=1, run=run, exit_code=1, **env)
@@ -136,8 +136,8 @@ def test_accumulating_loop_without_accumulate_is_rejected(whole: Launched, tmp_p
 
 
 def test_ranks_unknown_to_accelerate_are_rejected() -> None:
-    # Without dstrial.launch, and so without the backend: what torchrun alone does on the CPU. Its store is torchrun's: that
-    # of rank 0 would go with it, while rank 1 may still read it.
+    # As under torchrun on CPUs: dstrial.launch, which sets the backend, is not used. The store is in this process, as in
+    # torchrun; a store in rank 0 would end while rank 1 may still read it.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     of_launcher = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     results = run_script(PROGRAM, 2, check=False, env=of_launcher)
@@ -145,14 +145,14 @@ def test_ranks_unknown_to_accelerate_are_rejected() -> None:
         assert result.exit_code != 0
         if importlib.metadata.version("accelerate").startswith("1.15."):
             assert "accelerator.num_processes is 1; expected 2, the ranks that were launched" in result.stderr
-        else:  # releases that see the ranks use no DeepSpeed either
+        else:  # other releases find the ranks, but do not use DeepSpeed
             assert "expected 2, the ranks" in result.stderr or "expected DEEPSPEED" in result.stderr
 
 
 def run_under_a_master(
     master: MasterForTest, directory: Path, *options: str, **changes: Any
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], list[dict[str, Any]]]:
-    """Run the program as an experiment of one slot; return how it ended, the experiment and its trials."""
+    """Run the program as a one-slot experiment; return result, experiment and trials."""
     definition = directory / "definition"
     definition.mkdir()
     shutil.copy(PROGRAM, definition)
@@ -172,7 +172,7 @@ def test_reporter_without_deepspeed_is_rejected(shared_master: MasterForTest, tm
     ended, experiment, trials = run_under_a_master(shared_master, tmp_path, "--without-deepspeed")
 
     printed = ended.stdout + ended.stderr
-    # NO, and with accelerate 1.11 MULTI_CPU.
+    # The type is NO; with accelerate 1.11 MULTI_CPU.
     assert "not configured: accelerator.distributed_type is " in printed
     assert "; expected DEEPSPEED. Give the experiment a hyperparameters.deepspeed_config" in printed
     assert "plain model: accelerator.prepare returned a Linear; expected a DeepSpeed engine" in printed
@@ -187,7 +187,7 @@ def test_reporter_without_deepspeed_is_rejected(shared_master: MasterForTest, tm
 
 
 def test_trial_stopped_by_searcher_is_completed(shared_master: MasterForTest, tmp_path: Path) -> None:
-    # One after the other, each worse than the one before: the second is stopped where the first went on.
+    # Trials run in turn, and the metric is the trial id: the second is worse, and is stopped early.
     searcher = {
         **{"name": "async_halving", "metric": "trial_id", "smaller_is_better": True, "max_trials": 2},
         **{"max_concurrent_trials": 1, "num_rungs": 2, "divisor": 4},
@@ -197,7 +197,7 @@ def test_trial_stopped_by_searcher_is_completed(shared_master: MasterForTest, tm
         shared_master,
         tmp_path,
         searcher=searcher,
-        # Accelerate fills in the batch of the script's loader.
+        # Accelerate replaces "auto" by the batch size of the script's loader.
         hyperparameters={"deepspeed_config": {**AUTO_BATCH, "zero_optimization": {"stage": 2}}},
         scheduling_unit=100,
         min_validation_period={"batches": 40},

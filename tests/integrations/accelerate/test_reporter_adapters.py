@@ -1,4 +1,4 @@
-"""An Accelerate loop with a LoRA model of PEFT, whose checkpoints hold no frozen weights."""
+"""An Accelerate loop with a PEFT LoRA model; checkpoints omit frozen weights."""
 
 from __future__ import annotations
 

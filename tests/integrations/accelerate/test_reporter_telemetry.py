@@ -1,4 +1,4 @@
-"""An Accelerate loop tells of itself as a trial does, on two ranks, and trains to the last bit as it does without."""
+"""Telemetry of an Accelerate loop on two ranks, which does not change training."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def weights_of(launched: Launched) -> str:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """A first run on a machine, with system metrics."""
+    """The first run with an empty cache, and with system metrics."""
     root = tmp_path_factory.mktemp("told")
     return tell(root / "run", cache=root / "cache", profiling={"enabled": True})
 
 
 def require_whole(row: dict[str, Any]) -> None:
-    """Check that the parts of a batch are the batch, without the half second of each validation."""
+    """Check that phase times sum to the batch time, which excludes validations."""
     parts = sum(row.get(name, 0.0) for name in TIMES | {"data_wait_ms"} if name != "batch_ms")
     assert parts == pytest.approx(row["batch_ms"], rel=0.01)
 
@@ -88,7 +88,7 @@ def test_telemetry_reports_times_memory_speed_per_rank(told: Launched) -> None:
 
 def test_telemetry_flops_exclude_validation(told: Launched) -> None:
     row = told.rows("telemetry")[9]
-    # The head's product forward, and two backward, for 2 micro batches of 4 records of 16 tokens on each device.
+    # The head's matmul: 1 forward and 2 backward, for 2 micro batches of 4 records of 16 tokens per device.
     flops = 3 * 2 * (2 * 4 * 16) * 16 * 32
     batches_per_second = row["records_per_second"] / RECORDS
     assert row["model_tflops_per_device"] == pytest.approx(flops * batches_per_second / 1e12, rel=1e-6)
@@ -114,7 +114,7 @@ def test_telemetry_second_run_reports_data_wait_and_mfu(told: Launched, tmp_path
     slow = tell(tmp_path / "slow", "--pause-s", "0.01", cache=told.run.parents[3] / "cache")
 
     row = slow.rows("telemetry")[9]
-    # A rank sleeps for 8 records a batch; a loader reads one micro batch ahead.
+    # A rank sleeps 10 ms for each of 8 records; the loader prefetches one micro batch.
     assert row["data_wait_ms"] > 40
     assert 0 < row["mfu"] < 1
     assert row["hfu"] == row["mfu"]

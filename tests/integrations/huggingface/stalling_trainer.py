@@ -1,6 +1,6 @@
 """A small Trainer on two ranks: ``stalling_trainer.py silent|slow``.
 
-With ``silent`` rank 1 gets no record after four steps; with ``slow`` callbacks and metrics take long between steps.
+``silent``: the data loader of rank 1 blocks after four steps. ``slow``: callbacks and metrics sleep between steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOW_S = 5.0
 
 
 class Records(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Tokens, of which one is never read where ``silent_after`` records were."""
+    """Records whose reading blocks after ``silent_after`` reads; -1 for never."""
 
     def __init__(self, count: int, silent_after: int = -1) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -45,7 +45,7 @@ class Records(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class Slow(TrainerCallback):  # type: ignore[misc]
-    """Takes long between steps, as one that uploads or shows samples: first not, then it does."""
+    """Sleeps at the second save, the second evaluation and the end of training."""
 
     def __init__(self) -> None:
         self.num_saves = 0
@@ -62,7 +62,7 @@ class Slow(TrainerCallback):  # type: ignore[misc]
             time.sleep(SLOW_S)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Behind DetCallback, which has not seen it when it hears of the end of this step.
+        # Runs after DetCallback, which does not see this request at the end of the step.
         control.should_evaluate |= state.global_step == 3
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ def slow_metrics(_predictions: Any) -> dict[str, float]:
 
 
 def main(attack: str) -> None:
-    # A micro batch of a rank is fetched before it is needed: the one after the batch that it is in.
+    # The loader prefetches one micro batch.
     silent_after = MICRO * (STALL_AFTER + 1) if attack == "silent" else -1
     rank = int(os.environ["RANK"])
     is_slow = attack == "slow"

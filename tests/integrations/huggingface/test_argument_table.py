@@ -1,3 +1,5 @@
+"""``reconcile``: precedence of arguments, DeepSpeed config and overwrites."""
+
 from __future__ import annotations
 
 import copy
@@ -62,7 +64,7 @@ ON_TWO_RANKS = plain_saved_run(replicas=2, micro=4, accumulation=1)
             {"train_batch_size": 32},
             2,
             (32, 4, 4),
-        ),  # accumulation yields first, and not 8 x 2
+        ),  # accumulation is changed first: not 8 x 2
         (f"{MICRO} 5 {STEPS} 4", {"train_batch_size": 32}, 1, (32, 8, 4)),  # 5 does not divide the batch
     ],
 )
@@ -90,10 +92,10 @@ def test_reconcile_leaves_unspecified_batch_auto() -> None:
     ("arguments", "config", "overwrite", "world_size", "resumed", "expected"),
     [
         (f"{MICRO} 4 {STEPS} 2", AUTO_BATCH, None, 2, ON_ONE_RANK, ("4", "1")),
-        # Sizes that keep the batch, from outside.
+        # Overwritten sizes that already keep the batch.
         (f"{MICRO} 4 {STEPS} 2", AUTO_BATCH, FIXED, 2, ON_ONE_RANK, ("4", "1")),
         ("", FIXED, None, 1, ON_TWO_RANKS, ("4", "2")),
-        # The batch alone would be solved as 8 x 1, which the run's memory may not hold.
+        # Without the checkpoint the solution would be 8 x 1, which may exceed device memory.
         ("", {"train_batch_size": 8}, None, 1, ON_TWO_RANKS, ("4", "2")),
         (f"{MICRO} 8", {"train_batch_size": 8}, None, 1, ON_TWO_RANKS, ("8", "1")),
         (f"{MICRO} 16", AUTO_BATCH, None, 2, ON_ONE_RANK, ("16", "1")),  # changed on purpose

@@ -1,4 +1,4 @@
-"""DetCallback with a real Trainer: reports, checkpoints, stops and resumes, with DeepSpeed and without, on 1 and 2 ranks."""
+"""``DetCallback`` in a real Trainer, with and without DeepSpeed, on 1 and 2 ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.timeout(900),
-]  # three launches on a machine that is busy with others
+]  # three launches on a busy machine
 
 PROGRAM = Path(__file__).with_name("trainer_program.py")
 TRAIN = "dstrial.integrations.huggingface.train(trainer, callback)"
@@ -28,7 +28,7 @@ OWN_LOGGERS = "which has loggers of its own: name them in args.report_to"
 
 
 class Runs:
-    """Starts runs of the program and reads what they left."""
+    """Launches runs of ``trainer_program.py`` and reads their results."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -36,7 +36,7 @@ class Runs:
         self.facts: dict[str, list[dict[str, Any]]] = {}
 
     def settings(self, name: str, directory_of: str | None = None, **asked: Any) -> dict[str, Any]:
-        """Settings of a run; of another run's directory if it goes on from that."""
+        """Return the settings of a run, in the directory of run ``directory_of`` if given."""
         source = directory_of or name
         if source not in self.directories:
             made = RunDirectory.create(
@@ -52,13 +52,13 @@ class Runs:
         }
 
     def copied(self, name: str, source: str) -> None:
-        """Let a run begin with a copy of what another one left, its links copied too."""
+        """Copy the directory of run ``source`` for run ``name``."""
         path = self.directories[source]
         self.directories[name] = path.with_name(f"{path.name}-{name}")
         shutil.copytree(path, self.directories[name])
 
     def of_another_trial(self, source: str) -> str:
-        """Copy the newest checkpoint of a run into a directory of its own, as another trial's."""
+        """Copy a run's newest checkpoint with the id of another trial; return its path."""
         path = self.directory / f"of-another-trial-{source}"
         shutil.copytree(self.checkpoint(source), path)
         metadata = json.loads((path / "metadata.json").read_text())
@@ -113,7 +113,7 @@ STARTS: dict[str, Any] = {"steps": 1, "options": {"eval_on_start": True}}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All runs of this module, in three launches because importing transformers takes seconds."""
+    """All runs of this module in three launches, to import transformers only 3 times."""
     made = Runs(tmp_path_factory.mktemp("trainer"))
     new = made.settings
     shared = str(made.directory / "output" / "shared")
@@ -156,7 +156,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("ended", stage=2, pause_in_evaluation=2, eval_steps=2),
         new("zero2-to-2", "alone-zero2-paused", stage=2, resume="latest"),
         new("zero3-to-2", "alone-zero3-paused", stage=3, resume="latest"),
-        new("weights-zero3", stage=3, is_made_cut=True, resume=of_another_trial, **STARTS),
+        new("weights-zero3", stage=3, is_partitioned=True, resume=of_another_trial, **STARTS),
     )
     of_another_trial = made.of_another_trial("ddp")
     made.copied("zero2-to-1", "zero2-paused")
@@ -383,7 +383,7 @@ def test_non_finite_warn_mode_trains_to_end(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("name", "step", "is_stopped", "evaluations"),
     [
-        ("early", 4, False, 2),  # where another callback ends training
+        ("early", 4, False, 2),  # another callback ends training
         ("epoch", 3, True, 0),
         ("started", 1, True, 1),
     ],
@@ -402,10 +402,10 @@ def test_stopped_run_skips_further_evaluation(
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("shared", [2]),  # three runs write into one directory
+        ("shared", [2]),  # three runs share one output directory
         ("shared-2", [2]),
         ("shared-3", [2, 3]),
-        ("ddp", [2, 4, 6]),  # the Trainer keeps only the newest
+        ("ddp", [2, 4, 6]),  # the Trainer itself keeps only its newest checkpoint
         ("ddp-paused", [1, 2, 3, 3, 4, 5, 6]),  # step 3 is trained twice
         ("early", [2, 4]),
         ("nan-fails", [1, 2]),

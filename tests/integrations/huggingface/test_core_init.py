@@ -1,6 +1,6 @@
-"""DetCallback with Determined's own ``det.core.init(distributed=...)`` under a real master, as older scripts use it.
+"""``DetCallback`` with ``det.core.init(distributed=...)`` under a real master.
 
-Its ``should_preempt`` is one that all ranks have to call in step (``WorkersAskChief``); its distributed context is Determined's.
+All ranks must call this core context's ``should_preempt`` equally often (``WorkersAskChief``).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_plain_trainer_on_two_slots_pauses_and_resumes(shared_master: MasterForT
     assert trial["state"] == "STATE_COMPLETED", log_of(client, trial)
     assert trial["totalBatchesProcessed"] == STEPS
     answer = client.get(f"{path}/checkpoints")["checkpoints"]
-    # The older one may have been deleted by now: only the newest and the best are kept.
+    # The older checkpoint may be deleted by now: only the newest and the best are kept.
     first, last = sorted(answer, key=lambda one: int(one["metadata"]["steps_completed"]))
     assert 0 < int(first["metadata"]["steps_completed"]) < STEPS
     assert int(last["metadata"]["steps_completed"]) == STEPS

@@ -1,4 +1,4 @@
-"""What of the Trainer's integration decides and computes, without a Trainer."""
+"""Pure functions of the Trainer integration: batch sizes, metrics, throughput."""
 
 from __future__ import annotations
 
@@ -56,12 +56,16 @@ def test_length_problems_report_searcher_trainer_mismatch(
 @pytest.mark.parametrize(
     ("config", "words", "expected"),
     [
-        # The run's start had the sizes of the JSON, whatever the Trainer's defaults are now.
+        # The run started with the sizes of the DeepSpeed config, not with the Trainer's defaults.
         ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, [], (4, 4)),
         ({"train_micro_batch_size_per_gpu": 4}, ["--gradient_accumulation_steps=2"], (4, 4)),
         ({"train_micro_batch_size_per_gpu": 4}, ["--per_device_train_batch_size", "8"], None),
         ({"train_batch_size": 16}, [], (4, 4)),
-        ({"train_batch_size": 16}, ["--per_device_train_batch_size", "2"], None),  # keeps it too
+        (
+            {"train_batch_size": 16},
+            ["--per_device_train_batch_size", "2"],
+            None,
+        ),  # gives the same total without a change
         ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": "auto"}, [], (4, 4)),
         ({"train_batch_size": 32}, [], None),
         ({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}, [], None),

@@ -1,3 +1,5 @@
+"""``get_hf_args_with_overwrites``: new arguments and the effective config."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,7 +26,7 @@ CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A trial's directory with its DeepSpeed JSON, as one rank of two."""
+    """A directory with a DeepSpeed config; the environment is that of rank 0 of 2."""
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
     monkeypatch.chdir(tmp_path)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -145,7 +147,7 @@ def test_effective_directory_is_private_to_user(tmp_path: Path, monkeypatch: pyt
 
 
 def checkpoint_of_one_rank(directory: Path, trial_id: int) -> Path:
-    """Write what a checkpoint says of a run that began on one rank with 4 x 2 records."""
+    """Write the metadata of a checkpoint of a one-rank run with batch size 4 x 2."""
     layout = dataclasses.replace(
         PLAIN_LAYOUT,
         world_size=1,

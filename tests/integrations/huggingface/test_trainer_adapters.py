@@ -1,4 +1,4 @@
-"""The Trainer with a LoRA model of PEFT, whose checkpoints hold no frozen weights."""
+"""The Trainer with a PEFT LoRA model; checkpoints omit frozen weights."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_trainer_lora_checkpoint_exports_adapter(
     assert all(torch.equal(found[key], exported[key]) for key in exported)
     assert any(float(value.abs().max()) > 0 for key, value in exported.items() if "lora_B" in key)
     if name == "whole 1":
-        (own,) = checkpoint.glob("checkpoint-*/adapter_model.safetensors")  # as the Trainer writes it
+        (own,) = checkpoint.glob("checkpoint-*/adapter_model.safetensors")  # written by the Trainer itself
         saved = load_file(own)
         assert saved.keys() == exported.keys()
         assert all(torch.equal(saved[key], exported[key]) for key in saved)

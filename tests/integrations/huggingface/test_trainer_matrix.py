@@ -1,4 +1,4 @@
-"""What is returned for every pair of an argument and a key is accepted by the real Trainer of the installed transformers."""
+"""``get_hf_args_with_overwrites`` output is valid for the real Trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_RANKS = 2
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The whole table, made by two ranks with real ``TrainingArguments``."""
+    """Rows of ``tools/trainer_arguments_table.py``, run on two ranks."""
     directory = tmp_path_factory.mktemp("table")
     file = directory / "table.json"
     script = str(ROOT / "tools" / "trainer_arguments_table.py")

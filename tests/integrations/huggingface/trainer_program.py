@@ -1,7 +1,7 @@
-"""Small Trainer runs for the tests, one after the other in one process: ``python trainer_program.py RUNS.json`` on each rank.
+"""Run small Trainer runs in a process per rank: ``trainer_program.py RUNS.json``.
 
-The file holds a list of settings, see ``DEFAULTS``. Metrics and checkpoints are found in the runs' directories, further facts
-in ``RUNS.json.<rank>``, one entry for each run.
+The file holds a list of settings, one entry per run; ``DEFAULTS`` describes them. Metrics and checkpoints are written to the
+run directories, other results to ``RUNS.json.<rank>``.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ DEFAULTS: dict[str, Any] = {
     "steps": 6,
     "micro": 2,
     "accumulation": 1,
-    "pause_at": None,  # SIGTERM to rank 0 during this step, at whose end all ranks agree because it logs
-    "pause_in_evaluation": None,  # the same in the evaluation of this step
+    "pause_at": None,  # step at whose begin rank 0 gets SIGTERM; 0: before training
+    "pause_in_evaluation": None,  # step in whose evaluation rank 0 gets SIGTERM
     "eval_steps": 4,
     "num_eval_sets": 1,
     "counts_tokens": False,
-    "is_made_cut": False,  # whether the model is made under ZeRO 3, so that no rank ever has all of it
-    "storage": None,  # a directory: use Determined's own core context, outside of any cluster, with checkpoints there
-    "exports": None,  # a checkpoint and a directory: train nothing, export it and load it with transformers
-    "is_plain": False,  # trainer.train() in place of huggingface.train
+    "is_partitioned": False,  # whether from_config creates the model, which ZeRO 3 partitions at once
+    "storage": None,  # checkpoint directory of det.core.init(), used in place of huggingface.init()
+    "exports": None,  # [checkpoint, directory]: only export the checkpoint and load it with transformers
+    "is_plain": False,  # whether to call trainer.train() instead of huggingface.train()
     "searcher": {},
     "output": "output",
     "run_dir": None,  # an existing run directory
-    "resume": None,  # as DSTRIAL_RESUME
-    "resume_step": None,  # go on from the checkpoint of this step in the run directory
-    "saves_at": None,  # a callback behind DetCallback asks for a save at this step
-    "has_model_init": False,  # whether the Trainer is given a function that makes its model
-    "lora": None,  # a seed: train adapters of PEFT on a model that is made with it
+    "resume": None,  # value of DSTRIAL_RESUME
+    "resume_step": None,  # resume from the run directory's checkpoint of this step
+    "saves_at": None,  # step at which a callback after DetCallback requests a save
+    "has_model_init": False,  # whether to pass model_init instead of model
+    "lora": None,  # seed of the base model of a PEFT LoRA model; None: no LoRA
     "is_frozen": False,  # whether only the last block is trained
-    "patience": None,  # of transformers' own callback that ends training early
-    "options": {},  # more TrainingArguments
-    "callback": {},  # more arguments of DetCallback
-    "data": {},  # of the experiment config
-    "nan_after": None,  # the step after which the weights are made NaN
-    "error": False,  # whether the run is to fail, and its error to be noted
+    "patience": None,  # patience of EarlyStoppingCallback; None: no such callback
+    "options": {},  # extra TrainingArguments
+    "callback": {},  # extra arguments of DetCallback
+    "data": {},  # section ``data`` of the experiment config
+    "nan_after": None,  # step after which the weights are set to NaN
+    "error": False,  # whether to record a DstrialError instead of raising it
 }
 
 
 class Records(torch.utils.data.Dataset):
-    """Tokens that differ from record to record, the same on every machine."""
+    """Random token records, the same on every machine."""
 
     def __init__(self, num_records: int) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -84,7 +84,7 @@ class Records(torch.utils.data.Dataset):
 
 
 class Interruption(TrainerCallback):
-    """Sends SIGTERM to this process where a test asks for it, and notes at which step training ended."""
+    """Sends SIGTERM at the step of the settings, and records the last step."""
 
     def __init__(self, asked: dict[str, Any], facts: dict[str, Any]) -> None:
         self.asked = asked
@@ -112,7 +112,7 @@ class Interruption(TrainerCallback):
 
 
 class Save(TrainerCallback):
-    """Asks for a save at one step."""
+    """Requests a save at the end of a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -122,7 +122,7 @@ class Save(TrainerCallback):
 
 
 class Poison(TrainerCallback):
-    """Makes the weights NaN after one step."""
+    """Sets all weights to NaN after a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -135,7 +135,7 @@ class Poison(TrainerCallback):
 
 
 class Warnings(logging.Handler):
-    """Keeps what is warned of."""
+    """Collects the messages of warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -156,12 +156,12 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
     }
 
 
-def model(*, is_made_cut: bool = False) -> GPT2LMHeadModel:
+def model(*, is_partitioned: bool = False) -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=64, n_positions=16, n_layer=2, n_head=2, n_embd=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config) if is_made_cut else GPT2LMHeadModel(config)
+    return AutoModelForCausalLM.from_config(config) if is_partitioned else GPT2LMHeadModel(config)
 
 
 def lora_model(seed: int) -> Any:
@@ -212,7 +212,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         set_seed(args.seed)
         interruption = Interruption(asked, facts)
         early = [EarlyStoppingCallback(asked["patience"])] if asked["patience"] else []
-        make = functools.partial(model, is_made_cut=asked["is_made_cut"])
+        make = functools.partial(model, is_partitioned=asked["is_partitioned"])
         made = {"model_init": lambda: make()} if asked["has_model_init"] else {"model": make()}
         if asked["lora"]:
             made = {"model": lora_model(asked["lora"])}
@@ -254,7 +254,7 @@ def checkpoint_of(run_dir: Path, step: int) -> str:
 
 
 def main(path: Path) -> None:
-    # One process group for all runs: made here, it is not theirs to end.
+    # One process group for all runs; a run does not destroy a group that it did not create.
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
     with without_compiled_collectives(is_cpu=True):
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
@@ -265,7 +265,7 @@ def main(path: Path) -> None:
     for given in json.loads(path.read_text()):
         asked = {**DEFAULTS, **given}
         os.environ.pop(RESUME_VARIABLE, None)
-        # TrainingArguments set it for DeepSpeed; a later run without DeepSpeed would get an engine by it.
+        # TrainingArguments sets it for DeepSpeed; a later run without DeepSpeed would use DeepSpeed, too.
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         if asked["resume_step"]:
             asked["resume"] = checkpoint_of(Path(asked["run_dir"]), asked["resume_step"])

@@ -1,4 +1,4 @@
-"""Files that ``accelerate config`` wrote become experiments that pass the check, and no key is lost on the way."""
+"""Convert ``accelerate config`` files to experiments without losing keys."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_convert_marks_values_to_choose(tmp_path: Path, capsys: pytest.CaptureFi
     assert choices[0].startswith(
         "choose: experiment.yaml:3: entrypoint: python3 -m dstrial.launch train.py # CHOOSE"
     )
-    # Nobody can say who fills in "auto" before there is a script.
+    # Without a script, `dstrial check` cannot tell what replaces "auto".
     assert printed[-1].startswith(
         f"next: name the script in {tmp_path / 'experiment.yaml'}, then `dstrial check"
     )
@@ -312,7 +312,7 @@ def test_convert_invalid_entrypoint_writes_nothing(
 def test_convert_unmet_checks_become_next_steps(
     config: Path, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "train.py").write_text("import torch\n")  # of which nobody can see who fills in "auto"
+    (tmp_path / "train.py").write_text("import torch\n")  # has nothing that replaces "auto"
     experiment = tmp_path / "experiment.yaml"
 
     assert converting(config, tmp_path, "--entrypoint", script) == 0
