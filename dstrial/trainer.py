@@ -147,7 +147,7 @@ def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> 
             engines.append_remedy(error)
             raise
         raise explained from error
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, TypeError) as error:
         engines.append_remedy(error)
         raise
 
