@@ -193,11 +193,6 @@ class MemorySplit:
     def close(self) -> None:
         self._alive.clear()
 
-    def take_activations(self) -> int:
-        """Return the peak bytes of activations since the last call, then reset the peak."""
-        self._most_before_backward = -1
-        return self.device.pop(ACTIVATIONS, 0)
-
     # ---- measuring -----------------------------------------------------------------------------------
 
     def _end_forward(self) -> None:

@@ -84,7 +84,7 @@ def test_view_of_existing_tensor_is_no_activation(engine: Engine) -> None:
         counter.on_result = split.operation
         engine.module(data_set[:32]).sum().backward()
 
-    assert split.take_activations() <= 4 * 32 * (64 + 256 + 2)
+    assert split.device["activations"] <= 4 * 32 * (64 + 256 + 2)
 
 
 def test_device_counter_measures_activations_without_operations(engine: Engine) -> None:
