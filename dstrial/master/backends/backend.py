@@ -110,7 +110,7 @@ class Note:
 
 
 class SlotsGoneError(MasterError):
-    """Raised if an allocation lost its slots before its start; no trial failure."""
+    """Raised if an allocation lost its slots before its start; not a trial's failure."""
 
 
 Key: TypeAlias = int | str

@@ -120,7 +120,7 @@ class SlurmEngine:
         return [] if found is None else [refusal_of(request, *found)]
 
     def submit(self, request: JobRequest) -> str:
-        """Submit a job that holds nodes; return its number."""
+        """Submit a job that holds nodes; return Slurm's job id."""
         self._send_heartbeat()
         try:
             text = self._script(request)
