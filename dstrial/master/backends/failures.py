@@ -92,9 +92,9 @@ class _Block:
 def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
     """Return the traceback that best shows why a trial failed, or None.
 
-    The first traceback of the best kind is returned, with chained tracebacks. The kinds are, best first: of ranks; of ranks that
-    only lost the connection to another rank; of launchers. Without any traceback, a launcher's error message is returned.
-    ``lines`` are (rank or None, text) in print order.
+    The first traceback of the best kind is returned, with chained tracebacks. The kinds are, best first: ranks' own errors;
+    ranks that only lost the connection to another rank; launchers. Without any traceback, a launcher's error message is
+    returned. ``lines`` are (rank or None, text) in print order.
     """
     found: list[str] = []
     messages: list[str] = []

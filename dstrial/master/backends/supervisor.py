@@ -373,7 +373,7 @@ def _process_table() -> "dict[int, list[bytes]]":
 
 
 def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
-    """Kill this process's descendants, except spared ones; return False if it had none.
+    """Kill this process's descendants, except spared ones; return False if none exist.
 
     ``is_spared`` is called with a pid just before each signal. Parents are killed first: a shell whose child is killed would
     exit with 137 instead of by the signal.

@@ -318,7 +318,7 @@ def _mark_complete(environment: Path, lock: int) -> None:
 def _run_in_own(spec: dict[str, Any], shared: Path | None, *, has_filled: bool) -> NoReturn:
     """Execute the command in the task's own environment; run hooks first if needed.
 
-    ``has_filled`` means that this task has just run hooks and requirements for the shared environment; they are skipped.
+    ``has_filled``: this task has just run the hooks and requirements for the shared environment; do not run them again.
     """
     own = Path(spec["directory"], "venv")
     make(own, shared, has_commands=True)

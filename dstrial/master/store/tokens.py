@@ -163,7 +163,7 @@ def _new_token() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AccessToken:
-    """Description of an access token; kept after the token expires or is revoked."""
+    """An access token without its text; kept after the token expires or is revoked."""
 
     id: int
     user_id: int

@@ -358,7 +358,7 @@ class Agent:
                 self._send_file(name, file, text.encode() or None)
 
     def _send_file(self, name: str, file: str, data: bytes | None, at: int | None = None) -> None:
-        """Send a file's content, or its bytes from offset ``at``; ``data`` None: file deleted."""
+        """Send a file's content or its bytes from ``at`` on; ``data`` None: file deleted."""
         text = None if data is None else base64.b64encode(data).decode()
         _send({"id": name, "file": file, "at": at, "data": text})
 

@@ -561,5 +561,5 @@ def _sizes(mirror: Path) -> dict[str, int]:
 
 
 def _file_name(name: str) -> str:
-    """Return a path's last part, so that a host cannot write outside the mirror."""
+    """Return a path's last part: a host must not write outside the mirror directory."""
     return Path(str(name)).name
