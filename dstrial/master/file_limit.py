@@ -36,7 +36,7 @@ def raise_limit() -> int:
 
 
 def restore_limit(pid: int) -> None:
-    """Restore a child's original open-file limit: ``select`` fails above 1024 files."""
+    """Restore a child's original open-file limit: ``select`` needs descriptors < 1024."""
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))

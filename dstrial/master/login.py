@@ -1,7 +1,7 @@
 """Log ``det`` in: write a master's tokens to the token store of ``det``.
 
 ``det`` stores tokens by address, and a master has two addresses: ``localhost`` and ``127.0.0.1``. An entry whose token the
-master does not accept belongs to another master, and is kept until the user runs ``dstrial login``.
+master rejects is treated as another master's, and is kept until the user runs ``dstrial login``.
 """
 
 from __future__ import annotations

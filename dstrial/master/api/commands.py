@@ -1,6 +1,6 @@
 """Routes of ``det command`` and ``det tensorboard``; functions for generic tasks.
 
-A command is a process on this machine with a log, an exit code and, if requested, slots.
+A command is a process with a log, an exit code and, if requested, slots.
 """
 
 from __future__ import annotations

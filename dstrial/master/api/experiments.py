@@ -104,7 +104,10 @@ def checked(
 
 
 def _check_interpreter(interpreter: str, entrypoint: str | Sequence[str]) -> None:
-    """Raise ``ConfigError`` unless a Python runs and has the entrypoint's packages."""
+    """Raise ``ConfigError`` unless a Python runs and has the entrypoint's packages.
+
+    These are dstrial and determined, if the entrypoint uses them.
+    """
     if not Path(interpreter).is_absolute() or shutil.which(interpreter) is None:
         raise _interpreter_error(
             interpreter, "the absolute path of a Python", "Take the output of `which python3`."

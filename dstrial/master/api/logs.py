@@ -79,7 +79,7 @@ def _task(connection: Connection, task_id: str) -> tasks.Task:
 
 
 def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
-    """Return whether every task and allocation of a log has ended.
+    """Return whether all tasks and allocations that print to a log have ended.
 
     A task that a script runs counts as active for another ``_LATE_S``, as its last lines may arrive late.
     """

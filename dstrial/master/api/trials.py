@@ -214,7 +214,7 @@ def report_source(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
     """Wait (long poll) until the allocation must stop or has ended.
 
-    After the timeout, ``preempt`` in the response is false.
+    If neither happens before the request's timeout, ``preempt`` in the response is false.
     """
     allocation_id = request.path_params["allocation_id"]
     timeout_s = request.query_int("timeoutSeconds") or 0

@@ -143,7 +143,7 @@ async def patch_user(request: ApiRequest) -> dict[str, Any]:
 
 
 def _password(body: Fields) -> str | None:
-    """Return the client hash of the body's new password or None; raise if it is blank."""
+    """Return a request's new password as salted SHA-512, or None; raise if blank."""
     password = body.text("password")
     if password is None:
         return None

@@ -110,7 +110,7 @@ class Note:
 
 
 class SlotsGoneError(MasterError):
-    """Raised if an allocation lost its slots before its start; no trial failure."""
+    """Raised if an allocation lost its slots before its start; not a trial's failure."""
 
 
 Key: TypeAlias = int | str
@@ -144,7 +144,7 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of ``Backend.request``: slots, failures and messages by trial or command."""
+    """Slots, failures and log messages by trial or command, from ``Backend.request``."""
 
     # requests that have got slots: their slot ids in rank order
     slots: Mapping[Key, Sequence[int]] = dataclasses.field(default_factory=dict)

@@ -92,9 +92,9 @@ class _Block:
 def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
     """Return the traceback that best shows why a trial failed, or None.
 
-    Tracebacks of ranks come before those of ranks that only lost the connection to another rank, then launchers' tracebacks,
-    lastly a launcher's error message. Of equal candidates, the first is returned, with chained tracebacks. ``lines`` are (rank
-    or None, text) in print order.
+    The first traceback of the best kind is returned, with chained tracebacks. The kinds are, best first: ranks' own errors;
+    ranks that only lost the connection to another rank; launchers. Without any traceback, a launcher's error message is
+    returned. ``lines`` are (rank or None, text) in print order.
     """
     found: list[str] = []
     messages: list[str] = []
@@ -207,5 +207,5 @@ def _is_root_cause(traceback: str) -> bool:
 
 
 def fingerprint(traceback: str) -> str:
-    """Return a traceback's hash, equal if only numbers, temporary paths or ids differ."""
+    """Return a hash of a traceback that ignores its numbers, temporary paths and ids."""
     return hashlib.sha256(_VARIABLE_PARTS.sub("#", traceback).encode()).hexdigest()

@@ -1,8 +1,8 @@
 """Fork servers: processes with torch and DeepSpeed imported, which fork trials.
 
-A fork takes milliseconds, the imports take seconds. A fork server (``dstrial.fork_server``) starts trial classes that run in its
-own interpreter and environment, except for variables that identify a trial or rank. If no server matches, a trial starts as a
-new process, and a server is started for later trials. A script always starts as a new process.
+A fork takes milliseconds, the imports take seconds. A fork server (``dstrial.fork_server``) starts a trial class only with the
+server's own interpreter and environment; variables that identify a trial or rank may differ. If no server matches, a trial starts
+as a new process, and a server is started for later trials. A script always starts as a new process.
 """
 
 from __future__ import annotations

@@ -508,7 +508,6 @@ class LocalBackend(OwnNodes):
         """Do nothing: the master's own machine needs no connection."""
 
     def poll(self, *, is_busy: bool) -> None:
-        """End fork servers past their idle timeout, unless ``is_busy``."""
         self._fork_servers.poll(is_busy=is_busy)
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ class ShownServer:
 
 
 class StatusFile:
-    """A JSON file of status records, rewritten when they have changed."""
+    """A JSON file of records for ``dstrial status``, rewritten on a change."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -68,7 +68,7 @@ def shown_hosts(state_dir: Path) -> list[ShownHost]:
 
 
 def shown_engine(state_dir: Path) -> ShownEngine | None:
-    """Return the master's last state of Slurm or Ray; None if it uses neither."""
+    """Return what the master last saw of Slurm or Ray; None if it uses neither."""
     return next(iter(_read(state_dir / ENGINE_NAME, ShownEngine)), None)
 
 

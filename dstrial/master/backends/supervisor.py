@@ -156,9 +156,9 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
 
 
 def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint in this process's spare; or return None and why not.
+    """Start the entrypoint in this process's spare; return (process or None, reason).
 
-    The spare is an idle fork, this process's only child. The reason is "" if this process has none.
+    The spare is an idle fork, this process's only child. If there is no spare, the result is (None, "").
     """
     client = sys.modules.get("dstrial.fork_server.client")  # imported only if this process is a fork
     if client is None or client.fork.spare is None:
@@ -373,7 +373,7 @@ def _process_table() -> "dict[int, list[bytes]]":
 
 
 def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
-    """Kill this process's descendants, except spared ones; return whether it had any.
+    """Kill this process's descendants, except spared ones; return False if none exist.
 
     ``is_spared`` is called with a pid just before each signal. Parents are killed first: a shell whose child is killed would
     exit with 137 instead of by the signal.
@@ -486,7 +486,7 @@ def members_of_session(session: int) -> "set[int]":
 
 
 def write_json(name: str, value: dict[str, Any]) -> None:
-    """Atomically replace a file in the current directory."""
+    """Atomically write ``value`` to file ``name`` in the current directory."""
     temporary = f".{name}.{os.urandom(8).hex()}"  # a name that a trial cannot guess
     try:
         with open(temporary, "x", encoding="utf-8") as file:

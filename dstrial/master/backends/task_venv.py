@@ -115,9 +115,9 @@ def site_directories() -> list[str]:
 
 
 def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
-    """Return a shared environment's name: a hash of what it is built from.
+    """Return a shared environment's name.
 
-    These are hooks, requirements and the base Python's packages.
+    The name is a hash of the hooks, the requirements and the base Python's packages.
     """
     found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
     base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
@@ -241,7 +241,7 @@ def _write_script(path: Path, text: str) -> None:
 def _constraints() -> str:
     """Return pip constraints that keep the base Python's packages working.
 
-    Packages in ``KEPT`` are pinned. Their own requirements become constraints if the base Python meets them.
+    Packages in ``KEPT`` are pinned. Their requirements become constraints, too, if the base Python's packages meet these.
     """
     try:
         requirements = importlib.import_module("packaging.requirements")
@@ -318,7 +318,7 @@ def _mark_complete(environment: Path, lock: int) -> None:
 def _run_in_own(spec: dict[str, Any], shared: Path | None, *, has_filled: bool) -> NoReturn:
     """Execute the command in the task's own environment; run hooks first if needed.
 
-    ``has_filled`` means that this task has just run hooks and requirements for the shared environment; they are skipped.
+    ``has_filled``: this task has just run the hooks and requirements for the shared environment; do not run them again.
     """
     own = Path(spec["directory"], "venv")
     make(own, shared, has_commands=True)

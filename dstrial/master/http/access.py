@@ -166,7 +166,7 @@ class LoginLinks:
 
 
 class ServiceGrants:
-    """In-memory LRU store of codes; each grants access to one task's services."""
+    """In-memory LRU store of codes; a code grants access to one task's services."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[bytes, tuple[str, str]] = OrderedDict()

@@ -279,7 +279,7 @@ class ApiRequest:
         self._require("trial", trial_id, "trial_id")
 
     def require_experiment(self, experiment_id: int) -> None:
-        """Raise 403 if an allocation's token is of another experiment, or for any write."""
+        """Raise 403 if an allocation's token is of another experiment or used to write."""
         self._require("experiment", experiment_id, "experiment_id")
         if self.allocation is not None and self.route.method != "GET":
             raise RequestError(403, "an allocation's token may only read its experiment; use a user's token")

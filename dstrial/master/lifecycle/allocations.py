@@ -245,7 +245,7 @@ def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: 
 
 
 def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
-    """Count a trial's latest consecutive runs (to ``run_id``) lost without a report.
+    """Count the runs in a row, up to ``run_id``, lost without a metric report.
 
     A run is lost if its supervisor process or node is gone. At most ``_MAX_LOSSES`` runs are counted.
     """

@@ -185,7 +185,7 @@ def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("
 
 
 def forget_record(config: Mapping[str, Any], uuid: str) -> None:
-    """Delete a deleted checkpoint's metadata files in the trials' local run directory."""
+    """Delete a deleted checkpoint's metadata files in directory ``DSTRIAL_RUN_DIR``."""
     run_directory = user_variables(config).get(_RUN_DIR_VARIABLE)
     if run_directory is None or not is_uuid(uuid):
         return

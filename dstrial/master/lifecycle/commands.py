@@ -52,7 +52,7 @@ def _publish(tx: Transaction, task_id: str, *topics: str) -> None:
 def assign(
     tx: Transaction, task_id: str, *, token_hashes: Mapping[str, str], **resources: Any
 ) -> allocation_rows.Allocation | None:
-    """Create an allocation for a pending command's next run; else return None.
+    """Create an allocation for a command; None if the command is not pending.
 
     The arguments are those of ``lifecycle.allocations.assign``.
     """

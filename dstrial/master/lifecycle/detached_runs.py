@@ -32,7 +32,7 @@ _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Number of a new detached run, and the checkpoint from which the run starts."""
+    """Run id of a new detached run, and the checkpoint from which the run starts."""
 
     run_id: int
     checkpoint_uuid: str | None  # None for a fresh start

@@ -30,10 +30,9 @@ _LOCAL_TRIAL_ID = 0
 
 
 def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
-    """Return the checkpoint (and its run's setup) from which a trial resumes, or None.
+    """Return the checkpoint from which a trial resumes, or None.
 
-    A trial that has saved none starts from the checkpoint of its warm start. None if the trial has neither, or dstrial did not
-    write the checkpoint.
+    This is the trial's latest checkpoint, else that of its warm start. None if neither exists, or dstrial did not write it.
     """
     latest = checkpoint_rows.latest_completed(connection, trial.id)
     if latest is not None:

@@ -28,7 +28,7 @@ def request(
 ) -> AllocationRequest:
     """Return the request to start a command.
 
-    ``common`` are the fields of the request that are the same for trials.
+    ``common`` are the fields that trials' requests also have.
     """
     row = commands.require(connection, allocation.task_id)
     config: dict[str, Any] = json.loads(row.config)

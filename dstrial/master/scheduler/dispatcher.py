@@ -296,7 +296,7 @@ class Dispatcher:
         return started
 
     def _resize(self, queue: _Queue) -> None:
-        """Stop trials to free slots for the queue, to leave drained slots, or to grow."""
+        """Stop trials that make room for others, leave drained slots, or can grow."""
         capacity = queue.capacity
         most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
         first = next(

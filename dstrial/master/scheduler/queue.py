@@ -87,7 +87,8 @@ def assignments(
     ``waiting`` starts with the most urgent job; ``free`` and ``enabled`` are slot ids; ``used_by`` maps experiment id -> number
     of slots in use. The first job that does not fit blocks the later ones, so that small jobs do not starve a large one. A job
     blocks no others if it needs no slots, if its experiment is at ``max_slots``, or if it would not fit even if all enabled
-    slots were free. A job with ``choices`` (several slot counts) leaves free the smallest choice of each later job.
+    slots were free. Of a job's ``choices`` (several slot counts), those that leave enough free slots for the smallest choice of
+    each later job are tried first.
     """
     left = by_node(free)
     capacity = {node: len(slots) for node, slots in by_node(enabled).items()}

@@ -355,7 +355,7 @@ def _untrained_phase(row: Allocation) -> str | None:
 
 
 def _expired_grace_period(state: _State) -> str | None:
-    """Return, as text, the grace period of a stop request that has expired, or None.
+    """Return a stop request's grace period as text if it has expired, else None.
 
     Ranks that had stalled before the request cannot save a checkpoint, and get a shorter grace period. A grace period starts
     when this master first sees the request.

@@ -262,7 +262,7 @@ class Resizing:
         return []
 
     def stop(self, trial_id: int, why: str) -> None:
-        """Ask a trial to save a checkpoint and stop, unless its state has changed."""
+        """Ask a trial to save a checkpoint and stop; no-op if it is stopping or over."""
 
         def ask(tx: Transaction) -> bool:
             allocation = allocation_rows.live(tx.connection, trial_id)

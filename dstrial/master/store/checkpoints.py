@@ -167,7 +167,7 @@ def in_use(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def claim(tx: Transaction, uuid: str) -> str | None:
-    """Mark a checkpoint as being deleted; if it is in use, only return the use."""
+    """Mark a checkpoint as being deleted or, if in use, return the use as text."""
     used_as = in_use(tx.connection).get(uuid)
     if used_as is None:
         tx.update("checkpoints", uuid, {"deleting_us": now_us()}, key="uuid")

@@ -118,7 +118,7 @@ def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = Non
 
 
 def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
-    """Return a token's identity, or None; an expired token is not rejected.
+    """Return the identity of a token, even of an expired one, or None.
 
     None means that the token is unknown or revoked, or that its allocation has ended.
     """
@@ -163,7 +163,7 @@ def _new_token() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AccessToken:
-    """Description of an access token; kept after the token expires or is revoked."""
+    """An access token without its text; kept after the token expires or is revoked."""
 
     id: int
     user_id: int
@@ -179,7 +179,7 @@ class AccessToken:
 def create_access_token(
     tx: Transaction, user_id: int, description: str, expires_us: int | None
 ) -> tuple[int, str]:
-    """Create an access token; return its id and text. Only a hash of it is stored."""
+    """Create an access token; return its id and text. Only the text's hash is stored."""
     row = tx.execute("SELECT username, active FROM users WHERE id = ?", (user_id,)).fetchone()
     user = required(row, f"user {user_id}", Hint.LIST_USERS)
     if not user["active"]:

@@ -116,7 +116,7 @@ def create(
 
 
 def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
-    """Update columns of a workspace, given by name."""
+    """Update columns (``fields``: name -> value) of a workspace."""
     tx.update("workspaces", workspace_id, fields)
 
 

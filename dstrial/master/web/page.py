@@ -158,10 +158,10 @@ async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
 
 
 async def get_events(request: ApiRequest) -> Stream:
-    """Stream server-sent events that name the changed topics.
+    """Stream server-sent events with the topics, such as "trial:7", that have changed.
 
-    The first event is ``{"master": id}``, whose id changes when the master restarts. Later events are ``{"topics": […]}``, or
-    ``{"all": true}`` for too many topics.
+    The first event is ``{"master": id}``; the id changes when the master restarts. Later events are ``{"topics": […]}``, or
+    ``{"all": true}`` if there are too many.
     """
     return event_stream(_events(request.services))
 

@@ -1,7 +1,7 @@
 """Build the request bodies of webhooks from stored events. Pure.
 
 Bodies are ASCII, without spaces after separators, with keys in Determined's order, so that receivers can check signatures of
-the parsed and reserialised body, as Determined's documentation does.
+the parsed and reserialised body, as in Determined's documentation.
 
 Source: Determined 0.38.1 ``master/internal/webhooks/webhook.go`` and ``postgres_webhook.go``.
 """

@@ -358,7 +358,7 @@ class Agent:
                 self._send_file(name, file, text.encode() or None)
 
     def _send_file(self, name: str, file: str, data: bytes | None, at: int | None = None) -> None:
-        """Send a file, or its bytes from offset ``at``; ``data`` None means it is deleted."""
+        """Send a file's content or its bytes from ``at`` on; ``data`` None: file deleted."""
         text = None if data is None else base64.b64encode(data).decode()
         _send({"id": name, "file": file, "at": at, "data": text})
 
@@ -380,7 +380,7 @@ class Agent:
 
 
 def _slots_of(wanted: list[int]) -> tuple[Slot, ...]:
-    """Return this host's slots with these indices: accelerators, or else CPU slots."""
+    """Return this host's slots with indices ``wanted``; unknown indices are ignored."""
     found = {slot.id: slot for slot in find_slots()}
     if all(slot.kind == "cpu" for slot in found.values()):
         found = {slot.id: slot for slot in find_slots(max(wanted, default=-1) + 1)}

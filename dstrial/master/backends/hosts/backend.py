@@ -271,7 +271,7 @@ def _combined_exit(
     """Return the exit of an allocation that has ended on all nodes.
 
     ``ended`` is the allocation's state on each node; ``cause`` is that of the node that failed first, or else ended last.
-    ``terminating`` is the exit of an unreachable node, which replaces the exit in ``cause``; None if there is none.
+    ``terminating`` is the exit of an unreachable node and replaces the exit in ``cause``; None if no node is unreachable.
     """
     exits = [part.exit for part in ended if part.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]

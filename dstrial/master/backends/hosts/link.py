@@ -250,8 +250,8 @@ class HostLink:
     def lost_reason(self) -> str | None:
         """Return why the host is lost; None while it is up or may still reconnect.
 
-        A host that does not answer is lost at once. A host that answers, of which only the agent may have ended, may reconnect
-        for ``_RECONNECT_GRACE_S``.
+        A host that does not answer is lost at once. A host that answers may reconnect for ``_RECONNECT_GRACE_S``, because
+        perhaps only its agent has ended.
         """
         with self._lock:
             if self._why_down is None or (
@@ -266,7 +266,7 @@ class HostLink:
         return self._was_silent and self._why_down is not None
 
     def lose_all(self, why: str) -> None:
-        """Mark all allocations on the host as lost, as their Slurm or Ray job lost it.
+        """Mark all allocations on the host as lost: their Slurm or Ray job lost the host.
 
         A host that does not answer may be up without a network: its allocations count as lost only when the lease ends and the
         host kills them.
@@ -561,5 +561,5 @@ def _sizes(mirror: Path) -> dict[str, int]:
 
 
 def _file_name(name: str) -> str:
-    """Return a path's last part, so that a host cannot write outside of the directory."""
+    """Return a path's last part: a host must not write outside the mirror directory."""
     return Path(str(name)).name

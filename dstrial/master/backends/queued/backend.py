@@ -159,10 +159,6 @@ class QueuedBackend(LinkedBackend):
         return None
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        """Return why Slurm or Ray would reject a request.
-
-        Empty if the request would be accepted, or if Slurm or Ray is unreachable.
-        """
         if self._unreachable_reason is not None:
             return ()
         try:

@@ -120,7 +120,7 @@ class SlurmEngine:
         return [] if found is None else [refusal_of(request, *found)]
 
     def submit(self, request: JobRequest) -> str:
-        """Submit a job that holds nodes; return its number."""
+        """Submit a job that holds nodes; return Slurm's job id."""
         self._send_heartbeat()
         try:
             text = self._script(request)
@@ -226,7 +226,7 @@ def text_of(job: Job, unwritten: Path | None = None) -> str:
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
-    """Parse the nodes and numbers of tasks that a job's script wrote to a file. Pure.
+    """Parse the node names and task counts that a job's script wrote to a file. Pure.
 
     Raises:
         ValueError: the text has another format.

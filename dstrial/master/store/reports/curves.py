@@ -35,7 +35,7 @@ def curve(
     """Return all values of a metric as three lists: batches, times (us), values.
 
     The lists are sorted by batch and start after batch ``after``. Skipped are reports without a batch, archived reports (a later
-    run has repeated their batches), and values that are not numbers.
+    run has repeated their batches), and values that are not numbers (NaN and infinity count as numbers).
     """
     path = _path_of(name)
     if path is None or not _HAS_ARROW:
