@@ -355,7 +355,7 @@ class RandomConfigSearch(BinarySearch):
         return lineage.low + sum(self.random.integer_below(2) for _ in range(coins))
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Move the range's lower end above a success, or its upper end below a failure."""
+        """Raise the least micro batch to try after a success, lower the largest otherwise."""
         last = self.space.batch_size_grid.last
         if value is None:
             lineage.is_closed = position <= lineage.low
