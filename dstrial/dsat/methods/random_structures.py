@@ -103,7 +103,7 @@ class BinarySearch:
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Narrow a lineage's range of micro batches after a trial at index ``position``.
+        """Update a lineage's range of micro batches after a trial at index ``position``.
 
         ``value`` is the trial's score; None if it ran out of memory. A lineage with an empty range is closed.
         """
