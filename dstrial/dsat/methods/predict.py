@@ -147,7 +147,7 @@ class PredictSearch:
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
         """Exclude the failed configuration's settings from the search.
 
-        After repeated failures in a group (same stage, offloading and settings of unknown effect), the group is excluded if no
+        After repeated failures in a group (stage, offloading, settings of unknown effect), the group is excluded if no
         configuration of the group has run. Out-of-memory errors and a first communication error exclude nothing.
         """
         if kind is FailureKind.HOST_OOM:

@@ -103,7 +103,7 @@ class ZeroFeatures:
     def clamped(self, parameters: float) -> ZeroFeatures:
         """Return a copy with bucket and other sizes of at most ``parameters`` elements.
 
-        ``parameters`` is the model's number of parameters; larger sizes have the same effect as this number.
+        ``parameters`` is the model's number of parameters; larger sizes have the same effect.
         """
         sizes = {name: min(getattr(self, name), parameters) for name in _SIZES}
         return dataclasses.replace(self, **sizes)
@@ -112,7 +112,7 @@ class ZeroFeatures:
     def bucket_bytes(self) -> int:
         """Bytes of all gradient buckets.
 
-        Stages 1 and 2 with overlap have two buckets, stage 0 has none, others have one.
+        Two buckets in stages 1 and 2 with overlap, none in stage 0, otherwise one.
 
         Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
         """
