@@ -35,7 +35,7 @@ class EngineListener(Protocol):
 def observe_engines(listener: EngineListener) -> Iterator[None]:
     """Report forward, backward and step calls of all engines in this process.
 
-    Source: DeepSpeed 0.19.8 ``runtime/engine.py`` and ``runtime/pipe/engine.py``; both count ``global_steps``.
+    Source: DeepSpeed 0.19.8 ``global_steps`` in ``runtime/engine.py`` and ``runtime/pipe/engine.py``.
     """
     kept = [(DeepSpeedEngine, name) for name in ("forward", "backward", "step")] + [
         (PipelineEngine, "train_batch")

@@ -64,10 +64,7 @@ class TensorSpec:
 
 
 def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Sort tensors by element size, largest first, so that each tensor is aligned.
-
-    The sort is stable.
-    """
+    """Sort tensors stably by element size, largest first, so that each is aligned."""
     return sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
 
 

@@ -29,8 +29,8 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
     """Return the checkpoint files that this rank writes and reads, in folder ``tag``.
 
     With tensor or pipeline parallelism, every rank also reads the file of model-parallel rank 0, which has the number of
-    model-parallel ranks. Files of experts and of tensors offloaded to NVMe are not included, because the reading ranks are
-    unknown.
+    model-parallel ranks. Files of experts and of tensors offloaded to NVMe are left out, because it is unknown which
+    ranks read them.
 
     Source: ``DeepSpeedEngine._save_checkpoint`` and ``_load_checkpoint``.
     """

@@ -17,7 +17,7 @@ _SMALLEST_ITEM_BYTES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCounts:
-    """An engine's optimizer steps (skipped ones included), skipped steps, loss scale."""
+    """Counts of an engine's steps (including skipped) and skipped steps; loss scale."""
 
     num_steps: int
     num_skipped: int

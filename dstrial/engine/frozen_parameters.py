@@ -49,8 +49,8 @@ def without_frozen(
 ) -> Iterator[None]:
     """Inside the block, ``load_checkpoint`` accepts missing frozen parameters.
 
-    A no-op if the checkpoint holds them. ``saved`` and ``now`` are the layouts of the checkpoint and of the engine. The caller
-    must have compared the trained parameters, because names are not checked.
+    A no-op if the checkpoint holds frozen parameters. ``saved`` and ``now`` are the layouts of the checkpoint and of the engine.
+    The caller must have compared trained parameters, because ``load_checkpoint`` then checks no names.
 
     Raises:
         CheckpointLayoutError: the engine's frozen parameters differ from those at the time of saving.

@@ -17,7 +17,10 @@ def plain_name(name: str) -> str:
 
 
 def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield (name without ``torch.compile``'s prefix, parameter), once per tied name."""
+    """Yield (name, parameter), with names as if without ``torch.compile``.
+
+    A tied parameter is yielded under each of its names.
+    """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield plain_name(name), parameter
 

@@ -120,7 +120,10 @@ def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[F
 
 
 def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: int) -> list[ParameterPlace]:
-    """Return entries of this rank's parameters in module order, one per tied name."""
+    """Return layout entries of this rank's parameters, in module order.
+
+    A tied parameter has one entry per name.
+    """
     first_names: dict[int, str] = {}
     places = []
     for name, param in named_parameters(engine.module):

@@ -176,8 +176,7 @@ class ResumedRun:
     def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
         """Return ``config`` with the user's batch sizes in place of the solved ones.
 
-        If the same solved sizes have replaced different sizes of the user, the sizes that ``engine`` had at the run's start are
-        preferred.
+        If configs with different sizes got the same solved sizes, the sizes in ``engine.given`` are preferred.
         """
         originals = self._given.get(given_sizes(config))
         if not originals:

@@ -164,7 +164,7 @@ class AsyncHalving:
         """Return the search's progress, 0 to 1.
 
         The result is the number of trials that have reached the lowest rung, divided by 1.2 times the maximum number of trials.
-        Once all trials have reached it, the share of completed trials is returned if it is larger.
+        Once all trials have reached this rung, the share of completed trials is returned if larger.
         """
         del trial_progress, closed
         lowest = len(self._rungs[0])

@@ -44,7 +44,7 @@ class Place(Protocol):
         """
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """End the search; trials that still run end here or in :meth:`close`.
+        """End the search; running trials may continue until :meth:`close`.
 
         Args:
             results: name -> text of the search's result files; a backend may store them with its trials.
@@ -74,7 +74,7 @@ class Backend(Place, Protocol):
     """Interface of the classes that run a search's measuring trials; not thread-safe."""
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Start a trial, or reuse the trial that an earlier call started with this label.
+        """Start a trial, or reuse an earlier started trial with the label of ``spec``.
 
         Returns:
             A handle of JSON values, which :meth:`adopt` takes after a restart of the search.

@@ -178,7 +178,7 @@ class ClusterBackend:
             self.kill_experiment(submitted.experiment)
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        """Write the report into an experiment's notes, unless a user has edited them.
+        """Write the report into an experiment's notes, unless a user has edited the notes.
 
         Returns False if the master is unreachable and the caller should retry later, else True.
         """

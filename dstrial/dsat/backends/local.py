@@ -65,7 +65,7 @@ class _QueuedTrials(abc.ABC):
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Return whether a trial that a killed search left needs no further measurement.
+        """Return whether a trial needs no further measurement after its search was killed.
 
         The result is False after the first kill of the search during this trial. After the second kill the trial is recorded as
         out of host memory, and the result is True.
@@ -192,10 +192,7 @@ class _Task:
 
 
 class PersistentRanks(_QueuedTrials):
-    """Backend that runs all trials of one search in the same ranks.
-
-    The ranks are launched with the command line ``words``.
-    """
+    """Runs all trials of a search in the same ranks, which command ``words`` launches."""
 
     is_sequential = True
 

@@ -1,4 +1,4 @@
-"""Start launcher processes that survive the search, and find them again on disk."""
+"""Start launchers that survive the search, and find them after a restart."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LauncherProcess:
     def exit_code(self) -> int | None:
         """Exit status; None while the launcher runs, -1 if the status is unknown.
 
-        The status of an ended launcher is unknown if another process started the launcher.
+        The status is unknown if another process started the launcher.
         """
         if self.process is not None:
             return self.process.poll()
@@ -113,10 +113,7 @@ def _forked(
 
 
 def found(directory: Path) -> LauncherProcess | None:
-    """Return the last launcher started with this directory, running or ended.
-
-    None if no launcher was started with this directory.
-    """
+    """Return the last launcher started with this directory; None if there was none."""
     path = directory / _STAT_NAME
     try:
         text, started_s = path.read_text(errors="replace"), path.stat().st_mtime

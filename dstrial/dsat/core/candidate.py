@@ -161,10 +161,7 @@ class BatchSizeGrid:
         return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
 
     def position(self, micro_batch_size: float) -> int:
-        """Return the index of the largest size that is not above ``micro_batch_size``.
-
-        The result is 0 if all sizes are above it.
-        """
+        """Return the index of the largest size up to ``micro_batch_size``, or 0."""
         if self.is_free:
             return max(0, min(int(micro_batch_size), _LARGEST_FREE_MICRO_BATCH) - 1)
         return max(sum(split.micro_batch_size <= micro_batch_size for split in self._splits) - 1, 0)

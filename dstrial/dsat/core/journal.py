@@ -6,12 +6,12 @@
     search.lock          locked by the process that runs the search
     events.jsonl         the journal, append-only, one event per line; replaying it restores the search
     best_ds_config.json  complete DeepSpeed config of the best configuration so far
-    best_ds_metrics.json its metrics
-    best_experiment.yaml the experiment config with its DeepSpeed config and hyperparameters
+    best_ds_metrics.json metrics of that configuration
+    best_experiment.yaml experiment config with the best DeepSpeed config and hyperparameters
     trials.json          every trial of the search
     report.json          the findings as JSON; report.md has them as text
     trials/<n>/          config, output and result of trial n, if it was launched on this machine
-    ranks/<n>/           tasks, results and output of the n-th persistent ranks
+    ranks/<n>/           tasks, results and output of the n-th set of persistent ranks
 
 Events are ``inputs`` (of method ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
 ``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (all processes of the search have ended). Events copied from a
@@ -149,7 +149,7 @@ class SearchRecord:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether a file is other than those that a search creates at its start.
+    """Return whether a file is not one of those that a search creates at its start.
 
     A search that is killed at its start leaves no other files in its directory.
     """

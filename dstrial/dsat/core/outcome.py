@@ -306,7 +306,7 @@ def own_of(trials: Sequence[TrialResult]) -> TrialResult | None:
 
 
 def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) -> float | None:
-    """Return the relative gain of ``best`` over ``own``; None if one is not measured."""
+    """Return the relative gain of ``best`` over ``own``; None if either is unmeasured."""
     after = None if best is None else best.score(metric)
     before = None if own is None else own.score(metric)
     return None if after is None or before is None else relative_gain(after, before)

@@ -388,7 +388,7 @@ class Driver:
         return {**live_document(document), "told_s": time.time()}
 
     def _facts(self, reason: str) -> SearchFacts:
-        """Return the facts of an unfinished search for its report."""
+        """Return the facts for the report of a search that has not finished."""
         settings = self._settings
         return SearchFacts(
             name=settings.experiment.name or settings.output.name,

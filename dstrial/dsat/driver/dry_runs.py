@@ -45,7 +45,7 @@ class GraphTraces:
     notes: tuple[str, ...] = ()
 
     def inputs(self, groups: ConfigGroups, *, is_cpu: bool = False) -> PredictInputs:
-        """Return the inputs of method ``predict``; adds ZeRO's costs to each dry run."""
+        """Return the inputs of method ``predict``: dry runs with ZeRO's costs added."""
         runs = {}
         for key, (structure, is_accumulating) in groups.representatives().items():
             trace = self.found.get(_graph_key(groups, structure))

@@ -147,8 +147,8 @@ class PredictSearch:
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
         """Exclude the failed configuration's settings from the search.
 
-        After repeated failures its whole group is excluded, if nothing of the group has run. Out-of-memory errors and a first
-        communication error exclude nothing.
+        After repeated failures in a group (stage, offloading, settings of unknown effect), the group is excluded if no
+        configuration of the group has run. Out-of-memory errors and a first communication error exclude nothing.
         """
         if kind is FailureKind.HOST_OOM:
             needed = self.predictor.host_bytes(candidate)
@@ -166,7 +166,7 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def measured_costs(self) -> dict[tuple[Any, ...], _Costs]:
-        """Return identity of a candidate -> (candidate, cost) of each of its measurements.
+        """Return identity of a candidate -> [(candidate, cost)], one per measurement.
 
         Candidates that DeepSpeed cannot tell apart have the same identity. Costs are those of ``Predictor.cost``.
         """
@@ -304,7 +304,7 @@ class PredictSearch:
         """Return a repeated measurement of one of the best candidates, or None.
 
         The result is None if the best candidate's measured cost differs from the others' by more than noise, if the limit of
-        repeats is reached, if a measurement still runs, or if the search is not thorough.
+        repeats is reached, if a measurement still runs, or without ``--thorough``.
         """
         measured = self.measured_costs()
         # Failures count, too, so that a contender that fails is not measured forever.

@@ -103,7 +103,7 @@ class BinarySearch:
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Narrow a lineage's range of micro batches after a trial at index ``position``.
+        """Update a lineage's range of micro batches after a trial at index ``position``.
 
         ``value`` is the trial's score; None if it ran out of memory. A lineage with an empty range is closed.
         """
@@ -355,7 +355,7 @@ class RandomConfigSearch(BinarySearch):
         return lineage.low + sum(self.random.integer_below(2) for _ in range(coins))
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Move the range's lower end above a success, or its upper end below a failure."""
+        """Raise the least micro batch to try after a success, lower the largest otherwise."""
         last = self.space.batch_size_grid.last
         if value is None:
             lineage.is_closed = position <= lineage.low

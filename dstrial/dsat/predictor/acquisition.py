@@ -98,7 +98,7 @@ class Acquisition:
         return None if at is None else structure_of(at[0].candidate)
 
     def _start(self, structure: Structure) -> _Place | None:
-        """Return (prediction, index) of a configuration's cheapest fitting micro batch."""
+        """Return (prediction, index) of the fitting micro batch with the lowest cost."""
         if not self._groups.is_legal(structure):
             return None
         found = self._predict([(structure, idx) for idx in range(len(self._positions))])

@@ -104,7 +104,7 @@ class ConfigGroups:
     def identity(self, candidate: Candidate, num_params: float | None) -> tuple[Any, ...]:
         """Return a key shared by candidates that DeepSpeed cannot tell apart.
 
-        Sizes above ``num_params`` (None: unknown) count as equal.
+        Bucket and other sizes above ``num_params``, the number of parameters (None: unknown), count as equal.
         """
         structure = structure_of(candidate)
         setup = self.setup(structure)
@@ -114,8 +114,8 @@ class ConfigGroups:
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
         """Return the key of the dry run that is used for a configuration.
 
-        Configurations that differ only in sizes or switches share a dry run. ``is_accumulating``: a step has several micro
-        batches.
+        Configurations that differ only in ZeRO's sizes and switches (such as buckets and overlap) share a dry run.
+        ``is_accumulating``: a step has several micro batches.
         """
         setup = self.setup(structure)
         unknown = [list(pair) for pair in self.unknown_settings(structure) if pair[0] not in self.space.axes]

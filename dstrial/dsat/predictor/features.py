@@ -101,16 +101,18 @@ class ZeroFeatures:
         return tuple((name, getattr(self, name)) for name in _KNOBS) if self.stage else ()
 
     def clamped(self, parameters: float) -> ZeroFeatures:
-        """Return a copy whose sizes are at most the model's number of parameters.
+        """Return a copy with bucket and other sizes of at most ``parameters`` elements.
 
-        Larger sizes have the same effect, so configurations that differ only in these become equal.
+        ``parameters`` is the model's number of parameters; larger sizes have the same effect.
         """
         sizes = {name: min(getattr(self, name), parameters) for name in _SIZES}
         return dataclasses.replace(self, **sizes)
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of gradient buckets: two if stage 1 or 2 overlaps, else one; 0 in stage 0.
+        """Bytes of all gradient buckets.
+
+        Two buckets in stages 1 and 2 with overlap, none in stage 0, otherwise one.
 
         Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
         """
@@ -122,8 +124,8 @@ class ZeroFeatures:
     def kept_elements(self, parameters: float) -> float:
         """Return how many gathered parameters stage 3 keeps from forward to backward.
 
-        ``parameters`` is the model's number of parameters. A parameter that ``d`` others follow in forward is used again in
-        backward after ``2 d`` parameters; ZeRO keeps it if ``2 d`` is at most ``stage3_max_reuse_distance``.
+        ``parameters`` is the model's number of parameters. ZeRO keeps a parameter if at most
+        ``stage3_max_reuse_distance / 2`` follow it in forward: each of these is used twice before the parameter's backward.
         """
         if self.stage != 3:
             return 0.0
@@ -326,7 +328,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Return by phase the seconds of launching operations not hidden by computation."""
+    """Return each phase's seconds of operation launches not hidden by computation."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s

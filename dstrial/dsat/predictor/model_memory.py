@@ -62,7 +62,7 @@ class Placement:
         return {**dict(zip(PARTS, sizes, strict=True)), "peak": peak, "host": self.run.host.peak(size)}
 
     def largest(self) -> dict[str, float]:
-        """Return part -> its largest bytes at any time on one device, with ``peak``."""
+        """Return part -> its largest bytes at any time on one device; also ``peak``."""
         if self.run is None:
             return {}
         found = {name: float(value) for name, value in self.run.device_parts.items()}

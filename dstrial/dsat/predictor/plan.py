@@ -89,7 +89,7 @@ class HardwarePlan:
     def shown(self, number: int) -> list[PlanRow]:
         """Return at most ``number`` rows.
 
-        First come the configurations that fit, sorted from fast to slow; then the others, sorted by ascending missing memory.
+        Configurations that fit come first, from fast to slow; then the others, by ascending missing memory.
         """
         rows = {row.description: row for row in (*self.best, *self.rows)}.values()
         return sorted(rows, key=lambda row: (not row.fits, -row.throughput if row.fits else 0.0))[:number]

@@ -195,10 +195,7 @@ class Predictor:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _view(self, candidate: Candidate) -> _View | None:
-        """Return the inputs that all micro batches of a configuration share.
-
-        The result is None if the configuration was not dry-run.
-        """
+        """Return inputs shared by a configuration's micro batches; None if not dry-run."""
         is_accumulating = candidate.batch.accumulation > 1
         key = candidate.stage, candidate.settings, is_accumulating
         if key not in self._views:

@@ -138,7 +138,7 @@ class Regression:
         effects: _Floats,
         noise: _Floats,
     ) -> _Fit:
-        """Return the posterior, with factors limited to their lower bounds."""
+        """Return the posterior, with no factor below its lower bound."""
         mean, deviations = self._prior.copy(), self._deviations.copy()
         while True:
             shares = scaled * deviations

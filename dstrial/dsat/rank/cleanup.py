@@ -45,7 +45,7 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 class Settings:
-    """Snapshot of torch's numeric settings, environment, directory and import path."""
+    """Snapshot of torch's settings, environment, working directory and ``sys.path``."""
 
     def __init__(self) -> None:
         self._values = [(read, write, _read(read)) for read, write in _settings()]
@@ -108,7 +108,7 @@ class ProcessState:
         self._settings = Settings()
 
     def restore(self, engines: list[Any]) -> None:
-        """Destroy engines, empty their list, and undo all changes except of random states.
+        """Destroy and clear ``engines``; undo all process changes except random states.
 
         The caller must keep no other reference to the engines or to their models.
 

@@ -45,7 +45,7 @@ def measure_machine(dtype: torch.dtype) -> dict[str, float]:
     device = torch.device(accelerator.current_device_name())
 
     def timed(call: Callable[[], object], times: int = 1) -> float:
-        """Return the median seconds of a call over several repeats of ``times`` calls."""
+        """Return the seconds of a call: the median of several means over ``times`` calls."""
         found = []
         for _ in range(_REPEATS):
             if not is_cpu:
@@ -99,7 +99,7 @@ def _collective_rates(timed: Callable[..., float], device: torch.device, num_byt
     """Return ``KIND_latency_s`` and ``KIND_bytes_per_s`` of each collective of ZeRO.
 
     KIND is ``all_reduce``, ``all_gather`` or ``reduce_scatter``, if the backend has it. Empty on a single rank. ``timed(call,
-    n)`` returns the mean seconds of n calls. ``num_bytes`` is the size of the tensor of all ranks together.
+    n)`` returns the seconds of one call, repeated n times. ``num_bytes`` is the size of the tensor of all ranks together.
 
     Ranks: all, collectively.
     """

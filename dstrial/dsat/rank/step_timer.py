@@ -62,7 +62,7 @@ class _OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def engine_features(engines: list[Any]) -> dict[str, float]:
-    """Return metrics that count modules, compiled modules, stages and NVMe optimizers."""
+    """Return counts of modules, compiled modules, pipeline stages and uses of NVMe."""
     modules = [module for engine in engines for module in engine.module.modules()]
     return {
         "probe_modules": float(len(modules)),
@@ -85,7 +85,7 @@ class FirstMicroBatch:
         self._seen: set[tuple[str, int]] = set()
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
-        """Return ``call()``; count its FLOPs if it is the engine's first in this phase.
+        """Return ``call()``; count the FLOPs of an engine's first call in each phase.
 
         ``is_outermost`` is false for calls inside another call, such as those of a pipeline's ``train_batch``.
         """
@@ -171,7 +171,7 @@ class StepTimer:
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
         """Return ``call()``, which is one phase of a step of ``engine``.
 
-        In the first step the FLOPs of the call are counted, in the last steps its time is measured; in the steps between the
+        In the first step the FLOPs of the call are counted, in the last steps its time is measured; in other steps the
         call just runs.
 
         Ranks: all, collectively.

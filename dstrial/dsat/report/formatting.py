@@ -12,7 +12,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 
 def amount(value: float) -> str:
-    """Return a number with four digits, and a prefix if it is large: ``1.234 G``."""
+    """Return a number with four digits, and an SI prefix if large: ``1.234 G``."""
     for size, prefix in _PREFIXES:
         if abs(value) >= size:
             return f"{value / (1e3 if prefix == 'k' else size):.4g} {prefix}"

@@ -42,7 +42,7 @@ Pair = tuple[Candidate, Outcome | None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """A configuration and its measured outcome; None while it is being measured."""
+    """A configuration and its outcome, which is None during the measurement."""
 
     candidate: Candidate
     outcome: Outcome | None
@@ -63,10 +63,7 @@ class Rejection:
 
 
 class Filters:
-    """Decides which candidates are measured: all of them if ``disabled`` is true.
-
-    ``--no-gates`` sets ``disabled``.
-    """
+    """Decides which candidates are measured: all if ``disabled`` (``--no-gates``)."""
 
     def __init__(self, space: Space, *, disabled: bool = False) -> None:
         self._space = space
@@ -262,7 +259,7 @@ def best_knob_effects(
 
 
 def _without_dead(candidate: Candidate, dead: Sequence[KnobEffect], space: Space) -> Candidate:
-    """Return a candidate in which every dead setting has one fixed value."""
+    """Return a candidate in which every setting without effect has a fixed value."""
     settings = dict(candidate.settings)
     for effect in dead:
         if _effective_value(space, candidate, effect.path) in effect.values:

@@ -207,7 +207,7 @@ class Space:
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
         """Draw a ZeRO stage's settings at random.
 
-        Sizes above ``num_params`` count as one value.
+        Bucket and other sizes above ``num_params``, the number of parameters, count as one value.
         """
         settings = []
         for knob in self.knobs(stage):
@@ -352,10 +352,7 @@ def efficiency(accumulation: int, num_stages: int) -> float:
 
 
 def enough_accumulation(num_stages: int) -> int:
-    """Return how many micro batches per step keep a pipeline 90 % busy.
-
-    The number is 1 if there is a single stage.
-    """
+    """Return how many micro batches per step keep a pipeline 90 % busy."""
     return 1 if num_stages == 1 else _PER_STAGE * num_stages
 
 

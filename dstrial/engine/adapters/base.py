@@ -74,7 +74,7 @@ class EngineAdapter:
 
     @property
     def micro_batches_stepped(self) -> int:
-        """Number of micro batches that this replica has trained, also before a resume."""
+        """Micro batches trained by this replica, including those before a resume."""
         return int(
             self.engine.micro_steps
         )  # DeepSpeed counts calls of ``step`` (0.19.8 runtime/engine.py:3680)

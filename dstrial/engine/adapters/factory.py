@@ -17,7 +17,9 @@ from dstrial.errors import TrialContractError
 def adapt(
     engine: object, *, data_parallel_rank: int | None = None, data_parallel_world_size: int | None = None
 ) -> EngineAdapter:
-    """Return an engine's adapter; replace the batch methods of a pipeline engine.
+    """Return the adapter for an engine.
+
+    Replaces ``train_batch`` and ``eval_batch`` of a pipeline engine.
 
     ``data_parallel_rank`` and ``data_parallel_world_size`` are those of the user's model-parallel unit (``mpu``). Without a
     unit both are None, and the engine's own groups are used.

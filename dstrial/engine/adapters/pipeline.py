@@ -1,7 +1,7 @@
-"""The adapter for a DeepSpeed pipeline engine, and replacements of its methods.
+"""The adapter for pipeline engines; replaces ``train_batch`` and ``eval_batch``.
 
 DeepSpeed fixes activation shapes at the first micro batch, requires an iterator in every call, and averages validation losses
-of replicas without weighting them by records. The replacement methods lift these three restrictions.
+of replicas without weighting them by records. The replacements lift these three restrictions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VALIDATION_SHAPE = "validation"
 
 
 class PipelineAdapter(EngineAdapter):
-    """Adapter of a ``PipelineEngine``, whose batch methods are replaced."""
+    """Adapter that replaces a ``PipelineEngine``'s ``train_batch`` and ``eval_batch``."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PipelineAdapter(EngineAdapter):
 
 @dataclasses.dataclass(slots=True)
 class _Binding:
-    """Replacement methods for one pipeline engine, and the iterators that they read.
+    """Replaces ``train_batch`` and ``eval_batch`` of one pipeline engine.
 
     Attributes:
         shape: whether activation buffers have the shape of training or of validation; equal on all ranks; None if unknown.
@@ -95,7 +95,7 @@ class _Binding:
     input_shapes: list[tuple[int, ...]] | None = None
 
     def install(self) -> None:
-        """Replace the methods on this engine object; its class stays unchanged."""
+        """Replace this engine object's ``train_batch``, ``eval_batch`` and loss reduction."""
         self.engine.train_batch = self.train_batch
         self.engine.eval_batch = self.eval_batch
         engines.bind_output_reduction(self.engine, self.reduce_outputs)

@@ -1,4 +1,4 @@
-"""Open the engines of a checkpoint, and summarise their optimizers."""
+"""Open the saved state of a checkpoint's engines, and summarise optimizer state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIED_PREFIX = "tied_modules."
 def open_saved_engine(
     root: str | pathlib.Path, engine_idx: int, layout: Layout, *, trusts_code: bool = False
 ) -> SavedEngine:
-    """Open one engine's state in a checkpoint of dstrial, Accelerate or Hugging Face.
+    """Open an engine's state saved by dstrial, Accelerate or Hugging Face's Trainer.
 
     Args:
         root: the checkpoint's directory.

@@ -200,7 +200,7 @@ def expert_parallel_size(engine: DeepSpeedEngine) -> int:
 
 
 def expert_parameters(engine: DeepSpeedEngine) -> dict[int, int]:
-    """Return expert-parallel size -> trained parameters of this rank's experts.
+    """Return expert-parallel size -> this rank's number of trained expert parameters.
 
     Source: ``group_name`` of experts' parameters, ``moe/experts.py:26`` and ``module_inject/auto_ep_layer.py:674``.
     """
@@ -231,7 +231,7 @@ def tensor_dim(parameter: torch.nn.Parameter) -> int | None:
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
-    """Return the relative path of a model file, by default of this rank's.
+    """Return the relative path of a model file, by default this rank's.
 
     ``part`` selects another model-parallel index, as text such as ``00``.
 

@@ -120,7 +120,7 @@ def no_compatible_ops() -> Iterator[None]:
     """Make DeepSpeed treat all operators as not compilable inside the block.
 
     Source: ``ops/__init__.py:31``; DeepSpeed probes all operators when ``deepspeed.ops.__compatible_ops__`` is first
-    read, 0.19.0 at import.
+    read; release 0.19.0 does so at import.
     """
     from deepspeed import ops
 
@@ -137,7 +137,7 @@ def no_compatible_ops() -> Iterator[None]:
 
 
 def replace_available_memory(function: Callable[..., int]) -> None:
-    """Replace CUDA's memory query by ``function(accelerator, device_index=None)``.
+    """Replace ``CUDA_Accelerator.available_memory(device_index)`` by ``function``.
 
     Source: ``accelerator/cuda_accelerator.py:188``, which parses ``CUDA_VISIBLE_DEVICES`` as integers.
     """

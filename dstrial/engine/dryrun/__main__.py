@@ -109,7 +109,7 @@ def limit_memory(free_bytes: int | None = None) -> int | None:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process if its parent, which times it out, dies."""
+    """Make the kernel kill this process when its parent dies."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

@@ -36,7 +36,7 @@ class Trace:
     marks: list[int] = dataclasses.field(default_factory=list)
 
     def allocate(self, size: int, phase_idx: int) -> int:
-        """Record an allocation and return its number."""
+        """Record an allocation; return its number, counted from 1."""
         self.sizes.append(size)
         self.is_gradient.append(0)
         number = len(self.sizes)
@@ -129,7 +129,7 @@ class _Steps:
 class _Alive:
     """Live bytes after each event: ``base + slope * micro_batch_size``.
 
-    ``is_peak`` marks allocations other than of gradients, after which memory may be at a peak.
+    ``is_peak`` marks events after which memory may be at a peak: allocations, except of gradients.
     """
 
     base: _Floats
