@@ -93,7 +93,7 @@ class Context:
     Attributes:
         root: absolute path of the context directory.
         files: files and directories to send, each directory before its contents.
-        left_out: paths of directories with a marker file (with a trailing slash) and of names that are not UTF-8.
+        left_out: paths of directories with a marker file, each ending in a slash, and paths that are not UTF-8.
     """
 
     root: Path

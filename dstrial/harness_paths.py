@@ -110,7 +110,7 @@ def _patch_ipc(module: Any, allocation: str) -> None:
 def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
     """Apply the umask to TensorBoard directories that Determined creates.
 
-    In 0.38.1, ``tensorboard/shared.py:26`` creates them with mode 0777. ``guard`` checks the storage before.
+    In 0.38.1, ``tensorboard/shared.py:26`` creates them with mode 0777. ``guard`` checks the storage first.
     """
     cls = module.SharedFSTensorboardManager
     original, original_sync = cls.__init__, cls._sync_impl
@@ -132,7 +132,7 @@ def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Apply the umask to storages that Determined creates; record begun checkpoints.
+    """Apply the umask to storages that Determined creates; record checkpoint saves.
 
     In 0.38.1, ``common/storage/base.py:70`` creates storages with mode 0777.
     """
@@ -176,7 +176,7 @@ def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
 
 
 def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Check the storage before a checkpoint is reported; call ``forget`` afterwards."""
+    """Check the storage before a checkpoint is reported; then delete its save record."""
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 

@@ -133,9 +133,9 @@ def delete(
     variables: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> dict[str, int]:
-    """Delete a checkpoint's files matching ``globs``; return others as path -> bytes.
+    """Delete a checkpoint's files matching ``globs``; return the rest.
 
-    By default all files are deleted, the completion marker first.
+    By default all files are deleted, the completion marker first. The result maps the path of each other file to its size.
 
     Raises:
         CheckpointError: the deletion failed or took longer than ``timeout_s``.

@@ -17,7 +17,7 @@ class ProcessState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has exited, as a zombie or a dead process."""
+        """Whether the process is a zombie or dead (state Z or X)."""
         return self.letter in ("Z", "X")
 
     @property

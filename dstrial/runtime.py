@@ -200,7 +200,7 @@ def _end_process_group(kind: type[BaseException] | None, world_size: int) -> boo
     """Shut down the process group, unless this rank has failed and other ranks exist.
 
     The shutdown would hang if other ranks wait in a collective; the launcher ends them. ``kind`` is the error's type, None
-    without an error. Always False, which lets the error propagate.
+    without an error. Always returns False, so that the error propagates.
     """
     if kind is None or world_size == 1:
         process_group.shutdown()
@@ -321,10 +321,7 @@ _OF_DEEPSPEED = ("Attempting to get learning rate from scheduler before it has s
 
 
 def quieten_libraries() -> None:
-    """Make DeepSpeed's logger drop the messages in ``_OF_DEEPSPEED``. Idempotent.
-
-    Ranks: any; no communication.
-    """
+    """Make DeepSpeed's logger drop the messages in ``_OF_DEEPSPEED``. Idempotent."""
     logger = logging.getLogger("DeepSpeed")
     if _tells_something not in logger.filters:
         logger.addFilter(_tells_something)

@@ -1,4 +1,4 @@
-"""Tell from a checkpoint file's name its content and the rank that wrote it."""
+"""Determine a checkpoint file's content and writing rank from the file's name."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Layout(EngineArrangement):
         )
 
     def slices(self) -> dict[str, list[ParameterPlace]]:
-        """Return parameter name -> its places, sorted by ``model_part``."""
+        """Return parameter name -> ``ParameterPlace`` in each ``model_part``, in order."""
         found: dict[str, list[ParameterPlace]] = {}
         for place in sorted(self.parameters, key=lambda place: place.model_part):
             found.setdefault(place.name, []).append(place)

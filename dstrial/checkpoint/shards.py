@@ -62,14 +62,17 @@ class ShardMap:
         return list(_flat_shards(numel, place.offset, buffer))
 
     def on(self, place: ParameterPlace, replica: int) -> list[Shard]:
-        """Return a parameter's shards in a replica's partition; all without partitions."""
+        """Return a parameter's shards in a replica's partition.
+
+        If the parameter's buffer is not partitioned, return all shards.
+        """
         buffer = self.buffer(place)
         if buffer is None or buffer.num_partitions == 1:
             return self.of(place)
         return [piece for piece in self.of(place) if piece.replica == replica]
 
     def _find_matrices(self, model_part: int, buffer_idx: int, replica: int) -> dict[str, Shard]:
-        """Return name -> place of each whole parameter in a replica's momentum buffer.
+        """Return parameter name -> the whole parameter's shard in a momentum buffer.
 
         Muon's momentum buffer has, one after the other, all whole parameters with an element in the replica's partition.
         """
@@ -92,7 +95,7 @@ def own_shard(place: ParameterPlace, replica: int) -> Shard | None:
 
 
 def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int, int]]:
-    """Return parameter name -> (group, position in the group) of an optimizer.
+    """Return parameter name -> (optimizer group's index, position in the group).
 
     For optimizers without flat buffers. ``places`` are the parameters of one model-parallel rank.
     """

@@ -34,7 +34,7 @@ class LoggedRun:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The numeric metrics of one report, with NaN and infinities."""
+    """The numeric metrics of one report, including NaN and infinities."""
 
     group: Group
     batches_trained: int

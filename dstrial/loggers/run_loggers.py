@@ -80,7 +80,7 @@ class LoggerThread:
     def wait_begun(self, deadline_s: float) -> None:
         """Wait until ``Logger.begin`` has returned or failed.
 
-        ``deadline_s`` is a time of ``time.monotonic()``, at which the wait ends with a warning.
+        The wait ends with a warning when ``time.monotonic()`` reaches ``deadline_s``.
         """
         if not self._begun.wait(max(deadline_s - time.monotonic(), 0.0)):
             logger.warning(
@@ -105,7 +105,7 @@ class LoggerThread:
     def wait_ended(self, deadline_s: float) -> None:
         """Wait until the logger has ended; warn if reports are lost.
 
-        ``deadline_s`` is a time of ``time.monotonic()``, at which the wait ends with a warning.
+        The wait ends with a warning when ``time.monotonic()`` reaches ``deadline_s``.
         """
         begun_s = time.monotonic()
         is_ended = self._ended.wait(max(deadline_s - begun_s, 0.0))
@@ -350,9 +350,9 @@ def _run_directory(runtime: TrialRuntime, info: Any) -> RunDirectory | None:
 
 
 def _all_runs(directory: RunDirectory, name: str) -> Path:
-    """Return the directory that has all experiments' run directories.
+    """Return the directory with one subdirectory of runs per experiment.
 
-    ``name`` is the experiment's name. If ``directory`` is not in a subdirectory of this name, return ``directory`` itself.
+    If the parent of run directory ``directory`` is not named after experiment ``name``, return the run directory.
     """
     parent = directory.path.parent
     return parent.parent if parent.name == experiment_slug(name) else directory.path

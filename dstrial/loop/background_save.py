@@ -1,7 +1,7 @@
-"""Parts of a background save: thread, manifest, errors, queued metric reports.
+"""Background checkpoint saves: thread, manifest, errors, pending metric reports.
 
 Determined's client sends metrics from a queue, but registers checkpoints at once. A checkpoint is therefore registered only
-after all queued metrics were sent; otherwise, if the process died, the master could have a checkpoint without earlier metrics.
+after all queued metrics were sent; otherwise, if the process died, the master could have a checkpoint without its metrics.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SaveJob:
             self._is_done.set()
 
     def wait(self) -> None:
-        """Wait until the save has ended; the steps of a save have their own timeouts."""
+        """Wait until the save has ended, without a timeout: each step of a save has one."""
         while not self._is_done.wait(_LOG_WAITING_S):
             logger.info("waiting for the checkpoint at batch %d to be written", self.batches_trained)
         if self._thread is not None:
@@ -124,10 +124,8 @@ def complete_manifest(
 ) -> None:
     """Write a checkpoint's manifest; add its SHA-256 to ``metadata``. Ranks: rank 0.
 
-    The caller registers the checkpoint with ``metadata``, so that the master gets the SHA-256.
-
-    ``parts`` has for each rank (file -> manifest entry of the files that the rank hashed, files that the rank reads at a
-    resume). ``layouts`` has for each engine how its state is split over ranks.
+    ``parts`` has a pair for each rank: (file -> manifest entry) of the files that the rank hashed, and the files that the
+    rank reads at a resume. ``layouts`` has for each engine how its state is split over ranks.
     """
     files = {name: entry for part, _ in parts for name, entry in part.items()}
     readers: dict[str, list[int]] = {}

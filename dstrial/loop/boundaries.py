@@ -90,7 +90,7 @@ class Period:
 
     @classmethod
     def from_train_unit(cls, unit: pytorch.TrainUnit) -> Period:
-        """Convert Determined's ``Batch(...)`` or ``Epoch(...)``; minimum 1."""
+        """Convert Determined's ``Batch(...)`` or ``Epoch(...)``; an int below 1 becomes 1."""
         if isinstance(unit, pytorch.Batch):
             name: Literal["batches", "epochs"] = "batches"
         elif isinstance(unit, pytorch.Epoch):

@@ -14,8 +14,6 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class Callbacks:
-    """The callbacks that ``build_callbacks`` returned, called one after the other."""
-
     def __init__(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
         self._callbacks = dict(callbacks)
         self._epoch_start_takes_idx = {

@@ -147,7 +147,10 @@ class CheckpointLoader:
         *,
         is_reshaped: bool,
     ) -> None:
-        """Load the trial's engines, with ``engine_extra_state`` and optimizer settings."""
+        """Load the checkpoint at ``path`` into all engines; resharded if ``is_reshaped``.
+
+        Also restores ``engine_extra_state`` and calls ``settle_optimizer_settings``.
+        """
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
         with contextlib.ExitStack() as stack:
@@ -207,9 +210,10 @@ class CheckpointLoader:
     def _reshape_rank_state(
         self, path: pathlib.Path, state: dict[str, Any], saved_size: int, source: int, *, is_recut: bool
     ) -> None:
-        """Convert ``state``, in place, from the saved ranks to this run's ranks.
+        """Convert ``state``, a saved ``dstrial_rank<r>.pt``, to this run's rank layout.
 
-        ``source`` is the saved rank whose random states this rank continues. ``is_recut``: whether ``autotp_size`` has changed.
+        Changes ``state`` in place. ``source`` is the saved rank whose random states this rank continues. ``is_recut``: whether
+        ``autotp_size`` has changed.
 
         Ranks: all, collectively.
         """

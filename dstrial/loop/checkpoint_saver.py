@@ -372,7 +372,7 @@ class CheckpointSaver:
             self.settle(self._state.context.distributed.allgather(self.status()))
 
     def close(self) -> None:
-        """Wait for the save in progress, log its failure, and free the buffers."""
+        """Wait for the save in progress, log its failure, and free the host buffers."""
         job, self._job = self._job, None
         if job is not None:
             job.wait()

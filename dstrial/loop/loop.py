@@ -257,9 +257,9 @@ class TrainingLoop:
         begin_phase(FIRST_BATCH)
 
     def _observe_first_batch(self) -> tuple[_FirstBatch, Callable[..., Any]]:
-        """Return the state before the first batch, and a wrapped ``train_batch`` for it.
+        """Return time and counter before the first batch, and a wrapped ``train_batch``.
 
-        The wrapper measures the batch, and raises an error if ZeRO drops gradients.
+        The wrapper is for the first batch only: it measures the batch, and raises an error if ZeRO drops gradients.
         """
         first_batch = _FirstBatch(time.monotonic(), self._adapter.micro_batches_stepped)
         train_batch: Callable[..., Any] = self._trial.train_batch
@@ -294,7 +294,7 @@ class TrainingLoop:
                 logger.warning("%s", problem)
 
     def _resume(self) -> int:
-        """Call the callbacks if an epoch begins; return the batch count at the next event."""
+        """Call epoch-start callbacks if due; return the batch count at the next event."""
         progress = self._progress
         batches = progress.batches_trained
         if progress.is_epoch_start:

@@ -216,7 +216,7 @@ class ReportWriter:
         return error
 
     def close(self) -> None:
-        """Run the queued jobs and end the thread; log a failure not yet taken."""
+        """Run the queued jobs and end the thread; log ``failure`` if there is one."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -70,7 +70,7 @@ class NonFiniteGuard:
 
         Args:
             finite: for each rank that reports metrics: loss name -> whether any of its values is finite.
-            averages: the reported values.
+            averages: metric name -> reported value.
             counts: step counts of every engine; empty if unknown.
             start: finished batches at the previous report.
             is_last: whether this is the run's last report. Then a run without any good report fails even below ``patience``,

@@ -68,7 +68,7 @@ class ReportExchange:
     Args:
         window: this rank's metrics since the last report.
         sync_points: schedule of the exchanges.
-        saver: the checkpoint saver; each exchange also settles background saves that have ended.
+        saver: the checkpoint saver; each exchange also finishes a background save that has ended on all ranks.
         sinks: receivers of metrics besides Determined's Core API and TensorBoard.
         instruments: measure this rank's telemetry; None on all ranks if telemetry is off.
 

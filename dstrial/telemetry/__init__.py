@@ -1,4 +1,4 @@
 """Measure time, memory, throughput and FLOPs of every rank.
 
-Errors in telemetry never end training, and results do not change.
+Errors in telemetry never end training, and telemetry does not change training's results.
 """

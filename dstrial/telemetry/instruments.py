@@ -72,8 +72,6 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         replica: index of this rank's data-parallel replica.
         count_tokens: returns the number of tokens in a micro batch; None if unknown.
         clock: returns monotonic seconds.
-
-    Ranks: any; no communication and no device synchronisation.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
     # ---- calls of the loop ---------------------------------------------------------------------------
 
     def begin(self, batches_trained: int, *, reads_whole_records: bool = False) -> None:
-        """Start measuring after ``batches_trained`` batches.
+        """Set the number of batches that were trained before the measurement.
 
         ``reads_whole_records``: whether each rank of a sequence-parallel group reads whole sequences, so that tokens can be
         counted.
@@ -194,7 +192,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._seconds -= seconds
 
     def trained(self, seconds: float) -> None:
-        """Add ``seconds`` to the training time; must include the first batch's seconds."""
+        """Add training time; include the seconds that ``end_first_batch`` subtracts."""
         self._seconds += seconds
 
     def sample(self, batches_trained: int) -> AsyncSample:
@@ -288,9 +286,9 @@ class TelemetryReports:
             self._warn(error)
 
     def finish(self, measure: Callable[[], Peak | None]) -> None:
-        """Call ``measure`` if the device's peak is unknown or was exceeded by this run.
+        """Get the peak FLOP/s from ``measure`` if unknown or exceeded by this run.
 
-        Does nothing if the run's FLOPs are unknown.
+        A no-op if the run's FLOPs are unknown.
         """
         if not self._totals.knows_flops:
             return

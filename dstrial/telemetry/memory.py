@@ -130,7 +130,7 @@ class FirstBatchMemory:
         self._split = None
 
     def bytes(self) -> dict[str, int]:
-        """Return name of a part -> its maximum in bytes; {} before the first step."""
+        """Return use of memory -> maximum in bytes; {} before the first step."""
         return dict(self._found) if self.found_by is not None else {}
 
     def _operation(self, result: Any, args: Any) -> None:

@@ -85,7 +85,7 @@ class PhaseTimer:
         return self._timed(phase, call)
 
     def stepped(self, engine: Any) -> None:
-        """Count a batch if ``engine`` is the first engine that has stepped."""
+        """Count a batch at each step of the engine that stepped first; ignore others."""
         if not self._is_on:
             return
         if self._first is None:

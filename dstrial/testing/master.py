@@ -22,7 +22,7 @@ _DEADLINE_S = 120.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterForTest:
-    """dstrial's master of a test, with methods that run commands against it.
+    """A dstrial master for a test; methods run commands against this master.
 
     Attributes:
         state: the master's state directory.

@@ -39,7 +39,7 @@ _making_writer = threading.Lock()
 
 
 class _RuntimeAttribute:
-    """Descriptor of an attribute that Determined has; ``TrialRuntime`` stores it."""
+    """Descriptor that reads and writes the attribute ``name`` of ``TrialRuntime``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -210,7 +210,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
-        """Set the checkpoint's batch sizes on an engine, if the run resumes.
+        """If the run resumes, make an engine keep the saved ``train_batch_size``.
 
         Returns the sizes and class names given in the engine's config (``given_settings``).
         """
@@ -525,9 +525,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return resolved
 
     def get_global_batch_size(self) -> int:
-        """Return hyperparameter ``global_batch_size``, rounded to a multiple of the ranks.
+        """Return ``global_batch_size``, rounded down to a multiple of the number of ranks.
 
-        Rounded down. DeepSpeed does not use this value; it uses ``train_batch_size`` of the DeepSpeed config.
+        ``global_batch_size`` is a hyperparameter. DeepSpeed instead uses ``train_batch_size`` of the DeepSpeed config.
         """
         if self._global_batch_size is None:
             raise ValueError(
@@ -536,10 +536,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._global_batch_size
 
     def get_per_slot_batch_size(self) -> int:
-        """Return hyperparameter ``global_batch_size`` divided by the number of ranks.
-
-        The result is rounded down.
-        """
+        """Return hyperparameter ``global_batch_size`` // number of ranks."""
         if self._per_slot_batch_size is None:
             raise ValueError(
                 "the hyperparameter global_batch_size is not set; pass it in hparams to dstrial.init()."

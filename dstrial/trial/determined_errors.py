@@ -38,10 +38,7 @@ class FullDatasetError(TrialContractError, TypeError):
 
 
 class AccumulationError(TrialContractError, AssertionError):
-    """``train_batch`` trained a wrong number of micro batches.
-
-    Also an ``AssertionError``.
-    """
+    """A wrong number of micro batches was trained; also an ``AssertionError``."""
 
 
 class _Internal(errors.InternalException):  # type: ignore[misc]  # untyped

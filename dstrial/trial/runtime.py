@@ -148,7 +148,7 @@ class TrialRuntime:
 
     @property
     def kept_reports(self) -> LocalTrainContext | None:
-        """The ``core.train`` of the run directory; None if reports go only to a master."""
+        """``core.train`` if it writes a run directory; None if only a master gets reports."""
         train = self.core.train
         return train if isinstance(train, LocalTrainContext) else None
 

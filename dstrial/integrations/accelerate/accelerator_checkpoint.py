@@ -85,7 +85,7 @@ class AcceleratorCheckpoint(Checkpointable):
 def require_deepspeed_on_all_ranks(
     accelerator: Any, identity: RankIdentity, environ: Mapping[str, str]
 ) -> None:
-    """Raise unless the accelerator uses DeepSpeed and the rank in ``identity``.
+    """Raise unless the accelerator uses DeepSpeed and has the rank of ``identity``.
 
     Raises:
         RankError: the accelerator's rank or number of ranks differs from ``identity``.

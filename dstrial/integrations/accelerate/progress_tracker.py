@@ -99,7 +99,7 @@ class RunSchedule:
 
 
 class ProgressTracker:
-    """Counts batches; says which actions are due after each. Equal on all ranks."""
+    """Counts batches and determines which actions are due. Equal on all ranks."""
 
     def __init__(self) -> None:
         self.progress = Progress(epoch_length=None)

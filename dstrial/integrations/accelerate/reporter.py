@@ -155,7 +155,7 @@ class Reporter:
 
     @property
     def batches_total(self) -> int | None:
-        """Total batches of the run; before ``batches()`` None if the length is in epochs."""
+        """Total batches of the run; None before ``batches()`` if the length is in epochs."""
         return self._tracker.batches_total
 
     @property
@@ -181,7 +181,7 @@ class Reporter:
     # ---- the loop ------------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Resume from the run's checkpoint, if any; call it after ``prepare``.
+        """Resume from the run's checkpoint if there is one; call this after ``prepare``.
 
         Restores weights, optimizer, schedulers, registered objects, counters and random states. The state is resharded for
         another number of ranks or ZeRO stage. From another trial's checkpoint only the weights are loaded.

@@ -47,7 +47,7 @@ logger = logging.getLogger("dstrial.integrations.accelerate")
 
 
 class TrialRun:
-    """Loads and saves checkpoints, reports and stops for a ``Reporter``.
+    """Implements the resume, reports, checkpoints and stops of a ``Reporter``.
 
     Ranks: all, collectively, in every method.
     """
@@ -118,7 +118,7 @@ class TrialRun:
     # ---- start and end -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the checkpoint to resume from, if any; start reporting.
+        """Load the checkpoint if the run resumes; start reporting.
 
         Ranks: all, collectively.
         """

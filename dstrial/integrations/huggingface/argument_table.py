@@ -5,12 +5,13 @@ For each argument, the first source in this order that has a value wins:
 =====================  ====================================================================================================
 argument               order
 =====================  ====================================================================================================
-batch and accumulation the checkpoint that a run resumes from, an overwrite, the DeepSpeed config, the argument, the equation
+batch sizes            the checkpoint that a run resumes from, an overwrite, the DeepSpeed config, the argument, the equation
 numbers, precision     an overwrite, the DeepSpeed config, the argument, the Trainer's default
 ``--max_steps``        the argument, over ``scheduler.params.total_num_steps``
 ``--deepspeed``        the hyperparameter
 =====================  ====================================================================================================
 
+Batch sizes include accumulation steps. Numbers: clipping, learning rate, warm-up steps, weight decay, Adam's epsilon and betas.
 An overwrite is a value in ``hyperparameters.overwrite_deepspeed_args``. "Equation" means: computed from the other batch sizes
 and the number of ranks. A DeepSpeed key with the value ``"auto"`` lets the argument win. If the argument is given and the key
 is missing, the key is added as ``"auto"``, because DeepSpeed would use its default.

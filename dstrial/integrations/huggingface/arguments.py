@@ -60,10 +60,10 @@ def given_by_arguments(micro: int, steps: int) -> dict[str, Any]:
 def problems_of(
     args: TrainingArguments, searcher: Mapping[str, Any], saved: SavedRun | None, num_ranks: int
 ) -> list[ConfigProblem]:
-    """Return problems of a Trainer's arguments: ranks, sequences, length, batch size.
+    """Return problems with ranks, sequence parallelism, length and batch size.
 
-    ``searcher`` is this section of the experiment config; ``saved`` is the run that wrote the checkpoint to resume from, None
-    for a new run; ``num_ranks`` is the number of launched ranks.
+    ``searcher`` is a section of the experiment config; ``saved`` is the run that wrote the checkpoint to resume from, None for
+    a new run; ``num_ranks`` is the number of launched ranks.
     """
     found = []
     is_seen_whole = int(args.world_size) == num_ranks

@@ -185,7 +185,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             )
 
     def _rewrite(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Save the loaded checkpoint for the current ranks; end before the first batch."""
+        """Save the loaded checkpoint in the current rank layout; do not train."""
         if self.trainer is None:
             raise CheckpointError(
                 "trainer.train() is called to write a checkpoint again; expected a training that can be left before its first "

@@ -70,8 +70,8 @@ def opened(
     Raises:
         CheckpointNotFoundError: the checkpoint does not exist, or no Trainer wrote it.
         CheckpointDamagedError: a file differs from the manifest.
-        UntrustedCheckpointError: loading a file could run code, and the checkpoint is not trusted: it has no signature of this
-            account, is unknown to the master, and is not trusted in the config.
+        UntrustedCheckpointError: loading a file could run code, and neither this account's signature, the master nor the
+            config vouches for the checkpoint.
 
     Ranks: all, collectively.
     """
@@ -125,7 +125,6 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
     micro batch size of the Trainer's arguments; all other files are links. If both sizes are equal, the checkpoint's own
     directory is yielded.
 
-    Ranks: any; no communication.
     Source: transformers 4.56 ``Trainer.train`` reads the size; 5.23 only with ``auto_find_batch_size``.
     """
     state = read_json(found.trainer_directory / STATE_NAME) or {}

@@ -1,4 +1,4 @@
-"""Run a Trainer from a checkpoint, also of another trial or number of ranks."""
+"""Run a Trainer from a checkpoint of any trial, written by any number of ranks."""
 
 from __future__ import annotations
 

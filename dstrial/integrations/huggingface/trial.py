@@ -99,11 +99,11 @@ class TrialFacts:
 
     @classmethod
     def of(cls, context: core.Context) -> TrialFacts:
-        """Read the facts from dstrial's or Determined's core context.
+        """Read configuration and checkpoint from dstrial's or Determined's core context.
 
         Raises:
             CheckpointNotFoundError: ``--resume latest`` was given, and the run has no checkpoint.
-            ConfigError: ``dstrial run --resume`` was given, and the core context is not dstrial's, so would ignore the option.
+            ConfigError: ``dstrial run --resume`` was given, but the core context is not dstrial's.
 
         Ranks: all, collectively.
         """
@@ -182,8 +182,8 @@ def hyperparameters(
         hparams: hyperparameters, by default the trial's; not changed.
 
     Raises:
-        ConfigError: the batch cannot be divided evenly among the ranks, or ``dstrial run --resume`` was given and the core
-            context is not dstrial's, so would ignore the option.
+        ConfigError: the batch cannot be divided evenly among the ranks, or ``dstrial run --resume`` was given, but
+            the core context is not dstrial's.
         CheckpointNotFoundError: ``--resume latest`` was given, and the run has no checkpoint.
 
     Ranks: all, collectively.

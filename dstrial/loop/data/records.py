@@ -72,8 +72,8 @@ def torch_loader(
 ) -> data.DataLoader[Any]:
     """Build a torch loader for ``batch_sampler`` with the settings of ``loader``.
 
-    The loader gets a generator, because otherwise each start would draw from training's random state. Without a ``timeout`` of
-    the user, workers get the timeout for communication between ranks.
+    The loader gets a generator, because otherwise each iterator would draw from training's random state. Without a ``timeout``
+    of the user, workers get the timeout for communication between ranks.
     """
     return data.DataLoader(
         dataset,

@@ -211,9 +211,9 @@ class TrainingStream:
         )
 
     def positions(self) -> list[dict[str, Any]]:
-        """Return [position in a user's own loader] for a checkpoint.
+        """Return a list of one position in a user's own loader, for a checkpoint.
 
-        Empty for a ``dstrial.DataLoader``, whose position follows from the number of micro batches drawn.
+        The list is empty for a ``dstrial.DataLoader``, whose position follows from the number of micro batches drawn.
         """
         if self.passes is None:
             return []
