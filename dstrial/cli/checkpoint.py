@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """A resolved CHECKPOINT argument: the files, and the checkpoint's run or master."""
+    """The checkpoint of a CHECKPOINT argument: directory, run, and master if queried."""
 
     path: Path  # absolute
     run_directory: RunDirectory | None = None  # None if the checkpoint is not in a run directory
@@ -102,7 +102,7 @@ class CheckpointSource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
-    """A resolved checkpoint, its manifest, and the layout of each engine's files."""
+    """A checkpoint, its manifest, and how each engine's state is split over ranks."""
 
     source: CheckpointSource
     manifest: Manifest
@@ -181,11 +181,11 @@ def add_shared_options(
 def find_checkpoint(
     asked: str, *, runs_dir: str | None = None, state_dir: str | None = None
 ) -> CheckpointSource:
-    """Resolve a directory of a checkpoint or run, a UUID or ``best``.
+    """Find the checkpoint that a directory, a UUID or ``best`` names.
 
-    A run means its newest checkpoint, ``best`` the best checkpoint of the newest run in ``runs_dir``. A UUID is looked up in
-    ``runs_dir``, then at the master of ``state_dir``. A checkpoint in object storage is downloaded; the copy is deleted at exit.
-    Files are not verified.
+    A run directory means its newest checkpoint, ``best`` means the best one of the newest run in ``runs_dir``. A UUID is
+    looked up in ``runs_dir``, then at the master of ``state_dir``. A checkpoint in object storage is downloaded; the copy is
+    deleted at exit. Files are not verified.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.

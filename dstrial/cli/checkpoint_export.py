@@ -169,9 +169,9 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
 
 
 def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_plain: bool) -> None:
-    """Raise if a checkpoint has no DeepSpeed weights of an engine, or damaged files.
+    """Raise if a checkpoint has no weights of an engine in DeepSpeed's format.
 
-    If ``verifies``, the engine's files are compared with the manifest. ``is_plain`` hides the progress bar.
+    If ``verifies``, also raise if the engine's files differ from the manifest. ``is_plain`` hides the progress bar.
     """
     roles = {path: role_of(path, opened.layouts) for path in opened.manifest.files}
     if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles.values()):

@@ -128,8 +128,8 @@ def _workspace(output: Path) -> Iterator[Path]:
 def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_trusted: bool) -> Path:
     """Return a directory with the model definition; raise ``CheckpointError`` if none.
 
-    The first of these is used: ``asked`` (``--context``); the run's context directory; the copy in the checkpoint; a copy that is
-    downloaded from the master to ``workspace``. The second and the third are used only if the checkpoint is trusted.
+    The first of these is used: ``asked`` (``--context``); the run's context directory; the checkpoint's copy; a copy downloaded
+    from the master to ``workspace``. The second and third require a trusted checkpoint.
     """
     if asked is not None:
         if not Path(asked).is_dir():

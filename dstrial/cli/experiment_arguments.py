@@ -124,7 +124,7 @@ def _error(where: str, got: str, fix: str) -> ConfigError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The checkpoint to resume from, and the run to continue, or None to start a run."""
+    """The checkpoint to resume from, and the run to continue (None: start a new run)."""
 
     run_directory: RunDirectory | None  # None starts a new run from the checkpoint
     checkpoint: Path

@@ -89,7 +89,7 @@ def _list(client: Client, args: argparse.Namespace) -> int:
 
 
 def _reasons(client: Client, ids: Sequence[int]) -> dict[int, str]:
-    """Return experiment id -> why it ended; Determined's API does not return this."""
+    """Return experiment id -> why it ended, which Determined's API does not return."""
     found = client.get("/page/experiments", ids=list(ids))["experiments"] if ids else []
     return {one["id"]: visible(one["reason"]) for one in found}
 

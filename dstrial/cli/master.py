@@ -1,4 +1,4 @@
-"""``dstrial backup``, ``down``, ``login``, ``logs`` and ``restore``."""
+"""``dstrial backup``, ``down``, ``login``, ``logs`` and ``restore`` of the master."""
 
 from __future__ import annotations
 

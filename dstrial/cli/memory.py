@@ -228,7 +228,7 @@ def _settings_text(experiment: ExperimentConfig) -> str:
 
 
 def _planned_of(experiment: ExperimentConfig, num_slots: int) -> list[_Planned]:
-    """Return the dry run of each pipeline stage; one dry run without a pipeline."""
+    """Return one dry run per pipeline stage; a single one if there is no pipeline."""
     from dstrial.dsat.predictor.inputs import dry_run_request
     from dstrial.dsat.predictor.model_memory import Placement
 
@@ -267,7 +267,7 @@ def _planned_of(experiment: ExperimentConfig, num_slots: int) -> list[_Planned]:
 def _run_planned(
     planned: Sequence[_Planned], deadline_s: float = _DEADLINE_S, capacity_bytes: float = math.inf
 ) -> list[Placement]:
-    """Run each stage's dry run once; return placements with its result or problem."""
+    """Run each stage's dry run once; return predicted memory or problem per model."""
     from dstrial.engine.dryrun.process import dry_runs
 
     requests: dict[int | None, DryRunRequest] = {}

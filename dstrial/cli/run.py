@@ -635,7 +635,6 @@ class _Attempt:
         return verdict, lines, text
 
     def _link_best(self, view: ExperimentView | None) -> None:
-        """Create the run directory's symlink ``best`` to its best checkpoint."""
         experiment, run_directory = self._request.experiment, self._run_directory
         # Metrics may be unreadable, and a file system without symbolic links: then only the summary names the checkpoint.
         with contextlib.suppress(OSError, DstrialError):

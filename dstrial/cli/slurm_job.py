@@ -71,7 +71,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_slurm_flags(args: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for flags that exclude or require each other."""
+    """Raise ``ConfigError`` if flags exclude each other or lack a flag they require."""
     if args.slurm:
         nodes_fix = "Use --sbatch-arg=--nodelist=NODES or --sbatch-arg=--exclude=NODES."
         rules = [

@@ -98,7 +98,7 @@ def _read_database(
 
 
 def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[dict[str, Any]]:
-    """Convert starting or stalled trials to JSON values, with the text under ``key``."""
+    """Convert starting or stalled trials to JSON; ``key`` names the field of the text."""
     return [
         {
             "trial": one.trial_id,

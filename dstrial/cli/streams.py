@@ -154,8 +154,8 @@ def context_text(context: Context) -> str:
 def command_of(name: str) -> str:
     """Return how to invoke a command installed beside this Python, such as ``det``.
 
-    Returns ``name`` if PATH finds that file, or if it does not exist; else the file's path, relative if it is below the working
-    directory.
+    Returns ``name`` if PATH finds the command, or if there is no such command; otherwise the path of the command's file,
+    relative if below the working directory.
     """
     own = Path(sys.executable).with_name(name)
     found = shutil.which(name)

@@ -211,7 +211,7 @@ def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
 
 
 def submitted_config(request: RunRequest) -> dict[str, Any]:
-    """Return the run's experiment config before additions of ``config_of_run``."""
+    """Return the experiment config with the run's entrypoint, slots and restarts."""
     config = copy.deepcopy(request.experiment.raw)
     config["entrypoint"] = _entrypoint_words(request.entrypoint)
     config["resources"] = {**(config.get("resources") or {}), "slots_per_trial": request.num_slots}
@@ -308,7 +308,7 @@ def submit(
 def _resumable_experiment(
     master: Master, run_directory: RunDirectory, mark: str, *, is_newest: bool
 ) -> observe.ExperimentView | None:
-    """Return the run's last experiment if it can continue; None for a new experiment.
+    """Return the run's last experiment if it can continue; None to create a new one.
 
     An experiment cannot continue if its fingerprint is not ``mark``, or if the user resumes from an older checkpoint
     (``is_newest`` is false). In these cases, a paused experiment is cancelled, and an active one raises ``DstrialError``.

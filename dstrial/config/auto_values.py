@@ -100,7 +100,7 @@ class AutoValues:
 
     @classmethod
     def of(cls, script: ScriptSource | None) -> AutoValues | None:
-        """Return a script's values; None if it uses neither Trainer nor Accelerate."""
+        """Return a script's ``"auto"`` values; None if no Trainer or Accelerate is used."""
         if script is None or script.library is None:
             return None
         is_trainer = script.library == "trainer"

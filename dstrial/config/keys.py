@@ -83,7 +83,7 @@ def _rule_from_table(table: Mapping[str, Any]) -> Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dialect:
-    """How DeepSpeed, or another reader of a config, treats unusual values."""
+    """How a config's reader, such as DeepSpeed, treats null, "auto" and unknown keys."""
 
     name: str  # the consumer, for messages: "DeepSpeed 0.19.8"
     consequence: str = ""  # clause: the effect of an unknown key in a section that is not strict

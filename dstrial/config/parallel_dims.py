@@ -139,7 +139,7 @@ def autotp_clash(
 def batch_replicas(config: Mapping[str, Any], dims: ParallelDims) -> int:
     """Return the replicas in DeepSpeed's batch equation, usually ``dims.dp``.
 
-    With AutoTP it is the number of all ranks, because DeepSpeed parses the config before it creates AutoTP's groups.
+    With AutoTP the result is the number of all ranks, because DeepSpeed parses the config before it creates AutoTP's groups.
     Source: ``runtime/config.py:458``.
     """
     sizes = config_sizes(config)
@@ -165,7 +165,7 @@ def replicas_of(
         data_config: the experiment config's ``data`` section.
         world_size: number of all ranks.
         asked: ranks per replica that user code gives; None if it gives none.
-        otherwise: ranks per replica if neither the section nor user code gives a number, such as a resumed checkpoint's.
+        otherwise: default ranks per replica (such as a resumed checkpoint's) if neither the section nor user code gives a number.
         config: the DeepSpeed config, whose sizes must agree with the section and ``asked``.
 
     Raises:

@@ -110,8 +110,8 @@ def _leaves(
 ) -> Iterator[tuple[Secret, bool]]:
     """Yield each leaf of a config as a ``Secret``, and whether the leaf is secret.
 
-    Below a secret field all leaves are secret, except those below keys in ``open_keys``. ``open_keys`` is None if ``value`` is
-    not below a secret field. Leaves that are null, booleans or empty texts are left out.
+    Below a secret field all leaves are secret; leaves below keys in ``open_keys`` are left out there. ``open_keys`` is None if
+    ``value`` is not below a secret field. Leaves that are null, booleans or empty texts are left out.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():

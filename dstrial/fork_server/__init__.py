@@ -86,7 +86,7 @@ def import_places(environment: Mapping[str, str]) -> list[str]:
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the sorted names of variables that differ between two environments' keys.
+    """Return the sorted names of :func:`key_of` variables whose values differ.
 
     Values are left out, because they may be secrets.
     """

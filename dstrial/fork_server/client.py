@@ -112,7 +112,7 @@ def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
 def fork_or_none(program: Program, files: Sequence[int]) -> ForkedProcess | None:
     """Start a program as ``start_from_spare`` does; return None if it is refused.
 
-    The reason of a refusal is logged, unless it is that this process has no spare.
+    The refusal is logged, unless this process has no spare.
     """
     try:
         return start_from_spare(program, files)

@@ -23,7 +23,7 @@ _PIECE_BYTES = 256 * 1024  # size of a payload's pieces; heartbeats are answered
 
 
 class HostConnection:
-    """Runs a program on a host by a local process; exchanges JSON lines with it.
+    """Runs a program on a host through a local process, and exchanges JSON lines.
 
     The local process is ssh, srun or Ray's relay. The program is ``remote.main``, which replaces itself by the master's agent on
     request. Any thread may call ``send``, which never blocks; one thread calls ``next``. A line is sent at least every ``BEAT_S``

@@ -1,7 +1,7 @@
 """Parse hostfiles and host filters in DeepSpeed's format; define their flags.
 
 A line is ``NAME slots=N``; ``#`` begins a comment. Filters ``NAME[:SLOT,SLOT...]`` are joined by ``@``. A missing file
-is an error; DeepSpeed trains on one machine instead. Source: DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and
+is an error, while DeepSpeed trains on one machine. Source: DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and
 ``parse_resource_filter``.
 """
 
@@ -194,8 +194,8 @@ def hosts_of(args: argparse.Namespace) -> tuple[Host, ...]:
 def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
     """Return ``resources.slots_per_trial`` of a config; None if it is not set.
 
-    ``overrides`` are ``key=value`` texts that win over the config file. If the key is not set, all slots of a hostfile are used;
-    the config's default of 1 is for single machines.
+    ``overrides`` are ``key=value`` texts that win over the config file. If the key is not set, a run on hosts uses all their
+    slots; the config's default of 1 is for single machines.
     """
     for override in reversed(overrides):
         key, _, value = override.partition("=")

@@ -135,8 +135,8 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
 def named_interface(environ: Mapping[str, str], facts: Sequence[Facts]) -> str | None:
     """Return the network interface that gloo's or NCCL's variable names; None for any.
 
-    gloo's variable has priority unless it lists several interfaces. NCCL's may be a prefix or a negation (``^``), so it is used
-    only if a host has an interface of exactly that name.
+    gloo's variable has priority unless it lists several interfaces. NCCL's may be a prefix or a negation (``^``); it is used
+    only if it exactly names an interface of a host.
     """
     gloo, nccl = (environ.get(name, "") for name in _INTERFACE_VARIABLES)
     if gloo and "," not in gloo:

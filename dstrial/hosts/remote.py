@@ -1,4 +1,4 @@
-"""The first program on a host: report facts, test connections, start the next.
+"""First program on a host: report facts, test connections, start another program.
 
 The source is passed to ``python -I -c`` and uses only the standard library, so that it also runs on a host without dstrial.
 Each request and each response is a line of JSON; responses begin with ``PREFIX``, because a login shell may print other lines.
@@ -96,7 +96,7 @@ def _boot_and_namespace() -> str:
 
 
 def listen(address: str, listeners: list[socket.socket]) -> int | None:
-    """Listen on a free port until the program ends; return the port, or None."""
+    """Listen on a free port until the program ends; return the port, None on failure."""
     with contextlib.suppress(OSError):
         # The kernel completes connections that nobody accepts: one of each host.
         listeners.append(socket.create_server((address, 0), backlog=_BACKLOG))

@@ -85,7 +85,7 @@ class Refusal:
 
 
 class Transport(abc.ABC):
-    """A way to start a program on a host through a local command: ssh, srun or relay.
+    """Starts a program on a host through a local command: ssh, srun or Ray's relay.
 
     Messages may contain ``{host}``, ``{python}`` (path of the host's interpreter), ``{line}`` (last line of stderr), ``{job}``.
 
@@ -141,7 +141,7 @@ def _packed_source() -> str:
 
 
 def remote_words(python: str) -> list[str]:
-    """Return the host's command that runs ``remote.main``, even without dstrial."""
+    """Return a host's command that runs ``remote.main``; the host needs no dstrial."""
     program = f"import base64,zlib;exec(zlib.decompress(base64.b64decode({_packed_source()!r})))"
     return [python, "-I", "-u", "-c", program]
 

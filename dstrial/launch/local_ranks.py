@@ -299,7 +299,7 @@ class _Ranks:
     ) -> dict[tuple[int, Stream], int]:
         """Start all ranks with ``command`` and further environment ``variables``.
 
-        Returns (rank, stream) -> descriptor of the rank's output; empty unless ``is_read``.
+        Returns (rank, stream) -> descriptor of the rank's output; {} unless output is read (``is_read``).
 
         Raises:
             LaunchError: a process could not be started.

@@ -100,7 +100,7 @@ def _locks(folder: Path) -> list[Path]:
 
 
 def _holder(status: os.stat_result) -> str:
-    """Return the clause `` by process PID`` for a file's opener; empty if unknown."""
+    """Return `` by process PID`` for a process that has a file open; empty if unknown."""
     wanted = status.st_dev, status.st_ino
     return next((f" by process {pid}" for pid, opened in _open_files() if opened == wanted), "")
 

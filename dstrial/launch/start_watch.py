@@ -53,8 +53,8 @@ class Activity:
 def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
     """Return whether to log the current startup phase now.
 
-    ``age_s`` is the phase's age; ``logged_age_s`` is the phase's age when it was last logged, None if never. ``silence_s`` is
-    the time since any log line.
+    ``age_s`` is the phase's age, ``logged_age_s`` its age when last logged (None: never). ``silence_s`` is the time since the
+    last log line.
     """
     if logged_age_s is None:
         return silence_s >= _SILENCE_S
@@ -150,7 +150,7 @@ class _Watch:
             self._print_line(f"starting: {still}{found.text}{detail}")
 
     def _builds(self) -> list[Build]:
-        """Return builds of extensions that last too long to be only the loading of one.
+        """Return builds of extensions that last longer than mere loading takes.
 
         Builds are found by their locks, because ranks also wait for builds of other trials and of the user's extensions.
         """

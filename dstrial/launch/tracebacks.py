@@ -127,7 +127,7 @@ def _chain_length(described: traceback.TracebackException | None) -> int:
 
 
 def _block(described: traceback.TracebackException, error: BaseException, base: str) -> tuple[str, bool]:
-    """Return one exception of a chain as text, and whether the text is complete."""
+    """Return one exception of a chain as text, and whether all its frames are shown."""
     frames = _frames_of(described.stack)
     ending = "".join(described.format_exception_only()).rstrip("\n")
     if getattr(described, "exceptions", None):

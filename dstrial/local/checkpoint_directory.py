@@ -3,7 +3,7 @@
 ``<checkpoints>/<uuid>/`` is a checkpoint as soon as its completion marker exists. During a save, ``<uuid>.saving/`` in the same
 directory names the process of rank 0. If that process has died, the next start removes the two directories.
 
-``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules; a run without a master is an experiment with one trial.
+``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules. A run without a master counts as an experiment of one trial.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ def remove_incomplete_checkpoints(
 ) -> dict[str, int]:
     """Remove incomplete checkpoints of dead processes; return name -> removed bytes.
 
-    A checkpoint is kept if its writer is alive or on another machine. ``delete_files`` is as in ``remove_checkpoint``; if it
-    raises ``CheckpointError``, the checkpoint is kept for the next call. Directories without a ``.saving`` directory are kept,
-    such as Determined's TensorBoard files.
+    A checkpoint is kept if its writer is alive or on another machine. ``delete_files`` deletes a checkpoint's files in object
+    storage; if it raises ``CheckpointError``, the checkpoint is kept for the next call. Directories without a ``.saving``
+    directory are kept, such as Determined's TensorBoard files.
     """
     names = {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
     removed: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """Determined's ``CheckpointContext`` on a run directory, with or without a master.
 
-Determined's code stores, downloads and merges metadata. This module adds the completion marker, the keep policy and the
+Determined's code transfers files and merges metadata. This module adds the completion marker, the keep policy and the
 removal of a failed checkpoint. If one rank fails, every rank raises an error with the failing rank's number and cause.
 """
 
@@ -551,8 +551,8 @@ def _superfluous(
 def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
     """Find another run's complete checkpoint by its uuid, or return None.
 
-    Searches the runs of this process, this run's runs directory, and the default runs directory. (Determined 0.38.1 keeps all
-    local checkpoints in one directory.)
+    Searches checkpoints of this process, this run's runs directory, and the default runs directory. (Determined 0.38.1 keeps
+    all local checkpoints in one directory.)
     """
     if not is_uuid(storage_id):
         return None
@@ -589,7 +589,7 @@ def open_checkpoint_store(
 ) -> LocalCheckpointContext:
     """Open or create a checkpoints directory; rank 0 removes incomplete checkpoints.
 
-    ``settings`` is the external storage of the files; None if ``checkpoints_path`` has the files.
+    ``settings`` is the external storage of the files; None if ``checkpoints_path`` has them.
 
     Raises:
         CheckpointError: the object storage cannot be written.

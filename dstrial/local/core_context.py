@@ -202,10 +202,11 @@ def _train_context(
 def mirror(
     core_context: core.Context, run_directory: RunDirectory, exp_conf: Mapping[str, Any]
 ) -> LocalTrainContext:
-    """Let a master's core context also write to a run directory; return its ``train``.
+    """Make a master's core context also write to a run directory.
 
-    Replaces ``core_context.train`` and ``core_context.checkpoint``. The context's ``tensorboard_mode`` must be ``MANUAL``. At
-    the end, call ``flush_progress`` of the result and :func:`remove_tensorboard_directories`.
+    Replaces ``core_context.checkpoint`` and ``core_context.train``; returns the new ``train``. The context's
+    ``tensorboard_mode`` must be ``MANUAL``. At the end, call ``flush_progress`` of the result and
+    :func:`remove_tensorboard_directories`.
     """
     is_chief = core_context.distributed.rank == 0
     if is_chief:

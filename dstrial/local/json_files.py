@@ -54,7 +54,7 @@ def _strict_float(value: float) -> float | str:
 
 
 def metric_number(value: Any) -> float | None:
-    """Return a number that ``to_strict_json`` wrote; None if the value is no number."""
+    """Return a number, also if written as ``"NaN"`` or ``"Infinity"``; otherwise None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if value in ("NaN", "Infinity", "-Infinity"):

@@ -1,4 +1,4 @@
-"""A checkpoint context whose nodes each transfer files to object storage once.
+"""A checkpoint context for object storage: each node transfers its files once.
 
 Ranks write a checkpoint into a scratch directory of their node. Then the first rank of each node uploads the node's files, and
 rank 0 uploads the completion marker last. To load a checkpoint, the first rank of each node downloads it for all.
@@ -96,8 +96,8 @@ def completion_info(storage_id: str, steps_completed: Any) -> dict[str, Any]:
 def write_record(files: Path, record: Path, info: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Write the local record of a checkpoint in object storage.
 
-    Copies manifest and metadata from the directory ``files`` to the directory ``record``, unless these are the same, and writes
-    the completion marker.
+    Copies manifest and metadata from directory ``files`` to directory ``record`` unless these are equal, and writes the
+    completion marker.
     """
     record.mkdir(exist_ok=True)
     for name in _RECORDED:
@@ -191,7 +191,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
     def of_cluster(
         cls, cluster: core.CheckpointContext, manager: ObjectStorageManager | None
     ) -> NodeCheckpointContext:
-        """Convert Determined's checkpoint context; a given ``manager`` stores the files."""
+        """Convert Determined's checkpoint context; if given, ``manager`` stores the files."""
         made = cls.__new__(cls)
         made.__dict__.update(cluster.__dict__)
         if manager is not None:
@@ -283,8 +283,8 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
     ) -> Iterator[Path]:
         """Yield the directory with a checkpoint's files; download them if necessary.
 
-        ``record`` is the local record, which contains the files or names their storage.
-        Only files in object storage are downloaded.
+        ``record`` is the local record, which contains the files or names their storage. ``own`` is the storage in this run's
+        config. Only files in object storage are downloaded.
         """
         settings = recorded_storage(record, own)
         if settings is None:
@@ -330,7 +330,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
     ) -> None:
         """Download the files that any rank selects, once per node; check the manifest.
 
-        The manifest is compared with ``record``, by default with the checkpoint's metadata.
+        The manifest must match the SHA-256 in the metadata of ``record`` or, if ``record`` is None, of the checkpoint.
 
         Ranks: all of ``ranks``, collectively.
         """

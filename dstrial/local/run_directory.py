@@ -3,8 +3,8 @@
 ``<runs dir>/<experiment name>/<UTC stamp>-<short id>/`` holds::
 
     experiment.yaml           the effective experiment config
-    run.json                  name, context directory, command, when started, state (``RunRecord``)
-    run.lock                  held by the process that owns the run while it lasts
+    run.json                  name, context directory, command, start time, state (``RunRecord``)
+    run.lock                  locked during the run by the process that owns the run
     metrics.jsonl             one line per report
     metrics.node<n>.jsonl     system metrics of node n > 0, in a run without a master
     metrics.superseded.jsonl  reports beyond the batch from which a resume started
@@ -100,7 +100,7 @@ def utc_stamp(moment: str | None = None) -> str:
 def default_runs_dir(runs_dir: str | os.PathLike[str] | None = None) -> Path:
     """Return the absolute directory of all runs; it need not exist.
 
-    It is the first that is given of ``runs_dir``, the variable ``DSTRIAL_RUNS_DIR``, and ``runs``.
+    The first of these that is set: ``runs_dir``, the variable ``DSTRIAL_RUNS_DIR``, ``./runs``.
     """
     return Path(runs_dir or os.environ.get(RUNS_DIR_VARIABLE) or "runs").absolute()
 

@@ -15,7 +15,7 @@ _NEVER_THE_LOSS = ("batches_per_second", "samples_per_second", "batches", "epoch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """One line of ``metrics.jsonl``, without metrics that are no numbers."""
+    """One line of ``metrics.jsonl`` with its numeric metrics, NaN included."""
 
     group: str
     steps_completed: int
@@ -50,7 +50,7 @@ class RunMonitor:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a report or the progress of this attempt has shown a trained batch."""
+        """Whether this attempt has trained a batch, by its reports or progress."""
         return bool(self._view.batches_trained)
 
     def poll(self) -> RunView:
@@ -102,7 +102,7 @@ class RunMonitor:
 
 
 def to_report(group: str, steps_completed: int, metrics: Mapping[str, Any]) -> Report:
-    """Return a report with those metrics that are numbers."""
+    """Return a report with the metrics that are numbers, NaN included."""
     numbers = {name: metric_number(value) for name, value in metrics.items()}
     return Report(
         group, steps_completed, {name: value for name, value in numbers.items() if value is not None}
@@ -110,7 +110,7 @@ def to_report(group: str, steps_completed: int, metrics: Mapping[str, Any]) -> R
 
 
 def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | None:
-    """Return (name, value) of the metric to show for a report; None without one.
+    """Return (name, value) of the metric to show for a report; None if it has none.
 
     The metric is ``preferred``, else ``loss``, else the first that is neither a counter nor a speed.
     """

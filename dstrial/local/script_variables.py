@@ -15,7 +15,7 @@ EXPERIMENT_VARIABLE = "DSTRIAL_EXPERIMENT"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownExperiment:
-    """The experiment that a launcher passed to its script; defaults are filled in."""
+    """Experiment config, with defaults, and hyperparameters that a launcher passed on."""
 
     config: dict[str, Any]
     hyperparameters: dict[str, Any]
@@ -58,7 +58,7 @@ def is_measuring(hparams: Mapping[str, Any]) -> bool:
 
 
 def measuring_hyperparameters() -> dict[str, Any] | None:
-    """Return the hyperparameters of a measuring trial without a master, or None."""
+    """Return a dsat trial's hyperparameters if it runs without a master, else None."""
     text = os.environ.get(HPARAMS_VARIABLE)
     if not text:
         return None

@@ -85,7 +85,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._progress_written_at_s = -math.inf
 
     def rewind_to(self, steps_completed: int) -> int:
-        """Move reports after a batch to ``metrics.superseded.jsonl``; return their number.
+        """Move reports after a batch to ``metrics.superseded.jsonl``; return how many.
 
         Call this once, after a checkpoint of batch ``steps_completed`` was restored and before the first report. System metrics
         are not moved, because training does not repeat them.
@@ -196,7 +196,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
     def report_system_metrics(
         self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime, node_idx: int
     ) -> None:
-        """Append a node's average system metrics, node -> metric -> value, to a file.
+        """Append a node's averaged system metrics (node -> metric -> value) to a file.
 
         The chief appends to ``metrics.jsonl``, other ranks to ``metrics.node<n>.jsonl``. Ranks: the first of each node.
         """

@@ -72,7 +72,7 @@ class GroupChannel:
         RankTimeoutError: a rank missed the deadline; the message names the missing ranks.
         RankError: a peer has exited.
 
-    Ranks: those in ``ranks``, collectively; so are all methods except ``leave`` and ``close``.
+    Ranks: those in ``ranks``, collectively; also for all methods except ``leave`` and ``close``.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, timeout_s: float) -> None:
@@ -101,7 +101,7 @@ class GroupChannel:
             )
 
     def allgather_identities(self, identity: RankIdentity) -> list[RankIdentity]:
-        """Return the identities of all ranks, by rank; works before the ranks have a key."""
+        """Return the identities of all ranks, by rank; needs no key for message tags."""
         payload = json.dumps(dataclasses.asdict(identity)).encode()
         messages = self._finish(self._begin(_START, payload, self._ranks))
         return [RankIdentity(**json.loads(bytes(message))) for message in messages]

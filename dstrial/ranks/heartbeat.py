@@ -4,7 +4,7 @@ Rank and launcher map the file into memory, and use neither locks nor system cal
 to private memory. The file has one slot of ``SLOT_BYTES`` for each rank of this machine. A slot has a *lane* (the state of one
 thread) for the main thread and one for the background save thread, the rank's pid, and the longest duration of each phase.
 
-The hot path writes through memory views, which cause fewer cache misses than ``struct``.
+The hot path writes through memory views: fewer cache misses than ``struct``.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _connected(node: str, port: int) -> socket.socket:
 
 
 def as_init_method(store: Any, identity: RankIdentity) -> str:
-    """Return an ``init_method`` with which ``init_process_group`` uses ``store`` once.
+    """Return a single-use ``init_method`` for ``init_process_group`` on ``store``.
 
     DeepSpeed's ``init_distributed`` takes no store (0.19.8 ``comm/comm.py:844``).
     """

@@ -101,7 +101,7 @@ class Bridge:
         return {}
 
     def start(self, request: Mapping[str, Any]) -> tuple[Any, int]:
-        """Start a program on a node of a job; return the actor and the program's number.
+        """Start a program on a job's node; return the actor and its number of the program.
 
         ``request`` has ``job`` (id of the placement group), ``host`` (the node's name) and ``words`` (the command).
         """

@@ -23,7 +23,7 @@ _POLL_S = 0.05  # interval of checks whether the bridge is connected
 
 
 class RayRefusedError(Exception):
-    """Ray rejects the values of a request; has Ray's message."""
+    """Raised if Ray rejects the values of a request; the message is Ray's."""
 
 
 def require_ray(where: str) -> None:
@@ -84,7 +84,6 @@ class BridgeClient:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
-        """Start the bridge, and wait until it is connected to Ray."""
         self._end()
         self._directory.mkdir(mode=0o700, exist_ok=True)  # an ended bridge has deleted it
         self.socket.unlink(missing_ok=True)

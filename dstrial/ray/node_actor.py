@@ -125,7 +125,10 @@ class NodeActor:
             threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def start(self, words: Sequence[str]) -> int:
-        """Start a program and return its number; ``read`` reports a failed start."""
+        """Start a program; return its number, an argument of the other methods.
+
+        If the start failed, ``read`` returns the error.
+        """
         number = next(self._numbers)
         try:
             self._programs[number] = _Program(words, environment_of(_login_environment(), os.environ))

@@ -1,1 +1,1 @@
-"""Rules that reject a DeepSpeed config before ranks start; DeepSpeed checks later."""
+"""Rules that check a DeepSpeed config before any rank starts DeepSpeed."""

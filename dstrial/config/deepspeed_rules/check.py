@@ -64,7 +64,7 @@ def check_deepspeed(
         where: label of keys without a line, such as "deepspeed config of engine 0".
         lines: ``file:line`` of each key.
         auto: severity of ``"auto"`` outside the batch sizes: "warning" if another tool may still replace it.
-        filler: values with which the script's library replaces ``"auto"``; if given, ``auto`` is not used.
+        filler: values with which the script's library replaces ``"auto"``; if given, argument ``auto`` is ignored.
         installed: DeepSpeed version that will run; by default the installed one, read without importing DeepSpeed.
         on_cpu: whether to warn of settings that need an accelerator.
     """

@@ -1,4 +1,4 @@
-"""A DeepSpeed config for the rules: given and effective values, and job sizes."""
+"""Input of the rules: given and effective DeepSpeed config, parallel dimensions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Settings:
         return self.device("offload_optimizer") != "none"
 
     def reject(self, is_wrong: object, key: str, expected: str, fix: str) -> None:
-        """Record an error as :meth:`problem` does, but only if ``is_wrong`` is true."""
+        """If ``is_wrong``, record that a key's value conflicts with another setting."""
         if is_wrong:
             self.problem(key, expected, fix)
 

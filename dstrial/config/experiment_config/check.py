@@ -88,7 +88,7 @@ def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:
 
 
 def period(raw: Mapping[str, Any], key: str) -> Length | None:
-    """Return the length at ``key`` of a checked config; None if its value is 0."""
+    """Return the length at ``key`` of a checked config; None for a length of 0."""
     length = Length.from_config(raw[key])
     return length if length.value else None
 

@@ -123,7 +123,7 @@ def check_command(
         given: the config as written.
         kind: command, TensorBoard or generic task. A TensorBoard takes no slots by default, other kinds take one.
         num_slots: the most slots on one machine; a config that requests more is rejected.
-        environment_variables: each ``NAME=value``; the config's variables follow.
+        environment_variables: ``NAME=value`` texts to place before the config's variables.
         template: values for missing keys.
         launch_error: whether a config is also rejected if only its template requests more than ``num_slots``.
 

@@ -163,7 +163,7 @@ def check_experiment(
 ) -> ExperimentConfig:
     """Check a parsed experiment config, as :func:`load_experiment` does.
 
-    ``path`` names the config in messages. ``has_files``: whether to check that ``context_dir`` contains the entrypoint's files.
+    ``path`` names the config in messages. ``has_files``: whether to check that the entrypoint's module or script exists.
     ``more_checks`` is called with the config with defaults, and with ``Diagnostics`` to record problems in.
     """
     findings = Diagnostics(document.lines, document.label)

@@ -140,7 +140,7 @@ def check_shared_batch(
 
 
 def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> bool:
-    """Return whether ``num_slots`` slots make whole replicas that divide the batch."""
+    """Return whether the slots form whole replicas whose number divides the batch."""
     replicas, rest = divmod(num_slots, ranks_per_replica)
     return rest == 0 and replicas > 0 and train_batch_size % replicas == 0
 

@@ -19,9 +19,9 @@ _KINDS = (*DEVICES, _GPU_ALIAS)
 
 
 def by_device(given: Any) -> dict[str, Any]:
-    """Return device kind -> value without null values; ``gpu`` becomes ``cuda``.
+    """Return device kind -> value, from such a mapping or one value for all kinds.
 
-    A value that is no mapping applies to all kinds.
+    Null values are left out; ``gpu`` becomes ``cuda``.
     """
     if not isinstance(given, Mapping):
         return dict.fromkeys(DEVICES, given)

@@ -115,7 +115,7 @@ def checked_again(
         original: the submitted YAML.
         template: values for missing keys; None without a template.
         context_dir: directory of the unpacked model definition.
-        has_files: whether to check that the entrypoint's files exist.
+        has_files: whether to check that the entrypoint's module or script exists.
     """
     document = read_yaml_text(original, LABEL)
     if template is not None and isinstance(document.value, dict):

@@ -103,7 +103,7 @@ def check_submission(
         template: a partial config with values for missing keys.
         is_detached: whether trials run outside the master. They need no entrypoint, and the searcher is unused.
         document: ``config_text`` if already parsed; modified in place.
-        has_files: whether to check that the entrypoint's files exist; Determined 0.38.1 also accepts installed modules.
+        has_files: whether to check that the entrypoint's module or script exists; False if no model definition was submitted.
     """
     document = document or read_yaml_text(config_text, LABEL)
     exceeds: list[bool] = []
@@ -228,7 +228,7 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
 
 
 def search_section(given: Any) -> dict[str, Any]:
-    """Return checked ``hyperparameters`` and ``searcher``, to preview a search."""
+    """Check a config; return its ``hyperparameters`` and ``searcher`` for a preview."""
     check_value(given, LABEL)
     findings = Diagnostics({}, LABEL)
     if not isinstance(given, dict):

@@ -46,7 +46,7 @@ class RankView:
     """A rank's state at one poll.
 
     Attributes:
-        rank: the rank.
+        rank: global rank.
         beat: the rank's heartbeat.
         age_s: seconds since the heartbeat entered its current phase.
         state: state letter of the process (proc(5)).
