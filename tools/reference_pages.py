@@ -71,8 +71,8 @@ The table shows the result of `dstrial check` for each axis of parallelism, ZeRO
   shows, such as process groups of an engine and fused layers.
 - *refused in the ranks*: `dstrial check` accepts the combination, and training ends with an error before the first batch.
   `dstrial check` cannot see experts and `ep_size`, which are in the trial's code.
-- A number: `dstrial check` refuses the combination with the message of this number below the table.
-- An empty cell: no checkpoint to resume from, or no axis to remove.
+- *no*: `dstrial check` refuses the combination. The number is that of its message below the table.
+- A dash: there is no checkpoint to resume from, or no axis to remove.
 - *optimizer of the trial*: an SGD of torch that the trial passes to `deepspeed.initialize`.
 
 | axis | ZeRO | optimizer | trains | resumes on eight slots | resumes in another ZeRO stage | resumes without the axis |
@@ -100,7 +100,8 @@ def rows(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield a table row for each key below a part of the schema."""
     for key, value in schema["properties"].items():
         default = f"`{json.dumps(value['default'])}`" if "default" in value else ""
-        yield f"| `{prefix}{key}` | {_type(value)} | {default} | {value.get('description', '')} |\n"
+        section = f"keys `{prefix}{key}.…` below" if "properties" in value else ""
+        yield f"| `{prefix}{key}` | {_type(value)} | {default} | {value.get('description', section)} |\n"
         if "properties" in value and "batches" not in value["properties"]:  # a length is no section
             yield from rows(value, f"{prefix}{key}.")
         elif "properties" in value.get("items", {}):
@@ -183,10 +184,10 @@ def parallel_axes() -> str:
             rows: dict[str, list[str]] = {}
             for optimizer in _OPTIMIZERS:
                 cells = [
-                    f"[{notes.setdefault(one, len(notes) + 1)}](#messages)" if one.endswith(".") else one
+                    f"no, [{notes.setdefault(one, len(notes) + 1)}](#messages)" if one.endswith(".") else one
                     for one in _decisions(axis, stage, optimizer)
                 ]
-                cells += [""] * (4 - len(cells))
+                cells += ["—"] * (4 - len(cells))
                 rows.setdefault(" | ".join(cells), []).append(optimizer)
             lines += [f"| {axis} | {stage} | {', '.join(names)} | {row} |\n" for row, names in rows.items()]
     lines.append("\n## Messages\n\n")

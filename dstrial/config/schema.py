@@ -241,7 +241,7 @@ SEARCHER_COMMON: dict[str, Rule] = {
 """Keys common to all searchers."""
 
 _SEARCHER = _section(
-    "number of trials and length of each",
+    "number of trials and length of each trial",
     **SEARCHER_COMMON,
     max_trials=_count("number of trials", minimum=1, maximum=10**6),
     max_concurrent_trials=_count(
@@ -300,9 +300,9 @@ _RESOURCES = _section(
         ),
     ),
     shm_size=_rule(_UNUSED, "integer", "string", check=_check_memory_size, fix="Write 1.5 gb, for example."),
-    native_parallel=_flag(_UNUSED),
+    native_parallel=_flag("without effect"),
     is_single_node=_flag("whether all ranks of a trial run on one host", default=None),
-    agent_label=_text(_UNUSED),
+    agent_label=_text("without effect"),
 )
 
 _ENVIRONMENT = _section(
@@ -452,7 +452,7 @@ _WEBHOOKS = Section(
         "webhook_name": _list_of(
             "names of webhooks to trigger", Rule(types=("string",), fix="Write [NAME].")
         ),
-        "exclude": _flag("whether no webhook is triggered by this experiment"),
+        "exclude": _flag("if true, the experiment triggers no webhook"),
     },
     fills_in=False,
 )
@@ -470,7 +470,10 @@ _POLICY = Rule(
                 fix="Correct the pattern; RE2 has no look-around and no back-references.",
             ),
             "action": _rule(
-                " or ".join(_POLICY_ACTIONS), _ANY, check=_check_action, fix="Write {type: cancel_retries}."
+                "`cancel_retries`: do not restart the trial after a failure; `exclude_node`: do not restart it on this node",
+                _ANY,
+                check=_check_action,
+                fix="Write {type: cancel_retries}.",
             ),
         },
         fills_in=False,
@@ -580,15 +583,15 @@ EXPERIMENT = Section(
         "project": _text("project of the experiment; requires `workspace`", default=""),
         "optimizations": _section(
             "without effect: Horovod's settings",
-            aggregation_frequency=_count("", default=1, minimum=1),
-            average_aggregated_gradients=_flag("", default=True),
-            average_training_metrics=_flag("", default=True),
-            gradient_compression=_flag(""),
-            mixed_precision=_text("", default="O0"),
-            tensor_fusion_threshold=_rule("", "integer", default=64),
-            tensor_fusion_cycle_time=_rule("", "integer", default=1),
-            auto_tune_tensor_fusion=_flag(""),
-            grad_updates_size_file=_text(""),
+            aggregation_frequency=_count("without effect", default=1, minimum=1),
+            average_aggregated_gradients=_flag("without effect", default=True),
+            average_training_metrics=_flag("without effect", default=True),
+            gradient_compression=_flag("without effect"),
+            mixed_precision=_text("without effect", default="O0"),
+            tensor_fusion_threshold=_rule("without effect", "integer", default=64),
+            tensor_fusion_cycle_time=_rule("without effect", "integer", default=1),
+            auto_tune_tensor_fusion=_flag("without effect"),
+            grad_updates_size_file=_text("without effect"),
         ),
         "integrations": _rule(
             "webhooks of the experiment; settings of other systems are accepted without effect",

@@ -162,7 +162,8 @@ SETTINGS = Section(
         ),
         "backend": _string(
             enum=BACKENDS,
-            about="where trials run: `agent` (this machine, or the hosts of `hostfile`), `slurm` or `ray`",
+            about="where trials run: `agent` (this machine, or the hosts of `hostfile`), `slurm` or `ray`; "
+            "`resource_manager.type` unless given",
         ),
         "slurm": _section(
             sbatch_args=_list(about="options of `sbatch` for all jobs"),
