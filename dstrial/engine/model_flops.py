@@ -36,6 +36,8 @@ _KNOWN_NAMESPACES = frozenset(
 )
 """Namespaces whose relevant operations have torch formulas; the FLOPs of their other operations are negligible."""
 
+_BACKENDS = ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlopCount:
@@ -76,14 +78,15 @@ def _formulas() -> dict[Any, Callable[..., Any]]:
 
 
 class _Formulas(dict[Any, Callable[..., Any]]):
-    """FLOP formulas by operation; ``in`` is true for every operation.
+    """FLOP formulas by operation; ``in`` is true for operations that have a kernel of their own.
 
-    ``FlopCounterMode`` decomposes operations that are not in its formulas. A decomposed operation, such as the backward of SiLU,
-    rounds differently, so counting would change what a batch trains.
+    ``FlopCounterMode`` decomposes what is not in its formulas. The parts of an operation such as the backward of SiLU round
+    differently than its kernel, so counting would change what a batch trains.
     """
 
-    def __contains__(self, operation: object) -> bool:
-        return True
+    def __contains__(self, operation: Any) -> bool:
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        return any(has_kernel(operation.name(), backend) for backend in _BACKENDS)
 
 
 class FlopCounter(FlopCounterMode):
