@@ -85,7 +85,7 @@ class Layout(EngineArrangement):
         versions: versions of ``deepspeed``, ``torch``, ``dstrial`` and ``python``.
         buffers: flat buffers of all model-parallel ranks, sorted by ``model_part`` and ``index``.
         parameters: parameters of all model-parallel ranks, in the order of the module.
-        folder: the engine's folder in the checkpoint, with ``/``; empty for the default of ``file_roles.engine_folder``.
+        folder: the engine's folder, relative to the checkpoint; empty if it has the name of ``file_roles.engine_folder``.
         frozen_checksums: name -> checksum of each frozen parameter that is left out of the checkpoint.
         adapter: ``config`` and ``keys`` of PEFT's adapter (``engine.peft_adapter.adapter_of``); {} without an adapter.
     """

@@ -258,7 +258,7 @@ class BinarySearch:
         return actions
 
     def _effects_of(self, candidate: Candidate) -> list[Action]:
-        """Return a note for each measured effect of the settings that a candidate changes."""
+        """Return log lines: the measured effect of each config key that a candidate sets."""
         known = [(one.candidate, one.outcome) for one in self.observations.values()]
         paths = {path for path, _ in candidate.settings}
         return [Note(str(effect)) for effect in best_knob_effects(self.space, known) if effect.path in paths]

@@ -138,7 +138,7 @@ class Regression:
         effects: _Floats,
         noise: _Floats,
     ) -> _Fit:
-        """Return the posterior, with no factor below its lower bound."""
+        """Return the posterior; each factor is at least ``_MIN_FACTOR`` of its prior mean."""
         mean, deviations = self._prior.copy(), self._deviations.copy()
         while True:
             shares = scaled * deviations

@@ -151,7 +151,7 @@ def test_search_with_own_autotp_is_not_dry_run(tmp_path: Path) -> None:
     inputs = gather_inputs(settings, target="cpu")
 
     assert inputs.runs == {}
-    assert "no groups of tensor- or sequence-parallel ranks" in inputs.notes[0]
+    assert "no tensor- or sequence-parallel groups" in inputs.notes[0]
 
 
 def test_dry_run_of_two_engines_uses_both_configs() -> None:
