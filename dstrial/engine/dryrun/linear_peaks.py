@@ -62,10 +62,11 @@ def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line, bo
 
     Parameter gradients are not counted. Activations are live at the end of forward, but not between steps.
 
-    The trace has the building of the engines, then steps at the micro batch sizes ``low`` and ``high``. If these two steps
-    differ in the order of their allocations, a third step at ``low`` follows. Up to the optimizer step, allocations of the last two steps are
-    matched one by one: each is linear in the micro batch size, and so is their sum at any time. A phase's peak is the maximum
-    of these sums. If the steps do not match, the result interpolates between the two measured peaks.
+    The trace has the building of the engines, then steps at the micro batch sizes ``low`` and ``high``. If these two
+    steps differ in the order of their allocations, a third step at ``low`` follows. Up to the optimizer step,
+    allocations of the last two steps are matched one by one: each is linear in the micro batch size, and so is their
+    sum at any time. A phase's peak is the maximum of these sums. If the steps do not match, the result interpolates
+    between the two measured peaks.
     """
     steps = _Steps(trace)
     is_linear = _same(steps)
