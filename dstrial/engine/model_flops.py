@@ -78,7 +78,7 @@ def _formulas() -> dict[Any, Callable[..., Any]]:
 
 
 class _Formulas(dict[Any, Callable[..., Any]]):
-    """FLOP formulas by operation; ``in`` is true for operations that have a kernel of their own.
+    """FLOP formulas; ``in`` is true for operations with a kernel of their own.
 
     ``FlopCounterMode`` decomposes what is not in its formulas. The parts of an operation such as the backward of SiLU round
     differently than its kernel, so counting would change what a batch trains.
