@@ -316,10 +316,7 @@ def _path(text: str | None, config_file: Path | None) -> str | None:
 
 
 def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
-    """Return the resource pool's name; merge the pool's task defaults into ``raw``.
-
-    Source: Determined 0.38.1 ``TaskContainerDefaultsConfig.Merge``: variables are merged, hooks are replaced.
-    """
+    """Return the resource pool's name; merge the pool's task defaults into ``raw``."""
     pools = raw["resource_pools"]
     if len(pools) > 1:
         findings.problem(
@@ -339,6 +336,7 @@ def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
         path = ("resource_pools", index)
         own = check_keys(_POOL, pool, _DIALECT, findings, path)["task_container_defaults"]
         _check_variables(own, (*path, "task_container_defaults"), findings)
+        # Source: Determined 0.38.1 ``TaskContainerDefaultsConfig.Merge``.
         defaults = raw["task_container_defaults"]
         defaults["environment_variables"] = [
             *defaults["environment_variables"],
@@ -372,10 +370,7 @@ def _check_each(
     what: tuple[str, str],
     findings: Diagnostics,
 ) -> None:
-    """Report entries that do not match ``pattern``.
-
-    ``what`` is (expected value, fix) for the error message.
-    """
+    """Report entries that do not match ``pattern``; ``what`` is (expected value, fix)."""
     for index, entry in enumerate(entries):
         if not isinstance(entry, str) or re.fullmatch(pattern, entry, re.DOTALL) is None:
             findings.problem((*path, index), render(entry), *what)

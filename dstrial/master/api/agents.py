@@ -32,8 +32,6 @@ _CLOUD_FIELDS = (  # fields of a resource pool in a cloud, empty here
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Usage:
-    """Snapshot of all devices, disabled slots, allocations and queued experiments."""
-
     disabled: Mapping[int, bool]  # slot id or agent key -> whether draining
     devices: Mapping[int, dict[str, Any]]  # slot id -> v1Device
     allocations: tuple[Allocation, ...]
@@ -86,7 +84,6 @@ def _container(
 
 
 def _slots(usage: _Usage, node: Node) -> dict[str, dict[str, Any]]:
-    """Return a node's slots as slot index -> v1Slot."""
     containers = {slot_id: one for slots, one in usage.containers.get(node.id, []) for slot_id in slots}
     return {
         str(index_of(slot.id)): message(
@@ -184,10 +181,7 @@ def list_agents(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 
 
 def _switch(tx: Transaction, request: ApiRequest, slot_id: int, what: str) -> _Usage:
-    """Enable or disable a slot, depending on the request's path; return the new usage.
-
-    ``slot_id`` may be the ``agent_key`` of a whole node. ``what`` names the slot or node in the logs of killed tasks.
-    """
+    """Enable or disable a slot or, by its agent key, a node; return the new usage."""
     if request.route.path.endswith("/enable"):
         jobs.enable_slot(tx, slot_id)
     else:

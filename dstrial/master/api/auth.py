@@ -154,10 +154,7 @@ def _token_json(token: AccessToken) -> dict[str, Any]:
 
 
 def _expiry_us(request: ApiRequest, lifespan: str | None) -> int | None:
-    """Return a new access token's expiry in microseconds; None if it never expires.
-
-    ``lifespan`` is a time such as "48h", "-1" (the maximum in the master's settings), or None (the default in the settings).
-    """
+    """Return a new access token's expiry in microseconds; None if it never expires."""
     settings = request.services.settings
     limit = settings.token_max_days
     days: float = settings.token_default_days if lifespan is None else _UNLIMITED

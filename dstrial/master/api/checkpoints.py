@@ -95,10 +95,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
 
 
 async def _require_storage(request: ApiRequest, task_id: str) -> None:
-    """Raise HTTP 409 if the trial's checkpoint storage is unavailable.
-
-    The status is not 503, on which clients would retry indefinitely while the trial holds its slots.
-    """
+    """Raise HTTP 409 if the trial's checkpoint storage is unavailable."""
 
     def read(connection: Connection) -> dict[str, Any] | None:
         trial = trial_rows.of_task(connection, task_id)
@@ -113,6 +110,7 @@ async def _require_storage(request: ApiRequest, task_id: str) -> None:
     if storage is not None:
         trouble = await services.run(lambda: services.storages.trouble(storage))
         if trouble is not None:
+            # On 503, clients would retry indefinitely while the trial holds its slots.
             raise RequestError(409, trouble)
 
 
@@ -236,10 +234,7 @@ async def download(request: ApiRequest) -> StreamingResponse:
 
 
 async def _archive(directory: Path, stack: contextlib.ExitStack) -> AsyncIterator[bytes]:
-    """Yield a tar.gz of a directory's regular files, then close ``stack``.
-
-    Raises the error of a file that is unreadable.
-    """
+    """Yield a tar.gz of a directory's regular files; raise if a file is unreadable."""
     read_end, write_end = os.pipe()
     problems: list[Exception] = []
 

@@ -1,7 +1,4 @@
-"""Routes of ``det command`` and ``det tensorboard``; functions for generic tasks.
-
-A command is a process with a log, an exit code and, if requested, slots.
-"""
+"""Routes of ``det command`` and ``det tensorboard``; functions for generic tasks."""
 
 from __future__ import annotations
 
@@ -190,10 +187,7 @@ def _tensorboard_json(request: ApiRequest, row: commands.CommandInfo) -> dict[st
 async def _launch_command(
     request: ApiRequest, kind: CommandKind, experiment_ids: list[int], trial_ids: list[int]
 ) -> tuple[commands.CommandInfo, dict[str, Any]]:
-    """Create a command; return its row, and the response's config and warnings.
-
-    A TensorBoard shows ``experiment_ids`` and ``trial_ids``.
-    """
+    """Create a command; return its row, and the response's config and warnings."""
     body, services = request.body(), request.services
     spec = await checked(request, body.mapping("config") or {}, kind, body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]

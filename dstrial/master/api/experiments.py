@@ -104,10 +104,7 @@ def checked(
 
 
 def _check_interpreter(interpreter: str, entrypoint: str | Sequence[str]) -> None:
-    """Raise ``ConfigError`` unless a Python runs and has the entrypoint's packages.
-
-    These are dstrial and determined, if the entrypoint uses them.
-    """
+    """Raise ``ConfigError`` unless the interpreter runs and has the needed packages."""
     if not Path(interpreter).is_absolute() or shutil.which(interpreter) is None:
         raise _interpreter_error(
             interpreter, "the absolute path of a Python", "Take the output of `which python3`."
@@ -179,10 +176,7 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
 def _with_trials(
     connection: Connection, experiment_id: int
 ) -> tuple[listings.ListedExperiment, list[int], str | None]:
-    """Return an experiment, its trial ids, and the external id of its only trial.
-
-    The external id is None if there are several trials or the trial has none.
-    """
+    """Return an experiment, its trial ids, and the external id of its only trial."""
     row = listings.get_experiment(connection, experiment_id)
     if row is None:
         experiment_rows.require(connection, experiment_id)
@@ -332,10 +326,7 @@ def _unmask_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Restore masked secrets of a YAML config from its template or ``parent``.
-
-    ``parent`` is the experiment from which a user may have copied the config.
-    """
+    """Restore a YAML config's masked secrets from its template or parent experiment."""
     if MASK not in config:
         return config
     sources: list[Any] = []
@@ -433,10 +424,7 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 def _resumed_run(connection: Connection, experiment_id: int) -> SavedRun | None:
-    """Return the checkpoint from which an experiment's only trial resumes.
-
-    Returns None if there is no checkpoint, or several trials.
-    """
+    """Return the checkpoint from which an experiment's only trial resumes, or None."""
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
@@ -455,10 +443,7 @@ def _reject_project_change(connection: Connection, project_id: int, changes: Map
 def _prepare_continued(
     services: Services, experiment_id: int, override: str
 ) -> tuple[Submission | None, bool]:
-    """Validate a request to continue an experiment; return (submission, has changes).
-
-    ``override`` is YAML that changes the config. The submission is None if a script, not the master, runs the trials.
-    """
+    """Validate a request to continue an experiment; return (submission, has changes)."""
     with services.database.read() as connection:
         row = experiment_rows.require(connection, experiment_id)
         changes = read_override(override)

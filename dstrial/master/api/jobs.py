@@ -53,12 +53,8 @@ def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str
 
 
 def _job_json(services: Services, entry: Entry, num_ahead: int, jobs_text: str) -> dict[str, Any]:
-    """Return an entry of the job queue as a ``v1Job``.
-
-    ``num_ahead`` is the number of entries ahead of this entry. ``jobs_text`` is appended to the name, the only free-text column
-    of ``det job list``.
-    """
-    own: dict[str, Any]
+    """Return a queue entry as ``v1Job``; ``jobs_text`` is appended to its name."""
+    own: dict[str, Any]  # the name is the only free-text column of ``det job list``
     if isinstance(entry, commands.CommandInfo):
         own = {
             "entityId": entry.task_id,

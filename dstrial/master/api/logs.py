@@ -79,10 +79,8 @@ def _task(connection: Connection, task_id: str) -> tasks.Task:
 
 
 def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
-    """Return whether all tasks and allocations that print to a log have ended.
-
-    A task that a script runs counts as active for another ``_LATE_S``, as its last lines may arrive late.
-    """
+    """Return whether all tasks and allocations that print to a log have ended."""
+    # The last lines of a task that a script runs may arrive late.
     before_us = now_us() - int(_LATE_S * 1e6) if is_detached else now_us()
     return tasks.is_over(connection, wanted.trial_id, wanted.task_id, before_us)
 

@@ -72,10 +72,7 @@ def _given(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _workspace(connection: Connection, body: Fields) -> int | None:
-    """Return the id of the workspace that a request's body names, or None.
-
-    Raises ``InvalidError`` if the workspace is archived or being deleted.
-    """
+    """Return the id of the body's workspace or None; raise InvalidError if archived."""
     name, number = body.text("workspaceName"), body.integer("workspaceId")
     if not name and not number:
         return None

@@ -94,7 +94,6 @@ def _summary(
 
 
 def _collection(services: Services, row: background_jobs.BackgroundJob) -> dict[str, Any]:
-    """Return a background job as a checkpoint GC task, for ``det task list``."""
     task_id = f"checkpoint-gc-{row.id}"
     return _summary_json(
         services,
@@ -131,10 +130,7 @@ def _allocation_json(row: Allocation) -> dict[str, Any]:
 
 
 def _submitted(row: commands.CommandInfo, names: SecretNames) -> str:
-    """Return a task's config as JSON with masked secrets.
-
-    A generic task's config is as submitted, that of other tasks is merged with defaults.
-    """
+    """Return a task's config as JSON with masked secrets."""
     return masked_json(row.original_config or row.config, names)
 
 
@@ -213,10 +209,7 @@ async def _given_config(
 async def _context(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return the uploaded files (context) of a new task as tar.gz.
-
-    The files are the request's or, if it has none, the parent's (if ``inheritContext``) or the forked task's.
-    """
+    """Return a new task's files as tar.gz: uploaded, or copied from another task."""
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
     inherits = bool(body.flag("inheritContext"))

@@ -156,10 +156,7 @@ def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | No
 
 
 def _in_one_line(lines: Sequence[str]) -> str:
-    """Return the last traceback's message and innermost user frame, in one line.
-
-    If ``lines`` have no traceback, return the first line that is not empty.
-    """
+    """Return the last traceback's message and innermost user frame, in one line."""
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), None)
     if start is None:
         return next(line for line in lines if line)

@@ -66,15 +66,12 @@ class _ServerEntry:
         return self.python == python and not self.server.mismatch(environment)
 
     def is_ready(self) -> bool:
-        """Return whether the fork server's imports have ended without an error.
-
-        A server whose imports failed stays listed as broken, so that it is not replaced.
-        """
+        """Return whether the fork server's imports have ended without an error."""
         try:
             return not self.is_broken and self.server.is_ready()
         except ForkRefusedError as error:
             logger.warning("fork server %s cannot be used: %s", self.server.pid, error)
-            self.is_broken = True
+            self.is_broken = True  # stays listed, so that it is not replaced
             return False
 
 
@@ -144,10 +141,7 @@ class ForkServers:
         )
 
     def _start_server(self, python: str, environment: Mapping[str, str]) -> _ServerEntry | None:
-        """Start a fork server; return None if the start fails.
-
-        If ``MAX_SERVERS`` run already, first end the least recently used one.
-        """
+        """Start a fork server; return None if the start fails."""
         for other in self._running:
             if other.python == python:
                 logger.info("another fork server is needed: %s", other.server.mismatch(environment))

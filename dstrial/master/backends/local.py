@@ -354,7 +354,6 @@ def remove(directory: Path) -> None:
 
 
 def _delete(directory: Path) -> None:
-    """Delete a directory, including read-only content."""
     try:
         remove_tree(directory, is_forced=True)
     except OSError as error:
@@ -380,15 +379,13 @@ def _pids_with_variable(assignment: str) -> set[int]:
 
 
 def _in_session(supervisor_: SupervisorHandle) -> set[int]:
-    """Return the pids in a dead supervisor's session.
-
-    The kernel does not reuse a session's id while the session has processes.
-    """
+    """Return the pids in a dead supervisor's session."""
     boot = (supervisor.start_time(os.getpid()) or "").partition("/")[0]
     is_of_this_boot = supervisor_.start_time.partition("/")[0] == boot
     leader = supervisor.start_time(supervisor_.pid)
     if not is_of_this_boot or supervisor_.pid == os.getsid(0) or leader not in (None, supervisor_.start_time):
         return set()
+    # The kernel does not reuse a session's id while the session has processes.
     return supervisor.members_of_session(supervisor_.pid)
 
 

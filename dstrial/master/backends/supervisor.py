@@ -100,13 +100,9 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def should_retry(self, error: OSError) -> bool:
-        """Return whether to retry a failed write; if so, sleep first.
-
-        True if the disk is full, unless the allocation is to be killed or its directory was deleted. Other errors are
-        permanent: the trial may have replaced the file.
-        """
+        """Return whether to retry a failed write; if so, sleep first."""
         if error.errno not in _FULL:
-            return False
+            return False  # permanent: the trial may have replaced the file
         if self._lease is not None and end_reason(self._lease, self._agent):
             self.kill = True
         if not self.kill:
@@ -156,10 +152,7 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
 
 
 def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint in this process's spare; return (process or None, reason).
-
-    The spare is an idle fork, this process's only child. If there is no spare, the result is (None, "").
-    """
+    """Start the entrypoint in the spare (idle fork); return (process or None, reason)."""
     client = sys.modules.get("dstrial.fork_server.client")  # imported only if this process is a fork
     if client is None or client.fork.spare is None:
         return None, ""

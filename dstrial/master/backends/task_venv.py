@@ -239,10 +239,7 @@ def _write_script(path: Path, text: str) -> None:
 
 
 def _constraints() -> str:
-    """Return pip constraints that keep the base Python's packages working.
-
-    Packages in ``KEPT`` are pinned. Their requirements become constraints, too, if the base Python's packages meet these.
-    """
+    """Return pip constraints that keep the base Python's packages working."""
     try:
         requirements = importlib.import_module("packaging.requirements")
     except ImportError:

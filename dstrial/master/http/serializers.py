@@ -178,15 +178,12 @@ def sizes_as_texts(resources: str) -> dict[str, str]:
 
 
 def _config_for_download(text: str, names: SecretNames) -> Any:
-    """Mask the secrets of a checkpoint's config, but set those of the storage to None.
-
-    ``det checkpoint download`` would use a mask as credentials. If they are None, it uses the user's own credentials or downloads
-    through the master.
-    """
+    """Mask the secrets of a checkpoint's config, but set those of the storage to None."""
     shown = masked_json(text, names)
     if MASK not in shown:
         return orjson.Fragment(shown)
     config = orjson.loads(shown)
+    # ``det checkpoint download`` would use a mask as credentials; for None, it uses the user's own or the master's API.
     storage = config.get("checkpoint_storage") or {}
     config["checkpoint_storage"] = {key: None if value == MASK else value for key, value in storage.items()}
     return config

@@ -51,7 +51,6 @@ def is_fixed_path(method: str, path: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Return method and path pattern of every request of Determined's client."""
     return tuple(
         (method, re.compile("[^/]+".join(map(re.escape, _PARAMETER.split(template)))))
         for method, template in client_templates()

@@ -231,10 +231,7 @@ def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
 
 
 def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit) -> bool:
-    """Return whether to restart a trial that failed while the searcher stopped it.
-
-    The trial then resumes from its latest checkpoint, and is stopped again at its next validation.
-    """
+    """Return whether to restart a trial that failed while the searcher stopped it."""
     experiment = experiment_rows.require(tx.connection, row.experiment_id)
     if experiment.state not in ("ACTIVE", "PAUSED"):
         return False
@@ -245,10 +242,7 @@ def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: 
 
 
 def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
-    """Count the runs in a row, up to ``run_id``, lost without a metric report.
-
-    A run is lost if its supervisor process or node is gone. At most ``_MAX_LOSSES`` runs are counted.
-    """
+    """Count the consecutive last runs that were lost before any metric report."""
     count = 0
     for row in allocation_rows.last_runs(tx.connection, trial_id, run_id, _MAX_LOSSES):
         if row.num_reports or not str(row.exit_reason).startswith("allocation lost"):
@@ -258,10 +252,8 @@ def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
 
 
 def _storage_gone(row: allocation_rows.Allocation, traceback: str | None) -> str | None:
-    """Return the message of the ``StorageGoneError`` that ends a traceback, else None.
-
-    Also None for a run without reports: maybe only its node cannot see the storage, so the failure must count as a restart.
-    """
+    """Return the message of the ``StorageGoneError`` that ends a traceback, else None."""
+    # A run without reports counts as a restart: maybe only its node cannot see the storage.
     last = (traceback or "").rpartition("\n")[2].partition(": ")[2]
     return last if _STORAGE_GONE.match(last) is not None and row.num_reports else None
 

@@ -136,10 +136,7 @@ def _deleting(directory: Path) -> Iterator[None]:
 
 
 def _delete_objects(config: Mapping[str, Any], name: str, globs: Sequence[str]) -> dict[str, int]:
-    """Delete objects below ``name`` in an object storage; return those that remain.
-
-    A child process with the trials' environment variables, for example credentials, deletes them.
-    """
+    """Delete objects below ``name`` in an object storage; return those that remain."""
     storage = object_storage.external_storage(config)
     assert storage is not None
     if any(pattern in _ALL for pattern in globs):

@@ -314,9 +314,6 @@ def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> P
 
 
 def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
-    """Return the ids of an experiment's ``MAX_TRIALS`` best trials, best first.
-
-    None if the experiment has at most ``MAX_TRIALS`` trials.
-    """
+    """Return the ids of the ``MAX_TRIALS`` best trials; None if there are no others."""
     found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
     return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

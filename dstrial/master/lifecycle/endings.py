@@ -201,10 +201,7 @@ def _notify_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReaso
 
 
 def _send_to_searcher(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[Action]]) -> None:
-    """Call ``event`` with an experiment's searcher; carry out the returned actions.
-
-    No-op if the experiment is stopping, has ended, or has no searcher.
-    """
+    """Call ``event`` with an experiment's searcher; carry out the returned actions."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.searcher_snapshot is None or row.state in STOPPING or row.state in TERMINAL:
         return
@@ -261,10 +258,7 @@ def _apply_actions(
 
 
 def _warm_start(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
-    """Return the uuid of the checkpoint from which new trials start, or None.
-
-    ``searcher`` is the config's searcher section.
-    """
+    """Return the uuid of the checkpoint from which new trials start, or None."""
     if searcher.get("source_trial_id") is None:
         uuid: str | None = searcher.get("source_checkpoint_uuid")
         return uuid

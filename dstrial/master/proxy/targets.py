@@ -91,10 +91,7 @@ async def find(services: Services, headers: Headers, method: str, path: str) -> 
 
 
 def _find(connection: Connection, name: str) -> Service:
-    """Return the service named ``TASK`` or ``TASK:PORT``.
-
-    A TensorBoard has one service; other tasks have one per port of ``environment.proxy_ports``.
-    """
+    """Return the service named ``TASK`` or ``TASK:PORT``."""
     asked = _SERVICE.fullmatch(name)
     task_id = "" if asked is None else asked["task"]
     row = tasks.active_of(connection, task_id)
@@ -165,11 +162,7 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
 
 
 def _socket_owner(port: int, own_port: int) -> tuple[int | None, str]:
-    """Return user id and inode of the socket at the other end of a connection.
-
-    The connection is from ``own_port`` to ``port``. Until the server calls accept(), return user id and inode of the
-    listening socket; (None, "") if no socket listens.
-    """
+    """Return (user id, inode) of the peer's socket; before accept(), of the listener."""
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener: tuple[int | None, str] = (None, "")
     for name in ("tcp", "tcp6"):

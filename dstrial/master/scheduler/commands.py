@@ -61,7 +61,6 @@ def request(
 
 
 def _words(entrypoint: str | list[str]) -> list[str]:
-    """Return an entrypoint's command line; a single string is run by ``sh``."""
     if isinstance(entrypoint, str):
         return ["sh", "-c", entrypoint]
     return ["sh", "-c", entrypoint[0]] if len(entrypoint) == 1 else entrypoint

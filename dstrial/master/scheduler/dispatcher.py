@@ -51,8 +51,6 @@ _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
 
 @dataclasses.dataclass(slots=True)
 class _Queue:
-    """Snapshot, at one poll, of slots and of waiting trials and commands."""
-
     live: list[Allocation]
     capacity: Capacity
     disabled: frozenset[int] = frozenset()  # ids of disabled nodes
@@ -182,10 +180,7 @@ class Dispatcher:
         trials: Iterable[jobs.WaitingTrial],
         excluded_nodes: Mapping[int, frozenset[int]],
     ) -> None:
-        """Add waiting trials to ``queue.entries``.
-
-        ``excluded_nodes`` maps trial id -> node ids.
-        """
+        """Add waiting trials to ``queue.entries``; ``excluded_nodes`` is by trial id."""
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
         for row in trials:
             if not self._retries.is_due(row.id):
@@ -224,10 +219,7 @@ class Dispatcher:
         self._database.write(end)
 
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
-        """Return how many slots a waiting trial needs.
-
-        Fewer than ``slots_per_trial`` if only fewer are available and the trial's checkpoint can resume on these.
-        """
+        """Return how many slots a waiting trial needs; fewer if only fewer are enabled."""
         wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:
@@ -244,11 +236,8 @@ class Dispatcher:
     def _with_choices(
         self, connection: Connection, row: jobs.WaitingTrial, one: Waiting, queue: _Queue
     ) -> Waiting:
-        """Return ``one`` with ``choices``, the slot counts with which the trial can start.
-
-        If no other trial or command waits, the trial may get all free slots up to ``max_slots``, except with Slurm or Ray,
-        whose free slots are unknown.
-        """
+        """Return ``one`` with ``choices``, the slot counts with which the trial can start."""
+        # The free slots of Slurm and Ray are unknown.
         takes_all = len(queue.rows) == 1 and self._services.engine is None
         choices = self._resizing.choices(connection, row, queue.capacity, at_most=None if takes_all else 0)
         if one.num_slots < row.slots_per_trial:
@@ -260,12 +249,8 @@ class Dispatcher:
         return dataclasses.replace(one, num_slots=num_slots, choices=choices)
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
-        """Fail a trial whose log policies exclude every node.
-
-        If the master's setting ``launch_error`` is off, the trial waits instead.
-
-        Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py.
-        """
+        """Fail a trial whose log policies exclude every node."""
+        # Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py.
         if not self._services.settings.launch_error:
             return
         names = [place.name for place in self._backend.nodes()]
@@ -328,10 +313,7 @@ class Dispatcher:
     def _start(
         self, waiting: jobs.WaitingTrial | commands.CommandInfo, slots: list[int], used_ports: Iterable[int]
     ) -> Allocation | None:
-        """Start a trial or command on slots; return None if it is no longer waiting.
-
-        ``used_ports`` are the ports of other allocations.
-        """
+        """Start a trial or command on slots; return None if it is no longer waiting."""
         first_ports = None  # the ports of a trial
         if isinstance(waiting, commands.CommandInfo):
             first_ports = TENSORBOARD_PORTS if waiting.kind == "TENSORBOARD" else {}
@@ -414,8 +396,7 @@ class Dispatcher:
 def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:
     """Return the free, enabled and drained slots of ``places`` (nodes).
 
-    ``live`` are the allocations that use slots. ``off`` maps disabled slot -> whether it is drained: a running trial
-    may finish on a drained slot.
+    ``off`` maps disabled slot -> whether it is drained: a running trial may finish on a drained slot.
     """
     # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
     grace_start_us = now_us() - _NODE_GRACE_US
@@ -453,6 +434,5 @@ def _insert_node_allocations(tx: Transaction, allocation_id: str, slots: Sequenc
 
 
 def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
-    """Return new tokens by kind (``allocation``, ``user``), and their hashes by kind."""
     tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
     return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}

@@ -302,7 +302,6 @@ class Janitor:
                 logger.info("environment %s is deleted: unused for long, or unfinished", name)
 
     def _copy_database(self) -> None:
-        """Make the database's daily backup if due, unless the database is damaged."""
         with self._database.read() as connection:
             if not experiments.has_any(connection):
                 return

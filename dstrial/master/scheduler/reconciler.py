@@ -72,7 +72,6 @@ class _State:
     deadline: tuple[int, float] | None = None  # preemption deadline as stored, and on the monotonic clock
 
     def refresh(self, row: Allocation) -> None:
-        """Replace the allocation's row; make a poll due if the row has a new stop request."""
         before = self.row
         if row == before:
             return
@@ -186,7 +185,6 @@ class Reconciler:
         self._database.write(add)
 
     def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
-        """Preempt an allocation if the back end reports that it will lose its slots."""
         if row.preempt_us is None and row.kill_us is None:
             why = self._backend.leaving_reason(run)
             if why is not None:
@@ -291,7 +289,6 @@ class Reconciler:
         self._database.write(write)
 
     def _end(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> None:
-        """Store an allocation's exit; explain a failure from the allocation's output."""
         traceback = None
         if exit_.exit_code != 0:
             for output in self._backend.outputs(run):
@@ -302,7 +299,6 @@ class Reconciler:
         self._finish(row, run, exit_, exited, traceback)
 
     def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        """Return the function that stores a trial's exit in a transaction."""
         trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
         begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
@@ -315,8 +311,6 @@ class Reconciler:
         exited: Callable[..., None],
         traceback: str | None,
     ) -> None:
-        """Store an exit by calling ``exited``; then delete the allocation's files."""
-
         def end(tx: Transaction) -> None:
             log_quota.tell_at_end(tx, _log_of(row))
             for one in exit_.nodes:
@@ -343,48 +337,37 @@ def _stop_requests(row: Allocation) -> tuple[int | None, ...]:
 
 
 def _untrained_phase(row: Allocation) -> str | None:
-    """Return the startup phase because of which ranks ignore a stop request, or None.
-
-    None in the first ``_UNTRAINED_STOP_US`` after the request, and for runs that have reported metrics. Ranks that have
-    not trained have nothing to save, and can ignore the request for minutes while they compile an operator.
-    """
+    """Return the startup phase because of which ranks ignore a stop request, or None."""
     if row.preempt_us is None or row.kill_us is not None or row.num_reports:
         return None
+    # Ranks that compile an operator can ignore the request for minutes, and have nothing to save yet.
     is_due = now_us() > row.preempt_us + _UNTRAINED_STOP_US
     return untrained_phase_in(Path(row.directory)) if is_due else None
 
 
 def _expired_grace_period(state: _State) -> str | None:
-    """Return a stop request's grace period as text if it has expired, else None.
-
-    Ranks that had stalled before the request cannot save a checkpoint, and get a shorter grace period. A grace period starts
-    when this master first sees the request.
-    """
+    """Return a stop request's grace period as text if it has expired, else None."""
     row = state.row
     deadline_us = row.preempt_deadline_us
     if deadline_us is None:
         return None
     asked_us = now_us() if row.preempt_us is None else row.preempt_us
     limit_s = (deadline_us - asked_us) / 1e6
-    if state.deadline is None or state.deadline[0] != deadline_us:
+    if state.deadline is None or state.deadline[0] != deadline_us:  # this master first sees the request
         state.deadline = (deadline_us, time.monotonic() + limit_s)
     left_s = state.deadline[1] - time.monotonic()
     if left_s < 0:
         return f"{life.STOP_TIMEOUT_S} s" if row.is_command else f"preemption_timeout ({limit_s:.0f} s)"
     if row.preempt_us is None or limit_s - left_s < _STALLED_STOP_S:
         return None
-    stall = stall_in(Path(row.directory))
+    stall = stall_in(Path(row.directory))  # ranks that stalled before the request cannot save a checkpoint
     if stall is None or stall[1] * 1e6 > asked_us:
         return None
     return f"{_STALLED_STOP_S:g} s, and {stall[0]}"
 
 
 def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return ``exit_`` of a failed allocation with an explanation, and a traceback.
-
-    Both are found in the output in ``directory``. The traceback is None if the output has none, or a launcher's report
-    explains the exit instead.
-    """
+    """Return ``exit_`` with an explanation, and the traceback in the output or None."""
     traceback = first_traceback(printed(directory))
     if traceback is None or is_of_launcher(traceback):
         explanation = explain_rank(printed(directory))

@@ -280,11 +280,7 @@ class Resizing:
     def _running(
         self, connection: Connection, row: rows.ResizableTrial, at_most: int | None = None
     ) -> Running | None:
-        """Return a running trial with the slot counts on which it can resume, or None.
-
-        ``at_most`` limits these counts. By default, the limit is the trial's current number of slots, and the result is None if
-        the config allows no fewer slots.
-        """
+        """Return a running trial with the slot counts on which it can resume, or None."""
         elasticity = _elasticity(row.section, row.slots_per_trial)
         slots = tuple(json.loads(row.slots))
         if at_most is None and elasticity.at_least is None:
@@ -358,10 +354,7 @@ def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_want
 
 
 def _may_change(row: rows.ResizableTrial) -> bool:
-    """Return whether a running trial's slot count may change.
-
-    True if the config allows resizing, or the trial has fewer slots than ``slots_per_trial``.
-    """
+    """Return whether a running trial's slot count may change."""
     elasticity = _elasticity(row.section, row.slots_per_trial)
     return elasticity.is_asked_for or len(json.loads(row.slots)) < row.slots_per_trial
 

@@ -101,11 +101,8 @@ class Scheduler:
         self._janitor.stop()
 
     def _stop_allocations(self) -> bool:
-        """Stop or kill every allocation; return whether any still runs.
-
-        If the back end could not connect to the nodes, no allocation can be stopped, and the next master adopts all.
-        """
-        if not self._is_begun:
+        """Stop or kill every allocation; return whether any still runs."""
+        if not self._is_begun:  # not connected to the nodes: the next master adopts all allocations
             return not self._services.scheduler_problem
         is_kill = self._is_killing
 
@@ -123,14 +120,11 @@ class Scheduler:
             return self._release_without_rows(error)
 
     def _release_without_rows(self, error: Exception) -> bool:
-        """Kill allocations without writing to the database; return whether any still runs.
-
-        Used if the database is not writable. A graceful stop kills nothing, as trials may still save checkpoints. The next
-        master treats killed trials as lost, which does not count as a restart.
-        """
+        """Kill allocations without writing to the database; return whether any still runs."""
         if not self._is_without_rows:
             self._is_without_rows = True
             logger.error("allocations are killed without a record in the database: %s", error)
+        # A graceful stop kills nothing: trials may still save. The next master treats killed trials as lost: no restart.
         if self._is_killing:
             with self._database.read() as connection:
                 live = allocation_rows.all_live(connection)
@@ -180,7 +174,6 @@ class Scheduler:
         return wait_s
 
     def _remove_stale(self, live: set[str]) -> None:
-        """Kill processes and delete files of allocations whose ids are not in ``live``."""
         for directory in self._directory.iterdir():
             if directory.name not in live:
                 local.kill(local.find(directory), directory)
@@ -188,10 +181,7 @@ class Scheduler:
 
 
 class _HeartbeatTimeout:
-    """Ends detached runs that have sent no heartbeat for ``timeout_s``.
-
-    The timeout restarts at the master's start, after a suspend and when the wall clock jumps.
-    """
+    """Ends detached runs that have sent no heartbeat for ``timeout_s``."""
 
     def __init__(self, database: Database, timeout_s: float) -> None:
         self._database = database

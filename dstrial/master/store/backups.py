@@ -135,10 +135,7 @@ _SKIPPED_IDS = 10_000  # gap after the backup's ids if the replaced database is 
 
 
 def _prepare(copy: Path, new: Path, last_ids: Mapping[str, int] | None) -> Restored:
-    """Copy a backup to ``new``, verify the copy, and reserve the ids in ``last_ids``.
-
-    ``last_ids`` maps table -> last id that the replaced database assigned; None if unknown.
-    """
+    """Copy a backup to ``new``, verify the copy, and reserve the ids in ``last_ids``."""
     new.unlink(missing_ok=True)
     with sqlite_file.reading(copy) as source, _copied(source, new) as made:
         problem = sqlite_file.check_whole(made)
@@ -169,10 +166,7 @@ def _ids_of(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def _advance_ids(made: sqlite3.Connection, last_ids: Mapping[str, int] | None) -> None:
-    """Advance each table's id counter past ``last_ids``, so that ids are not reused.
-
-    Files and links of users refer to ids. If ``last_ids`` is None (unknown), ``_SKIPPED_IDS`` ids per table are skipped.
-    """
+    """Advance each table's id counter past ``last_ids``, so that ids are not reused."""
     own_ids = _ids_of(made)
     if last_ids is None:
         last_ids = {name: number + _SKIPPED_IDS for name, number in own_ids.items()}

@@ -55,10 +55,7 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
 
 @functools.cache
 def _fields(kind: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, Callable[[Any], Any]], ...]]:
-    """Return a dataclass's field names, and (index, converter) of some fields.
-
-    Fields are converted if SQLite does not have their type, for example bool.
-    """
+    """Return a dataclass's field names, and (index, converter) of types SQLite lacks."""
     fields = dataclasses.fields(kind)
     converters = [(i, _CONVERTERS[field.type]) for i, field in enumerate(fields) if field.type in _CONVERTERS]
     return tuple(field.name for field in fields), tuple(converters)
@@ -425,9 +422,6 @@ class Database:
         topics: set[str],
     ) -> None:
         """Run one submitted function in a savepoint.
-
-        Appends (future, result) to ``done`` and the published topics to ``topics``. If the function raises, its writes are
-        rolled back, and ``future`` gets the exception.
 
         Raises:
             sqlite3.Error: SQLite rolled back the whole transaction, for example because the disk is full.

@@ -107,10 +107,7 @@ def open_for_writer(path: Path) -> sqlite3.Connection:
 
 
 def _find_damage(path: Path) -> str:
-    """Check a closed database; return a description of the damage, or an empty string.
-
-    A missing or empty file is damage if its WAL or a backup exists.
-    """
+    """Check a closed database; return a description of the damage, or an empty string."""
     size = path.stat().st_size if path.exists() else None
     if not size:
         log, new = (path.with_name(f"{path.name}{end}") for end in ("-wal", ".new"))

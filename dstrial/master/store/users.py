@@ -150,10 +150,8 @@ def _check_name(username: str) -> None:
 
 
 def _checked_display_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> str:
-    """Return a stripped display name; raise if it could be mistaken for another user.
-
-    Source: Determined 0.38.1, ``PatchUser``: ASCII only, and not another user's username or display name, ignoring case.
-    """
+    """Return a stripped display name; raise if it could be mistaken for another user."""
+    # Source: Determined 0.38.1, ``PatchUser``.
     name = name.strip()
     if len(name) > _MAX_NAME or not (name.isascii() and name.isprintable()):
         raise InvalidError(

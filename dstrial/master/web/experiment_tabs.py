@@ -93,10 +93,7 @@ async def get_checkpoints(request: ApiRequest) -> Json:
 
 
 def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> Json:
-    """Return an experiment's config and DeepSpeed configs, with each value's origin.
-
-    An origin is, for example, the submitted config or a default. ``tgz`` is the model definition.
-    """
+    """Return an experiment's config and DeepSpeed configs, with each value's origin."""
     names = services.secret_names
     # Mask secrets first, because problems quote values and are shown to other users.
     template = masked(json.loads(row.template), names) if row.template else None
@@ -203,10 +200,7 @@ def code_differences(before: bytes, after: bytes) -> list[str]:
 
 
 def _texts(tgz: bytes, digests: Mapping[str, str], paths: Collection[str]) -> dict[str, str]:
-    """Return path -> text of a model definition's files.
-
-    Size and digest stand for the text of a binary file, and for the end of a text that is too long.
-    """
+    """Return path -> text of a model definition's files."""
     found: dict[str, str] = {}
     for path, (content, size) in read_starts(tgz, paths, MAX_TEXT_BYTES).items():
         digest = f"{size:,} bytes, digest {digests[path]}"

@@ -83,8 +83,7 @@ def _rungs(
 def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
     """Return "went on", "failed", "finished" or "stopped" for a trial at rung ``idx``.
 
-    ``top`` is the bracket's highest rung, ``reached`` the highest that the trial reached. ``value`` is ``_WORST`` if the trial
-    failed at the rung.
+    ``top`` is the bracket's highest rung, ``reached`` the trial's. ``value`` is ``_WORST`` if the trial failed at the rung.
     """
     if reached > idx or not is_stopped:
         return "went on"

@@ -180,12 +180,8 @@ def _facts(row: webhooks.NotifiedExperiment) -> dict[str, Any]:
 
 
 def _is_notified(row: webhooks.TriggeredWebhook, workspace_id: int, choice: WebhookChoice | None) -> bool:
-    """Return whether a webhook receives an event of a workspace.
-
-    A webhook of mode SPECIFIC receives only events of experiments whose config names the webhook. A webhook without a workspace
-    receives events of all workspaces. ``choice`` is None for a task without an experiment. Source: Determined 0.38.1
-    ``matchWebhook``.
-    """
+    """Return whether a webhook receives an event of a workspace."""
+    # ``choice`` is None for a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
     if choice is not None and choice.excludes:
         return False
     if row.workspace_id not in (None, workspace_id):

@@ -53,8 +53,6 @@ _output = threading.Lock()
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """An allocation on this host, and how much of its output the master has received."""
-
     directory: Path
     handle: SupervisorHandle | None
     # number of bytes sent of each log file; None until the master requests the log
@@ -137,7 +135,6 @@ class Agent:
                 os.kill(int(last["pid"]), signal.SIGKILL)
 
     def _recover_runs(self, live: set[str]) -> None:
-        """Adopt the allocations on this host whose ids are in ``live``; kill the others."""
         for directory in self._allocations.iterdir():
             handle = local.find(directory)
             if directory.name in live:
@@ -314,7 +311,6 @@ class Agent:
             time.sleep(_POLL_S)
 
     def _report(self, name: str, run: _Run) -> None:
-        """Send the master an allocation's new output and files, and its exit at the end."""
         if run.sent is None or run.is_reported:
             return
         exit_ = local.poll_exit(run.directory, run.handle)
@@ -417,7 +413,6 @@ def _is_consequence(directory: Path) -> bool:
 
 
 def _remove_old(tracebacks: Path) -> None:
-    """Delete the directories of tracebacks that have not changed for a month."""
     with contextlib.suppress(OSError):
         for path in tracebacks.iterdir():
             if path.stat().st_mtime < time.time() - _KEEP_TRACEBACKS_S:

@@ -249,17 +249,12 @@ def _has_not_failed(part: RemoteRun) -> bool:
 
 
 def _failure_order(part: RemoteRun) -> tuple[bool, bool, float]:
-    """Return a sort key that puts the node that caused an allocation's failure first.
-
-    Order: nodes that failed first-hand, nodes that ended because another node failed, nodes that run or succeeded; then by
-    report time.
-    """
+    """Return a sort key that puts the node that caused an allocation's failure first."""
     is_preempted = part.exit is not None and part.exit.cause == "preempted"
     return _has_not_failed(part), part.is_consequence or is_preempted, part.heard_s
 
 
 def _ranks_of(run: RunRef, on_node: NodeAllocation) -> str:
-    """Return the ranks on a node, for messages: ``ranks 2 to 3``."""
     first = sum(len(one.slots) for one in run.allocated[: run.allocated.index(on_node)])
     last = first + len(on_node.slots) - 1
     return f"rank {first}" if first == last else f"ranks {first} to {last}"
@@ -270,8 +265,7 @@ def _combined_exit(
 ) -> AllocationExit:
     """Return the exit of an allocation that has ended on all nodes.
 
-    ``ended`` is the allocation's state on each node; ``cause`` is that of the node that failed first, or else ended last.
-    ``terminating`` is the exit of an unreachable node and replaces the exit in ``cause``; None if no node is unreachable.
+    ``cause`` is the state on the node that failed first or else ended last, ``terminating`` an unreachable node's exit.
     """
     exits = [part.exit for part in ended if part.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]

@@ -396,10 +396,7 @@ class QueuedBackend(LinkedBackend):
         self._notify_scheduler()
 
     def _plan(self) -> Plan:
-        """Return which jobs to cancel and submit.
-
-        The plan is empty before the scheduler's first call of ``request``, which names the waiting trials and commands.
-        """
+        """Return the jobs to cancel and submit; none before the first call of ``request``."""
         if not self._has_requests:
             return Plan()
         requests = {name: one.request for name, one in self._waiting.items()}
@@ -432,10 +429,7 @@ class QueuedBackend(LinkedBackend):
         self._cancel(unused)
 
     def _submit(self, name: str, waiting: WaitingRequest) -> None:
-        """Submit a job with the most slots that the engine accepts.
-
-        If the engine rejects all slot counts of the request, retry later.
-        """
+        """Submit a job with the most slots that the engine accepts; else retry later."""
         request = waiting.request
         excluded = self._nodes.names_of(request.excluded_nodes)
         first: EngineRefusedError | None = None

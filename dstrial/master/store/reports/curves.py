@@ -89,15 +89,13 @@ def _path_of(name: str) -> str | None:
 
 
 def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return an SQL expression for a metric's value in row ``m``, and SQL parameters.
-
-    Names with a NUL byte are never found, as SQLite's JSON functions end strings there.
-    """
+    """Return an SQL expression for a metric's value in row ``m``, and SQL parameters."""
     path = _path_of(name)
     if path is not None:
         kinds = "('integer', 'real', 'text')"
         value = f"CASE WHEN json_type(m.metrics, ?) IN {kinds} THEN json_extract(m.metrics, ?) END"
         return value, (path, path)
+    # SQLite's JSON functions end strings at a NUL byte, so names with one are never found.
     return (
         "(SELECT j.value FROM json_each(m.metrics) j WHERE j.key = ? AND j.type IN ('integer', 'real', 'text'))",
         (name,),

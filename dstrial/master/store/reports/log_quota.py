@@ -10,7 +10,7 @@ from dstrial.master.store.reports.logs import LogKey, LogLine, add_master_line, 
 
 # Overhead of a row besides its text (ids, time, index); measured: 140 to 170 bytes.
 _ROW_BYTES = 160
-_MAX_DELETED = 50_000
+_MAX_DELETED = 50_000  # lines per call, so that the writer thread is not blocked; ``add_lines`` adds fewer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,11 +79,7 @@ def _size_of(tx: Transaction, owner: LogOwner) -> LogSize:
 
 
 def _delete_oldest(tx: Transaction, owner: LogOwner, excess_bytes: int) -> tuple[int, int]:
-    """Delete the oldest lines that processes printed; return (number, freed bytes).
-
-    Deletes at most ``_MAX_DELETED`` lines, so that the writer thread is not blocked. A call of ``add_lines`` adds fewer
-    lines than that.
-    """
+    """Delete the oldest lines that processes printed; return (number, freed bytes)."""
     of_log = f"{owner.condition} AND source = 'task'"
     rows = tx.execute(
         f"SELECT id, LENGTH(CAST(log AS BLOB)) + ? AS bytes FROM logs WHERE {of_log} ORDER BY id LIMIT ?",  # noqa: S608 - one of two

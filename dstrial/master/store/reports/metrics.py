@@ -119,10 +119,7 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
-    """At a run's first report, archive older reports of the batches the run repeats.
-
-    ``steps`` is the batch of that first report. Returns whether any report was archived.
-    """
+    """Archive older reports that a new run repeats; return whether any was archived."""
     trial_id, run_id = trial.id, trial.run_id
     if trial.heartbeat_us is not None:
         return _begin_detached_run(tx, trial_id, run_id, steps)
@@ -136,10 +133,7 @@ def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
 
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """At a detached run's first report, archive older reports from batch ``steps`` on.
-
-    Returns whether any report was archived.
-    """
+    """At a detached run's first report, archive older reports from batch ``steps`` on."""
     # The run's first batch is unknown until its first report: a detached run need not resume from its checkpoint.
     known = "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1"
     is_first = not exists(tx.connection, known, (trial_id, run_id))
@@ -191,7 +185,6 @@ def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> b
 def _note(
     tx: Transaction, trial: Trial, group: str, steps: int, report_id: int, admitted: metric_summaries.Admitted
 ) -> None:
-    """Update a trial's metric summaries, batch count, and best and latest validation."""
     metric_summaries.add(tx, trial.id, group, admitted)
     tx.execute("UPDATE trials SET total_batches = MAX(total_batches, ?) WHERE id = ?", (steps, trial.id))
     if group == "validation":
