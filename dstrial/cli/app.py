@@ -1,8 +1,7 @@
 """Entry point of ``dstrial``: imports and runs the module of one subcommand.
 
-A subcommand's module has ``add_parser(subparsers)``, which adds the arguments, and ``main(args)``, which returns the exit
-status. An optional ``with_defaults(words)`` inserts default arguments. Torch, deepspeed and determined must not be imported at
-top level.
+A subcommand's module has ``add_parser(subparsers)``, which adds the arguments, and ``main(args)``, which returns the exit status.
+An optional ``with_defaults(words)`` inserts default arguments. Torch, deepspeed and determined must not be imported at top level.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ class _Parser(argparse.ArgumentParser):
         return action
 
     def walk(self) -> Iterator[_Parser]:
-        """Yield this parser and all parsers of subcommands, at every level."""
         yield self
         for parser in self.subcommands.values():
             yield from parser.walk()

@@ -223,10 +223,7 @@ def _best_of_newest_run(runs_dir: Path) -> str:
 
 
 def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSource:
-    """Resolve a checkpoint directory that only refers to another storage.
-
-    A checkpoint in object storage is downloaded or, if that fails, copied through a running master that knows the checkpoint.
-    """
+    """Resolve a checkpoint directory that only refers to another storage."""
     settings = recorded_storage(source.path)
     if settings is None:
         return source
@@ -247,7 +244,6 @@ def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSo
 
 
 def _new_directory(uuid: str) -> Path:
-    """Create a directory named ``uuid`` that is deleted at exit."""
     target = _DOWNLOADS.enter_context(scratch_directory("dstrial-download-")) / uuid
     target.mkdir()
     return target

@@ -132,10 +132,7 @@ def _compare_state(
     b: OpenCheckpoint,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
-    """Compare one engine's state in two checkpoints; add results to ``differences``.
-
-    Returns the summary of the compared weights; {} if ``sections`` lacks ``weights``.
-    """
+    """Add an engine's differences to ``differences``; return a summary of its weights."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (

@@ -169,10 +169,7 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
 
 
 def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_plain: bool) -> None:
-    """Raise if a checkpoint has no weights of an engine in DeepSpeed's format.
-
-    If ``verifies``, also raise if the engine's files differ from the manifest. ``is_plain`` hides the progress bar.
-    """
+    """Raise unless an engine's weights exist and, if ``verifies``, match the manifest."""
     roles = {path: role_of(path, opened.layouts) for path in opened.manifest.files}
     if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles.values()):
         raise CheckpointLayoutError(

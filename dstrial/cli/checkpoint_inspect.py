@@ -107,7 +107,6 @@ def _parameter_counts(layout: Layout) -> dict[str, Any]:
 def _optimizer(
     opened: OpenCheckpoint, engine_idx: int, layout: Layout, *, trusts_code: bool
 ) -> dict[str, Any]:
-    """Return the optimizer's settings and counters, or {"problem": error text}."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary
 
     try:

@@ -209,10 +209,7 @@ def _config_for(
     zero_stage: int | None,
     steps_completed: int,
 ) -> dict[str, Any]:
-    """Return an experiment config for ranks that restore and save the checkpoint.
-
-    ``config``, ``hparams`` and ``steps_completed`` are the checkpoint's. ``zero_stage`` None keeps the ZeRO stage.
-    """
+    """Return an experiment config for ranks that restore and save the checkpoint."""
     hyperparameters = copy.deepcopy(dict(hparams))
     if zero_stage is not None:
         asked = {"zero_optimization": {"stage": zero_stage}}
@@ -366,10 +363,8 @@ def _variables(checkpoint: Path, experiment: ExperimentConfig) -> dict[str, str]
 def _require_layout(written: Path, before: tuple[Layout, ...], num_slots: int, zero_stage: int | None) -> int:
     """Check the layout of the written checkpoint, and return its ZeRO stage.
 
-    ``before`` has the original checkpoint's layout of each engine. ``zero_stage`` None means the original stage.
-
-    Raises:
-        CheckpointLayoutError: the model definition ignored the new layout.
+    ``before`` has the original checkpoint's layout of each engine. ``zero_stage`` None means the original stage. Raises
+    CheckpointLayoutError if the model definition ignored the new layout.
     """
     layouts = layouts_of(read_manifest(written), written)
     for engine_idx, (was, is_) in enumerate(zip(before, layouts, strict=True)):

@@ -134,10 +134,7 @@ def registration_of(source: CheckpointSource, state: StateDirectory) -> Registra
 
 
 def _uuid_of(path: Path) -> str:
-    """Return a checkpoint's UUID, quoted for a URL.
-
-    The UUID is in the completion marker or, without a marker, the directory's name.
-    """
+    """Return a checkpoint's UUID, quoted for a URL."""
     try:
         name = read_marker(path).get("uuid")
     except CheckpointError:

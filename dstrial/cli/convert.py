@@ -96,10 +96,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the DeepSpeed config that an Accelerate config names as a file, or None.
-
-    ``path`` is the Accelerate config's file; the name may be relative to its directory.
-    """
+    """Return the DeepSpeed config that an Accelerate config names as a file, or None."""
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if named in (None, "", "none") or not is_deepspeed(config):
@@ -150,7 +147,6 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _print_keys(conversion: Conversion) -> None:
-    """Print the new place of each key of the Accelerate config; unused keys last."""
     order = list(_DESTINATIONS)
     keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
     rows = [(one.key, render(one.value), _DESTINATIONS[one.status], one.explanation) for one in keys]

@@ -1,7 +1,4 @@
-"""Show the progress of ``dstrial run``, and its summary at the end.
-
-On a terminal, progress is a bar; in a pipe or file, it is plain lines.
-"""
+"""Show the progress of ``dstrial run`` as a bar or plain lines, then its summary."""
 
 from __future__ import annotations
 
@@ -251,10 +248,7 @@ def skipped_steps(run_directory: RunDirectory) -> str | None:
 def _lost_batches(
     verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
 ) -> str | None:
-    """Return a remark such as ``batches after 100 are lost`` for the summary, or None.
-
-    ``steps_before`` is the number of batches trained before the attempt.
-    """
+    """Return a remark such as ``batches after 100 are lost`` for the summary, or None."""
     if verdict.state is RunState.COMPLETED:
         has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
         return None if has_trained else "nothing was left to train"

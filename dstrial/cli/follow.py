@@ -165,7 +165,6 @@ def kill_command(master: Master, experiment_id: int) -> str:
 
 
 def _pause(master: Master, experiment_id: int) -> bool:
-    """Request the experiment's pause; return False if the master is unreachable."""
     try:
         master.client.post(f"/api/v1/experiments/{experiment_id}/pause")
     except RequestError:

@@ -210,10 +210,7 @@ def _show_logs(args: argparse.Namespace, state: StateDirectory) -> None:
 
 
 def _follow(path: Path, position: int) -> None:
-    """Print a growing log from byte ``position`` on, until interrupted.
-
-    If the file is truncated, printing restarts at its beginning.
-    """
+    """Print a growing log from byte ``position`` on, until interrupted."""
     while True:
         size = path.stat().st_size
         if size < position:

@@ -1,7 +1,4 @@
-"""``dstrial memory``: predict a model's memory by dry run, or show a run's memory.
-
-A dry run needs no device. It covers a trial, each stage of a pipeline, or a script up to its first batch.
-"""
+"""``dstrial memory``: predict a model's memory by dry run, or show a run's memory."""
 
 from __future__ import annotations
 

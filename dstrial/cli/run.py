@@ -235,10 +235,7 @@ def _check_hosts(
 
 
 def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
-    """Read the command line and config; raise for errors before creating any file.
-
-    ``slots`` is the number of slots; None for the config's number.
-    """
+    """Read the command line and config; raise for errors before creating any file."""
     point = resume_point_of(args)
     load = functools.partial(
         load_experiment,
@@ -368,10 +365,7 @@ def _has_engine() -> bool:
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
-    """Return the config's ``max_restarts``; 0 if it is not set, or with ``--test``.
-
-    Without restarts, failures are shown at once.
-    """
+    """Return ``max_restarts``; if unset or with ``--test``, 0: failures show at once."""
     if args.test:
         return 0
     is_given = "max_restarts" in (read_yaml(experiment.path, str(experiment.path)).value or {})
@@ -497,10 +491,7 @@ class _Attempt:
         self._view = RunView()
 
     def follow(self, signals: list[signal.Signals], job: slurm_job.BatchJob | None) -> int:
-        """Submit the run, show it until it ends, and return the exit status.
-
-        ``signals`` collects signals to this process. ``job`` is the Slurm job in which this process runs, or None.
-        """
+        """Submit the run, show it until it ends, and return the exit status."""
         request, master, print_line = self._request, self._master, self._display.message
         try:
             print_line(f"run directory: {shown_path(self._run_directory.path)}")
@@ -563,7 +554,6 @@ class _Attempt:
             self._display.starting(f"training, a report every {unit} batches (scheduling_unit)", 0.0)
 
     def _show_search(self, view: ExperimentView) -> None:
-        """Show a search's progress; before the first batch, a trial's startup phase."""
         line = display.progress_line(view, self._request.experiment)
         if line != self._progress:
             self._progress = line

@@ -249,10 +249,7 @@ def _script(
 
 
 def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: bool) -> tuple[int, Path]:
-    """Submit a batch script; return the job's id and its output file.
-
-    ``path`` is the run directory. ``has_own_output``: whether an option of the user names the output file.
-    """
+    """Submit a batch script; return the job's id and its output file."""
     created = [one for one in (path, *path.parents) if not one.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -286,7 +283,6 @@ def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: b
 
 
 def _remove(created: Sequence[Path]) -> None:
-    """Delete the run directory ``created[0]`` and its empty parents ``created[1:]``."""
     for path in created[:1]:
         shutil.rmtree(path, ignore_errors=True)
     for path in created[1:]:
@@ -363,7 +359,6 @@ class _Follower:
         self._out.write(visible(f"{text}\n"))
 
     def _show_output(self) -> None:
-        """Print the complete lines that the job has written since the last call."""
         with contextlib.suppress(OSError), self._log.open("rb") as file:
             file.seek(self._offset)
             data = file.read(1 << 22)

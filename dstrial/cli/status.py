@@ -77,10 +77,7 @@ def main(args: argparse.Namespace) -> int:
 def _read_database(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return usage, starting trials, stalled trials, and the database's problem or "".
-
-    If no master runs (``record`` is None), only the usage is read.
-    """
+    """Return usage, starting trials, stalled trials, and the database's problem or ""."""
     try:
         usage = observe.usage(state)
         if record is None:
@@ -98,7 +95,6 @@ def _read_database(
 
 
 def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[dict[str, Any]]:
-    """Convert starting or stalled trials to JSON; ``key`` names the field of the text."""
     return [
         {
             "trial": one.trial_id,
@@ -111,7 +107,6 @@ def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[d
 
 
 def _health(record: MasterRecord) -> tuple[bool, str]:
-    """Return (whether the master responds, its health problem or "")."""
     try:
         Client(record.address, socket=record.socket, timeout_s=_ANSWER_TIMEOUT_S).get("/health")
     except RequestError as error:

@@ -1,10 +1,9 @@
 """Values with which transformers' Trainer or Accelerate replaces ``"auto"``. Pure.
 
-The Trainer uses Accelerate, which rejects every ``"auto"`` that remains when Accelerate creates the engine. With these
-libraries, an ``"auto"`` at a key that is not listed here is therefore an error.
-
-Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``);
-accelerate 1.11 and 1.15 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
+The Trainer uses Accelerate, which rejects every ``"auto"`` that remains when Accelerate creates the engine. With these libraries,
+an ``"auto"`` at a key that is not listed here is therefore an error. Source: transformers 4.56 and 5.23
+``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``); accelerate 1.11 and 1.15
+``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
 """
 
 from __future__ import annotations

@@ -51,9 +51,8 @@ def solve_batch(
 
     If only one of ``train_batch_size`` and ``train_micro_batch_size_per_gpu`` is given, ``gradient_accumulation_steps`` is 1, as
     in DeepSpeed. If a size is not divisible, DeepSpeed fails an assertion; here the ConfigError names the nearest settings that
-    work. ``where`` maps the name of each size to its ``file:line: key``, for messages.
-
-    Source: DeepSpeed 0.19.8 runtime/config.py, ``_set_batch_related_parameters``.
+    work. ``where`` maps the name of each size to its ``file:line: key``, for messages. Source: DeepSpeed 0.19.8
+    runtime/config.py, ``_set_batch_related_parameters``.
     """
     values = (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)
     places = {key: f"deepspeed config: {key}" for key in BATCH_KEYS} | dict(where or {})
@@ -133,11 +132,7 @@ def _indivisible(
 
 
 def _divisor_hint(total: int, replicas: int, key: str, value: int) -> str:
-    """Return a hint to set batch size ``key`` to a legal number close to ``value``.
-
-    The number is the divisor of ``total / replicas`` that is nearest to ``value``. The hint is "" if ``total / replicas`` is not
-    an integer.
-    """
+    """Return a hint to set batch size ``key`` to a legal number close to ``value``."""
     if total % replicas:
         return ""
     per_replica = total // replicas

@@ -83,10 +83,7 @@ def read_deepspeed(
 def _read_base(
     key: str, given: Any, context_dir: Path, lines: Lines, label: str, findings: Diagnostics
 ) -> Document | None:
-    """Return a DeepSpeed config without overwrites; None if a problem was recorded.
-
-    ``given`` is the value of hyperparameter ``key``: the config, or the path of its file.
-    """
+    """Return a DeepSpeed config without overwrites; None if a problem was recorded."""
     where = f"hyperparameters.{key}"
     if isinstance(given, Mapping):
         return Document(label, dict(given), _below(lines, ("hyperparameters", key)))
@@ -118,10 +115,7 @@ def _read_base(
 def _merged_lines(
     base_lines: Lines, overwritten: Iterable[KeyPath], lines: Lines, label: str
 ) -> dict[KeyPath, str]:
-    """Return the ``file:line`` of each key of the merged config.
-
-    ``overwritten`` are the overwritten paths; ``lines`` and ``label`` belong to the experiment config.
-    """
+    """Return the ``file:line`` of each key of the merged config."""
     overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
     for dotted_path, line in [*overwrite_lines.items()]:
         overwrite_lines.setdefault(tuple(part for key in dotted_path for part in str(key).split(".")), line)

@@ -123,7 +123,6 @@ class Diagnostics:
 
 
 def _add_new(found: list[_T], known: set[_T], one: _T) -> None:
-    """Append ``one`` to ``found`` unless present; ``known`` is ``found`` as a set."""
     # Other code appends to `found` without updating `known`.
     if len(known) != len(found):
         known.update(found)

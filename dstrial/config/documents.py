@@ -321,10 +321,7 @@ class _YamlReader:
         return value
 
     def _begin(self, node: yaml.Node) -> None:
-        """Check a list or mapping node, and push it onto ``_open``, the enclosing nodes.
-
-        The caller pops the node after its items.
-        """
+        """Check a list or mapping node, and push it onto ``_open``, the enclosing nodes."""
         self._count(node)
         kind, tag = ("list", "seq") if isinstance(node, yaml.SequenceNode) else ("mapping", "map")
         if node.tag != f"{_TAG}{tag}":
@@ -341,10 +338,7 @@ class _YamlReader:
         self._open.append(node)
 
     def _pairs(self, node: yaml.Node, path: KeyPath) -> dict[str, tuple[Any, yaml.Node, yaml.Node]]:
-        """Return key text -> (key, key node, value node) of a mapping.
-
-        The mapping's own keys override keys merged with ``<<``.
-        """
+        """Return key text -> (key, key node, value node) of a mapping."""
         own: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         texts: dict[Any, str] = {}

@@ -111,7 +111,6 @@ def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any
 
 
 def _merge_into(config: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Merge at every depth; ``other`` overrides ``config``, also with null values."""
     for key, value in other.items():
         below = config.get(key)
         if isinstance(below, dict) and isinstance(value, dict):
@@ -164,10 +163,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
 
 
 def _unknown_key(config: Any, path: KeyPath, label: str) -> ConfigProblem | None:
-    """Return a problem if an override names a key that the user's config lacks.
-
-    Only keys below ``hyperparameters`` and ``data`` are checked here.
-    """
+    """Return a problem if a hyperparameter or ``data`` key to override does not exist."""
     section = value_at(config, path[:1])
     if len(path) < 2 or path[0] not in _FREE:
         return None

@@ -1,7 +1,4 @@
-"""Check a config's keys, types and bounds against a table; fill in defaults.
-
-The same code checks DeepSpeed's JSON and the experiment config; a :class:`Dialect` has the differences between the two.
-"""
+"""Check a config's keys, types and bounds against a table; fill in defaults."""
 
 from __future__ import annotations
 
@@ -266,10 +263,7 @@ def _has_type(value: object, types: tuple[str, ...]) -> bool:
 
 
 def _converted(value: object, types: tuple[str, ...]) -> Any:
-    """Convert a quoted number or boolean, or 0 and 1, to one of ``types``.
-
-    None if ``value`` cannot be converted.
-    """
+    """Convert a quoted value, or 0 or 1, to one of ``types``; None if not possible."""
     if isinstance(value, str):
         if "boolean" in types and value.lower() in ("true", "false"):
             return value.lower() == "true"

@@ -1,8 +1,7 @@
 """Merge overwrites into DeepSpeed configs, and experiment configs into templates.
 
-Merging sets no defaults and validates nothing.
-
-Source: Determined 0.38.1, schemas/test_cases/v0/merging.yaml and the merge rules of its configs.
+Merging sets no defaults and validates nothing. Source: Determined 0.38.1, schemas/test_cases/v0/merging.yaml and the merge rules
+of its configs.
 """
 
 from __future__ import annotations
@@ -150,7 +149,6 @@ def _union_of(kind: str, common: Sequence[str]) -> Callable[[Any, Any], Any]:
 
 
 def _shallow(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the top level only; ``over`` wins."""
     given = {key: value for key, value in over.items() if value is not None or key not in base}
     return copy.deepcopy({**base, **given})
 
@@ -176,7 +174,6 @@ def _itself(item: Any) -> Any:
 
 
 def _container_path(item: Any) -> Any:
-    """Return a mount's container path, from a mapping or ``host:container[:mode]``."""
     if isinstance(item, Mapping):
         return item.get("container_path")
     return item.split(":")[1] if isinstance(item, str) and ":" in item else item
@@ -187,7 +184,6 @@ def _proxy_port(item: Any) -> Any:
 
 
 def _image(base: Any, over: Any) -> Any:
-    """Merge images by device kind; a string applies to all kinds."""
     return {**by_device(base), **by_device(over)} if isinstance(over, Mapping) else over
 
 

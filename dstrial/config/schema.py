@@ -70,9 +70,8 @@ def _is_count(value: object) -> bool:
 def compile_pattern(text: str) -> Any:
     """Compile a RE2 pattern in multi-line mode; the result has ``search(str)``.
 
-    Python's ``re`` backtracks: ``(a+)+$`` and a line of forty letters would block the master for hours.
-    An invalid pattern raises ValueError.
-    Syntax: https://github.com/google/re2/wiki/Syntax.
+    Python's ``re`` backtracks: ``(a+)+$`` and a line of forty letters would block the master for hours. An invalid pattern raises
+    ValueError. Syntax: https://github.com/google/re2/wiki/Syntax.
     """
     options = re2.Options()
     options.log_errors = False
@@ -132,7 +131,6 @@ def _check_digest(value: Any) -> str | None:
 
 
 def _parse_device(text: str) -> Any:
-    """Split ``host:container[:mode]`` into a mapping; return other text unchanged."""
     parts = text.split(":")
     return (
         dict(zip(("host_path", "container_path", "mode"), parts, strict=False))

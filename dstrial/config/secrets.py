@@ -136,11 +136,7 @@ def _leaves(
 def _variables(
     value: Any, names: SecretNames, path: KeyPath, identity: KeyPath
 ) -> Iterator[tuple[Secret, bool]]:
-    """Yield each environment variable as a ``Secret``, and whether it is secret.
-
-    ``value`` is a list of ``NAME=value``, a mapping of name to value, or a mapping of device kind to one of these. ``identity``
-    is the ``Secret.identity`` of ``value``.
-    """
+    """Yield each environment variable as a ``Secret``, and whether it is secret."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if isinstance(inner, (list, tuple, Mapping)):
@@ -259,10 +255,7 @@ def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secr
 
 
 def _without_device(identity: KeyPath) -> KeyPath:
-    """Return a variable's ``Secret.identity`` without its device kind.
-
-    So a variable of a plain list, which applies to every device kind, equals the same variable below one kind.
-    """
+    """Return ``identity`` without its device kind, to match variables of plain lists."""
     return (_VARIABLES, identity[-1]) if _VARIABLES in identity else identity
 
 
@@ -288,10 +281,7 @@ def _replaced(value: Any, changes: Sequence[tuple[Secret, Any]]) -> Any:
 
 
 def _replaced_yaml(text: str, document: Document, changes: Sequence[tuple[Secret, Any]]) -> str:
-    """Replace scalars in a YAML text, keeping everything else.
-
-    ``document`` is the parsed ``text``; ``changes`` are (secret, new value).
-    """
+    """Replace scalars in a YAML text, keeping everything else."""
     if text.startswith("\ufeff") and changes:  # positions omit a BOM
         return yaml_text(_replaced(document.value, changes))
     spans: dict[tuple[int, int], str] = {}

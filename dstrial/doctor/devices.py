@@ -70,7 +70,6 @@ def _nvidia() -> Hardware:
 
 def _query(nvml: Any) -> Hardware:
     def offered(call: Callable[..., T], *arguments: Any) -> T | None:
-        """Return ``call(*arguments)``; None if the driver or device does not support it."""
         try:
             return call(*arguments)
         except nvml.NVMLError:

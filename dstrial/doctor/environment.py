@@ -126,7 +126,6 @@ def measure_master(state: StateDirectory) -> MasterState:
 
 
 def _answer(record: MasterRecord) -> str:
-    """Send a request to a master; return an error text, empty for a correct response."""
     try:
         info = within(_ANSWER_TIMEOUT_S, lambda: Client(record.address).get("/info"))
     except (NoAnswerError, MasterError) as error:
@@ -186,7 +185,6 @@ def judge_variables(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _shown(value: str) -> str:
-    """Return a value for display: shortened, without credentials in URLs."""
     value = re.sub(r"://[^/@\s]+@", "://…@", value)
     return value if len(value) <= _LONGEST else value[:_LONGEST] + "…"
 

@@ -121,7 +121,6 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
 
 
 def _ending(errors: str, return_code: int | None, deadline_s: float) -> str:
-    """Return text on how an import exceeded its deadline or ended the process."""
     if return_code is None or "Timeout (" in errors:
         frames = re.findall(r'^  File "(.+?)", line (\d+) in (.+)$', errors, re.MULTILINE)
         own = [f" (it hangs at {file}:{line} in {name})" for file, line, name in frames if file[0] != "<"]

@@ -1,7 +1,4 @@
-"""Check memory, shared memory, open files, and the directories of training output.
-
-A directory that does not exist is not created: its nearest existing parent is checked.
-"""
+"""Check memory, shared memory, open files, and the directories of training output."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """``dstrial doctor --train``: a short end-to-end test of training on this machine.
 
-The test trains a small GPT, resumes its checkpoint in the same ZeRO stage (bitwise equal) and in another stage, and measures
-speed, FLOPs and memory of a larger GPT. Each step runs a dstrial command in a separate process.
+It trains a small GPT, resumes it in the same ZeRO stage (bitwise equal) and another stage, and measures a larger GPT's speed.
 """
 
 from __future__ import annotations
@@ -131,10 +130,7 @@ class Proof:
         self._step("speed and memory", self._speed)
 
     def _step(self, name: str, call: Callable[[], tuple[str, Any]]) -> Any:
-        """Run a step and record its result; return its value, or None if it failed.
-
-        ``call`` returns (text for the user, value).
-        """
+        """Run a step and record its result; return its value, or None if it failed."""
         began_s = time.monotonic()
         status: StepStatus = "failed"
         found, output = None, ""
@@ -168,10 +164,7 @@ class Proof:
         return f"{_END} batches of ZeRO {_STAGE}, {self._target}: {fell}, saved at {_SAVED_AT}", run
 
     def _resume(self, trained: RunDirectory, stage: int, bound: float) -> tuple[str, None]:
-        """Resume the first run's checkpoint in a ZeRO stage; compare both runs' losses.
-
-        ``bound`` is the largest relative difference; 0 requires equal bits. Returns (text for the user, None).
-        """
+        """Resume in ZeRO ``stage``; require losses within relative ``bound`` (0: bitwise)."""
         checkpoint = _checkpoint_at(trained, _SAVED_AT)
         run = self._launch(f"stage-{stage}", stage, DSTRIAL_RESUME=str(checkpoint))
         expected = {batch: loss for batch, loss in _losses(trained).items() if batch > _SAVED_AT}
@@ -250,7 +243,6 @@ class Proof:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop the launcher of a step and its ranks, if they still run."""
     if process.poll() is None:
         for _ in range(2):  # a second Ctrl-C kills the ranks
             process.send_signal(signal.SIGINT)

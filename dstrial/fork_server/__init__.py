@@ -4,7 +4,6 @@ The server (``server``) imports the modules and forks idle processes, called *sp
 program to run. The spare (``fork``) adopts the program's environment, directory and open files, and runs the program. If a new
 process would import other module files than the server did, the spare refuses, and the client starts a new process. A server
 serves only programs with its *key*: all environment variables except those that are read only after the fork.
-
 The package itself uses only the standard library.
 """
 

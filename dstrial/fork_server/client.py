@@ -313,7 +313,6 @@ class OwnForkServer:
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Become the parent of orphaned descendants within the block (child subreaper)."""
     with _adopting:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:

@@ -199,10 +199,7 @@ def send_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> None:
 
 @contextlib.contextmanager
 def _ending_on_error() -> Iterator[None]:
-    """Exit the process on any error in the block.
-
-    An error must not propagate: a fork would then run the code of its parent.
-    """
+    """Exit on any error in the block, so that a fork never runs its parent's code."""
     try:
         yield
     except BaseException:  # noqa: BLE001
@@ -359,7 +356,6 @@ def end_without_teardown() -> None:
 
 
 def _move_above(descriptor: int, numbers: Iterable[int]) -> int:
-    """Move an open file to a descriptor above ``numbers``; return the descriptor."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1)
     os.close(descriptor)
     return moved

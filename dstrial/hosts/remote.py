@@ -87,7 +87,6 @@ def addresses() -> list[list[str]]:
 
 
 def _boot_and_namespace() -> str:
-    """Return an id of this machine and its network namespace; "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -170,7 +169,6 @@ def read_probe(path: str) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any]) -> dict[str, Any]:
-    """Replace this process by another program (execve), or return an ``error``."""
     try:
         os.chdir(request["directory"])
         os.execve(request["command"][0], request["command"], request["environment"])  # noqa: S606  # no shell is meant

@@ -214,10 +214,7 @@ def _script_variables(
 
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
-    """Start this container's ranks of a trial, and wait for them.
-
-    Their log lines begin with ``[rank=N]``, as in Determined.
-    """
+    """Start this container's ranks of a trial, and wait for them."""
     directory_of_run = os.environ.get(RUN_DIR_VARIABLE)
     run = RunDirectory.open(directory_of_run) if directory_of_run else None
     kept_tracebacks = os.environ.get(TRACEBACKS_DIR_VARIABLE)

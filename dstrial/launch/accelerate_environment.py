@@ -1,10 +1,9 @@
 """Set the environment variables of ``accelerate launch`` for an experiment.
 
-``accelerate.Accelerator()`` reads from environment variables whether to use DeepSpeed, and the path of its JSON config. The
-path is that of a copy of the experiment's DeepSpeed config with the overwrites applied; the user's file is not modified.
-
-Source: accelerate 1.15 ``utils/launch.py:prepare_deepspeed_cmd_env`` sets the variables; ``utils/dataclasses.py`` and
-``state.py`` read them.
+``accelerate.Accelerator()`` reads from environment variables whether to use DeepSpeed, and the path of its JSON config. The path
+is that of a copy of the experiment's DeepSpeed config with the overwrites applied; the user's file is not modified. Source:
+accelerate 1.15 ``utils/launch.py:prepare_deepspeed_cmd_env`` sets the variables; ``utils/dataclasses.py`` and ``state.py`` read
+them.
 """
 
 from __future__ import annotations

@@ -236,7 +236,6 @@ def _rank_variables(env: Mapping[str, str], placement: Placement, *, is_redirect
 def _private_variables(
     env: Mapping[str, str], work_dir: Path, master_port: int, num_ranks: int
 ) -> dict[str, str]:
-    """Return variables for one machine's ranks: rendezvous file, secret, loopback."""
     given = {**os.environ, **env}
     return {
         STORE_VARIABLE: store_variable(work_dir / "store", port=master_port, num_ranks=num_ranks),
@@ -297,12 +296,9 @@ class _Ranks:
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], *, is_read: bool
     ) -> dict[tuple[int, Stream], int]:
-        """Start all ranks with ``command`` and further environment ``variables``.
+        """Start all ranks; raise ``LaunchError`` if a process could not be started.
 
         Returns (rank, stream) -> descriptor of the rank's output; {} unless output is read (``is_read``).
-
-        Raises:
-            LaunchError: a process could not be started.
         """
         readable: dict[tuple[int, Stream], int] = {}
         for one in self.processes:
@@ -342,10 +338,7 @@ class _Ranks:
         return [self._file(one.rank, "phase.json") for one in self.processes]
 
     def end_stalled(self, rank: int | None, text: str) -> None:
-        """Write the error record of a stalled rank, so that the supervisor ends all ranks.
-
-        ``rank`` is None if the straggler is unknown; ``text`` describes the stall.
-        """
+        """Write the error record of a stalled rank, so that the supervisor ends all ranks."""
         named = self.processes[0].rank if rank is None else rank
         error = RankStalledError(text)
         write_record(self._file(named, "error.json"), error, text, line=text)
@@ -378,7 +371,6 @@ class _Ranks:
         return variables
 
     def _exit_problem(self, local_rank: int, rank: int) -> str:
-        """Return why exit code 0 of a rank counts as a failure; empty if it does not."""
         phase = read_phase(self._file(rank, "phase.json"))
         if phase is None or not (phase[0] in (FIRST_BATCH, TRAINING) or (self._is_trial and phase[0])):
             return ""

@@ -124,10 +124,7 @@ def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> str:
 def _memory_text(
     name: str, held: int, parts: Mapping[str, int], used: int, capacity: int | None, free: int | None
 ) -> str:
-    """Return a sentence on the memory that this process holds; all sizes are in bytes.
-
-    ``parts`` maps a role, such as ``gradients``, to its tensors' size; ``used`` also includes all other memory in use.
-    """
+    """Return a sentence on the memory of this process; all sizes are in bytes."""
     rest = {"everything else": used - sum(parts.values())}
     texts = [f"{size_text(size)} {role}" for role, size in {**parts, **rest}.items() if size > 0]
     described = f" ({', '.join(texts)})" if texts else ""
@@ -172,7 +169,6 @@ def _states(optimizer: Any, torch: Any) -> list[Any]:
 
 
 def _engine() -> Any:
-    """Return a DeepSpeed engine of this process; None if none exists."""
     engine_class = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
     if engine_class is None:
         return None

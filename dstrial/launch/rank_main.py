@@ -132,10 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _record_end() -> None:
-    """Record that this rank's program has ended.
-
-    If the process does not exit after that, the launcher kills it.
-    """
+    """Record the program's end; the launcher kills a rank that then does not exit."""
     name_threads()
     leave()
 
@@ -257,7 +254,6 @@ def _is_python_file(word: str) -> bool:
 
 
 def _ignore_old_names_of_collectives() -> None:
-    """Suppress the FutureWarning about torch functions that DeepSpeed calls."""
     for name in _COLLECTIVES_BY_OLD_NAME:
         warnings.filterwarnings(
             "ignore",
@@ -268,7 +264,6 @@ def _ignore_old_names_of_collectives() -> None:
 
 
 def _end_with_launcher() -> None:
-    """Make Linux kill this rank if its launcher dies."""
     launcher_pid = os.environ.get(LAUNCHER_PID_VARIABLE)
     if launcher_pid is None or not sys.platform.startswith("linux"):
         return

@@ -1,7 +1,6 @@
-"""Report the startup phases of ranks that take more than some seconds.
+"""Log slow startup phases of ranks, each again when its duration has doubled.
 
-Such a phase is logged, and again each time its duration has doubled. ``starting.json`` in the allocation's directory has the
-current phase, for ``dstrial run`` and ``dstrial status``.
+``starting.json`` in the allocation's directory has the current phase, for ``dstrial run`` and ``dstrial status``.
 """
 
 from __future__ import annotations

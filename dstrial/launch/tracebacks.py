@@ -158,11 +158,7 @@ def _of_user(frames: Sequence[_Frame]) -> list[_Frame]:
 
 
 def _folded(frames: Sequence[_Frame], base: str, *, keeps_innermost: bool) -> list[str]:
-    """Return user frames as lines; consecutive other frames become one line.
-
-    The first line is a user frame: frames before the first user frame are counted in the last line. If there is no user frame,
-    ``keeps_innermost`` keeps the innermost frames.
-    """
+    """Return user frames as lines; consecutive other frames become one line."""
     kept = {position for position, frame in enumerate(frames) if _package(frame.file) is None}
     if not kept and keeps_innermost:
         kept = set(range(len(frames))[-_INNERMOST:])

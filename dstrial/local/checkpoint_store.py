@@ -384,10 +384,7 @@ class LocalCheckpointContext(NodeCheckpointContext):
         return path
 
     def _stored(self, name: str) -> Path | None:
-        """Return a local directory with the metadata of a checkpoint in object storage.
-
-        None if ``name`` is no UUID, or if object storage has no such checkpoint.
-        """
+        """Return a local directory with an object-storage checkpoint's metadata, or None."""
         manager = self._storage_manager
         if not isinstance(manager, ObjectStorageManager) or not is_uuid(name):
             return None

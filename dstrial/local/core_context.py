@@ -85,9 +85,8 @@ class LocalSystemMetrics:
 class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not follow determined
     """Determined's profiler, reporting a node's system metrics to ``sink``.
 
-    ``sink`` has the methods of ``LocalSystemMetrics``. Closing the profiler waits for the last report.
-
-    Source: determined 0.38.1 ``core/_profiler.py``: when stopped, the collector reports its current samples.
+    ``sink`` has the methods of ``LocalSystemMetrics``. Closing the profiler waits for the last report. Source: determined 0.38.1
+    ``core/_profiler.py``: when stopped, the collector reports its current samples.
     """
 
     def __init__(self, agent_id: str, distributed: core.DistributedContext, sink: Any) -> None:
@@ -204,9 +203,8 @@ def mirror(
 ) -> LocalTrainContext:
     """Make a master's core context also write to a run directory.
 
-    Replaces ``core_context.checkpoint`` and ``core_context.train``; returns the new ``train``. The context's
-    ``tensorboard_mode`` must be ``MANUAL``. At the end, call ``flush_progress`` of the result and
-    :func:`remove_tensorboard_directories`.
+    Replaces ``core_context.checkpoint`` and ``core_context.train``; returns the new ``train``. The context's ``tensorboard_mode``
+    must be ``MANUAL``. At the end, call ``flush_progress`` of the result and :func:`remove_tensorboard_directories`.
     """
     is_chief = core_context.distributed.rank == 0
     if is_chief:

@@ -1,10 +1,9 @@
 """A checkpoint context for object storage: each node transfers its files once.
 
 Ranks write a checkpoint into a scratch directory of their node. Then the first rank of each node uploads the node's files, and
-rank 0 uploads the completion marker last. To load a checkpoint, the first rank of each node downloads it for all.
-
-The run directory keeps a record of each checkpoint in object storage: ``checkpoints/<uuid>/`` with the manifest, the metadata and
-a completion marker that names the storage. Code that lists or chooses checkpoints reads the records.
+rank 0 uploads the completion marker last. To load a checkpoint, the first rank of each node downloads it for all. The run
+directory keeps a record of each checkpoint in object storage: ``checkpoints/<uuid>/`` with the manifest, the metadata and a
+completion marker that names the storage. Code that lists or chooses checkpoints reads the records.
 """
 
 from __future__ import annotations
@@ -281,11 +280,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         download_mode: core.DownloadMode,
         selector: Callable[[str], bool] | None,
     ) -> Iterator[Path]:
-        """Yield the directory with a checkpoint's files; download them if necessary.
-
-        ``record`` is the local record, which contains the files or names their storage. ``own`` is the storage in this run's
-        config. Only files in object storage are downloaded.
-        """
+        """Yield the directory with a checkpoint's files; download them if necessary."""
         settings = recorded_storage(record, own)
         if settings is None:
             yield record
@@ -355,10 +350,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
 
 
 def _require_manifest(root: Path, expected: str | None) -> None:
-    """Raise CheckpointDamagedError if a manifest's SHA-256 is not ``expected``.
-
-    No-op if ``expected`` is None, or if ``root`` has no manifest.
-    """
+    """Raise CheckpointDamagedError if a manifest's SHA-256 is not ``expected``."""
     path = root / MANIFEST_NAME
     if expected is not None and path.is_file() and hash_file(path).sha256 != expected:
         raise CheckpointDamagedError(

@@ -76,7 +76,6 @@ class RunMonitor:
         return self._view
 
     def _progress(self) -> tuple[int | None, int | None]:
-        """Return (trained batches, total batches) of this attempt; None if unknown."""
         # Reports may be ahead of the progress file.
         known = self._view.batches_trained, self._view.batches_total
         try:

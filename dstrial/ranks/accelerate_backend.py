@@ -67,7 +67,6 @@ def _change(module: Any) -> None:
 
 
 def _is_deepspeed_on_cpu() -> bool:
-    """Return whether accelerate will use DeepSpeed on the CPU in a launched rank."""
     from dstrial.ranks.process_group import has_accelerator
 
     is_wanted = os.environ.get(_USE_DEEPSPEED, "false").lower() == "true" and "LOCAL_RANK" in os.environ
@@ -75,10 +74,7 @@ def _is_deepspeed_on_cpu() -> bool:
 
 
 def _bring_up_ranks() -> None:
-    """Create the gloo process group, without compiling DeepSpeed's CPU collectives.
-
-    Ranks: all, collectively.
-    """
+    """Create the gloo process group; compile no DeepSpeed collectives. Ranks: all."""
     import deepspeed
     import torch.distributed
 

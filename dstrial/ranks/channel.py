@@ -1,7 +1,4 @@
-"""Exchange pickled objects between ranks over a separate gloo group.
-
-Each operation has a deadline; its timeout error names the missing ranks.
-"""
+"""Exchange pickled objects between ranks over a gloo group, with deadlines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The control channel, which exchanges small Python objects between ranks.
 
 It replaces Determined's ``DistributedContext``, whose ZMQ sockets need two fixed ports per machine and have no timeout. The
-control channel uses a separate gloo group, needs no port, and at the deadline raises an error that names the missing ranks.
-Values are pickled. A message is unpickled only after its HMAC tag is verified, which only this job's ranks can create.
+control channel uses a separate gloo group; at the deadline, its error names the missing ranks. Values are pickled. A message is
+unpickled only after its HMAC tag is verified, which only this job's ranks can create.
 """
 
 from __future__ import annotations

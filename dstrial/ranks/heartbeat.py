@@ -1,10 +1,9 @@
 """Write this rank's heartbeat (phase and batch) to a file that the launcher reads.
 
-Rank and launcher map the file into memory, and use neither locks nor system calls. Without dstrial's launcher the rank writes
-to private memory. The file has one slot of ``SLOT_BYTES`` for each rank of this machine. A slot has a *lane* (the state of one
-thread) for the main thread and one for the background save thread, the rank's pid, and the longest duration of each phase.
-
-The hot path writes through memory views: fewer cache misses than ``struct``.
+Rank and launcher map the file into memory, and use neither locks nor system calls. Without dstrial's launcher the rank writes to
+private memory. The file has one slot of ``SLOT_BYTES`` for each rank of this machine. A slot has a *lane* (the state of one
+thread) for the main thread and one for the background save thread, the rank's pid, and the longest duration of each phase. The
+hot path writes through memory views: fewer cache misses than ``struct``.
 """
 
 from __future__ import annotations

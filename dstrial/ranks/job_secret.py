@@ -94,10 +94,7 @@ def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
 
 
 def _read_key(name: str) -> bytes:
-    """Read a key file that another rank of this account wrote.
-
-    The owner is checked, so another account can neither forge nor read such a file.
-    """
+    """Read a key file of another rank, after checking that this account owns the file."""
     path = Path(tempfile.gettempdir(), Path(name).name)
     problem = "has another owner, length, name or mode"
     try:

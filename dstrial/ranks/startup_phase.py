@@ -1,7 +1,4 @@
-"""Report a rank's startup phase to the launcher through a file.
-
-The launcher displays the phases of all ranks. Without dstrial's launcher nothing is written.
-"""
+"""Report a rank's startup phase to the launcher through a file."""
 
 from __future__ import annotations
 

@@ -192,7 +192,6 @@ def _login_environment() -> dict[str, str]:
 
 
 def _reset_priority(pid: int) -> None:
-    """Reset the nice value and OOM score that Ray gives its workers, if permitted."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, 0)
     with contextlib.suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123

@@ -116,7 +116,6 @@ def _num_devices(environ: Mapping[str, str]) -> int:
 
 
 def _divides_devices(environ: Mapping[str, str]) -> bool:
-    """Return whether ``--gpus-per-task``, ``--tres-per-task`` or ``--gpus`` was given."""
     by_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     return bool(by_task or environ.get("SLURM_GPUS"))
 

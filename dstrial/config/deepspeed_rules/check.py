@@ -160,11 +160,7 @@ def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, An
 
 
 def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | None) -> BatchSolution | None:
-    """Return the batch sizes for the number of replicas that DeepSpeed will assume.
-
-    The result is None if the batch equation has no solution (recorded as a problem), or if the script sets the batch sizes.
-    ``given`` has the batch sizes in the config.
-    """
+    """Return the batch sizes; None if they have no solution or the script sets them."""
     findings, sizes = settings.findings, settings.sizes
     replicas = batch_replicas(settings.effective, sizes)
     where = {key: findings.place(key) for key in BATCH_KEYS}

@@ -79,7 +79,6 @@ def _precision(s: Settings) -> None:
 
 
 def _dtype(s: Settings, key: str) -> str | None:
-    """Return the dtype at a key as ``fp16``, ``bf16`` or ``fp32``; None if not given."""
     name = str(s.value(key) or "").removeprefix("torch.")
     return _DTYPES.get(name, name) or None
 

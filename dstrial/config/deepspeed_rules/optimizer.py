@@ -44,9 +44,8 @@ _KNOWN = {
 def check_optimizer_and_scheduler(settings: Settings, rules: DeepSpeedRules, dialect: Dialect) -> None:
     """Check the types and parameters in the ``optimizer`` and ``scheduler`` sections.
 
-    Problems are recorded in ``settings.findings``. A missing section is no problem.
-
-    Source: DeepSpeed 0.19.8 runtime/engine.py, ``_configure_basic_optimizer`` and ``_scheduler_from_config``.
+    Problems are recorded in ``settings.findings``. A missing section is no problem. Source: DeepSpeed 0.19.8 runtime/engine.py,
+    ``_configure_basic_optimizer`` and ``_scheduler_from_config``.
     """
     for section, known, example in (
         ("optimizer", rules.optimizers, "AdamW"),

@@ -1,8 +1,7 @@
 """Check the config of a command, TensorBoard or generic task.
 
-Fields that only affect containers are accepted, filled in and kept, as in experiment configs.
-
-Source: Determined 0.38.1, command configs (fields, defaults; a shell runs an entrypoint that is one string).
+Fields that only affect containers are accepted, filled in and kept, as in experiment configs. Source: Determined 0.38.1, command
+configs (fields, defaults; a shell runs an entrypoint that is one string).
 """
 
 from __future__ import annotations

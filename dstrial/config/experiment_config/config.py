@@ -257,7 +257,6 @@ def _mapping_of(document: Document, context_dir: Path, findings: Diagnostics) ->
 def _check_hyperparameters(
     raw: dict[str, Any], findings: Diagnostics, *, require_concrete: bool
 ) -> dict[str, Any]:
-    """Return one trial's hyperparameters; normalise their specifications in ``raw``."""
     hyperparameters = concrete_values(
         raw["hyperparameters"],
         findings,
@@ -276,10 +275,7 @@ def _read_engines(
     context_dir: Path,
     findings: Diagnostics,
 ) -> dict[str, DeepSpeedSource]:
-    """Return hyperparameter -> DeepSpeed config, first the main ``deepspeed_config``.
-
-    Configs that cannot be read are recorded as problems and left out.
-    """
+    """Return hyperparameter -> DeepSpeed config, first the main ``deepspeed_config``."""
     if MAIN_KEY not in hyperparameters:
         findings.notes.append(
             f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
@@ -334,10 +330,7 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Dia
 
 
 def _check_command_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Warn if ``resources.slots`` is given without ``slots_per_trial``.
-
-    Only commands use ``resources.slots``; in an experiment it has no effect.
-    """
+    """Warn if ``resources.slots`` is given without ``slots_per_trial``."""
     resources = raw["resources"]
     if resources["slots"] is None:
         del resources["slots"]
@@ -355,11 +348,7 @@ def _check_entrypoint(
     findings: Diagnostics,
     is_required: bool,
 ) -> TrialSource:
-    """Check the entrypoint, and its files if ``context_dir`` is given.
-
-    Returns facts from the entrypoint's source, empty without ``context_dir``. ``is_required``: whether a missing entrypoint is
-    a problem.
-    """
+    """Check the entrypoint; with ``context_dir``, return facts from its source files."""
     entrypoint, expected = raw["entrypoint"], "module:Class, or a command"
     if entrypoint is None:
         if is_required and given.get("entrypoint") is None:
@@ -481,7 +470,6 @@ def _max_length(searcher: Mapping[str, Any]) -> Length | None:
 
 
 def _device_kind() -> Literal["cpu", "cuda", "rocm"]:
-    """Return this machine's kind of device, from device files and ``DS_ACCELERATOR``."""
     chosen = os.environ.get("DS_ACCELERATOR", "")
     if chosen == "cpu":
         return "cpu"

@@ -167,7 +167,6 @@ def _words(entrypoint: str | Sequence[str] | None) -> list[str]:
 
 
 def _trial_tree(trial: str, path: Path, findings: Diagnostics) -> ast.Module | None:
-    """Return a trial's syntax tree; None if it is too large or a problem was recorded."""
     try:
         return _parsed(path)
     except SyntaxError as error:
@@ -258,10 +257,9 @@ def _defined_names(tree: ast.Module) -> set[str]:
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
-    """Return the definition of ``name``, and the definitions that it uses.
+    """Return the syntax trees of ``name``'s definition and of definitions it uses.
 
-    The definitions are syntax trees of top-level statements. If ``tree`` does not define ``name``, the first syntax tree is the
-    whole module.
+    If ``tree`` does not define ``name``, the first syntax tree is the whole module.
     """
     # A module may define an ordinary trial and a pipeline, so unrelated definitions are left out.
     definitions = {

@@ -59,9 +59,7 @@ def concrete_values(
 
     With ``require_concrete`` every search space is an error. Otherwise the middle of a numeric range, or the first value of a
     categorical list, is used, with a warning. With ``needs_counts`` a numeric range without a ``count`` is an error, as for the
-    grid searcher.
-
-    Source: Determined 0.38.1 schemas/expconf/v0/hyperparameter*.json.
+    grid searcher. Source: Determined 0.38.1 schemas/expconf/v0/hyperparameter*.json.
     """
 
     def value_of(spec: Any, path: KeyPath) -> Any:
@@ -100,10 +98,7 @@ _ABSENT = object()
 def _converted(
     group: Mapping[str, Any], path: KeyPath, convert: Callable[[Any, KeyPath], Any]
 ) -> dict[str, Any]:
-    """Return a group of hyperparameters with ``convert`` applied to each of them.
-
-    Nested groups are converted recursively. ``convert`` gets a specification or constant, and its path.
-    """
+    """Return a group of hyperparameters with ``convert`` applied to each of them."""
     values: dict[str, Any] = {}
     for name, spec in group.items():
         inner = (*path, str(name))
@@ -148,7 +143,6 @@ def searched_values(hyperparameters: Mapping[str, Any], values: Any) -> Iterator
 
 
 def _is_known(kind: object) -> bool:
-    """Return whether ``kind`` is a hyperparameter type such as ``int`` or ``log``."""
     # In the full form, an optimizer's `type` is itself a mapping.
     return isinstance(kind, str) and kind in _KINDS
 
@@ -193,7 +187,6 @@ def _is_finite_power(base: float, exponent: float) -> bool:
 
 
 def _sample(spec: Mapping[str, Any]) -> Any:
-    """Return one value of a search space: the middle of a range, the first of a list."""
     if spec["type"] == "categorical":
         return spec["vals"][0]
     middle = (spec["minval"] + spec["maxval"]) / 2

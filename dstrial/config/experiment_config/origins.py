@@ -70,8 +70,7 @@ def _origin(path: KeyPath, value: Any, submitted: Document, template: Mapping[st
 def _is_changed(path: KeyPath, value: Any, given: tuple[Any] | None) -> bool:
     """Return whether a value has changed since the submission.
 
-    ``given`` is a 1-tuple with the submitted value. If it is None, the submission did not have the value, and the default is
-    compared.
+    ``given`` is a 1-tuple with the submitted value; if it is None, the default is compared instead.
     """
     if given is not None:
         before = given[0]

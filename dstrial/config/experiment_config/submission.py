@@ -1,7 +1,4 @@
-"""Check and complete an experiment config that a client submits to a master.
-
-The result has the fields and defaults that Determined's master stores, because clients and trials rely on these.
-"""
+"""Check and complete an experiment config that a client submits to a master."""
 
 from __future__ import annotations
 
@@ -150,10 +147,7 @@ def _check_slots(
     resumed: SavedRun | None,
     findings: Diagnostics,
 ) -> bool:
-    """Check a trial's slots; return whether the trial needs more than exist.
-
-    ``num_slots`` is the number of slots that exist; if it is None, the result is False.
-    """
+    """Check a trial's slots; return whether the trial needs more than ``num_slots``."""
     slots = raw["resources"]["slots_per_trial"]
     max_slots = raw["resources"]["max_slots"]
     if defaults.launch_error and isinstance(slots, int) and isinstance(max_slots, int) and slots > max_slots:
@@ -179,10 +173,7 @@ def _check_slots(
 
 
 def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a checked config with the values that a master fills in.
-
-    ``given`` is the config as written. ``searcher`` overrides fields of the searcher.
-    """
+    """Return a copy of a checked config with the values that a master fills in."""
     config = copy.deepcopy(raw)
     config["name"] = given.get("name") or random_name("Experiment")
     if (given.get("reproducibility") or {}).get("experiment_seed") is None:
@@ -203,9 +194,8 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
 def _strip_searcher(config: Any) -> dict[str, Any]:
     """Reduce a detached run's searcher, in place, to its metric.
 
-    Returns the original searcher; empty if the config has no valid searcher.
-
-    Source: Determined 0.38.1, ``core_v2.Config``, whose searcher has a metric and tells whether there are several trials.
+    Returns the original searcher; empty if the config has no valid searcher. Source: Determined 0.38.1, ``core_v2.Config``, whose
+    searcher has a metric and tells whether there are several trials.
     """
     searcher = config.get("searcher") if isinstance(config, dict) else None
     if not isinstance(searcher, dict) or not isinstance(searcher.get("name"), str):
@@ -326,9 +316,8 @@ def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> s
     """Return the config of a continued experiment, as YAML.
 
     ``active`` is the current config, which may differ from the submitted one. ``changes`` override ``active`` as a config
-    overrides its template. ConfigError if the searcher's type changes.
-
-    Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
+    overrides its template. ConfigError if the searcher's type changes. Source: Determined 0.38.1, master/internal,
+    ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
     """
     merged = merge_template(active, changes)
     before, after = (_searcher_name(config) for config in (active, merged))

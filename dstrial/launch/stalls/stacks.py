@@ -218,10 +218,7 @@ def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:
 
 
 def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
-    """Return (kind of wait, name of the collective), from the calls inside user code.
-
-    ``frames`` begin with the most recent call.
-    """
+    """Return (kind of wait, name of the collective) from calls, the most recent first."""
     num_inner = next((idx for idx, frame in enumerate(frames) if _is_users(frame)), len(frames))
     inner = frames[:num_inner]
     if _has(inner[:2], _ZERO_GATHERS, "wait"):

@@ -1,7 +1,4 @@
-"""Poll the ranks' heartbeats; report a stall with straggler and stacks.
-
-The report goes to the launcher's log; ``stalled.json`` in the allocation's directory describes the current stall.
-"""
+"""Poll the ranks' heartbeats; log a stall, and describe it in ``stalled.json``."""
 
 from __future__ import annotations
 
