@@ -1,7 +1,6 @@
 """Keep Python's cyclic garbage collector from traversing imported modules.
 
-Importing torch creates a million objects that live as long as the process. The collector traverses them repeatedly during the
-import, and several times at interpreter exit.
+Importing torch creates a million long-lived objects; the collector would traverse them repeatedly, also at interpreter exit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Select the files of a context directory (model definition) to send to a master.
 
-Files matched by ``.detignore`` are left out, and so are directories with a marker file: outputs of dstrial, checkpoint
-storages and virtual environments.
+Left out are files matched by ``.detignore``, outputs of dstrial, checkpoint storages and virtual environments.
 """
 
 from __future__ import annotations

@@ -27,9 +27,8 @@ The hierarchy::
         ├── DatabaseDamagedError
         └── RequestError
 
-Not in the hierarchy: ``storage_guard.StorageGoneError``, an ``OSError``, is raised if the checkpoint storage is missing.
-
-Every message has the place, the value found, the expected value and a fix.
+Not in the hierarchy: ``storage_guard.StorageGoneError``, an ``OSError``, is raised if the checkpoint storage is missing. Every
+message has the place, the value found, the expected value and a fix.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
     """Delete a directory tree of any depth, if it exists; do not follow links.
 
     ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). With ``is_forced``, the contents of
-    read-only directories are deleted too. If an entry cannot be deleted, OSError is raised after all other
-    entries are deleted.
+    read-only directories are deleted too. If an entry cannot be deleted, OSError is raised after all other entries are deleted.
     """
     problem: OSError | None = None
     try:
@@ -101,10 +100,7 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
 
 
 def _delete_or_open(name: str, here: int, is_forced: bool) -> int | None:
-    """Open a directory and return its descriptor; delete any other entry, return None.
-
-    ``here`` is the descriptor of the parent directory.
-    """
+    """Open a directory and return its descriptor; delete any other entry, return None."""
     try:
         path = os.open(name, _DIRECTORY | os.O_PATH | os.O_NOFOLLOW, dir_fd=here)
     except NotADirectoryError:

@@ -155,8 +155,7 @@ def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageG
 def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
     """Make Determined's uploads and deletions fail if the storage is missing.
 
-    In 0.38.1, ``common/storage/shared.py`` creates a missing storage when it uploads, and ignores a missing storage when
-    it deletes.
+    In 0.38.1, ``common/storage/shared.py`` creates a missing storage at an upload, and ignores it at a deletion.
     """
     cls = module.SharedFSStorageManager
     original, original_delete = cls.upload, cls.delete

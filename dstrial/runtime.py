@@ -1,7 +1,6 @@
 """Set up a training process: process group, core context and stop signals.
 
-Under a master (of a Determined cluster or of dstrial), the master stores metrics and checkpoints. Without a master, a run
-directory stores them, through the same interfaces. Environment variables tell whether there is a master.
+A master, if environment variables name one, stores metrics and checkpoints. Otherwise, a run directory stores them.
 """
 
 from __future__ import annotations
@@ -135,9 +134,7 @@ def process_runtime(
 ) -> Iterator[ProcessRuntime]:
     """Like :func:`core_context`, but yield a ``ProcessRuntime``.
 
-    With ``defers_signals``, stop signals end the process until the caller calls ``signals.listen()``.
-
-    Ranks: all, collectively.
+    With ``defers_signals``, stop signals end the process until the caller calls ``signals.listen()``. Ranks: all, collectively.
     """
     quieten_libraries()
     if os.environ.get(RUN_DIR_VARIABLE):
@@ -199,8 +196,7 @@ def process_runtime(
 def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
     """Shut down the process group, unless this rank has failed and other ranks exist.
 
-    The shutdown would hang if other ranks wait in a collective; the launcher ends them. ``kind`` is the error's type, None
-    without an error. Always returns False, so that the error propagates.
+    The shutdown would hang if other ranks wait in a collective. Always returns False, so that the error propagates.
     """
     if kind is None or world_size == 1:
         process_group.shutdown()
@@ -241,11 +237,7 @@ def _run_directory(
 
 
 def _await_shared(path: str, channel: core.DistributedContext) -> None:
-    """Wait until the run directory, which rank 0 has created, is visible on this host.
-
-    Raises:
-        LaunchError: the directory is not visible after ``_SHARED_S``, so the file system is not shared.
-    """
+    """Wait until rank 0's run directory is visible; LaunchError after ``_SHARED_S``."""
     give_up_at_s = time.monotonic() + _SHARED_S
     while channel.cross_size > 1 and not pathlib.Path(path, "run.json").exists():
         if time.monotonic() > give_up_at_s:

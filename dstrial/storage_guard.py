@@ -1,7 +1,6 @@
 """Check by a marker file that a checkpoint storage is present; never create it.
 
-If the storage is not mounted, a save would write into the mount point, and the next mount would hide the files. Therefore the
-storage's root has a marker file, which is checked before a trial starts and before each save and deletion. Processes that a
+If the storage is not mounted, a save would write into the mount point, and the next mount would hide the files. Processes that a
 master starts load this file by path, because their Python environment may lack dstrial.
 """
 

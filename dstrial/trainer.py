@@ -1,8 +1,4 @@
-"""``init()`` makes a context, ``Trainer.fit()`` trains, ``run_trial()`` does both.
-
-Under a master (of a Determined cluster or of dstrial), the master stores metrics and checkpoints. Without a master, a run
-directory stores them.
-"""
+"""``init()`` makes a context, ``Trainer.fit()`` trains, ``run_trial()`` does both."""
 
 from __future__ import annotations
 
@@ -63,10 +59,9 @@ def init(
 ) -> Iterator[DeepSpeedTrialContext]:
     """Yield a trial's context; in the block, build the trial and call ``Trainer.fit``.
 
-    Sets up the process group from the environment: one rank under ``python`` or a notebook, many under
-    ``dstrial.launch``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun`` and Determined's launchers.
-    Random states are seeded with the trial's seed; without a master (of Determined or dstrial), with
-    ``reproducibility.experiment_seed`` of ``exp_conf``, if given.
+    Sets up the process group from the environment: one rank under ``python`` or a notebook, many under ``dstrial.launch``,
+    ``torchrun``, ``deepspeed``, ``srun``, ``mpirun`` and Determined's launchers. Random states are seeded with the trial's seed;
+    without a master (of Determined or dstrial), with ``reproducibility.experiment_seed`` of ``exp_conf``, if given.
 
     Args:
         hparams: hyperparameters; under a master, the default is the trial's hyperparameters.
@@ -134,10 +129,7 @@ def _hyperparameters(info: Any, given: dict[str, Any] | None) -> dict[str, Any] 
 
 @contextlib.contextmanager
 def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> Iterator[None]:
-    """Append hints to DeepSpeed's errors raised in the block.
-
-    An assertion about a resumed checkpoint's batch size is replaced by dstrial's error.
-    """
+    """Append hints to DeepSpeed's errors in the block; replace batch-size assertions."""
     try:
         yield
     except AssertionError as error:
@@ -344,10 +336,7 @@ class Trainer:
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
-    """Return the context manager that hyperparameter ``AROUND_FIT_KEY`` names.
-
-    Its value is ``module:function``; without it, the context manager does nothing.
-    """
+    """Return the context manager that hyperparameter ``AROUND_FIT_KEY`` names, if any."""
     named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
         return contextlib.nullcontext()

@@ -27,9 +27,8 @@ def is_uuid(name: str) -> bool:
 def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:
     """Flush checkpoint ``path`` to disk, then write the completion mark with ``info``.
 
-    After a crash the mark is either missing or valid.
-
-    Ranks: one, after all ranks have written their files and a rank of each other machine has called ``fsync_tree``.
+    After a crash the mark is either missing or valid. Ranks: one, after all ranks have written their files and a rank of each
+    other machine has called ``fsync_tree``.
     """
     root = pathlib.Path(path)
     fsync_tree(root)

@@ -1,7 +1,6 @@
 """Describe how an engine's state is split over ranks.
 
 A ``Layout`` locates every element of every parameter in any ZeRO stage, so that any number of ranks can read a checkpoint.
-``engine.parameter_table.collect_layout`` builds the layout of an engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Locate a parameter's elements in ranks' partitions, for resharding.
 
-A flattened parameter is split into shards, each within one replica's partition of a flat buffer. Without a flat buffer there is
-one shard.
+A shard is a flattened parameter's part in one replica's partition of a flat buffer; without a buffer, the whole parameter.
 """
 
 from __future__ import annotations

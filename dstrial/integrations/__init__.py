@@ -1,7 +1,4 @@
-"""Support for training loops of other libraries: ``huggingface``, ``accelerate``.
-
-Each library is an optional extra of dstrial, and only its subpackage imports the library.
-"""
+"""Support for training loops of other libraries: ``huggingface``, ``accelerate``."""
 
 from __future__ import annotations
 

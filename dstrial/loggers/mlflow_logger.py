@@ -141,10 +141,7 @@ def accepted_name(name: str) -> str:
 
 @contextlib.contextmanager
 def _locked(uri: str) -> Iterator[None]:
-    """In the block, hold a file lock if ``uri`` is an SQLite file.
-
-    The lock prevents that several processes create the tables of a new file.
-    """
+    """In the block, lock an SQLite ``uri`` against concurrent creation of its tables."""
     if not uri.startswith(_SQLITE):
         yield
         return

@@ -297,9 +297,7 @@ def logged_run(runtime: TrialRuntime) -> LoggedRun:
     """Return the description of a trial's run for loggers.
 
     The id is a hash of the run directory's creation time and the experiment's name. Without a run directory, it is a hash of the
-    ids of master and trial.
-
-    Ranks: only rank 0; no communication.
+    ids of master and trial. Ranks: only rank 0; no communication.
     """
     config = dict(runtime.exp_conf or {})
     config.pop("hyperparameters", None)
@@ -350,9 +348,6 @@ def _run_directory(runtime: TrialRuntime, info: Any) -> RunDirectory | None:
 
 
 def _all_runs(directory: RunDirectory, name: str) -> Path:
-    """Return the directory with one subdirectory of runs per experiment.
-
-    If the parent of run directory ``directory`` is not named after experiment ``name``, return the run directory.
-    """
+    """Return the directory with one subdirectory of runs per experiment."""
     parent = directory.path.parent
     return parent.parent if parent.name == experiment_slug(name) else directory.path

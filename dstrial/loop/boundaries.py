@@ -1,7 +1,6 @@
 """Settings and progress of a run; when to report, validate, checkpoint and end.
 
-Decisions depend only on the batch counter in ``Progress``, so that all ranks decide equally without communication, and a
-resumed run decides as an uninterrupted run would.
+Decisions depend only on the batch counter in ``Progress``, so that all ranks decide equally without communication.
 """
 
 from __future__ import annotations

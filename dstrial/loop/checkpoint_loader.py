@@ -147,10 +147,7 @@ class CheckpointLoader:
         *,
         is_reshaped: bool,
     ) -> None:
-        """Load the checkpoint at ``path`` into all engines; resharded if ``is_reshaped``.
-
-        Also restores ``engine_extra_state`` and calls ``settle_optimizer_settings``.
-        """
+        """Load the checkpoint at ``path`` into all engines; resharded if ``is_reshaped``."""
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
         with contextlib.ExitStack() as stack:
@@ -182,10 +179,7 @@ class CheckpointLoader:
             restore_reducer(wrapped.reducer, saved)
 
     def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
-        """Return whether rank layouts differ, so that engine state must be resharded.
-
-        Raises ``CheckpointLayoutError`` if the state cannot be resharded.
-        """
+        """Return whether rank layouts differ; CheckpointLayoutError if not reshardable."""
         problems = []
         trial_class = type(self._state.trial)
         is_own = trial_class.save is not Checkpointable.save or trial_class.load is not Checkpointable.load
@@ -199,10 +193,7 @@ class CheckpointLoader:
         return bool(differences)
 
     def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
-        """Return how often all replicas together call ``train_batch`` per batch.
-
-        ``layouts`` has one layout per engine; only the first engine's is used.
-        """
+        """Return how often all replicas together call ``train_batch`` per batch."""
         first = layouts[0]
         is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself
         return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
@@ -213,9 +204,7 @@ class CheckpointLoader:
         """Convert ``state``, a saved ``dstrial_rank<r>.pt``, to this run's rank layout.
 
         Changes ``state`` in place. ``source`` is the saved rank whose random states this rank continues. ``is_recut``: whether
-        ``autotp_size`` has changed.
-
-        Ranks: all, collectively.
+        ``autotp_size`` has changed. Ranks: all, collectively.
         """
         context, runtime = self._state.context, self._state.runtime
         # The files are memory-mapped, because only a small part of other ranks' state is used.
@@ -447,10 +436,7 @@ def trusts_code(
 
 
 def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
-    """Return files that the manifest does not list and a resume might unpickle.
-
-    Empty if the checkpoint has no manifest.
-    """
+    """Return files that the manifest does not list and a resume might unpickle."""
     if not (root / MANIFEST_NAME).is_file():
         return []
     present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
@@ -471,10 +457,7 @@ def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
 def _voucher(
     context: core.Context, uuid: str, root: pathlib.Path, digest: str, exp_conf: Mapping[str, Any] | None
 ) -> str | None:
-    """Return a log text on what vouches for a checkpoint's code; None if nothing does.
-
-    The user, this account's signature, or the master can vouch. ``digest`` is the checkpoint's SHA-256.
-    """
+    """Return a log text on what vouches for a checkpoint's code; None if nothing does."""
     if dstrial_section(exp_conf).get(TRUST_KEY) == digest:
         return f"data.dstrial.{TRUST_KEY} says so"
     if not (root / MANIFEST_NAME).is_file():

@@ -1,8 +1,7 @@
 """Write checkpoints in a background thread; training waits only for a host copy.
 
-The main thread copies the state. A background thread then writes files, checksums and the manifest, and uploads and registers
-the checkpoint. At most one save is in progress. The background threads of all ranks communicate on a separate control channel.
-All ranks learn the save's outcome together: at the next sync point, before the next save, or at the end of training.
+At most one save is in progress. The background threads of all ranks communicate on a separate control channel. All ranks learn
+the save's outcome together: at the next sync point, before the next save, or at the end of training.
 """
 
 from __future__ import annotations
@@ -178,10 +177,7 @@ class CheckpointSaver:
         self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def _channel(self) -> core.DistributedContext:
-        """Return the communication channel for saves; the first call creates the channel.
-
-        Ranks: all, collectively.
-        """
+        """Return the saves' channel, created at first use. Ranks: all, collectively."""
         distributed = self._state.context.distributed
         if not self._in_background or distributed.size == 1:
             return distributed
@@ -282,9 +278,8 @@ class CheckpointSaver:
     ) -> None:
         """Write and hash the files, write the manifest, and exit the block of the store.
 
-        Exiting the ``store_path`` context ``block`` uploads and registers the checkpoint.
-
-        Ranks: all, collectively; communication is only on ``channel``.
+        Exiting the ``store_path`` context ``block`` uploads and registers the checkpoint. Ranks: all, collectively; communication
+        is only on ``channel``.
         """
 
         def describe(error: Exception) -> str:
@@ -388,7 +383,6 @@ class CheckpointSaver:
 
 
 def _store_on(store: core.CheckpointContext, channel: core.DistributedContext) -> core.CheckpointContext:
-    """Return a shallow copy of ``store`` whose ranks communicate on ``channel``."""
     same = copy.copy(store)
     same._dist = channel
     return same
@@ -414,10 +408,7 @@ def _require_picklable(state: Mapping[str, Any]) -> None:
 
 
 def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path | None) -> None:
-    """Copy directory ``model`` to ``code``; hard-link files equal to ``last_code``'s.
-
-    ``last_code`` is the copy in the previous checkpoint; None without one.
-    """
+    """Copy directory ``model`` to ``code``; hard-link files equal to ``last_code``'s."""
 
     def copy(source: str, target: str) -> str:
         if last_code is not None:

@@ -60,7 +60,6 @@ class LiveProgress:
         pass
 
     def _repr_html_(self) -> str:
-        """Return HTML with a table of the newest reports, and a curve per group."""
         curves = "".join(map(self._curve, ("training", "validation")))
         lines = [
             html.escape(report_line(report, self._batches_total, self._metric))

@@ -1,8 +1,4 @@
-"""The training loop of a trial, for data-parallel and pipeline engines.
-
-``TrainingLoop._train`` iterates over batches. Reports, stop requests, validation, checkpoints and epoch callbacks are events
-between two batches.
-"""
+"""The training loop of a trial, for data-parallel and pipeline engines."""
 
 from __future__ import annotations
 
@@ -318,10 +314,7 @@ class TrainingLoop:
         self._heartbeat.begin(Phase.BETWEEN, self._progress.batches_trained)
 
     def _handle_events(self) -> StopReason | None:
-        """Handle the events due after a batch; return the reason to stop, or None.
-
-        Ranks: all, collectively.
-        """
+        """Handle due events; return the stop reason or None. Ranks: all, collectively."""
         progress = self._progress
         batches = progress.batches_trained
         stop = self._reports.end() if self._reports.is_under_way else None
@@ -346,9 +339,8 @@ class TrainingLoop:
     def _act(self, found: set[Boundary], *, is_stopping: bool) -> StopReason | None:
         """Execute the due actions ``found``; return the reason to stop, or None.
 
-        If only a report is due, its exchange between ranks may end after the next batch (``ReportExchange.may_defer``).
-
-        Ranks: all, collectively.
+        If only a report is due, its exchange between ranks may end after the next batch (``ReportExchange.may_defer``). Ranks:
+        all, collectively.
         """
         reports = Boundary.REPORT in found or (Boundary.END in found and self._reports.has_unreported)
         if not is_stopping and not found - {Boundary.REPORT} and self._reports.may_defer:
@@ -455,10 +447,7 @@ class TrainingLoop:
             self._core.train.set_status("training")
 
     def _validate_and_report(self, validation: Validation) -> bool:
-        """Validate and report; return whether the policy wants a checkpoint.
-
-        Ranks: all, collectively.
-        """
+        """Validate and report; return whether to checkpoint. Ranks: all, collectively."""
         progress = self._progress
         if self._is_chief:
             self._core.train.set_status("validating")
@@ -474,9 +463,7 @@ class TrainingLoop:
     def _state_evidence(self) -> list[StateEvidence]:
         """Return, for each rank, whether its weights and newest loss are finite.
 
-        Empty unless ``data.dstrial.non_finite`` is ``fail``.
-
-        Ranks: all, collectively.
+        Empty unless ``data.dstrial.non_finite`` is ``fail``. Ranks: all, collectively.
         """
         if self._weights is None:
             return []
@@ -487,10 +474,9 @@ class TrainingLoop:
     def _checkpoint(self, *, is_last: bool = False, position: Mapping[str, Any] | None = None) -> None:
         """Start to save a checkpoint of the current batch. Ranks: all, collectively.
 
-        ``position`` is the position in the training data, by default the current one.
-
-        A state with non-finite weights is never saved. A state without a finite loss is saved only at the end of training or at
-        a stop (``is_last``), because the new checkpoint may replace an older, good one.
+        ``position`` is the position in the training data, by default the current one. A state with non-finite weights is never
+        saved. A state without a finite loss is saved only at the end of training or at a stop (``is_last``), because the new
+        checkpoint may replace an older, good one.
         """
         self._reports.require_written()
         found = self._state_evidence()
@@ -587,10 +573,7 @@ class TrainingLoop:
             )
 
     def _restore(self, stream: TrainingStream) -> Mapping[str, Any]:
-        """Load the latest checkpoint; return its loop state, empty for a new run.
-
-        Ranks: all, collectively.
-        """
+        """Load the latest checkpoint; return its loop state. Ranks: all, collectively."""
         latest = self._settings.latest_checkpoint
         if latest is None:
             return {}
@@ -614,15 +597,10 @@ class TrainingLoop:
         )
 
     def _require_whole_batch(self, num_stepped: int) -> None:
-        """Check the number of micro batches that ``train_batch`` trained on each rank.
-
-        ``num_stepped``, this rank's number, must equal ``gradient_accumulation_steps``. Called only after
-        ``disable_auto_grad_accumulation()``.
+        """Check the count of trained micro batches on each rank. Ranks: all, collectively.
 
         Raises:
-            AccumulationError: a rank trained another number of micro batches.
-
-        Ranks: all, collectively (one ``allgather``, after the first batch of a run).
+            AccumulationError: ``num_stepped`` differs from ``gradient_accumulation_steps`` on a rank.
         """
         expected = self._adapter.micro_batches_per_batch
         for rank, found in enumerate(self._distributed.allgather(num_stepped)):

@@ -1,7 +1,6 @@
 """Running totals of metrics on each rank, which are combined over all ranks.
 
-Accelerator tensors are summed on their device, CPU values as Python numbers. ``MetricWindow.add`` neither synchronises a
-device nor communicates. ``MetricWindow.totals`` moves all sums to the host in one copy per device.
+``MetricWindow.add`` neither synchronises nor communicates; ``totals`` moves all sums to the host in one copy per device.
 """
 
 from __future__ import annotations

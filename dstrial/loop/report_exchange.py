@@ -1,7 +1,6 @@
 """Exchange metrics and stop requests between ranks; report the reduced metrics.
 
-Ranks send a report's totals in the payload of a sync point. If only a report is due, the loop trains the next batch during the
-exchange. Rank 0 (the chief) then submits the averages to the thread of ``dstrial.loop.metric_sinks.ReportWriter``.
+If only a report is due, the loop trains the next batch during the exchange. Rank 0 then submits averages to ``ReportWriter``.
 """
 
 from __future__ import annotations
@@ -404,10 +403,7 @@ class ReportExchange:
         self._window_start = self._progress.batches_trained
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
-        """Raise an error if any rank has failed to write a report.
-
-        ``failures`` has each rank's error text, or None.
-        """
+        """Raise an error if any rank has failed to write a report."""
         if not any(failures):
             return
         error = self.writer.take_error()

@@ -66,9 +66,8 @@ class RunState:
     def layouts_to_save(self) -> list[dict[str, Any]]:
         """Return ``layouts()`` with checksums of the frozen parameters that are not saved.
 
-        Layouts and checksums are collected again only if parameters were frozen or unfrozen since the last call.
-
-        Ranks: all, collectively.
+        Layouts and checksums are collected again only if parameters were frozen or unfrozen since the last call. Ranks: all,
+        collectively.
         """
         has_changed = self._layouts is not None and self._frozen != self._frozen_now()
         if any(self.context.distributed.allgather(has_changed)):

@@ -110,9 +110,8 @@ class SyncPoints:
     def begin(self, batches_trained: int, payload: Any = None) -> None:
         """Start the exchange with all ranks; ``end`` returns the result.
 
-        Does not block: a ``ControlChannel`` starts an all-gather; without a channel, all communication is in ``end``.
-
-        Ranks: all, collectively.
+        Does not block: a ``ControlChannel`` starts an all-gather; without a channel, all communication is in ``end``. Ranks: all,
+        collectively.
         """
         is_chief = self._distributed.rank == 0
         proposal = self._proposed_distance(batches_trained) if is_chief else 0

@@ -1,7 +1,6 @@
 """Measure one rank's training; write telemetry reports on rank 0.
 
-Measuring neither synchronises devices nor communicates. Ranks send their ``RankSample`` to rank 0 together with the metrics of
-a report (``loop/report_exchange``).
+Measuring neither synchronises devices nor communicates; ranks send samples to rank 0 with the metrics of a report.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Time forward, backward and step of a rank's engines without blocking.
 
-On an accelerator, device events are recorded around the calls in some batches, and read at a later report. On the CPU, the
-host's clock is used.
+On an accelerator, device events of some batches are read at a later report. On the CPU, the host's clock is used.
 """
 
 from __future__ import annotations

@@ -210,10 +210,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
-        """If the run resumes, make an engine keep the saved ``train_batch_size``.
-
-        Returns the sizes and class names given in the engine's config (``given_settings``).
-        """
+        """Return an engine's given settings; make it keep a resumed run's batch size."""
         if self._runtime.resumed is None:
             return given_settings(engines.config_of(engine))
         return self._runtime.resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)

@@ -1,7 +1,4 @@
-"""Accelerate integration: ``Reporter`` for loops, ``convert`` for config files.
-
-Only ``Reporter`` needs accelerate and deepspeed. It is imported at its first use.
-"""
+"""Accelerate integration: ``Reporter`` for loops, ``convert`` for config files."""
 
 from __future__ import annotations
 

@@ -209,9 +209,7 @@ class Reporter:
 
         Skips records that were trained before a resume. Saves checkpoints between two micro batches. Without ``drop_last``, the
         last batch of an epoch may be smaller. ``loader`` must be prepared, and have the same length on every rank and at every
-        resume.
-
-        Ranks: all, collectively.
+        resume. Ranks: all, collectively.
         """
         yield from self._resumed("batches()").batches(loader)
 
@@ -220,9 +218,7 @@ class Reporter:
 
         Returns whether this micro batch completed an optimizer step, which is one batch. ``metrics`` maps names, the same in
         every call, to numbers, arrays or tensors. Their means over the micro batches of all ranks are reported every
-        ``scheduling_unit`` batches. Most calls neither communicate nor synchronise the device.
-
-        Ranks: all, equally often.
+        ``scheduling_unit`` batches. Most calls neither communicate nor synchronise the device. Ranks: all, equally often.
         """
         return self._resumed("step()").step(metrics)
 
@@ -238,18 +234,15 @@ class Reporter:
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
         """Report validation metrics, each as its mean over ranks.
 
-        Saves a checkpoint if ``checkpoint_policy`` of the experiment config asks for one.
-
-        Ranks: all, collectively.
+        Saves a checkpoint if ``checkpoint_policy`` of the experiment config asks for one. Ranks: all, collectively.
         """
         self._resumed("report_validation()").report_validation(metrics)
 
     def save(self) -> str:
         """Save a checkpoint between two optimizer steps; return its uuid.
 
-        Checksums and upload run in the background and end at the latest when the next save begins or the run ends.
-
-        Ranks: all, collectively.
+        Checksums and upload run in the background and end at the latest when the next save begins or the run ends. Ranks: all,
+        collectively.
         """
         return self._resumed("save()").save()
 

@@ -146,10 +146,7 @@ class TrialRun:
         self._set_status("training")
 
     def _load(self, checkpoint: str) -> int | None:
-        """Restore a checkpoint; return its number of batches per epoch.
-
-        None if the number is not in the checkpoint, or if only weights were loaded.
-        """
+        """Restore a checkpoint; return its batches per epoch, None if unknown."""
         context = self._context
         loop_state, continues = self._loader.restore(checkpoint, None)
         self._accelerator.step = 0

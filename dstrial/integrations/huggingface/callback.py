@@ -55,17 +55,11 @@ class _PreemptionHandler:
         """The reason for stopping early; None until all ranks agree to stop."""
 
     def start(self, step: int) -> None:
-        """Choose the next step at which ranks exchange stop requests.
-
-        Call this at the start of training and after each evaluation.
-        """
+        """Choose the next step at which ranks exchange stop requests."""
         self._sync_points.start(step)
 
     def after_step(self, step: int, *, is_due: bool) -> bool:
-        """Return whether all ranks stop after this step. Ranks: all, collectively.
-
-        Exchanges stop requests if ``is_due``, if there is only one rank, or at the step that ``start`` chose.
-        """
+        """Return whether all ranks stop after this step. Ranks: all, collectively."""
         is_time = self._sync_points.is_single_rank or step >= self._sync_points.next_batch
         return self.agree(step) if is_due or is_time else self.reason is not None
 
@@ -76,7 +70,6 @@ class _PreemptionHandler:
         return self.reason is not None
 
     def acknowledge(self) -> None:
-        """Tell the master that the trial stopped on request and is not complete."""
         if self._is_chief:
             self._preempt.acknowledge_preemption_signal()
 

@@ -208,10 +208,7 @@ class TrainerCheckpoints:
         return engine
 
     def _layout(self, engine: DeepSpeedEngine, directory: pathlib.Path) -> Layout | None:
-        """Return the saved engine's layout; None if only the model was saved.
-
-        Ranks: all, collectively.
-        """
+        """Return the layout; None if only a model was saved. Ranks: all, collectively."""
         layout = collect_layout(engine, self._distributed.allgather)
         latest = directory / _LATEST_NAME
         # DeepSpeed writes the file `latest` on rank 0 only, possibly on a local disk.
@@ -255,8 +252,7 @@ class TrainerCheckpoints:
     def _mine(self, listings: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
         """Return the paths of the files that this rank stores.
 
-        ``listings`` has each rank's :meth:`_listing`. The first machine that has a file stores it; the files of a machine are
-        divided among its ranks.
+        The first machine that has a file stores the file; the files of a machine are divided among its ranks.
         """
         here = self._distributed.rank - self._distributed.local_rank
         owners: dict[str, int] = {}

@@ -1,7 +1,4 @@
-"""Make a Trainer script's arguments agree with the trial's DeepSpeed config.
-
-This module reads the config files and writes the effective config; ``argument_table`` decides which value wins.
-"""
+"""Make a Trainer script's arguments agree with the trial's DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -154,10 +151,7 @@ def _is_plain_batch(words: CommandLine, hparams: Mapping[str, Any], overwrite: A
 
 
 def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource | None:
-    """Return the DeepSpeed config with overwrites; None if ``hparams`` has neither.
-
-    If ``hparams`` has only overwrites, the config is that of ``--deepspeed``.
-    """
+    """Return the DeepSpeed config with overwrites; None if ``hparams`` has neither."""
     overwrite = hparams.get(OVERWRITE_KEY)
     named = hparams.get(MAIN_KEY)
     if named is None and not overwrite:
@@ -175,10 +169,7 @@ def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource |
 
 
 def _resumed(info: Any) -> SavedRun | None:
-    """Return the run to resume, whose batch size must be kept; None for a new run.
-
-    Also None if the checkpoint is not on this machine.
-    """
+    """Return the run to resume if its batch size must be kept; otherwise None."""
     saved = saved_run_to_resume() if info is None else saved_run_of_trial(info)
     return saved if saved is not None and saved.keeps_batch else None
 

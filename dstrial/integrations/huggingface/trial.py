@@ -278,9 +278,7 @@ class Startup:
     def settle_best_model(self, state: TrainerState) -> None:
         """Clear ``state.best_model_checkpoint`` if the directory is missing on a rank.
 
-        After a resume, the Trainer would otherwise try to load this directory at the end of training.
-
-        Ranks: all, collectively.
+        After a resume, the Trainer would otherwise try to load this directory at the end of training. Ranks: all, collectively.
         """
         best = state.best_model_checkpoint
         if self.checkpoint_path is None:

@@ -1,7 +1,6 @@
 """Choose the records of each global batch, and divide them into micro batches.
 
-The records of a global batch depend only on seed, epoch, batch number and global batch size. Each micro batch of each replica
-is a slice of a global batch. If the number of replicas or micro batches changes, the global batches stay the same.
+A batch's records depend only on seed, epoch, batch number and global batch size, not on the number of replicas or micro batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Iterate repeatedly over a user's own training loader, and restore the position.
 
-A user's own loader, unlike ``dstrial.DataLoader``, itself decides which records a replica reads. The position is restored with
-the loader's ``load_state_dict``, or else by reading the micro batches of the current pass again.
+The position is restored with the loader's ``load_state_dict``, or else by reading the current pass's micro batches again.
 """
 
 from __future__ import annotations
@@ -144,10 +143,7 @@ class LoaderPasses(Iterator[Any]):
             )
 
     def _compare_workers(self, newest: int | None) -> None:
-        """Warn if workers of an iterable data set begin with the same micro batch.
-
-        ``newest`` is the checksum of the micro batch just drawn; None if unknown.
-        """
+        """Warn if workers of an iterable data set begin with the same micro batch."""
         if self.pass_idx or self._num_workers < 2:
             return
         if newest is not None and newest in self._digests_of_workers:
@@ -225,8 +221,7 @@ class LoaderPasses(Iterator[Any]):
     def _start_persistent_workers(self) -> None:
         """Create the iterator that persistent workers reuse in all passes.
 
-        Creating the iterator draws a random number. An uninterrupted run creates the iterator in pass 0. A run that
-        resumes in a later pass must first create the iterator too, so that this pass draws the same numbers.
+        Creating the iterator draws a random number; a run that resumes in a later pass must draw this number too, as in pass 0.
         """
         set_epoch(self._loader, 0)
         with random_state_kept():

@@ -1,7 +1,6 @@
 """Build torch loaders that read a user's data set with reproducible random states.
 
-They use the data set, sampler and worker settings of a ``determined.pytorch.DataLoader``, but not its sharding, which depends
-on the number of ranks. Other loaders are allowed only after ``context.disable_dataset_reproducibility_checks()``.
+Settings are those of a ``determined.pytorch.DataLoader``, except its sharding, which depends on the number of ranks.
 """
 
 from __future__ import annotations

@@ -101,10 +101,7 @@ class TrainingStream:
             self.passes = self._in_passes(loader_length(self._loader))
 
     def _in_passes(self, length: int | None) -> LoaderPasses:
-        """Return an iterator over repeated passes of the user's own loader.
-
-        Sets ``epoch_length`` from ``length``, the loader's number of micro batches or None.
-        """
+        """Return repeated passes over the user's own loader; set ``epoch_length``."""
         if length is None:
             return LoaderPasses(self._loader, None, 0, self._rank)
         self.epoch_length, rest = divmod(length, self._micro_batches_per_batch)
@@ -227,10 +224,7 @@ class TrainingStream:
 
 
 class _Flattened(data.Sampler[Any]):
-    """Yields each batch of a user's batch sampler as one micro batch.
-
-    ``sampler`` yields lists of one item, which is such a batch.
-    """
+    """Yields each batch of a user's batch sampler as one micro batch."""
 
     def __init__(self, sampler: data.Sampler[Any], with_epoch: bool) -> None:
         self._sampler = sampler

@@ -174,10 +174,7 @@ class ValidationStream:
         return list(batches)[self._adapter.data_parallel_rank :: self._adapter.data_parallel_world_size]
 
     def _read(self, micro_batches: list[Any]) -> Iterator[Any]:
-        """Yield loaded micro batches for lists of record indices.
-
-        Persistent workers are reused in later validations.
-        """
+        """Yield loaded micro batches for lists of record indices."""
         if self._kept is not None:
             return iter(self._kept)
         loader = torch_loader(self._loader, self._loader.dataset, micro_batches, self._seed)
