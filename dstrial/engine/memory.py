@@ -234,7 +234,6 @@ class MemorySplit:
 
 
 def _shares(tensor: torch.Tensor, args: Any) -> bool:
-    """Return whether ``tensor`` shares memory with a tensor in ``args``."""
     key = tensor.untyped_storage()._cdata
     return any(
         leaf.untyped_storage()._cdata == key

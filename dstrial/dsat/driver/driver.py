@@ -189,7 +189,6 @@ class Driver:
                 return
 
     def _on_event(self, event: Mapping[str, Any]) -> None:
-        """Update the state of the search by a new or replayed event of its journal."""
         if event["event"] == "submitted":
             self._on_submitted(int(event["trial_id"]), event)
         elif event["event"] == "result":
@@ -356,7 +355,6 @@ class Driver:
                 write_config(experiment, full_config(settings, best.candidate))
 
     def _read_files(self) -> dict[str, str]:
-        """Return file name -> text of the existing result files."""
         paths = [self._record.path / name for name in (*BEST_NAMES, "trials.json", *REPORT_NAMES)]
         return {path.name: path.read_text() for path in paths if path.exists()}
 
@@ -388,7 +386,6 @@ class Driver:
         return {**live_document(document), "told_s": time.time()}
 
     def _facts(self, reason: str) -> SearchFacts:
-        """Return the facts for the report of a search that has not finished."""
         settings = self._settings
         return SearchFacts(
             name=settings.experiment.name or settings.output.name,

@@ -227,7 +227,6 @@ def _is_torch_tar(path: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def _torch_listed() -> Iterator[None]:
-    """Add ``LISTED`` to torch's allowed classes inside the block."""
     with _lock:
         known: set[Any] = set(torch.serialization.get_safe_globals())
         added: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -276,8 +275,7 @@ def make_plain_config(engine: Any) -> None:
     """Replace an engine's config by plain dictionaries, which can always be loaded.
 
     The engine saves its config object in checkpoints (``ds_config``), so that an ``AttrDict`` would add its class to each
-    checkpoint. The user's object is not changed.
-    Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
+    checkpoint. The user's object is not changed. Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
     """
     if isinstance(engine.config, Mapping):
         engine.config = _plain(engine.config)
