@@ -1,7 +1,4 @@
-"""Measure engines' memory by part: parameters, gradients, optimizer, buffers.
-
-``MemorySplit`` measures the peak of each part within a batch.
-"""
+"""Measure engines' memory by part: parameters, gradients, optimizer, buffers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Run the trials that a search method requests, or follow a search on a master.
 
-Each event is written to the search's journal (``SearchRecord``) before the search changes its state. Replaying the journal
-therefore restores the search.
+The search's journal (``SearchRecord``) gets each event before the search changes its state; replaying it restores the search.
 """
 
 from __future__ import annotations

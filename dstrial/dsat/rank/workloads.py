@@ -238,7 +238,7 @@ def _end_script(*args: Any, **kwargs: Any) -> Any:
 
 
 def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Run the script to its first engine call; return the arguments, None without one."""
+    """Run the script to its first engine call; return the call's arguments, or None."""
     show_ranks_to_accelerate()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", []))

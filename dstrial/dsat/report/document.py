@@ -214,7 +214,7 @@ def _model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Return whether ``best`` gains more than both confidence half-widths together."""
+    """Return whether ``best``'s gain exceeds the sum of both confidence half-widths."""
     gain = gain_over(best, own, metric)
     outcomes = [trial.outcome for trial in (best, own) if trial is not None]
     widths = [one.value("half_width") or 0.0 for one in outcomes if isinstance(one, Measured)]
@@ -269,7 +269,8 @@ def _sensitivity(
 ) -> list[dict[str, Any]]:
     """Return how much each value of each setting costs; largest effect first.
 
-    ``loss`` is how much worse the best trial with a value is than ``best``. Settings changed together are not separated.
+    ``loss`` is how much worse, relative to ``best``, the best trial with the value is. DeepSpeed's defaults are filled in.
+    Effects of settings that were changed together are not separated.
     """
     top = best.score(metric)
     assert top is not None

@@ -275,7 +275,8 @@ def make_plain_config(engine: Any) -> None:
     """Replace an engine's config by plain dictionaries, which can always be loaded.
 
     The engine saves its config object in checkpoints (``ds_config``), so that an ``AttrDict`` would add its class to each
-    checkpoint. The user's object is not changed. Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
+    checkpoint. The user's object is not changed.
+    Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
     """
     if isinstance(engine.config, Mapping):
         engine.config = _plain(engine.config)

@@ -167,7 +167,7 @@ class SavedEngine:
             at += count
 
     def _records(self, place: ParameterPlace, key: str) -> Iterator[tuple[int, int, int, int]]:
-        """Yield a state's pieces: (replica, flat buffer, offset in partition, numel)."""
+        """Yield pieces of state ``key``: (replica, flat buffer's index, offset, numel)."""
         numel = math.prod(place.shape)
         if self.layout.zero_stage == 3:
             for buffer_idx, shapes in enumerate(self._model_file(place.model_part, 0)["param_shapes"]):
