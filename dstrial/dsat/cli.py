@@ -1,7 +1,4 @@
-"""Command line options of dsat, each with its default, lower bound and help text.
-
-``dstrial.dsat.config`` checks whether the values suit an experiment.
-"""
+"""Command line options of dsat, each with its default, lower bound and help text."""
 
 from __future__ import annotations
 

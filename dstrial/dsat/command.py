@@ -118,10 +118,7 @@ def _search(settings: SearchConfig) -> int:
 
 @contextlib.contextmanager
 def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block when a stop signal arrives.
-
-    The signal is also appended to ``signals``.
-    """
+    """Append a stop signal to ``signals`` and raise KeyboardInterrupt in the block."""
 
     def end(number: int, _frame: object) -> None:
         signals.append(signal.Signals(number))
@@ -158,7 +155,6 @@ def _num_parallel(
 def _inputs(
     settings: SearchConfig, record: SearchRecord, master: Callable[[], ClusterBackend]
 ) -> PredictInputs:
-    """Return the inputs of method ``predict``, from the journal or new dry runs."""
     if (known := recorded_inputs(record)) is not None:
         return known
     target = target_here(os.environ)
@@ -178,11 +174,8 @@ def _inputs(
 def _train_best(
     settings: SearchConfig, record: SearchRecord, best: TrialResult, master: Callable[[], ClusterBackend]
 ) -> int:
-    """Train the best configuration on the master, or on this machine; return 0.
-
-    On this machine the training's launcher replaces this process, so the function returns only if the training is already
-    complete.
-    """
+    """Train the best configuration on the master, or on this machine; return 0."""
+    # On this machine, the launcher replaces this process; the function returns only if the training is already complete.
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
     write_config(path, config)
@@ -205,11 +198,7 @@ def _train_best(
 
 
 def _train_here(settings: SearchConfig, path: Path, runs: list[RunDirectory]) -> NoReturn:
-    """Replace this process by the launcher of a training.
-
-    ``runs`` are the earlier trainings of this search, newest first. The first of them with a saved checkpoint is resumed;
-    without one, a new training starts.
-    """
+    """Replace this process by a training that resumes the newest run with checkpoints."""
     directory = path.parent / "runs"
     variables = {RUNS_DIR_VARIABLE: str(directory)}
     saved = next((run for run in runs if newest_checkpoint(run.checkpoints_path) is not None), None)

@@ -197,7 +197,6 @@ def _flag_problems(flags: SearchFlags) -> Iterator[ConfigProblem]:
 
 
 def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> Iterator[ConfigProblem]:
-    """Yield problems of an experiment, and of options that do not suit it."""
     if experiment.deepspeed is None:
         yield ConfigProblem(
             f"{experiment.path}: hyperparameters.{MAIN_KEY}",
@@ -237,10 +236,7 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
 
 
 def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Return problems and warnings about values of the ``--space`` file.
-
-    A key without a legal value is a problem; illegal values beside legal ones give a warning.
-    """
+    """Return problems (keys without a legal value) and warnings (illegal values)."""
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
     for path, values in space.extra.items():

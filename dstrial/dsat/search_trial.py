@@ -109,10 +109,8 @@ class _Journal:
         return {int(row.steps_completed): json.loads(row.metrics["event"]) for row in rows}
 
     def report(self, event: Mapping[str, Any]) -> None:
-        """Store an event on the master before returning.
-
-        Determined's ``report_metrics`` would return earlier, and lose the event during an outage.
-        """
+        """Store an event on the master before returning."""
+        # Determined's ``report_metrics`` would return earlier, and lose the event during an outage.
         number = self.num_events + 1
         values = {**event.get("metrics", {}), "event": json.dumps(event)}
         metrics = bindings.v1TrialMetrics(
@@ -159,7 +157,6 @@ class _Ranks(PersistentRanks):
         return self._master.publish(report)
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """End the ranks; store the result files in a checkpoint of the trial."""
         super().finish(results)
         self._master.show_results(self._journal.experiment, results)
 
@@ -172,7 +169,6 @@ class _Ranks(PersistentRanks):
         self._master.retry_until_available(store)
 
     def _end_ranks(self) -> None:
-        """End the ranks, and copy their output to the trial's log."""
         was_running = self._launcher is not None
         super()._end_ranks()
         if was_running:

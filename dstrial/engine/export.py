@@ -245,11 +245,8 @@ class MergedWeights(ModelWeights):
             )
 
     def _untie(self, saved_specs: Mapping[str, TensorSpec]) -> Iterator[TensorSpec]:
-        """Yield an entry for each tied weight that merging makes differ from its owner.
-
-        LoRA on one of two tied layers changes only this layer, and ``modules_to_save`` replaces only one of two tied modules.
-        Names of other tied weights stay in ``aliases``.
-        """
+        """Yield an entry for each tied weight that merging makes differ from its owner."""
+        # LoRA changes one of two tied layers, ``modules_to_save`` replaces one. Names of other tied weights stay in ``aliases``.
         tied, self.aliases = self.aliases, {}
         for alias, owner in tied.items():
             if ".original_module." in alias:

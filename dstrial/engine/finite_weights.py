@@ -72,10 +72,7 @@ class FiniteWeights:
 
 
 def _local_values(parameter: Any) -> torch.Tensor | None:
-    """Return this rank's part of a weight; None if the part cannot be checked.
-
-    A part cannot be checked if it is not in memory, is empty, or has an integer or 8-bit type.
-    """
+    """Return this rank's part of a weight; None if absent, empty, integer or 8-bit."""
     weights = parameter.detach()
     if optimizers.is_cut(parameter):
         weights = optimizers.held_part(parameter)

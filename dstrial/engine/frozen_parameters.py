@@ -97,10 +97,8 @@ def checksum(parameter: torch.Tensor) -> str:
 
 
 def _own_sums(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[str, int]]:
-    """Yield (name, ``_sum`` of this rank's elements) for each frozen parameter.
-
-    The sums of all ranks add up to the parameter's checksum.
-    """
+    """Yield (name, ``_sum`` of this rank's elements) for each frozen parameter."""
+    # The sums of all ranks add up to the parameter's checksum.
     part, replica = engines.checkpoint_part(engine), engines.replica(engine)
     places = {place.name: place for place in layout.parameters if place.model_part == part}
     for name, parameter in named_parameters(engine.module):
@@ -124,10 +122,8 @@ def _own_sums(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[str, in
 
 
 def _sum(flat: torch.Tensor, first: int) -> int:
-    """Return the sum of a parameter's bits, weighted by position in the parameter.
-
-    ``flat`` is a slice that begins at element ``first``. The sums of ZeRO 3's slices add up to the whole parameter's sum.
-    """
+    """Return the sum of a parameter's bits, weighted by position in the parameter."""
+    # ``flat`` begins at element ``first``. The sums of ZeRO 3's slices add up to the whole parameter's sum.
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for begin in range(0, flat.numel(), _PIECE_NUMEL):

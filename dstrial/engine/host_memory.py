@@ -34,7 +34,6 @@ def _of_machine(meminfo: pathlib.Path) -> int | None:
 
 
 def _groups(own_cgroups: pathlib.Path, root: pathlib.Path) -> list[pathlib.Path]:
-    """Return the directories of this process's cgroup and of its ancestors."""
     paths = [line.split(":", 2)[2].strip() for line in _lines(own_cgroups) if line.startswith("0::")]
     owns = [root / path.lstrip("/") for path in paths]
     return [group for own in owns for group in (own, *own.parents) if group.is_relative_to(root)]

@@ -1,7 +1,4 @@
-"""Measure engines' memory by part: parameters, gradients, optimizer, buffers.
-
-``MemorySplit`` measures the peak of each part within a batch.
-"""
+"""Measure engines' memory by part: parameters, gradients, optimizer, buffers."""
 
 from __future__ import annotations
 
@@ -234,7 +231,6 @@ class MemorySplit:
 
 
 def _shares(tensor: torch.Tensor, args: Any) -> bool:
-    """Return whether ``tensor`` shares memory with a tensor in ``args``."""
     key = tensor.untyped_storage()._cdata
     return any(
         leaf.untyped_storage()._cdata == key

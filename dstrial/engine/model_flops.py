@@ -59,7 +59,6 @@ class FlopCount:
 
 
 def _grouped_product_flops(left: torch.Tensor, right: torch.Tensor, *_args: Any, **_kwargs: Any) -> int:
-    """Return the FLOPs of ``_grouped_mm``: one matrix product per group of rows."""
     num = left.shape[0] if left.dim() == right.dim() == 3 else 1
     return int(2 * num * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
@@ -78,11 +77,10 @@ def _formulas() -> dict[Any, Callable[..., Any]]:
 
 
 class _Formulas(dict[Any, Callable[..., Any]]):
-    """FLOP formulas; ``in`` is true for operations with a kernel of their own.
+    """FLOP formulas; ``in`` is true for operations with a kernel of their own."""
 
-    ``FlopCounterMode`` decomposes what is not in its formulas. The parts of an operation such as the backward of SiLU round
-    differently than its kernel, so counting would change what a batch trains.
-    """
+    # ``FlopCounterMode`` decomposes operations that are not in its formulas. The parts of an operation such as the
+    # backward of SiLU round differently than its kernel, so counting would change what a batch trains.
 
     def __contains__(self, operation: Any) -> bool:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -20,10 +20,7 @@ from dstrial.engine.peft_adapter import adapter_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slot:
-    """Location of one parameter in the optimizer's groups and flat buffers.
-
-    The fields are those of ``ParameterPlace`` with the same names.
-    """
+    """A parameter's place in the optimizer; fields as in ``ParameterPlace``."""
 
     group_idx: int
     buffer_idx: int | None
@@ -120,10 +117,7 @@ def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[F
 
 
 def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: int) -> list[ParameterPlace]:
-    """Return layout entries of this rank's parameters, in module order.
-
-    A tied parameter has one entry per name.
-    """
+    """Return layout entries of this rank's parameters in module order, one per name."""
     first_names: dict[int, str] = {}
     places = []
     for name, param in named_parameters(engine.module):
@@ -151,10 +145,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
 
 
 def _tied_across_parts(places: Iterable[ParameterPlace]) -> Iterable[ParameterPlace]:
-    """Yield ``places``; set ``tied_to`` of a tied layer's copies on later stages.
-
-    Copies on different stages have the same name.
-    """
+    """Yield ``places``; set ``tied_to`` of a tied layer's copies on later stages."""
     first_stages: dict[str, int] = {}
     for place in places:
         first = first_stages.setdefault(place.name, place.stage)

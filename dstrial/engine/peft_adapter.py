@@ -23,7 +23,6 @@ def is_peft_model(module: torch.nn.Module) -> bool:
 
 
 def _peft_model(module: torch.nn.Module) -> Any:
-    """Return the ``PeftModel``, without the wrapper of ``torch.compile``, or None."""
     peft = sys.modules.get("peft")
     inner = getattr(module, "_orig_mod", module)
     return inner if peft is not None and isinstance(inner, peft.PeftModel) else None

@@ -32,21 +32,14 @@ _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentia
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Target:
-    """Elements of one parameter that this rank's optimizer updates.
-
-    Attributes:
-        begin: first element within the flattened parameter.
-        master: the flat tensor of master weights that contains the elements.
-        offset: position of the first element in ``master``.
-        owner: the tensor that is the key of the state in the base optimizer's ``state``.
-    """
+    """Elements of one parameter that this rank's optimizer updates."""
 
     name: str
-    begin: int
+    begin: int  # first element within the flattened parameter
     numel: int
-    master: torch.Tensor
-    offset: int
-    owner: torch.Tensor
+    master: torch.Tensor  # the flat tensor of master weights that contains the elements
+    offset: int  # position of the first element in ``master``
+    owner: torch.Tensor  # key of the state in the base optimizer's ``state``
 
 
 def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> None:
@@ -185,10 +178,7 @@ def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
 def _settings_by_group(
     engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return the live optimizer's group index -> saved settings.
-
-    If parameters of one group were saved with different settings, a text is appended to ``problems``.
-    """
+    """Return live optimizer group -> saved settings; append conflicts to ``problems``."""
     own_groups = _base_groups(engine)
     found: dict[int, tuple[str, dict[str, Any]]] = {}
     for name, place in live.places.items():
@@ -259,7 +249,6 @@ def _counts_on_device(optimizer: Any) -> bool:
 
 
 def _load_module(saved: SavedEngine, live: _Live) -> None:
-    """Copy saved master and frozen weights into the module, in the module's dtype."""
     for name, tensor, piece in live.module_tensors():
         # Where the module's weight is also the master weight, copying again changes nothing.
         if saved.holds(name):
@@ -285,7 +274,6 @@ def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
 
 
 def _load_loss_scale(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
-    """Restore a dynamic loss scale; a static one comes from the config."""
     state = saved.loss_scale_state()
     holder = optimizers.loss_scale_holder(engine.optimizer)
     if holder is None or not state.get("dynamic_loss_scale"):

@@ -151,18 +151,12 @@ def _storage(array: Any) -> torch.UntypedStorage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _File:
-    """One file to write later.
-
-    Attributes:
-        through_python: whether to write through a Python file object; the archive then does not contain the file's name.
-        pickled: ``torch.save``'s pickle of the value, without the content of storages.
-        storages: copies of the value's storages, in order of ``torch.save``'s numbers.
-    """
+    """One file to write later."""
 
     path: str
-    through_python: bool
-    pickled: bytes
-    storages: Sequence[torch.UntypedStorage]
+    through_python: bool  # write through a Python file object; the archive then lacks the file's name
+    pickled: bytes  # ``torch.save``'s pickle of the value, without the content of storages
+    storages: Sequence[torch.UntypedStorage]  # copies, in order of ``torch.save``'s numbers
 
 
 class StateCopies:
@@ -249,7 +243,6 @@ class _Pickled(Exception):  # noqa: N818  # not an error: stops torch.save after
 
 
 def _pickled_by_torch(value: Any) -> tuple[bytes, tuple[torch.UntypedStorage, ...]]:
-    """Return ``torch.save``'s pickle of ``value``, and its storages in pickle order."""
     try:
         torch.save(value, io.BytesIO(), pickle_module=_CapturingModule)
     except _Pickled as done:

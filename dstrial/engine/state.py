@@ -276,8 +276,7 @@ def describe_optimizer(engine: DeepSpeedEngine) -> str:
 def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
     """Return whether the optimizer was created with ``value`` for setting ``name``.
 
-    Only the first parameter group is compared. If a scheduler has set ``initial_lr``, that is compared
-    instead of ``lr``.
+    Only the first parameter group is compared. If a scheduler has set ``initial_lr``, that is compared instead of ``lr``.
     """
     group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
     started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
@@ -322,7 +321,6 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _tied_without_file(module: PipelineModule) -> list[str]:
-    """Return sorted keys of this stage's tied layers that DeepSpeed does not save."""
     with_file = engines.tied_layers_with_file(module)
     return sorted(key for key in module.tied_modules if key not in with_file)
 
@@ -341,10 +339,8 @@ def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor])
 
 
 def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
-    """Make ``get_last_lr()`` return the optimizer's learning rates after a load.
-
-    DeepSpeed's schedulers do not save the value that ``get_last_lr()`` returns.
-    """
+    """Make ``get_last_lr()`` return the optimizer's learning rates after a load."""
+    # DeepSpeed's schedulers do not save the value that ``get_last_lr()`` returns.
     scheduler = engine.lr_scheduler
     if scheduler is not None and hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

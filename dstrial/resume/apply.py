@@ -161,10 +161,8 @@ class ResumedRun:
         )
 
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:
-        """Return the batch sizes of ``solution`` by config key.
-
-        These sizes replace the batch sizes of ``merged``, which are recorded for ``_as_given``.
-        """
+        """Return the batch sizes of ``solution`` by config key."""
+        # The sizes of ``merged``, which these replace, are recorded for ``_as_given``.
         sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
         if merged.get(BATCH_KEYS[0]) is None and config_sizes(merged).get("model_parallel_size", 1) > 1:
             del sizes[BATCH_KEYS[0]]  # omitted with AutoTP, see ``get_deepspeed_config``
@@ -174,10 +172,7 @@ class ResumedRun:
         return sizes
 
     def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
-        """Return ``config`` with the user's batch sizes in place of the solved ones.
-
-        If configs with different sizes got the same solved sizes, the sizes in ``engine.given`` are preferred.
-        """
+        """Return ``config`` with the user's batch sizes in place of the solved ones."""
         originals = self._given.get(given_sizes(config))
         if not originals:
             return dict(config)
@@ -187,10 +182,8 @@ class ResumedRun:
 
 
 def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
-    """Return a config (dict or path) merged with ``overwrite``; None if unreadable.
-
-    The trial will read the config too, and raise the error.
-    """
+    """Return a config (dict or path) merged with ``overwrite``; None if unreadable."""
+    # The trial will read the config too, and raise the error.
     if not isinstance(source, (str, Mapping)) or not isinstance(overwrite, Mapping):
         return None
     if isinstance(source, str) and not Path(source).is_file():

@@ -234,10 +234,7 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 def _changes_layout(
     engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether an engine's layout will differ from the saved one.
-
-    If ``config`` is None (unknown), only the number of slots and the parallel dimensions are compared.
-    """
+    """Return whether an engine's layout will differ (as far as ``config`` is known)."""
     if num_slots != engine.world_size or replica != engine.replica:
         return True
     if config is None:
@@ -248,10 +245,7 @@ def _changes_layout(
 
 
 def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
-    """Return a config's optimizer or scheduler type if it differs from the saved one.
-
-    ``section`` is ``optimizer`` or ``scheduler``. None if the type is unchanged or unknown.
-    """
+    """Return a config's ``section`` type if known and different from the saved one."""
     kind = given_settings(config).get(section)
     if not engine.given or kind is None or kind == engine.given.get(section):
         return None
@@ -317,7 +311,6 @@ def _reshard_problems(
 
 
 def _fixed_layout_reason(engine: EngineRecord) -> str | None:
-    """Return why an engine's state cannot be resharded; None if it can."""
     if engine.model_parallel_size > 1 and engine.engine_kind == "pipeline":
         return f"whose layers are cut over {engine.model_parallel_size} tensor-parallel ranks"
     if engine.expert_parallel_size:
@@ -484,10 +477,7 @@ def _recut_problems(
     before: Mapping[str, Sequence[ParameterPlace]],
     after: Mapping[str, Sequence[ParameterPlace]],
 ) -> Iterator[str]:
-    """Yield why parameters cannot be resliced for another ``autotp_size``.
-
-    ``before`` and ``after`` are the slices of the layouts ``saved`` and ``now``.
-    """
+    """Yield why parameters cannot be resliced for another ``autotp_size``."""
     change = f"tensor-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}"
     for layout, slices in ((saved, before), (now, after)):
         dims = {name: places[0].tensor_dim for name, places in slices.items()}

@@ -337,10 +337,8 @@ class ClusterBackend:
 
 
 def _is_outage(error: Exception) -> bool:
-    """Return whether an exception means an unreachable master, not a rejection.
-
-    Source: ``determined.common.api._session`` 0.38.1, which also raises exceptions of ``requests``; these are OSErrors.
-    """
+    """Return whether an exception means an unreachable master, not a rejection."""
+    # Source: ``determined.common.api._session`` 0.38.1, which also raises exceptions of ``requests``; these are OSErrors.
     if isinstance(error, errors.APIException):
         return error.status_code in _UNAVAILABLE_STATUS
     is_lost = type(error) in (errors.BadRequestException, errors.MasterNotFoundException)
@@ -348,10 +346,8 @@ def _is_outage(error: Exception) -> bool:
 
 
 def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
-    """Return the outcome of an experiment's trial; None if the trial has not ended.
-
-    Also stores in ``submitted`` the time at which the trial got its slots, and logs when the trial gets or loses them.
-    """
+    """Return the outcome of an experiment's trial; None if the trial has not ended."""
+    # Also stores in ``submitted`` the time at which the trial got its slots, and logs when the trial gets or loses them.
     experiment = submitted.experiment
     experiment.reload()
     state = experiment.state

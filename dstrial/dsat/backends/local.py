@@ -65,11 +65,7 @@ class _QueuedTrials(abc.ABC):
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Return whether a trial needs no further measurement after its search was killed.
-
-        The result is False after the first kill of the search during this trial. After the second kill the trial is recorded as
-        out of host memory, and the result is True.
-        """
+        """Return whether a trial is over because its search was killed twice while it ran."""
         self._attempts[spec.trial_id] = attempts = int(handle.get("attempt") or 0)
         if attempts >= _MAX_ATTEMPTS:
             message = f"its search was killed {attempts} times, as when the machine's memory runs out"

@@ -128,14 +128,11 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again after its experiment ended; raise if the trial failed.
+        """Submit the search again after its experiment ended, or raise SearchError.
 
-        The search is submitted again if the experiment ran out of host memory, finished with a smaller time budget than this
-        command's, or had already ended when this command found it. A configuration that kills the search twice is not measured
-        again: it counts as out of host memory.
-
-        Raises:
-            SearchError: the trial failed for another reason.
+        The search is submitted again if the experiment ran out of host memory, had a smaller time budget than this command, or
+        had ended before this command found it; otherwise ``SearchError`` is raised. A configuration that kills the search twice
+        counts as out of host memory.
         """
         assert self._experiment is not None
         if self._has_finished or self._had_ended:  # finished: with a smaller budget than that of this command
@@ -178,10 +175,8 @@ class SearchOnMaster:
         return {SEARCH_FILE: json.dumps(search)}
 
     def _read_events(self) -> list[dict[str, Any]]:
-        """Return new events of the trial; empty within half a second of the last read.
-
-        The experiment's state is read before the events, so that no event of an ended trial is missed.
-        """
+        """Return new events of the trial; empty within half a second of the last read."""
+        # The experiment's state is read before the events, so that no event of an ended trial is missed.
         experiment, found = self._experiment, []
         if experiment is None or self._is_ended or time.monotonic() < self._next_poll_s:
             return []

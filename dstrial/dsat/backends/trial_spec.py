@@ -127,7 +127,6 @@ def _single(settings: SearchConfig, label: str, name: str, does: str, num_batche
 
 
 def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Set ``pipeline_stages`` in the config, if the search varies them."""
     if settings.space.stages_path is None:
         return config
     num_stages = settings.space.sizes_of(candidate).pp
@@ -184,7 +183,6 @@ def _hyperparameters(settings: SearchConfig, candidate: Candidate) -> dict[str, 
 
 
 def _concrete(settings: SearchConfig, hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trial's hyperparameters, each ``{type: const}`` as a plain value."""
     given = {
         key: value
         for key, value in hparams.items()

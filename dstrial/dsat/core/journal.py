@@ -149,10 +149,7 @@ class SearchRecord:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether a file is not one of those that a search creates at its start.
-
-    A search that is killed at its start leaves no other files in its directory.
-    """
+    """Return whether a file is none of those that a search creates at its start."""
     return path.name != OUTPUT_MARK and not (
         path.name.startswith(".search.json.") and path.name.endswith(".tmp")
     )

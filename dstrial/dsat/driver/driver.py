@@ -1,7 +1,6 @@
 """Run the trials that a search method requests, or follow a search on a master.
 
-Each event is written to the search's journal (``SearchRecord``) before the search changes its state. Replaying the journal
-therefore restores the search.
+The search's journal (``SearchRecord``) gets each event before the search changes its state; replaying it restores the search.
 """
 
 from __future__ import annotations
@@ -189,7 +188,6 @@ class Driver:
                 return
 
     def _on_event(self, event: Mapping[str, Any]) -> None:
-        """Update the state of the search by a new or replayed event of its journal."""
         if event["event"] == "submitted":
             self._on_submitted(int(event["trial_id"]), event)
         elif event["event"] == "result":
@@ -356,7 +354,6 @@ class Driver:
                 write_config(experiment, full_config(settings, best.candidate))
 
     def _read_files(self) -> dict[str, str]:
-        """Return file name -> text of the existing result files."""
         paths = [self._record.path / name for name in (*BEST_NAMES, "trials.json", *REPORT_NAMES)]
         return {path.name: path.read_text() for path in paths if path.exists()}
 
@@ -388,7 +385,6 @@ class Driver:
         return {**live_document(document), "told_s": time.time()}
 
     def _facts(self, reason: str) -> SearchFacts:
-        """Return the facts for the report of a search that has not finished."""
         settings = self._settings
         return SearchFacts(
             name=settings.experiment.name or settings.output.name,

@@ -84,8 +84,7 @@ def trace_graphs(
 ) -> GraphTraces:
     """Dry-run each compute graph on fake tensors; if all fail, on real tensors.
 
-    If these fail too, the result is empty, and method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs
-    together.
+    If these fail too, the result is empty, and method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs together.
     """
     sizes = settings.space.sizes
     # A dry run has one rank: only one stage of a pipeline, and no tensor- or sequence-parallel groups.

@@ -183,10 +183,8 @@ class PredictSearch:
         return min(means, key=lambda pair: pair[1], default=None)
 
     def _num_since_progress(self) -> int:
-        """Return the number of measurements since the best cost last improved by 0.5 %.
-
-        The first measurement of each group (stage, offloading, settings of unknown effect) is not counted.
-        """
+        """Return the number of measurements since the best cost last improved by 0.5 %."""
+        # Not counted: each group's first measurement (group: stage, offloading, settings of unknown effect).
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()
         for candidate, outcome in self.predictor.outcomes:
@@ -238,10 +236,7 @@ class PredictSearch:
         return None
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
-        """Return the candidates worth a measurement, the largest expected gain first.
-
-        ``best`` is the best (candidate, mean cost) so far. ``is_open`` lists the candidates that are being measured.
-        """
+        """Return the candidates worth a measurement, the largest expected gain first."""
         found = self._acquisition.candidates(
             self._positions(),
             self.predictor.fantasize(is_open),
@@ -301,11 +296,7 @@ class PredictSearch:
         return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _repeated(self, is_open: Sequence[Candidate]) -> Measure | None:
-        """Return a repeated measurement of one of the best candidates, or None.
-
-        The result is None if the best candidate's measured cost differs from the others' by more than noise, if the limit of
-        repeats is reached, if a measurement still runs, or without ``--thorough``.
-        """
+        """Return a repeated measurement of one of the best candidates, or None."""
         measured = self.measured_costs()
         # Failures count, too, so that a contender that fails is not measured forever.
         num_tried = Counter(self._identity(one.candidate) for one in self.observations.values())

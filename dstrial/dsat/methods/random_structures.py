@@ -198,11 +198,7 @@ class BinarySearch:
         return Measure(trial_id, candidate, why)
 
     def _begin(self, outcome: Outcome) -> list[Action]:
-        """Return the actions after the first trial, the user's configuration.
-
-        After a success, random structures are measured; after an out-of-memory error, the smallest micro batch is. Another
-        error ends the search.
-        """
+        """Return the actions after the first trial, the user's configuration."""
         if isinstance(outcome, Measured):
             self._phase = "search"
             self.info = ModelInfo.from_measured(outcome)
@@ -258,7 +254,6 @@ class BinarySearch:
         return actions
 
     def _effects_of(self, candidate: Candidate) -> list[Action]:
-        """Return log lines: the measured effect of each config key that a candidate sets."""
         known = [(one.candidate, one.outcome) for one in self.observations.values()]
         paths = {path for path, _ in candidate.settings}
         return [Note(str(effect)) for effect in best_knob_effects(self.space, known) if effect.path in paths]

@@ -140,7 +140,6 @@ class ConfigGroups:
         }
 
     def _effective_of(self, structure: Structure) -> Mapping[str, Any]:
-        """Return the DeepSpeed config of a configuration, with defaults filled in."""
         if structure not in self._effective:
             space = self.space
             candidate = space.own() if structure == self.own else space.candidate(structure, 0)

@@ -300,10 +300,7 @@ def _gathers(
 def _offload_s(
     machine: Machine, bytes_per_value: int, on_host: float, often: int, backward_s: float
 ) -> tuple[float, float]:
-    """Return the seconds of copying (gradients to the host, weights back) per step.
-
-    Time overlapped with the backward pass is not counted.
-    """
+    """Return seconds per step of host copies not overlapped with the backward pass."""
     if machine.host_copy_bytes_per_s is None:
         return 0.0, 0.0
     down = often * bytes_per_value * on_host / machine.host_copy_bytes_per_s
@@ -350,14 +347,11 @@ def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumul
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Exposed:
-    """Seconds of communication that are not overlapped with computation.
+    """Seconds of communication that are not overlapped with computation."""
 
-    ``moved_s`` (moving bytes) and ``called_s`` (starting calls) can never be overlapped; ``unhidden_s`` could be, but is not.
-    """
-
-    moved_s: float
-    called_s: float
-    unhidden_s: float
+    moved_s: float  # moving bytes; can never be overlapped
+    called_s: float  # starting calls; can never be overlapped
+    unhidden_s: float  # could be overlapped, but is not
 
     @classmethod
     def of(cls, moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:

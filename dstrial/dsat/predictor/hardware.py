@@ -122,11 +122,9 @@ def nominal_machine(
     """Return a machine with 70 % of the rates in a device's data sheet.
 
     ``per_machine`` is the number of devices of a machine. ``network_bytes_per_s`` is the network rate between machines, per
-    device and direction. A ring collective over several machines is limited by the network rate of
-    all devices of a machine.
+    device and direction. A ring collective over several machines is limited by the network rate of all devices of a machine.
 
-    Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce, half of that in other collectives (Patarasuk and Yuan
-    2009).
+    Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce, half of that in other collectives (Patarasuk and Yuan 2009).
     """
     is_spread = num_ranks > per_machine
     rate = _REACHED * (

@@ -127,12 +127,8 @@ class ModelInfo:
 
 
 def _state_bytes(info: ModelInfo, stage: int, space: Space) -> float:
-    """Return the bytes of parameters, gradients and optimizer state on one device.
-
-    In half precision Adam keeps 12 bytes per parameter (master weight and two moments), else 8.
-
-    Source: Rajbhandari et al. 2020 (ZeRO), section 3.1.
-    """
+    """Return the bytes of parameters, gradients and optimizer state on one device."""
+    # Adam in half precision: 12 bytes per parameter (master weight, two moments), else 8. Rajbhandari et al. 2020, section 3.1.
     width, replicas = space.bytes_per_value, space.replicas
     optimizer = info.num_trainable_params * (12 if width == 2 else 8) / (replicas if stage >= 1 else 1)
     gradients = info.num_trainable_params * width / (replicas if stage >= 2 else 1)

@@ -128,10 +128,7 @@ def make_plan(
 def _row(
     predictor: Predictor, structure: Structure, num_slots: int, peak_flops_per_s: float | None
 ) -> PlanRow | None:
-    """Return the prediction of a configuration with the fastest micro batch that fits.
-
-    If no micro batch fits, the smallest one is predicted. The result is None if the configuration was not dry-run.
-    """
+    """Return the prediction with the fastest micro batch that fits, else the smallest."""
     space = predictor.space
     largest = _LARGEST_FREE if space.batch_size_grid.is_free else None
     candidates = [space.candidate(structure, position) for position in positions(space, largest)]

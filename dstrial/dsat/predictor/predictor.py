@@ -211,7 +211,6 @@ class Predictor:
         return self._views[key]
 
     def _point(self, candidate: Candidate) -> Point | None:
-        """Return a candidate's input of the time and memory models; None if not dry-run."""
         if candidate not in self._points:
             view, batch = self._view(candidate), candidate.batch
             self._points[candidate] = None

@@ -57,7 +57,6 @@ class Settings:
 
 
 def _settings() -> Iterator[_Setting]:
-    """Yield (read, write) functions of each setting."""
     yield lambda: dict(os.environ), _write_environment
     yield os.getcwd, os.chdir
     yield lambda: list(sys.path), functools.partial(sys.path.__setitem__, slice(None))

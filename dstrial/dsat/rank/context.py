@@ -87,10 +87,8 @@ class _LoopOfBlocks:
     is_finished: bool = False
 
     def begin(self) -> None:
-        """Make the loop's later blocks use the same timer as its first block.
-
-        If the loop has not reported its result when the core context closes, the context reports it.
-        """
+        """Make the loop's later blocks use the same timer as its first block."""
+        # If the loop has not reported its result when the core context closes, the context reports it.
         setattr(self.core_context, _BLOCKS_ATTRIBUTE, self)
         close = self.core_context.close
 

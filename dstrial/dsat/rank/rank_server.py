@@ -167,7 +167,6 @@ class RankServer:
             return failure
 
     def _context(self, hparams: Mapping[str, Any]) -> DeepSpeedTrialContext:
-        """Return a new trial context whose reports are discarded."""
         size = self._channel.size
         return DeepSpeedTrialContext(
             core_context=core._dummy_init(distributed=self._channel),

@@ -48,8 +48,6 @@ class NumericError(ArithmeticError):
 
 
 class _OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Counts operations that reach torch's dispatcher."""
-
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -299,7 +297,6 @@ class StepTimer:
         return mode
 
     def _next(self) -> tuple[Mode, int]:
-        """Return this rank's choice of (mode, number of steps) of the next window."""
         if self.mode in (Mode.PROFILE, Mode.WINDOW):
             steps = self._sampling.next_steps()
             return (Mode.WINDOW, steps) if steps else (Mode.PHASES, _NUM_PHASE_STEPS)

@@ -183,8 +183,6 @@ class ScriptWorkload:
 
 
 def _resized(batch: Any, num_records: int, wanted: int, *, is_fake: bool) -> Any:
-    """Return a batch; tensors of ``num_records`` rows are resized to ``wanted`` rows."""
-
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
         if shape and shape[0] == num_records:
@@ -222,7 +220,6 @@ def _largest_batch(loader: Any, num_batches: int) -> Any:
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch as the (positional, keyword) arguments of an engine's call."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
@@ -241,10 +238,7 @@ def _end_script(*args: Any, **kwargs: Any) -> Any:
 
 
 def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Run a script or ``-m MODULE`` up to its first engine call; return the arguments.
-
-    Returns (positional, keyword) arguments; None if the script calls no engine.
-    """
+    """Run the script to its first engine call; return the call's arguments, or None."""
     show_ranks_to_accelerate()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", []))

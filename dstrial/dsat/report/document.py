@@ -214,10 +214,7 @@ def _model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Return whether the gain of ``best`` over ``own`` exceeds the measuring error.
-
-    The error is the sum of the half-widths of both trials' confidence intervals.
-    """
+    """Return whether ``best``'s gain exceeds the sum of both confidence half-widths."""
     gain = gain_over(best, own, metric)
     outcomes = [trial.outcome for trial in (best, own) if trial is not None]
     widths = [one.value("half_width") or 0.0 for one in outcomes if isinstance(one, Measured)]
@@ -259,10 +256,7 @@ def _step_shares(trial: TrialResult, parts: Mapping[str, float] | None) -> dict[
 
 
 def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, float]:
-    """Return ``parts`` plus the part ``rest``, so that the sum is ``whole``.
-
-    If the sum of ``parts`` exceeds ``whole``, they are scaled down. Tiny parts are left out.
-    """
+    """Return ``parts`` and a ``rest`` that add up to ``whole``, without tiny parts."""
     total = sum(parts.values())
     factor = min(1.0, whole / total) if total else 1.0
     scaled = {name: value * factor for name, value in parts.items()}
@@ -330,10 +324,7 @@ def _needs(trials: Sequence[TrialResult], margins: Sequence[Mapping[str, Any]]) 
 
 
 def _tried(trials: Sequence[TrialResult], like: TrialResult, micro_batch_size: int) -> str | None:
-    """Return how a trial with this micro batch and the settings of ``like`` ended.
-
-    None if there was no such trial.
-    """
+    """Return how the trial of this micro batch and ``like``'s settings ended, or None."""
     structure = like.candidate.stage, like.candidate.settings
     for trial in trials:
         candidate, outcome = trial.candidate, trial.outcome

@@ -259,7 +259,6 @@ def best_knob_effects(
 
 
 def _without_dead(candidate: Candidate, dead: Sequence[KnobEffect], space: Space) -> Candidate:
-    """Return a candidate in which every setting without effect has a fixed value."""
     settings = dict(candidate.settings)
     for effect in dead:
         if _effective_value(space, candidate, effect.path) in effect.values:
@@ -268,7 +267,6 @@ def _without_dead(candidate: Candidate, dead: Sequence[KnobEffect], space: Space
 
 
 def _effective_value(space: Space, candidate: Candidate, path: str) -> Any:
-    """Return the value of a setting with defaults applied; None if it is unknown."""
     if path.startswith(HYPERPARAMETERS):
         return space.hyperparameter(candidate, path)
     return value_at(space.effective(candidate), path)

@@ -176,10 +176,7 @@ class Space:
         return reason
 
     def _refusal(self, stage: int, path: str, value: Any) -> str | None:
-        """Return why a stage rejects a value whatever the other settings are, or None.
-
-        None means that the stage accepts the value with some combination of other settings.
-        """
+        """Return why a stage rejects a value whatever the other settings are, or None."""
         key = (stage, path, repr(value))
         if path.startswith(HYPERPARAMETERS):
             return None
@@ -275,10 +272,7 @@ class Space:
         return None if is_own else _layers_problem(num_stages, self._hyperparameters)
 
     def _sizes(self, settings: Sequence[tuple[str, Any]]) -> ParallelDims:
-        """Return the user's parallel dimensions with ``settings`` applied.
-
-        Raises ValueError if a dimension is not a whole number, or the dimensions cannot divide the ranks.
-        """
+        """Return parallel dimensions with ``settings`` applied; ValueError if impossible."""
         changed = {self.axes[path]: value for path, value in settings if path in self.axes}
         for value in changed.values():
             if type(value) is not int:
@@ -385,7 +379,6 @@ def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, *, is_free: bool) ->
 
 
 def _layers_problem(num_stages: int, hyperparameters: Mapping[str, Any]) -> str | None:
-    """Return why stages cannot divide the layers evenly; None if possible or unknown."""
     for name in _LAYER_NAMES:
         num_layers = hyperparameters.get(name)
         if isinstance(num_layers, int) and num_layers % num_stages:

@@ -1,7 +1,4 @@
-"""The interface between the training loop and a DeepSpeed engine.
-
-``factory.adapt`` chooses an adapter for each wrapped engine, so that the loop treats data-parallel and pipeline engines alike.
-"""
+"""The interface between the training loop and a DeepSpeed engine."""
 
 from __future__ import annotations
 

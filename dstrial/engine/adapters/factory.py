@@ -56,10 +56,8 @@ def require_engine(engine: object) -> None:
 
 
 def _require_trained_in_model(engine: DeepSpeedEngine) -> None:
-    """Raise an error if AutoTP has replaced parameters that the optimizer updates.
-
-    DeepSpeed 0.19.8 replaces PEFT's adapter layers as if they were plain linear layers.
-    """
+    """Raise an error if AutoTP has replaced parameters that the optimizer updates."""
+    # DeepSpeed 0.19.8 replaces PEFT's adapter layers as if they were plain linear layers.
     # ZeRO's optimizer has flat buffers instead of parameters; there DeepSpeed itself raises an error (``append_remedy``).
     if dims_of(engine).tp == 1 or engine.optimizer is not engines.basic_optimizer(engine):
         return

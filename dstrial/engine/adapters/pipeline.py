@@ -95,7 +95,6 @@ class _Binding:
     input_shapes: list[tuple[int, ...]] | None = None
 
     def install(self) -> None:
-        """Replace this engine object's ``train_batch``, ``eval_batch`` and loss reduction."""
         self.engine.train_batch = self.train_batch
         self.engine.eval_batch = self.eval_batch
         engines.bind_output_reduction(self.engine, self.reduce_outputs)
@@ -103,13 +102,8 @@ class _Binding:
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on one batch of ``data_iter``, by default of ``training_iterator``.
 
-        Returns:
-            Mean loss over the micro batches of all replicas, shape (), on every rank.
-
-        Raises:
-            DataError: the iterator ended within the batch.
-
-        Ranks: all, collectively.
+        Returns the mean loss over the micro batches of all replicas, shape (), on every rank. Raises ``DataError`` if the
+        iterator ends within the batch. Ranks: all, collectively.
         """
         iterator = self.training_iterator if data_iter is None else data_iter
         self._require_data("train_batch", self.engine.data_iterator if iterator is None else iterator)
@@ -131,17 +125,10 @@ class _Binding:
     ) -> Any:
         """Evaluate the current validation round (``bind_validation_round``).
 
-        If an argument other than ``data_iter`` and ``bcast_loss`` is not the default, DeepSpeed's own method evaluates.
-
-        Returns:
-            Mean loss over the records of all replicas in this round, shape (); NaN if the round only repeats records. Every
-            rank gets the loss; if ``bcast_loss`` is False, only the last stage does.
-
-        Raises:
-            DataError: the iterator ended within the round.
-            TrialContractError: the loss is not a single number.
-
-        Ranks: all, collectively.
+        If an argument other than ``data_iter`` and ``bcast_loss`` is not the default, DeepSpeed's own method evaluates. Returns
+        the mean loss over the records of all replicas in this round, shape (); NaN if the round only repeats records. Every rank
+        gets the loss; if ``bcast_loss`` is False, only the last stage does. Raises ``DataError`` if the iterator ends within the
+        round, and ``TrialContractError`` if the loss is not a single number. Ranks: all, collectively.
         """
         iterator = self.validation_iterator if data_iter is None else data_iter
         self._require_data("eval_batch", iterator)
@@ -181,10 +168,8 @@ class _Binding:
         reduce_dp: bool = True,
         micro_batches: int | None = None,
     ) -> Any:
-        """Return the mean loss of micro batches, weighted by records when evaluating.
-
-        Ranks: the last stage of every replica, collectively.
-        """
+        """Return the mean loss of micro batches, weighted by records when evaluating."""
+        # Ranks: the last stage of every replica, collectively.
         if self.weights is None:
             return engines.reduce_outputs(self.engine, outputs, reduce, reduce_dp, micro_batches)
         for loss in outputs:
@@ -204,20 +189,14 @@ class _Binding:
         return total[0] / total[1]
 
     def _use_shape(self, shape: str | None) -> None:
-        """Reset the activation buffers unless they are already those of ``shape``.
-
-        ``shape`` is ``training`` or ``validation``; None always resets the buffers.
-        """
+        """Reset the activation buffers unless they have ``shape``; None always resets."""
         if shape is None or shape != self.shape:
             self.engine.reset_activation_shape()
             self.input_shapes = None
         self.shape = shape
 
     def _of_one_shape(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
-        """Return an iterator that raises ``DataError`` if the shape of inputs changes.
-
-        With ``dynamic_shape`` or a single stage, shapes may change, and ``iterator`` is returned unchanged.
-        """
+        """Return an iterator that raises ``DataError`` if the shape of inputs changes."""
         if iterator is None or self.engine.module.dynamic_shape or self.engine.num_stages == 1:
             return iterator
         return self._checked(iterator)
@@ -238,7 +217,6 @@ class _Binding:
             yield item
 
     def _require_data(self, call: str, iterator: Iterator[Any] | None) -> None:
-        """Raise an error if this stage reads records and the call has no iterator."""
         if iterator is None and (self.engine.is_first_stage() or self.engine.is_last_stage()):
             raise TrialContractError(
                 f"{call}() on {describe_rank(self.engine)} has no data; expected to be called while the training "
@@ -255,11 +233,10 @@ class _Binding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _SavedState:
-    """State of a pipeline engine before an evaluation, restored afterwards.
+    """State of a pipeline engine before an evaluation, restored afterwards."""
 
-    With ``seed_layers``, each forward pass, also of an evaluation, increments ``micro_offset`` and seeds the global random
-    generators with this number.
-    """
+    # With ``seed_layers``, each forward pass, also of an evaluation, increments ``micro_offset`` and seeds
+    # the global random generators with this number.
 
     micro_offset: int
     generators: RngState | None

@@ -227,7 +227,6 @@ def _is_torch_tar(path: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def _torch_listed() -> Iterator[None]:
-    """Add ``LISTED`` to torch's allowed classes inside the block."""
     with _lock:
         known: set[Any] = set(torch.serialization.get_safe_globals())
         added: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [

@@ -167,10 +167,7 @@ class SavedEngine:
             at += count
 
     def _records(self, place: ParameterPlace, key: str) -> Iterator[tuple[int, int, int, int]]:
-        """Yield where the pieces of a parameter's optimizer state ``key`` are saved.
-
-        One tuple per piece: (replica, index of the flat buffer, offset in the replica's partition, number of elements).
-        """
+        """Yield pieces of state ``key``: (replica, flat buffer's index, offset, numel)."""
         numel = math.prod(place.shape)
         if self.layout.zero_stage == 3:
             for buffer_idx, shapes in enumerate(self._model_file(place.model_part, 0)["param_shapes"]):
@@ -326,10 +323,7 @@ class SavedEngine:
             )
 
     def _sources(self, place: ParameterPlace, key: str) -> list[Shard]:
-        """Return the saved shards that together hold a parameter's weights or state.
-
-        ``key`` is ``MASTER`` for weights, or a key of the optimizer's state.
-        """
+        """Return the saved shards of a parameter's weights (``MASTER``) or state ``key``."""
         if place.group_idx is None and place.is_cut:
             replicas = range(self.layout.data_parallel_size)
             return [piece for piece in (own_shard(place, r) for r in replicas) if piece is not None]
@@ -389,20 +383,13 @@ class SavedEngine:
         return flat
 
     def _state_entry(self, place: ParameterPlace, replica: int) -> Mapping[str, Any]:
-        """Return a parameter's optimizer state, such as ``exp_avg`` -> tensor.
-
-        With ZeRO this is the state of the flat buffer that contains the parameter. ``replica`` is the data-parallel rank whose
-        file is read. Empty if the optimizer has no state yet.
-        """
+        """Return the optimizer state of a parameter, or of its flat buffer with ZeRO."""
         base = self._base_state(place.model_part, replica)
         entry: Mapping[str, Any] = base["state"].get(self._state_idx(place), {})
         return entry
 
     def _state_idx(self, place: ParameterPlace) -> int:
-        """Return the ``state_dict`` index of a parameter or of its flat buffer.
-
-        Indices are in order of groups, then of positions within the group.
-        """
+        """Return the ``state_dict`` index of a parameter or of its flat buffer."""
         if place.buffer_idx is None:
             return self._order_of_parameters(place.model_part)[place.name]
         return self._order_of_buffers(place.model_part)[place.buffer_idx]
@@ -454,10 +441,7 @@ class SavedEngine:
         return dict(base)
 
     def _optimizer_state(self, part: int, replica: int) -> dict[str, Any] | None:
-        """Return a replica's optimizer state dict; None without an optimizer.
-
-        ZeRO and ``BF16_Optimizer`` have a separate file for the state; otherwise the state is in the model's file.
-        """
+        """Return a replica's optimizer state dict; None without an optimizer."""
         if self.layout.zero_stage or self.layout.wrapper == "BF16_Optimizer":
             prefix = "bf16_" if self.layout.precision == "bf16" else ""
             name = f"{prefix}zero_pp_rank_{replica}_mp_rank_{part:02d}_optim_states.pt"
@@ -497,10 +481,7 @@ class SavedEngine:
         return module[name]
 
     def _layer_file(self, layer_idx: int) -> str:
-        """Return the name of a pipeline layer's file.
-
-        If the topology has a model-parallel axis, the name contains the model-parallel rank, 0.
-        """
+        """Return the file name of a pipeline layer (model-parallel rank 0)."""
         plain = f"layer_{layer_idx:02d}-model_states.pt"
         return (
             plain if (self._directory / plain).exists() else f"layer_{layer_idx:02d}-model_00-model_states.pt"

@@ -443,8 +443,7 @@ PIPELINE_BUFFERS = ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buff
 def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
     """Return a pipeline engine's persistent communication buffers.
 
-    A buffer that is not allocated is None. Empty for other engines. ``pipe_buffers`` are left out, because they hold
-    activations.
+    A buffer that is not allocated is None. Empty for other engines. ``pipe_buffers`` are left out, because they hold activations.
     """
     if not isinstance(engine, PipelineEngine):
         return []

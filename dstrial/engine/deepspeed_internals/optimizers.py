@@ -72,8 +72,7 @@ def flat_groups(optimizer: Any) -> FlatGroups | None:
     """Return an optimizer's groups if each has one flat buffer, else None.
 
     These optimizers are ZeRO 1 and 2, ``BF16_Optimizer`` and ``FP16_Optimizer``.
-    Source: ``runtime/zero/stage_1_and_2.py:413`` and following; 0.19.0 has no gaps between parameters
-    (``parameter_alignment``).
+    Source: ``runtime/zero/stage_1_and_2.py:413`` and following; 0.19.0 has no gaps between parameters (``parameter_alignment``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         groups = optimizer.round_robin_bit16_groups

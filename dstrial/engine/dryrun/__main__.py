@@ -55,10 +55,7 @@ def main(request_path: str, answer_path: str) -> None:
 
 
 def _error(error: Exception, is_real: bool, limit_bytes: int | None) -> dict[str, Any]:
-    """Return an error as ``DryRunError``'s arguments ``kind``, ``message``, ``place``.
-
-    ``limit_bytes`` is the memory limit of a dry run with real tensors (``is_real``), or None.
-    """
+    """Return an error as ``DryRunError``'s arguments ``kind``, ``message``, ``place``."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,

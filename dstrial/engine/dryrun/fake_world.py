@@ -108,8 +108,7 @@ class FakeWorld(contextlib.ExitStack):
         """Make ``deepspeed.initialize`` build engines of ZeRO stage 0 in the block.
 
         If ``is_fake``, models built in the block have parameters without memory, and their engines have fake parameters.
-        ``on_engine`` is called with each engine. ``pipeline_refusal`` is the error message for a pipeline; None allows
-        pipelines.
+        ``on_engine`` is called with each engine. ``pipeline_refusal`` is the error message for a pipeline; None allows pipelines.
         """
         initialize = deepspeed.initialize
 
@@ -141,10 +140,8 @@ class FakeWorld(contextlib.ExitStack):
             yield
 
     def _stage_0_config(self, config: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Return ``config`` for ZeRO 0 and this world's micro batch size.
-
-        A step has one micro batch, or one per stage in a pipeline.
-        """
+        """Return ``config`` for ZeRO 0 and this world's micro batch size."""
+        # A step has one micro batch, or one per stage in a pipeline.
         changed = copy.deepcopy({key: value for key, value in config.items() if key != "train_batch_size"})
         changed["train_micro_batch_size_per_gpu"] = self.micro_batch_size
         changed["gradient_accumulation_steps"] = model.num_stages if isinstance(model, PipelineModule) else 1
@@ -174,7 +171,6 @@ class FakeWorld(contextlib.ExitStack):
         self.callback(torch.distributed.destroy_process_group)
 
     def _observe_phases(self) -> None:
-        """Tell the tracker when forward, backward, reduction and step begin."""
         for name, phase in (*process.ENGINE_PHASES, ("allreduce_gradients", "reduce")):
             self._wrap(DeepSpeedEngine, name, functools.partial(_begin, self._tracker, phase))
         self._wrap(torch.Tensor, "backward", functools.partial(_begin, self._tracker, "backward"))
@@ -197,7 +193,6 @@ class FakeWorld(contextlib.ExitStack):
         self.enter_context(without_compiler())
 
     def _convert_fake_modules(self) -> None:
-        """Make ``Module.to`` and ``Tensor.data =`` work on fake tensors."""
         self._replace(nn.Module, "_apply", _apply_by_data)
         base: Any = torch.Tensor.data
 
@@ -255,8 +250,6 @@ def without_compiler() -> Iterator[None]:
 
 
 class _NoKernels:
-    """Stand-in for a compiled extension: each function is a no-op that returns 0."""
-
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_args, **_kwargs: 0
 
@@ -275,10 +268,8 @@ def _kernel(work: Any, *, num_returns: int) -> Callable[..., Any]:
 
 
 def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-    """Convert a module's tensors by assigning ``data``; replaces ``nn.Module._apply``.
-
-    Torch's own version swaps tensor objects, and raises an error if other objects refer to these tensors.
-    """
+    """Convert a module's tensors by assigning ``data``; replaces ``nn.Module._apply``."""
+    # Torch's own version swaps tensor objects, and raises an error if other objects refer to these tensors.
     for one in module.modules() if recurse else [module]:
         for parameter in one._parameters.values():
             if parameter is None:
@@ -322,10 +313,8 @@ class ScalarReads:
 
 
 def _reader() -> tuple[str, int]:
-    """Return file and line of the innermost frame outside torch and this package.
-
-    ``torch.optim`` counts as outside.
-    """
+    """Return file and line of the innermost frame outside torch and this package."""
+    # ``torch.optim`` counts as outside.
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -380,7 +369,6 @@ def shapes_only() -> Iterator[None]:
 
 
 def _make_fake(arguments: dict[str, Any]) -> None:
-    """Replace the parameters in ``deepspeed.initialize``'s arguments by fake ones."""
     renewed = renew_parameters(arguments["model"])
 
     def replaced(parameters: Any) -> Any:

@@ -1,7 +1,6 @@
 """Import the modules that all dry runs need, before their processes are forked.
 
-Fake tensors and checkpointed modules need torch's symbolic shapes and tracer, 800 modules. Importing these modules starts no
-thread and compiles nothing.
+Fake tensors and checkpointed modules need torch's symbolic shapes and tracer, 800 modules; importing them starts no thread.
 """
 
 import importlib

@@ -62,11 +62,10 @@ def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line, bo
 
     Parameter gradients are not counted. Activations are live at the end of forward, but not between steps.
 
-    The trace has the building of the engines, then steps at the micro batch sizes ``low`` and ``high``. If these two
-    steps differ in the order of their allocations, a third step at ``low`` follows. Up to the optimizer step,
-    allocations of the last two steps are matched one by one: each is linear in the micro batch size, and so is their
-    sum at any time. A phase's peak is the maximum of these sums. If the steps do not match, the result interpolates
-    between the two measured peaks.
+    The trace has the building of the engines, then steps at the micro batch sizes ``low`` and ``high``. If these two steps differ
+    in the order of their allocations, a third step at ``low`` follows. Up to the optimizer step, allocations of the last two
+    steps are matched one by one: each is linear in the micro batch size, and so is their sum at any time. A phase's peak is the
+    maximum of these sums. If the steps do not match, the result interpolates between the two measured peaks.
     """
     steps = _Steps(trace)
     is_linear = _same(steps)
@@ -96,15 +95,7 @@ def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line, bo
 
 
 class _Steps:
-    """The events of a trace as arrays, and where its last two steps begin.
-
-    Attributes:
-        former: number of events before the last but one step.
-        last: number of events before the last step.
-        end: number of all events.
-        update_of_former: number of events before the optimizer update in the last but one step.
-        update_of_last: number of events before the optimizer update in the last step.
-    """
+    """The events of a trace as arrays, and where its last two steps begin."""
 
     def __init__(self, trace: Trace) -> None:
         events = np.asarray(trace.events, dtype=np.int64)
@@ -113,6 +104,8 @@ class _Steps:
         self.phases[: trace.marks[0]] = PHASES.index("init")
         self.sizes = np.asarray(trace.sizes, dtype=np.float64)
         self.is_gradient = np.asarray(trace.is_gradient, dtype=bool)
+        # Numbers of events before the last but one step, before the last step, and of all events; then before the
+        # optimizer update in each of these two steps.
         self.former, self.last, self.end = trace.marks[-3:]
         self.update_of_former = self._update(self.former, self.last)
         self.update_of_last = self._update(self.last, self.end)
@@ -128,14 +121,11 @@ class _Steps:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Alive:
-    """Live bytes after each event: ``base + slope * micro_batch_size``.
-
-    ``is_peak`` marks events after which memory may be at a peak: allocations, except of gradients.
-    """
+    """Live bytes after each event: ``base + slope * micro_batch_size``."""
 
     base: _Floats
     slope: _Floats
-    is_peak: NDArray[np.bool_]
+    is_peak: NDArray[np.bool_]  # memory may be at a peak after the event: allocations, except of gradients
 
 
 def _same(steps: _Steps) -> bool:

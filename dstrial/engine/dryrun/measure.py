@@ -118,10 +118,8 @@ def _train(workload: Workload, tracker: Tracker, sizes: list[int]) -> list[int]:
 
 
 def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> None:
-    """Run a pipeline instruction; record its operations in phase ``part``.
-
-    ``stages`` (communication between stages) is not a phase: its operations count in the phase before.
-    """
+    """Run a pipeline instruction; record its operations in phase ``part``."""
+    # ``stages`` (communication between stages) is not a phase: its operations count in the phase before.
     if part in PHASES:
         tracker.enter_phase(part)
     instruction()
@@ -140,7 +138,6 @@ def _collector_disabled() -> Iterator[None]:
 
 
 def _num_tokens(batch: Any) -> int:
-    """Return the size (numel) of a batch's largest integer tensor; 0 without one."""
     return max(
         (
             leaf.numel()

@@ -134,7 +134,6 @@ def _answer(
 
 
 def _environment() -> dict[str, str]:
-    """Return a dry run's environment: no rank variables, no accelerator, one thread."""
     kept = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     # This package's directory comes first, so that the child imports the same dstrial as this process.
     own = str(Path(__file__).resolve().parents[3])
