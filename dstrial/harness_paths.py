@@ -175,7 +175,7 @@ def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
 
 
 def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Check the storage before a checkpoint is reported; then delete its save record."""
+    """Patch checkpoint reports: check the storage before one, forget its note after it."""
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 

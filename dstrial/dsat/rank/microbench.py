@@ -25,7 +25,7 @@ _REPEATS = 5
 
 
 def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype) -> Measured:
-    """Add the machine's rates to a measurement if ``settings`` request a benchmark.
+    """Add FLOP/s, copy and collective speeds to a measurement if ``settings`` ask.
 
     Ranks: all, collectively.
     """

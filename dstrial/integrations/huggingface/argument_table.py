@@ -203,11 +203,12 @@ def solve_sizes(
     resumed: SavedRun | None = None,
     where: Mapping[str, str] | None = None,
 ) -> tuple[BatchSolution, bool]:
-    """Return the batch sizes, and whether they were computed to keep the checkpoint's.
+    """Return the batch sizes, and whether dstrial changed them to keep the total.
 
-    The checkpoint's total batch size is kept if the given sizes equal those at the run's start, or if they give the same total
-    on the checkpoint's number of ranks. Other sizes are returned unchanged; ``DetCallback`` rejects them. A computed micro batch
-    is at most the checkpoint's, which is known to fit into memory.
+    At a resume on another number of ranks, micro batch and accumulation are computed anew, so that the total batch size stays
+    that of the checkpoint. This happens only if the given sizes are those with which the checkpoint's run started, or have its
+    total on its number of ranks. Other sizes are returned unchanged; ``DetCallback`` rejects them. A computed micro batch is at
+    most the checkpoint's, which is known to fit into memory.
 
     ``resumed`` is the run that wrote the checkpoint; None for a new run. ``where`` maps the name of a batch size to its
     ``file:line: key``, for messages.
