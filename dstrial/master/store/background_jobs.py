@@ -62,7 +62,7 @@ def done(tx: Transaction, work_id: int) -> None:
 def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
     """Return the jobs that `det task list` shows as checkpoint GC tasks.
 
-    These are the background jobs of experiments, except jobs of the kind "sweep", that have not ended or ended within the last two seconds.
+    These are background jobs of experiments, but not "sweep" jobs. They have not ended, or ended in the last two seconds.
     """
     sql = "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' AND (ended_us IS NULL OR ended_us > ?) ORDER BY id"
     return fetch_all(BackgroundJob, connection, sql, (now_us() - _SHOWN_US,))
