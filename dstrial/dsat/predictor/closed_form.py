@@ -79,7 +79,9 @@ def _memory(
     copied = largest if trace.largest_tensor > zero.reduce_elements else 0  # not reduced in a bucket
     buckets = zero.bucket_bytes
     whole = float(trace.state_bytes["parameters"])
-    weights = whole / zero.replicas if stage == 3 else whole
+    # AutoEP's experts are divided among the ranks that have the same ones, as their optimizer state is.
+    experts = width * (trace.owned_parameters(1) - trained)
+    weights = (whole + experts) / zero.replicas if stage == 3 else whole
     on_host = (owned - here) * (state + _MASTER_BYTES + width) + (weights if zero.has_host_params else 0)
     weights = 0.0 if zero.has_host_params else weights
     held = 0.0

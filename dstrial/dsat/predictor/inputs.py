@@ -171,4 +171,5 @@ def log_lines(info: ModelInfo, space: Space) -> list[str]:
 
 def _size(num_bytes: float) -> str:
     unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
-    return f"{num_bytes / unit:.3g} {name}"
+    value = num_bytes / unit
+    return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -120,3 +121,14 @@ def test_operations_grow_with_tensors_and_stage() -> None:
     assert inner == sorted(inner)
     assert all(one.last_operations > one.inner_operations for one in found)
     assert run(3).inner_operations == 0
+
+
+def test_zero_3_divides_experts_among_ranks_that_have_them() -> None:
+    """Of eight ranks, four have different experts, so two ranks divide each expert."""
+    trace = dataclasses.replace(TRACE, expert_parameters={4: NUM // 2})
+    zero = ZeroFeatures.from_config({"zero_optimization": {"stage": 3}}, replicas=RANKS, bytes_per_value=2)
+    parts = zero_run(trace, zero, is_accumulating=False).device_parts
+
+    owned = NUM / 2 / RANKS + NUM / 2 / 2
+    assert parts["parameters"] == pytest.approx(2 * owned)
+    assert parts["optimizer"] == pytest.approx(12 * owned)
