@@ -175,7 +175,7 @@ def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
 
 
 def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Patch checkpoint reports: check the storage before one, forget its note after it."""
+    """Patch reports of checkpoints: check the storage before, forget the note after."""
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 

@@ -105,7 +105,7 @@ class StorageGuard:
             pass
 
     def forget(self, storage_id: str) -> None:
-        """Delete the record that ``note`` wrote; call it once the master has the checkpoint."""
+        """Delete the record of ``note``; call it once the master has the checkpoint."""
         if storage_id and os.sep not in storage_id:
             try:  # noqa: SIM105 - see the import of contextlib
                 os.unlink(os.path.join(self._notes, storage_id))

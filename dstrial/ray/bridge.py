@@ -42,7 +42,7 @@ class _JobGoneError(Exception):
 
 
 class Bridge:
-    """A Ray driver that carries out a master's requests; the constructor connects to Ray."""
+    """A Ray driver for a master's requests; the constructor connects to Ray."""
 
     def __init__(self, address: str) -> None:
         import ray
