@@ -158,8 +158,8 @@ class Router(nn.Module):
         return scores, weights / weights.sum(-1, keepdim=True), experts
 
 
-class FusedExperts(nn.Module):
-    """Four experts in three tensors."""
+class StackedExperts(nn.Module):
+    """Four experts whose weights are stacked in three tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class AutoExperts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = Router(), FusedExperts()
+        self.gate, self.experts = Router(), StackedExperts()
         self.top_k, self.num_experts = 2, CLASSES
 
     def forward(self, x: Any) -> Any:

@@ -37,6 +37,7 @@ _KNOWN_NAMESPACES = frozenset(
 """Namespaces whose relevant operations have torch formulas; the FLOPs of their other operations are negligible."""
 
 _BACKENDS = ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1")
+"""Dispatch keys under which torch registers the kernels of devices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

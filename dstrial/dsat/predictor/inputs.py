@@ -11,6 +11,7 @@ from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import Machine
 from dstrial.dsat.space.space import Space
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
+from dstrial.visible_text import size_text
 
 UNDESCRIBED = "nothing"
 NUM_BATCHES = 4  # first batches of a training loader, of which the largest is dry-run
@@ -157,19 +158,13 @@ def log_lines(info: ModelInfo, space: Space) -> list[str]:
     lines = [
         f"Model size: {info.num_params:,.0f} parameters, {info.num_trainable_params:,.0f} of them trainable",
         "Parameters, gradients and optimizer state per device: "
-        + by_stage(_size(_state_bytes(info, stage, space)) for stage in space.stages),
+        + by_stage(size_text(_state_bytes(info, stage, space)) for stage in space.stages),
     ]
     if info.device_bytes is not None:
-        lines.append(f"Memory of a device: {_size(info.device_bytes)}")
+        lines.append(f"Memory of a device: {size_text(info.device_bytes)}")
     if info.activation_bytes is not None:
-        lines.append(f"Activations per record: {_size(info.activation_bytes)}")
+        lines.append(f"Activations per record: {size_text(info.activation_bytes)}")
     largest = [largest_micro_batch(info, stage, space) for stage in space.stages]
     if None not in largest:
         lines.append("Largest micro batch: about " + by_stage(map(str, largest)))
     return lines
-
-
-def _size(num_bytes: float) -> str:
-    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
-    value = num_bytes / unit
-    return f"{value:,.0f} {name}" if value >= 100 else f"{value:.3g} {name}"

@@ -1,4 +1,4 @@
-"""Format numbers for people: amounts, bytes, times and percentages."""
+"""Format numbers for people: amounts, times and percentages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ def amount(value: float) -> str:
         if abs(value) >= size:
             return f"{value / (1e3 if prefix == 'k' else size):.4g} {prefix}"
     return f"{value:.4g}"
-
-
-def gibibytes(value: float) -> str:
-    """Return bytes in GiB, or in MiB below one GiB."""
-    return f"{value / 2**30:.3g} GiB" if abs(value) >= 2**30 else f"{value / 2**20:.3g} MiB"
 
 
 def seconds(value: float) -> str:

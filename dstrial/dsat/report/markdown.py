@@ -14,6 +14,7 @@ from dstrial.dsat.report.document import SearchFacts, report_document
 from dstrial.dsat.space.space import Space
 from dstrial.file_writes import replace_file
 from dstrial.local.json_files import write_json_atomically
+from dstrial.visible_text import size_text
 
 Document = Mapping[str, Any]
 
@@ -127,9 +128,9 @@ def facts(document: Document) -> list[tuple[str, str]]:
     if "num_params" in model:
         found.append(("model", f"{formatting.amount(model['num_params'])} parameters"))
     if "activation_bytes_per_record" in model:
-        found.append(("one record keeps", formatting.gibibytes(model["activation_bytes_per_record"])))
+        found.append(("one record keeps", size_text(model["activation_bytes_per_record"])))
     if "device_memory_bytes" in model:
-        found.append(("device memory", formatting.gibibytes(model["device_memory_bytes"])))
+        found.append(("device memory", size_text(model["device_memory_bytes"])))
     return found
 
 
@@ -142,13 +143,9 @@ def needs(document: Document) -> list[str]:
         tried = "" if one["was_tried"] is None else f" (tried: {one['was_tried']})"
         if missing > 0:
             phase = f", at the peak of its {one['phase']} phase" if one.get("phase") else ""
-            found.append(
-                f"{whose} needs {formatting.gibibytes(missing)} more for micro batch {size}{phase}{tried}"
-            )
+            found.append(f"{whose} needs {size_text(missing)} more for micro batch {size}{phase}{tried}")
         else:
-            found.append(
-                f"{whose} has {formatting.gibibytes(-missing)} to spare with micro batch {size}{tried}"
-            )
+            found.append(f"{whose} has {size_text(-missing)} to spare with micro batch {size}{tried}")
     return found
 
 
@@ -197,7 +194,7 @@ def _trial_cells(document: Document, row: Mapping[str, Any]) -> list[str]:
         marks.get(row["trial_id"], ""),
         value,
         "" if row["step_s"] is None else formatting.seconds(row["step_s"]),
-        "" if row["memory_bytes"] is None else formatting.gibibytes(row["memory_bytes"]),
+        "" if row["memory_bytes"] is None else size_text(row["memory_bytes"]),
         foreseen,
         row["description"],
         row["why"],
