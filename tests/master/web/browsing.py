@@ -56,6 +56,8 @@ class Browser:
         return str(self.page.inner_text(selector))
 
     def texts(self, selector: str) -> list[str]:
+        """Wait for a first match, then return the texts of all that are there."""
+        self.page.locator(selector).first.wait_for(state="attached")
         return [str(text) for text in self.page.locator(selector).all_inner_texts()]
 
     def saved(self, button: Any) -> bytes:

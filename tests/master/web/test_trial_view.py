@@ -74,10 +74,10 @@ def test_charts_share_hover_pins_and_baseline(
     browser.page.hover(".chart .plot >> nth=0")
     browser.until("document.querySelectorAll('.tip').length > 1")
     browser.page.click("button[aria-label='Pin accuracy'] >> nth=0")
-    assert browser.texts("main h2")[0] == "pinned"
+    browser.until("document.querySelector('main h2')?.innerText === 'pinned'")
     browser.page.click("button:has-text('Pin as baseline')")
     browser.show(f"/det/trials/{other}", f"h1:has-text('Trial {other}')")
-    assert browser.texts("main h2")[0] == "pinned"
+    browser.until("document.querySelector('main h2')?.innerText === 'pinned'")
     browser.until(f"document.querySelector('.legend')?.innerText.includes('baseline: trial {seeded.trial}')")
     browser.page.click("button[aria-label='Unpin validation: accuracy']")
     browser.show(f"/det/trials/{seeded.trial}", f"h1:has-text('Trial {seeded.trial}')")
