@@ -23,7 +23,6 @@ from dstrial.dsat.core.outcome import (
     Measured,
     TrialResult,
     best_of,
-    highest,
     outcome_from_json,
     outcome_to_json,
 )
@@ -267,15 +266,7 @@ class Driver:
         self._on_event(self._record.append("submitted", {**fields, "handle": backend.start(spec)}))
 
     def _spec(self, measure: Measure) -> TrialSpec:
-        settings, search_id = self._settings, self._record.search_id
-        best = highest(list(self.trials.values()), settings.flags.metric)
-        compared = None
-        if best is not None:
-            trial, measured = best
-            of_best = measuring_spec(settings, trial.candidate, trial.trial_id, search_id)
-            compared = of_best.hparams, dict(measured.metrics)
-        spec = measuring_spec(settings, measure.candidate, measure.trial_id, search_id)
-        return dataclasses.replace(spec, best=compared)
+        return measuring_spec(self._settings, measure.candidate, measure.trial_id, self._record.search_id)
 
     def _take_ended(self, backend: Backend) -> None:
         for ended in backend.poll():
