@@ -13,8 +13,8 @@
     trials/<n>/          config, output and result of trial n, if it was launched on this machine
 
 Events are ``inputs`` (of method ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
-``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (all processes of the search have ended). Events copied from a
-trial on a master have their ``position`` in the trial's journal. Methods are deterministic: replaying results in order requests
+``interrupted`` (signal) and ``finished`` (reason; all processes of the search have ended). Events copied from a trial on a
+master have their ``position`` in the trial's journal. Methods are deterministic: replaying results in order requests
 the same trials again.
 """
 
