@@ -141,11 +141,6 @@ class SearchFlags:
         "start a new search in a new directory instead of resuming the last search",
         resumes=True,
     )
-    no_worker: bool = _flag(
-        False,
-        "start new ranks for every configuration; without this flag, `predict` of a trial class reuses its ranks",
-        resumes=True,
-    )
     no_gates: bool = _flag(
         False, "also measure configurations that are duplicates, illegal or expected to fail"
     )

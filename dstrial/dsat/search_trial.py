@@ -20,10 +20,10 @@ from determined import core
 from determined.common.api import bindings
 
 from dstrial.config.documents import yaml_text
+from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.cluster import ClusterBackend
-from dstrial.dsat.backends.local import PersistentRanks
-from dstrial.dsat.backends.processes import log_lines
-from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_command
+from dstrial.dsat.backends.local import LocalBackend
+from dstrial.dsat.backends.trial_spec import TrialSpec
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
@@ -135,7 +135,7 @@ class _Journal:
         self.num_events = number
 
 
-class _Ranks(PersistentRanks):
+class _Ranks(LocalBackend):
     """Backend of a search inside a trial; publishes report and results on the master."""
 
     def __init__(
@@ -147,7 +147,7 @@ class _Ranks(PersistentRanks):
         context: core.Context,
     ) -> None:
         master.show_in(journal.experiment)
-        super().__init__(settings, record, measuring_command(settings, None, sys.executable))
+        super().__init__(settings, record)
         self._master, self._journal, self._context = master, journal, context
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
@@ -168,12 +168,15 @@ class _Ranks(PersistentRanks):
 
         self._master.retry_until_available(store)
 
-    def _end_ranks(self) -> None:
-        was_running = self._launcher is not None
-        super()._end_ranks()
-        if was_running:
-            sys.stdout.write("".join(f"{line}\n" for line in log_lines(self._rank_directory)))
-            sys.stdout.flush()
+    def poll(self) -> list[Ended]:
+        ended = super().poll()
+        for one in ended:
+            _print_line(self.output_of(one.trial_id))
+        return ended
+
+    def _variables(self) -> dict[str, str]:
+        # The launcher starts ranks of this machine, not those of the search's own trial.
+        return {name: value for name, value in super()._variables().items() if not name.startswith("DET_")}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.fork_server import differing, fork, key_of, server
-from dstrial.fork_server.fork import PR_SET_CHILD_SUBREAPER, Program, prctl
+from dstrial.fork_server.fork import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, Program, prctl
 from dstrial.process_state import is_stopped
 
 logger = logging.getLogger(__name__)
@@ -305,10 +306,42 @@ class OwnForkServer:
                 self._close()
                 return None
 
+    def run(
+        self, program: Program, files: Sequence[int], timeout_s: float
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        """Start a program in a fork, else in a new process; ``files`` are its standard streams.
+
+        The process leads a session, and the kernel kills it when this process ends.
+        """
+        program = dataclasses.replace(program, leads="session", ends_with_parent=True)
+        server = self.get(program.environment, timeout_s)
+        if server is not None:
+            try:
+                return server.start(program, files)
+            except ForkRefusedError as reason:
+                logger.info("%s starts as a new process, not as a fork: %s", program.words[1], reason)
+        return new_process([sys.executable, *program.words], program.environment, program.directory, files)
+
     def _close(self) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+def new_process(
+    words: Sequence[str], environment: Mapping[str, str], directory: str, files: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start a command as the leader of a session that ends with this process."""
+    return subprocess.Popen(
+        words,
+        stdin=files[0],
+        stdout=files[1],
+        stderr=files[2],
+        env=environment,
+        cwd=directory,
+        start_new_session=True,
+        preexec_fn=functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL),
+    )
 
 
 @contextlib.contextmanager

@@ -154,7 +154,7 @@ def test_fingerprint_depends_on_deciding_flags_only(experiment: Path) -> None:
     def fingerprint(words: str = "", method: str = "asha") -> str:
         return settings_of(experiment, *words.split(), method=method).fingerprint
 
-    of_the_run = "--budget 1h --output x --local --fresh --no-worker --trial-timeout 5m"
+    of_the_run = "--budget 1h --output x --local --fresh --trial-timeout 5m"
     assert fingerprint(of_the_run) == fingerprint() == fingerprint("--max-rungs 5")
     deciding = (
         *("--max-trials 5", "--max-slots 4", "--max-concurrent-trials 2", "--metric latency", "-z 1"),

@@ -32,16 +32,19 @@ def test_killed_and_interrupted_search_is_resumed(
     output = tmp_path / "out"
     words = command("predict", output, *FLAGS, "3", "--local", "--run-full-experiment")
     first = begun(words, tmp_path / "first.log")
-    _wait_for(lambda: _launchers(output), first)
+    _wait_for(lambda: _launchers(first.pid), first)
+    (launcher,) = _launchers(first.pid)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    (launcher,) = _launchers(output)
 
     second = begun(words, tmp_path / "second.log")
-    _wait_for(lambda: events(output, "result"), second)
+    _wait_for(lambda: len(events(output, "result")) == 1 and _launchers(second.pid), second)
     assert not _is_running(launcher)  # ranks end with their search
-    os.kill(_launchers(output)[-1], signal.SIGKILL)
+    os.kill(_launchers(second.pid)[0], signal.SIGKILL)
     _wait_for(lambda: len(events(output, "result")) == 2, second)
+    assert events(output, "result")[-1]["failure"]["kind"] == "HOST_OOM"
+    _wait_for(lambda: _launchers(second.pid), second)
+    (launcher,) = _launchers(second.pid)
     second.send_signal(signal.SIGINT)
 
     assert second.wait(60) == 128 + signal.SIGINT
@@ -50,7 +53,7 @@ def test_killed_and_interrupted_search_is_resumed(
     assert "best:          trial " in told
     assert json.loads((output / "best_ds_config.json").read_text())["train_batch_size"] == 64
     assert "interrupted by SIGINT" in (output / "report.md").read_text()
-    assert not any(map(_is_running, _launchers(output)))
+    assert not _is_running(launcher)
 
     submitted = events(output, "submitted")
     third = begun(words, tmp_path / "third.log")
@@ -91,10 +94,10 @@ def test_killed_and_interrupted_search_is_resumed(
     assert len([*(output / "runs").glob("*/*")]) == 1
 
 
-def _launchers(output: Path) -> list[int]:
-    """Return the PIDs of a search's launchers, in order of their start."""
-    paths = sorted(output.glob("ranks/*/launcher.stat"), key=lambda path: int(path.parent.name))
-    return [int(path.read_text().split()[0]) for path in paths]
+def _launchers(search: int) -> list[int]:
+    """Return the PIDs of a search's running launchers."""
+    children = Path(f"/proc/{search}/task/{search}/children").read_text().split()
+    return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text() == "launch\n"]
 
 
 def _wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:

@@ -170,25 +170,6 @@ def test_methods_of_engine_phases_exist() -> None:
     assert "train_batch" in vars(PipelineEngine)
 
 
-@pytest.mark.parametrize("module", process.GLOBALS)
-def test_reset_globals_exist_with_expected_types(module: str) -> None:
-    imported = importlib.import_module(module)
-    for name, value in process.GLOBALS[module].items():
-        if Version(process.GLOBALS_SINCE.get(name, "0")) > RELEASE:
-            assert not hasattr(imported, name), name
-        else:
-            assert type(getattr(imported, name)) in (type(value), int, type(None)), name
-
-
-def test_engine_method_caches_can_be_cleared() -> None:
-    for module, name in process.METHOD_CACHES.items():
-        methods = vars(getattr(importlib.import_module(module), name)).values()
-        held = [one for method in methods for one in (getattr(method, "__closure__", None) or ())]
-        caches = [method for method in methods if hasattr(method, "cache_clear")]
-        caches += [cell.cell_contents for cell in held if hasattr(cell.cell_contents, "cache_clear")]
-        assert caches, name
-
-
 def test_modules_imported_ahead_exist() -> None:
     is_known = Version(process.MODULES_OF_ENGINES_SINCE) <= RELEASE
     for module in process.MODULES_OF_ENGINES if is_known else ():

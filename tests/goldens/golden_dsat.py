@@ -130,7 +130,6 @@ def submissions(scratch: Path) -> dict[str, str]:
         shown["command of a local trial"] = measuring_command(settings, "CONFIG", "PYTHON")
         if settings.trial is not None:
             shown["search"] = _spec(search_config(settings, _SEARCH_ID))
-            shown["command of persistent ranks"] = measuring_command(settings, "CONFIG", "PYTHON")
         documents[name] = shown
     return {"submissions.json": json.dumps(documents, indent=1) + "\n"}
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dstrial.dsat.backends.trial_spec import measured_config, measuring_command, write_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.methods import METHODS
@@ -21,23 +19,18 @@ def make_backend(
 ) -> Backend | RemoteSearch:
     """Return the backend that will run the trials of a search with these settings.
 
-    If method ``predict`` tunes a trial class and one machine has enough slots for a trial, the same ranks measure all trials,
-    unless ``--no-worker`` is set. Otherwise every trial starts its own ranks. ``master`` returns the backend of a Determined
-    master; it is not called for a search on this machine.
+    If method ``predict`` tunes a trial class and one machine has enough slots for a trial, the whole search runs in one trial on
+    the master. ``master`` returns the backend of a Determined master; it is not called for a search on this machine.
     """
-    is_launched_anew = (
-        settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts
-    )
     if settings.flags.local:
-        from dstrial.dsat.backends.local import LocalBackend, PersistentRanks
+        from dstrial.dsat.backends.local import LocalBackend
 
-        if is_launched_anew:
-            return LocalBackend(settings, record)
-        path = record.ranks_path / "experiment.yaml"
-        path.parent.mkdir(exist_ok=True)
-        write_config(path, measured_config(settings))
-        return PersistentRanks(settings, record, measuring_command(settings, str(path), sys.executable))
-    if is_launched_anew or not master().has_machine_for(settings.num_slots):
+        return LocalBackend(settings, record)
+    if (
+        settings.trial is None
+        or not METHODS[settings.method].predicts
+        or not master().has_machine_for(settings.num_slots)
+    ):
         return master()
     from dstrial.dsat.backends.search_on_master import SearchOnMaster
 

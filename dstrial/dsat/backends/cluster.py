@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from determined.common import api, context
-from determined.common.api import authentication, bindings, errors
+from determined.common.api import bindings, errors
 from determined.experimental import Determined
 from determined.experimental.client import Experiment, ExperimentState, Trial
 
@@ -38,6 +38,7 @@ logger = logging.getLogger("dstrial.dsat")
 
 _POLL_PERIOD_S = 1.0
 _RETRY_S = 2.0
+_LOG_WAIT_AFTER_S = 15.0
 _NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
 _T = TypeVar("_T")
 _UNAVAILABLE_STATUS = (502, 503, 504)
@@ -58,7 +59,7 @@ class _Submitted:
     experiment: Experiment
     label: str
     running_since_s: float | None = None
-    logged_wait: str = ""
+    waits: SlotWaits = dataclasses.field(default_factory=lambda: SlotWaits())
 
 
 class ClusterBackend:
@@ -81,7 +82,6 @@ class ClusterBackend:
         self._ended: list[Ended] = []
         self._next_poll_s = 0.0
         self._is_outage = False
-        self._is_login_new = False
         # The experiment whose notes hold the report: the first that this process has submitted or found.
         self._report_experiment: Experiment | None = None
         try:
@@ -310,15 +310,13 @@ class ClusterBackend:
 
     @contextlib.contextmanager
     def tolerate_outage(self) -> Iterator[None]:
-        """Suppress and log errors of an unreachable master; renew an expired login once."""
+        """Suppress and log errors of an unreachable master."""
         try:
             yield
-        except errors.UnauthenticatedException:
-            if self._is_login_new:
-                raise
-            # Experiments share this session, so they use the new token, too.
-            login = authentication.login_with_cache(self.client._master, cert=self.session.cert)
-            self.session.token, self._is_login_new = login.token, True
+        except errors.UnauthenticatedException as error:
+            raise DstrialError(
+                f"the login has expired ({error}); expected a valid one. Run `det user login`, and repeat the command."
+            ) from error
         except _OUTAGE_ERRORS as error:
             if not _is_outage(error):
                 raise
@@ -330,7 +328,6 @@ class ClusterBackend:
                 )
             self._is_outage = True
         else:
-            self._is_login_new = False
             if self._is_outage:
                 logger.warning("the master answers again")
             self._is_outage = False
@@ -347,22 +344,16 @@ def _is_outage(error: Exception) -> bool:
 
 def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
     """Return the outcome of an experiment's trial; None if the trial has not ended."""
-    # Also stores in ``submitted`` the time at which the trial got its slots, and logs when the trial gets or loses them.
+    # Also stores in ``submitted`` the time at which the trial got its slots.
     experiment = submitted.experiment
     experiment.reload()
     state = experiment.state
     trials = experiment.list_trials()
-    if is_running(trials):
+    submitted.waits.log(experiment, trials, num_slots)
+    if _is_running(trials):
         submitted.running_since_s = submitted.running_since_s or time.time()
-        if submitted.logged_wait:
-            logger.warning("experiment %d has its slots", experiment.id)
-            submitted.logged_wait = ""
-    elif state in _WAITING_STATES and (submitted.running_since_s or submitted.logged_wait):
+    elif state in _WAITING_STATES:
         submitted.running_since_s = None
-        wait = why_waiting(experiment, num_slots)
-        if wait != submitted.logged_wait:
-            logger.warning("%s", wait)
-            submitted.logged_wait = wait
     if state in (ExperimentState.COMPLETED, ExperimentState.ERROR):
         # A reported measurement counts, even if the trial failed later.
         rows = [row.metrics for row in trials[0].iter_metrics("validation")] if trials else []
@@ -382,7 +373,7 @@ def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
     return None
 
 
-def is_running(trials: Sequence[Trial]) -> bool:
+def _is_running(trials: Sequence[Trial]) -> bool:
     """Return whether an experiment's only trial has its slots."""
     return bool(trials) and trials[0].state.value in _RUNNING_STATES
 
@@ -392,13 +383,25 @@ def last_lines(trials: Sequence[Trial]) -> list[str]:
     return list(trials[0].iter_logs(tail=400)) if trials else []
 
 
-def why_waiting(experiment: Experiment, num_slots: int) -> str:
-    """Return a message that tells the user why an experiment waits for its slots."""
-    if experiment.state is ExperimentState.PAUSED:
-        return (
-            f"experiment {experiment.id} is paused; `det experiment activate {experiment.id}` lets it go on"
-        )
-    return f"experiment {experiment.id} is queued until {num_slots} slot(s) are free"
+class SlotWaits:
+    """Logs why an experiment waits for slots, once for each reason."""
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+        self._logged = ""
+
+    def log(self, experiment: Experiment, trials: Sequence[Trial], num_slots: int) -> None:
+        """Log a pause at once, and other reasons after 15 seconds."""
+        number, is_paused = experiment.id, experiment.state is ExperimentState.PAUSED
+        if _is_running(trials) or experiment.state not in _WAITING_STATES:
+            self._since_s, self._logged = time.monotonic(), ""
+            return
+        wait = f"experiment {number} is queued until {num_slots} slot(s) are free"
+        if is_paused:
+            wait = f"experiment {number} is paused; `det experiment activate {number}` lets it go on"
+        if wait != self._logged and (is_paused or time.monotonic() - self._since_s > _LOG_WAIT_AFTER_S):
+            logger.warning("%s", wait)
+            self._logged = wait
 
 
 def _file(name: str, text: str) -> bindings.v1File:

@@ -18,11 +18,10 @@ from determined.common.api import errors
 from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.config.secrets import SecretNames, secrets_in
-from dstrial.dsat.backends.cluster import ClusterBackend, is_running, last_lines, why_waiting
+from dstrial.dsat.backends.cluster import ClusterBackend, SlotWaits, last_lines
 from dstrial.dsat.backends.trial_spec import search_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
-from dstrial.dsat.core.outcome import FAILURE_MARK, FailureKind, failure_from_log
 from dstrial.errors import DstrialError, SearchError
 
 logger = logging.getLogger("dstrial.dsat")
@@ -30,7 +29,6 @@ logger = logging.getLogger("dstrial.dsat")
 _POLL_PERIOD_S = 0.5
 _FINISH_TIMEOUT_S = 20.0  # for the trial's last event: the trial's budget ends after the command's
 _STORE_TIMEOUT_S = 60.0  # wait for the trial to store its files in a checkpoint
-_LOG_WAIT_AFTER_S = 15.0
 _ENDED_STATES = (
     ExperimentState.CANCELED,
     ExperimentState.DELETED,
@@ -55,13 +53,12 @@ class SearchOnMaster:
         self._position = max((event.get("position", 0) for event in record.events()), default=0)
         self._has_finished = False  # whether the trial has reported the end of its search
         self._had_ended = False  # whether the experiment ended before this command found it
-        self._is_ended = self._is_running = False
+        self._is_ended = False
         self._next_poll_s = 0.0
-        self._waiting_since_s = time.monotonic()
-        self._logged_wait = ""
+        self._waits = SlotWaits()
 
     def describe(self) -> str:
-        return f"{self._master.describe()}, in persistent ranks"
+        return f"{self._master.describe()}, all in one trial"
 
     def events(self) -> list[dict[str, Any]]:
         """Return the search's events since the last call; submit the search if none runs.
@@ -77,7 +74,6 @@ class SearchOnMaster:
         events = self._read_events()
         if not events and self._is_ended:
             self._restart()
-        self._log_slots()
         return events
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
@@ -117,7 +113,7 @@ class SearchOnMaster:
         return found is not None
 
     def _submit(self) -> None:
-        self._has_finished = self._had_ended = self._is_ended = self._is_running = False
+        self._has_finished = self._had_ended = self._is_ended = False
         try:
             self._experiment = self._master.create(self._spec.config, self._spec.label, self._files())
         except errors.BadRequestException as error:
@@ -128,12 +124,7 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again after its experiment ended, or raise SearchError.
-
-        The search is submitted again if the experiment ran out of host memory, had a smaller time budget than this command, or
-        had ended before this command found it; otherwise ``SearchError`` is raised. A configuration that kills the search twice
-        counts as out of host memory.
-        """
+        """Submit the search again if an earlier command's experiment had ended; else raise."""
         assert self._experiment is not None
         if self._has_finished or self._had_ended:  # finished: with a smaller budget than that of this command
             self._submit()
@@ -141,18 +132,10 @@ class SearchOnMaster:
         lines: list[str] = []
         with self._master.tolerate_outage():
             lines = last_lines(self._experiment.list_trials())
-        number, state = self._experiment.id, self._experiment.state
-        # Lines with the mark come from ranks; the failure of a rank does not end the search.
-        failure = failure_from_log([line for line in lines if FAILURE_MARK not in line])
-        is_killed = state is ExperimentState.ERROR and failure.kind is FailureKind.HOST_OOM
-        handles = [event["handle"] for event in self._record.events() if event["event"] == "submitted"]
-        if is_killed and any(handle.get("experiment_id") == number for handle in handles):
-            logger.warning("experiment %d ran out of memory; another goes on", number)
-            self._submit()
-            return
+        state = self._experiment.state
         output = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
         raise SearchError(
-            f"the search has ended before it was finished (experiment {number} is "
+            f"the search has ended before it was finished (experiment {self._experiment.id} is "
             f"{state.name.lower() if state else 'gone'}: {output[-300:]}); expected its trial to go on until then. Look at "
             "the trial's log; the same command goes on with the search in another trial."
         )
@@ -184,7 +167,7 @@ class SearchOnMaster:
             experiment.reload()
             is_ended = experiment.state in _ENDED_STATES
             trials = experiment.list_trials()
-            self._is_running = is_running(trials)
+            self._waits.log(experiment, trials, self._settings.num_slots)
             rows = list(trials[0].iter_metrics(EVENTS_GROUP)) if trials else []
             for row in sorted(rows, key=lambda row: int(row.steps_completed)):
                 event = json.loads(row.metrics["event"])
@@ -195,15 +178,3 @@ class SearchOnMaster:
             self._is_ended = is_ended
         self._next_poll_s = time.monotonic() + _POLL_PERIOD_S
         return found
-
-    def _log_slots(self) -> None:
-        if self._experiment is None or self._is_running or self._is_ended:
-            if self._logged_wait:
-                logger.warning("the search has its slots")
-            self._logged_wait, self._waiting_since_s = "", time.monotonic()
-            return
-        wait = why_waiting(self._experiment, self._settings.num_slots)
-        is_long = bool(self._position) or time.monotonic() - self._waiting_since_s > _LOG_WAIT_AFTER_S
-        if is_long and self._logged_wait != wait:
-            logger.warning("the search waits for slots: %s", wait)
-            self._logged_wait = wait

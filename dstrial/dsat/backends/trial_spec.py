@@ -45,8 +45,6 @@ class TrialSpec:
     config: dict[str, Any]
     hparams: dict[str, Any]  # as a trial reads them
     label: str  # unique per trial and search, to find the trial again
-    # hyperparameters and metrics of the best trial so far
-    best: tuple[dict[str, Any], dict[str, float]] | None = None
 
 
 def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
@@ -133,17 +131,12 @@ def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Cand
     return layered(config, {"data": {"dstrial": {"pipeline_stages": num_stages}}})
 
 
-def measuring_command(settings: SearchConfig, config_path: str | None, python: str) -> list[str]:
-    """Return the command line that launches the ranks that measure trials.
-
-    ``config_path`` is None inside a trial on a master, because the ranks get the config from the master.
-    """
+def measuring_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
+    """Return the command line that launches the ranks of a trial on this machine."""
     if settings.trial is None:
-        assert config_path is not None
         return training_command(settings, config_path, python)
-    where = [] if config_path is None else ["--config", config_path, "--context-dir", "."]
-    slots = [] if config_path is None else ["--slots", str(settings.num_slots)]
-    launch = [python, "-m", _LAUNCHER, *slots, *where]
+    where = ["--config", config_path, "--context-dir", "."]
+    launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots), *where]
     return [*launch, "-m", _MEASURING_MODULE, "--trial", settings.trial, *where]
 
 

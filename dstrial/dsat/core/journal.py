@@ -11,11 +11,10 @@
     trials.json          every trial of the search
     report.json          the findings as JSON; report.md has them as text
     trials/<n>/          config, output and result of trial n, if it was launched on this machine
-    ranks/<n>/           tasks, results and output of the n-th set of persistent ranks
 
 Events are ``inputs`` (of method ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
-``finished`` (reason), ``interrupted`` (signal) and ``cleared`` (all processes of the search have ended). Events copied from a
-trial on a master have their ``position`` in the trial's journal. Methods are deterministic: replaying results in order requests
+``interrupted`` (signal) and ``finished`` (reason; all processes of the search have ended). Events copied from a trial on a
+master have their ``position`` in the trial's journal. Methods are deterministic: replaying results in order requests
 the same trials again.
 """
 
@@ -47,7 +46,6 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SEARCH_FILE = "dsat_search.json"  # in the context of a search's trial: flags, and the journal so far
 EVENTS_GROUP = "dsat"  # metric group of a search's events; steps_completed is the index in the journal
 BEST_NAMES = ("best_ds_config.json", "best_ds_metrics.json", "best_experiment.yaml")
-TASKS_NAME, RESULTS_NAME = "tasks.jsonl", "results.jsonl"  # queues to and from persistent ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,10 +62,6 @@ class SearchRecord:
 
     def trial_path(self, trial_id: int) -> Path:
         return self.path / "trials" / str(trial_id)
-
-    @property
-    def ranks_path(self) -> Path:
-        return self.path / "ranks"
 
     @classmethod
     def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:

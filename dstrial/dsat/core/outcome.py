@@ -116,7 +116,7 @@ class Failure:
 
 NOTHING_MEASURED = Failure(
     FailureKind.USER_ERROR,
-    "it ended without having measured anything: no DeepSpeed engine made a step in a dsat_reporting_context",
+    "it ended without having measured anything: no DeepSpeed engine made enough steps in a dsat_reporting_context",
 )
 """Outcome of a trial that ended without an error and without a measurement."""
 
@@ -199,9 +199,8 @@ def failure_line(failure: Failure) -> str:
 def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> Failure:
     """Return the failure that the output of all ranks describes.
 
-    Failure lines of ranks have priority over other text. Of several failure lines, one about a lost connection is used only if
-    there is no other kind, because another rank's failure may have caused the loss. Exit code 137 is taken as a kill by the
-    kernel for lack of memory.
+    Failure lines of ranks have priority over other text. A line about a lost connection is used last, because another rank's
+    failure may have caused the loss. An end by SIGKILL is taken as a kill by the kernel for lack of memory.
     """
     lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
     failures: list[Failure] = []
@@ -214,13 +213,16 @@ def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> F
                 continue
             if isinstance(found, Failure):
                 failures.append(found)
-    if failures:
-        return min(failures, key=lambda failure: failure.kind is FailureKind.COMMUNICATION)
-    text = "\n".join(lines[-200:])
-    if exit_code == 137 or "killed by SIGKILL" in text:
+    first = min(failures, key=lambda failure: failure.kind is FailureKind.COMMUNICATION, default=None)
+    if first is not None and first.kind is not FailureKind.COMMUNICATION:
+        return first
+    if exit_code in (137, -9) or "killed by SIGKILL" in "\n".join(lines[-200:]):
         return Failure(
             FailureKind.HOST_OOM, "a rank was killed by SIGKILL, as the kernel does when memory runs out"
         )
+    if first is not None:
+        ended = next((line.strip() for line in lines if _FAILED_FIRST.match(line)), first.message)
+        return dataclasses.replace(first, message=ended)
     return classify("\n".join(line for line in lines[-200:] if not _MASTERS_VERDICT.match(line)))
 
 
@@ -285,20 +287,6 @@ def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
     best_value, best = max(scored, key=lambda pair: (pair[0], -pair[1].trial_id))
     own = next(((value, trial) for value, trial in scored if trial.candidate.is_own), None)
     return own[1] if own is not None and relative_gain(best_value, own[0]) <= TIE else best
-
-
-def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Measured] | None:
-    """Return the trial with the best score and its metrics; None if none was measured.
-
-    Unlike :func:`best_of`, this does not favour the user's own configuration.
-    """
-    best: tuple[float, TrialResult, Measured] | None = None
-    for trial in trials:
-        if isinstance(trial.outcome, Measured):
-            value = score(trial.outcome, metric)
-            if value is not None and (best is None or value > best[0]):
-                best = value, trial, trial.outcome
-    return None if best is None else best[1:]
 
 
 def own_of(trials: Sequence[TrialResult]) -> TrialResult | None:

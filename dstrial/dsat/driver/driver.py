@@ -23,11 +23,10 @@ from dstrial.dsat.core.outcome import (
     Measured,
     TrialResult,
     best_of,
-    highest,
     outcome_from_json,
     outcome_to_json,
 )
-from dstrial.dsat.driver.normalize import caveats, mismatch_with_request, with_model_flops
+from dstrial.dsat.driver.normalize import FLOPS_RULE, RULE_NOTE, mismatch_with_request, with_model_flops
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, Finish, Measure, Note, Skip
 from dstrial.dsat.predictor.inputs import PredictInputs
@@ -43,8 +42,6 @@ logger = logging.getLogger("dstrial.dsat")
 _MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
 _DEADLINE_FACTOR = 5.0
 _REPORT_PERIOD_S = 2.0
-# Pause between reports, as a multiple of a report's duration: reports take at most about 1/20 of the search's time.
-_MIN_PAUSES = 20.0
 
 
 def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
@@ -87,7 +84,8 @@ class Driver:
         self._has_news = False  # since the last published report
         self._next_report_s = 0.0
         self._end: Finish | None = None
-        self._is_cleared = False
+        self._spent_budget_s: float | None = None  # the budget, if it ended the search
+        self._is_recorded = False  # whether the journal has the end of the search
         self._described_s = 0.0
 
     def run(self, signals: list[signal.Signals]) -> SearchStatus:
@@ -103,6 +101,7 @@ class Driver:
         for event in self._record.events():
             self._on_event(event)
         self._is_replay = False
+        is_over = self._is_recorded
         try:
             if self._end is None:
                 try:
@@ -115,8 +114,8 @@ class Driver:
                 self._record.append("interrupted", {"signal": end.name})
             self._write_files()
             self._write_report(end)
-            if isinstance(end, Finish) and not self._is_cleared:
-                self._clear()
+            if isinstance(end, Finish) and not is_over:
+                self._end_trials(end)
             elif isinstance(end, signal.Signals) and self._backend is not None:
                 self._backend.publish(lambda: self._report_so_far(f"interrupted by {end.name}"))
         except OSError as error:
@@ -135,8 +134,8 @@ class Driver:
         with contextlib.suppress(OSError):
             self._record.append("interrupted", {"signal": FailureKind.NO_ROOM.name})
 
-    def _clear(self) -> None:
-        """End remaining trials, and let the backend store the result files."""
+    def _end_trials(self, end: Finish) -> None:
+        """End remaining trials, let the backend store the result files, record the end."""
         if self._backend is None:
             try:
                 self._backend = self._make_backend()
@@ -148,7 +147,13 @@ class Driver:
                     self._backend.adopt(self._spec(measure), self._handles.get(measure.trial_id, {}))
         try:
             self._backend.finish(self._read_files())
-            self._record.append("cleared", {})
+            if not self._is_recorded:  # the journal of a followed search already has the event
+                fields = {
+                    "reason": end.reason,
+                    "is_failure": end.is_failure,
+                    "budget_s": self._spent_budget_s,
+                }
+                self._record.append("finished", fields)
         except KeyboardInterrupt:
             if not self._signals:
                 raise
@@ -167,7 +172,7 @@ class Driver:
                 self._start(backend, measure, self._handles.get(measure.trial_id))
         while self._end is None and not self._signals:
             if budget_s is not None and time.monotonic() - began_s > budget_s:
-                self._finish(Finish("the budget is spent"), budget_s=budget_s)
+                self._end, self._spent_budget_s = Finish("the budget is spent"), budget_s
                 return
             if isinstance(backend, RemoteSearch):
                 self._follow(backend)
@@ -195,13 +200,11 @@ class Driver:
         elif event["event"] == "inputs":
             self._described_s = float(event.get("seconds") or 0.0)
         elif event["event"] == "finished" and is_final(event, self._settings.flags.budget):
-            self._end = Finish(event["reason"], event["is_failure"])
+            self._end, self._is_recorded = Finish(event["reason"], event["is_failure"]), True
         elif event["event"] in ("interrupted", "finished"):
             # The search ended its trials itself, so they did not kill it.
             for handle in self._handles.values():
                 handle.pop("attempt", None)
-        elif event["event"] == "cleared":
-            self._is_cleared = self._end is not None
 
     def _on_submitted(self, trial_id: int, event: Mapping[str, Any]) -> None:
         trial = self.trials.get(trial_id)
@@ -228,9 +231,9 @@ class Driver:
         )
         self._has_news = True
         actions = self._method.on_result(trial_id, outcome)
-        if isinstance(outcome, Measured) and self._settings.flags.metric == "FLOPS_per_gpu":
-            notes = [note for note in caveats(outcome, self._measured()[0]) if note not in self._notes]
-            actions = [*map(Note, notes), *actions]
+        is_rule = isinstance(outcome, Measured) and bool(outcome.value(FLOPS_RULE))
+        if is_rule and self._settings.flags.metric == "FLOPS_per_gpu" and RULE_NOTE not in self._notes:
+            actions = [Note(RULE_NOTE), *actions]
         if not self._is_replay:
             self._print_line(ended_line(self.trials[trial_id], self._settings.flags.metric))
             self._write_files()
@@ -248,7 +251,7 @@ class Driver:
                 if self._measurer is not None:
                     self._start(self._measurer, action, None)
             elif isinstance(action, Finish):
-                self._finish(action)
+                self._end = action
             elif isinstance(action, Note):
                 self._notes.append(action.text)
                 if not self._is_replay:
@@ -267,15 +270,7 @@ class Driver:
         self._on_event(self._record.append("submitted", {**fields, "handle": backend.start(spec)}))
 
     def _spec(self, measure: Measure) -> TrialSpec:
-        settings, search_id = self._settings, self._record.search_id
-        best = highest(list(self.trials.values()), settings.flags.metric)
-        compared = None
-        if best is not None:
-            trial, measured = best
-            of_best = measuring_spec(settings, trial.candidate, trial.trial_id, search_id)
-            compared = of_best.hparams, dict(measured.metrics)
-        spec = measuring_spec(settings, measure.candidate, measure.trial_id, search_id)
-        return dataclasses.replace(spec, best=compared)
+        return measuring_spec(self._settings, measure.candidate, measure.trial_id, self._record.search_id)
 
     def _take_ended(self, backend: Backend) -> None:
         for ended in backend.poll():
@@ -303,12 +298,6 @@ class Driver:
 
     def _measured(self) -> list[Measured]:
         return [one.outcome for one in self.trials.values() if isinstance(one.outcome, Measured)]
-
-    def _finish(self, finish: Finish, *, budget_s: float | None = None) -> None:
-        self._end = finish
-        if not self._is_replay:
-            fields = {"reason": finish.reason, "is_failure": finish.is_failure, "budget_s": budget_s}
-            self._record.append("finished", fields)
 
     # ---- deadlines, files -------------------------------------------------------------------------
 
@@ -373,11 +362,9 @@ class Driver:
             self._print_line(f"{what} cannot be written ({error}); expected room on the disk")
 
     def _publish_if_due(self, backend: Backend) -> None:
-        began_s = time.monotonic()
-        if self._has_news and began_s >= self._next_report_s:
+        if self._has_news and time.monotonic() >= self._next_report_s:
             self._has_news = not backend.publish(self._report_so_far)
-            took_s = time.monotonic() - began_s
-            self._next_report_s = began_s + max(_REPORT_PERIOD_S, _MIN_PAUSES * took_s)
+            self._next_report_s = time.monotonic() + _REPORT_PERIOD_S
 
     def _report_so_far(self, reason: str = "") -> dict[str, Any]:
         document = report_document(self._facts(reason), self._settings.space, list(self.trials.values()))

@@ -105,7 +105,7 @@ def trace_graphs(
     if traces.failures and traces.found:
         first = next(iter(traces.failures.values())).splitlines()[0]
         lines.append(f"{len(traces.failures)} of {number} kinds of graphs could not be dry-run: {first}")
-    bypasses = {bypass.place for trace in traces.found.values() for bypass in trace.bypasses}
+    bypasses = {place for trace in traces.found.values() for place in trace.bypasses}
     if bypasses:
         lines.append(f"values read while fake, told a constant: {', '.join(sorted(bypasses))}")
     if traces.found:

@@ -8,13 +8,9 @@ from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
 FLOPS_RULE = "FLOPS_are_a_rule"
 """Metric that is 1 if ``FLOPS_per_gpu`` follows from a rule of thumb, because no FLOPs could be counted."""
 
-_RULE_NOTE = (
+RULE_NOTE = (
     "no FLOPs could be counted, as with compiled or custom kernels: FLOPS_per_gpu assumes 6 for each parameter and record, "
     "and ranks configurations as throughput does all the same"
-)
-_OTHER_MODEL_NOTE = (
-    "models of different sizes are compared: FLOPS_per_gpu takes the FLOPs of one of them for all, so that it ranks them as "
-    "throughput does"
 )
 _FLOPS = "FLOPS_per_gpu"
 _RULE_PER_PARAMETER = 6
@@ -50,19 +46,6 @@ def with_model_flops(
             flops_per_record = _RULE_PER_PARAMETER * max(measured.value("num_params") or 0.0, 1.0)
         metrics[_FLOPS] = flops_per_record * throughput / num_replicas
     return Measured(metrics)
-
-
-def caveats(measured: Measured, first: Measured) -> list[str]:
-    """Return warnings why ``FLOPS_per_gpu`` may be inexact.
-
-    ``first`` is the first measurement of the search.
-    """
-    found = [_RULE_NOTE] if measured.value(FLOPS_RULE) else []
-    # A rank of a pipeline has the parameters of its stage only.
-    same = ("num_params", "probe_pipeline_stages")
-    if measured.value(same[0]) != first.value(same[0]) and measured.value(same[1]) == first.value(same[1]):
-        found.append(_OTHER_MODEL_NOTE)
-    return found
 
 
 def mismatch_with_request(measured: Measured, candidate: Candidate) -> Failure | None:

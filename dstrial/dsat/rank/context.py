@@ -19,11 +19,12 @@ from dstrial.dsat.rank.microbench import with_machine
 from dstrial.dsat.rank.statistics import SamplingLimits
 from dstrial.dsat.rank.step_timer import MeasurementDone, NumericError, StepTimer
 from dstrial.engine.engine_hooks import observe_engines
-from dstrial.errors import TrialContractError
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.script_variables import RESULT_VARIABLE, SETTINGS_KEY, measuring_hyperparameters
 from dstrial.ranks import process_group
 from dstrial.visible_text import cut_text
+
+_TIMER_ATTRIBUTE = "_dstrial_step_timer"
 
 
 @contextlib.contextmanager
@@ -35,16 +36,12 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
     the block raises ``SystemExit``, because the code after it belongs to a full training.
 
     The block may contain the whole loop, or one step or micro batch, as in Determined's example of the Core API. Such short
-    blocks are measured together; if their loop ends early, its steps are reported when the core context closes.
+    blocks are measured together; a loop of short blocks must make enough steps.
 
     Args:
         core_context: the core context of ``determined.core.init``.
         op: the searcher's operation to complete; None if there is none.
         steps_completed: number of steps to report; by default, that of the engine.
-
-    Raises:
-        TrialContractError: no engine made a second step, so that nothing can be timed. With short blocks, the core context raises
-            it when it closes.
 
     Ranks: all, collectively.
     """
@@ -52,70 +49,21 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
     if not hparams.get("_use_dsat_mode"):
         yield
         return
-    blocks: _LoopOfBlocks | None = getattr(core_context, _BLOCKS_ATTRIBUTE, None)
-    timer = StepTimer(limits_from(hparams), ends_process=True) if blocks is None else blocks.timer
+    timer: StepTimer | None = getattr(core_context, _TIMER_ATTRIBUTE, None)
+    if timer is None:
+        timer = StepTimer(limits_from(hparams), ends_process=True)
+        setattr(core_context, _TIMER_ATTRIBUTE, timer)
     num_before = timer.num_observed_steps
     with failures_reported(timer):
         try:
             with observe_engines(timer):
                 yield
         except MeasurementDone:
-            if blocks is not None:
-                blocks.is_finished = True
             _finish(timer, core_context, op, steps_completed)
             raise
-        if blocks is not None or timer.num_observed_steps - num_before <= 1:
-            if blocks is None:
-                _LoopOfBlocks(core_context, op, steps_completed, timer).begin()
-            return
-        _require_result(timer)
-        _finish(timer, core_context, op, steps_completed)
-        raise MeasurementDone(0)
-
-
-_BLOCKS_ATTRIBUTE = "_dstrial_blocks"
-
-
-@dataclasses.dataclass(slots=True)
-class _LoopOfBlocks:
-    """A user's training loop that enters a new reporting block for each step."""
-
-    core_context: Any
-    op: Any
-    steps_completed: int | None
-    timer: StepTimer
-    is_finished: bool = False
-
-    def begin(self) -> None:
-        """Make the loop's later blocks use the same timer as its first block."""
-        # If the loop has not reported its result when the core context closes, the context reports it.
-        setattr(self.core_context, _BLOCKS_ATTRIBUTE, self)
-        close = self.core_context.close
-
-        def finish_and_close(kind: type[BaseException] | None = None, *rest: Any) -> None:
-            try:
-                if kind is None and not self.is_finished:
-                    self.finish()
-            finally:
-                close(kind, *rest)
-
-        self.core_context.close = finish_and_close
-
-    def finish(self) -> None:
-        """Report the steps of a loop that ended early. Ranks: all, collectively."""
-        self.is_finished = True
-        with failures_reported(self.timer):
-            _require_result(self.timer)
-            _finish(self.timer, self.core_context, self.op, self.steps_completed)
-
-
-def _require_result(timer: StepTimer) -> None:
-    if not timer.has_result:
-        raise TrialContractError(
-            f"the block of dsat_reporting_context ends after {timer.num_steps} steps of a DeepSpeed engine; expected "
-            "enough of them to be timed, at least 2. Put the whole training loop into the block, or every step of it, and "
-            "train longer."
-        )
+        if timer.num_observed_steps - num_before > 1:
+            _finish(timer, core_context, op, steps_completed)
+            raise MeasurementDone(0)
 
 
 def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:

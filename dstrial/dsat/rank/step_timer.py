@@ -147,24 +147,9 @@ class StepTimer:
         return self.mode is Mode.DONE
 
     @property
-    def has_result(self) -> bool:
-        return self._sampling.num_steps > 0
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps that the first engine has made; 0 without an engine."""
-        return int(self._engines[0].global_steps) if self._engines else 0
-
-    @property
     def dtype(self) -> torch.dtype:
         parameter = next(iter(self._engines[0].module.parameters()), None)
         return torch.float32 if parameter is None else parameter.dtype
-
-    def forget_engines(self) -> list[Any]:
-        """Return the observed engines and drop them; nothing can be measured afterwards."""
-        engines, self._engines = self._engines, []
-        self._last_loss = None
-        return engines
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
         """Return ``call()``, which is one phase of a step of ``engine``.

@@ -9,9 +9,7 @@ import collections
 import contextlib
 import importlib
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from packaging.version import Version
@@ -41,58 +39,6 @@ GATHERS_AWAITED_SINCE = "0.19.8"
 
 ENGINE_PHASES = (("forward", "forward"), ("backward", "backward"), ("_take_model_step", "step"))
 """(engine method, training phase that begins with the method)."""
-
-GLOBALS: Mapping[str, Mapping[str, Any]] = {
-    # Contexts of ``zero.Init`` reference modules; a context that raised an exception stays on the list.
-    "deepspeed.runtime.zero.partition_parameters": {
-        "zero_init_context": [],
-        "top_level_context": None,
-        "temp_contiguous_tensor": None,
-    },
-    # Modules whose forward raised an exception stay on this list.
-    "deepspeed.runtime.zero.parameter_offload": {"FWD_MODULE_STACK": []},
-    # The last pipeline's grid: stages, groups and communicating ranks.
-    "deepspeed.runtime.pipe.p2p": {"_groups": None, "_grid": None},
-    # Arguments of `deepspeed.checkpointing.configure`, and buffers of contiguous checkpoints.
-    "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "mpu": None,
-        "mp_rank": 0,
-        "mp_size": 1,
-        "mp_group": None,
-        "num_layers": None,
-        "deepspeed_checkpointing_enabled": False,
-        "PARTITION_ACTIVATIONS": False,
-        "CPU_CHECKPOINT": False,
-        "CONTIGUOUS_CHECKPOINTING": False,
-        "SYNCHRONIZE": False,
-        "PROFILE_TIME": False,
-        "contiguous_data_buffers": [],
-        "data_offsets": [],
-        "contiguous_size_buffers": [],
-        "size_offsets": [],
-        "timers": None,
-        "_cpu_offload_engine": None,
-    },
-}
-"""Module -> initial values of its globals; ``reset_globals`` clears lists in place."""
-
-GLOBALS_SINCE = {"_cpu_offload_engine": "0.19.8"}
-"""Name in ``GLOBALS`` that earlier DeepSpeed releases lack -> first release that has it."""
-
-METHOD_CACHES = {"deepspeed.runtime.zero.partitioned_param_coordinator": "PartitionedParameterCoordinator"}
-"""Module -> its class with method caches keyed by ``self``. The caches keep ZeRO 3's coordinator and the engine alive."""
-
-PARAMETER_ATTRIBUTES = ("ds_", "_hp", "_z3", "grad_accum")
-"""Prefixes of attributes that DeepSpeed sets on parameters."""
-
-CONTAINERS = (
-    "_grad_acc_hooks",
-    "param_dict",
-    "ipg_buckets",
-    "averaged_gradients",
-    "all_grad_tensors",
-)
-"""Attributes of engines and optimizers: containers that keep gradients and hooks alive."""
 
 
 def torch_backend() -> Any:
@@ -151,25 +97,6 @@ def op_builder() -> Any:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return OpBuilder
-
-
-def reset_globals() -> None:
-    """Reset global variables and method caches of imported DeepSpeed modules."""
-    for name, values in GLOBALS.items():
-        module = sys.modules.get(name)
-        for attribute, value in values.items() if isinstance(module, ModuleType) else ():
-            found = getattr(module, attribute, None)
-            if isinstance(value, list) and isinstance(found, list):
-                found.clear()  # in place, because other modules have references to it
-            elif hasattr(module, attribute):
-                setattr(module, attribute, value)
-    for name, owner in METHOD_CACHES.items():
-        for method in list(vars(getattr(sys.modules.get(name), owner, object)).values()):
-            # The cache is inside a decorator without ``__wrapped__``.
-            inside = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
-            for one in (method, *inside):
-                if hasattr(one, "cache_clear"):
-                    one.cache_clear()
 
 
 def release_groups() -> None:

@@ -57,8 +57,8 @@ def same_before_update(trace: Trace) -> bool:
     return _same(_Steps(trace))
 
 
-def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line, bool]:
-    """Return (peak bytes by phase, activation bytes, whether both are exact).
+def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line]:
+    """Return (peak bytes by phase, activation bytes).
 
     Parameter gradients are not counted. Activations are live at the end of forward, but not between steps.
 
@@ -91,7 +91,7 @@ def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line, bo
     ends = np.flatnonzero(is_forward[steps.last : -1] & ~is_forward[steps.last + 1 :]) + steps.last
     lines = upper_envelope(_highest(alive.base[ends], alive.slope[ends]) if len(ends) else [(0.0, 0.0)])
     activations = max(lines, key=lambda line: line.at(high))
-    return form, Line(activations.base - form.settled, activations.per_record), is_linear
+    return form, Line(activations.base - form.settled, activations.per_record)
 
 
 class _Steps:

@@ -70,7 +70,7 @@ def measure(request: DryRunRequest) -> ModelTrace:
                 (Counter(expert_parameters(each)) for each in workload.engines), Counter()
             )
         state, _ = memory_parts(workload.engines, lambda _device: False)
-    memory, activations, is_linear = memory_form(tracker.trace, low, high)
+    memory, activations = memory_form(tracker.trace, low, high)
     operations = tracker.operations[-1]
     step_operations = operations.pop("step", 0)
     lines = [
@@ -90,10 +90,8 @@ def measure(request: DryRunRequest) -> ModelTrace:
         tokens=line_through(tokens[0], tokens[1], low, high) if tokens[0] else None,
         pass_operations=sum(operations.values()),
         step_operations=step_operations,
-        is_fake=not request.is_real,
-        is_linear=is_linear,
         is_pipeline=any(isinstance(engine, PipelineEngine) for engine in workload.engines),
-        bypasses=tuple(reads.bypasses.values()),
+        bypasses=tuple(reads.bypasses),
         notes=tuple(getattr(workload, "notes", ())),
         num_records=int(getattr(workload, "num_records", 0)),
         epoch_records=int(getattr(workload, "epoch_records", 0)),

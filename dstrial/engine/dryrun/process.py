@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dstrial import determined_imports
-from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, ModelTrace
+from dstrial.engine.dryrun.values import DryRunRequest, ModelTrace
 from dstrial.errors import DstrialError
-from dstrial.fork_server.client import ForkedProcess, ForkRefusedError, OwnForkServer
+from dstrial.fork_server.client import OwnForkServer
 from dstrial.fork_server.fork import Program
 from dstrial.scratch import scratch_directory
 
@@ -27,24 +24,11 @@ _RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-_STARTING = threading.Lock()
 _SERVER = OwnForkServer(["dstrial.engine.dryrun.imported_ahead"])
 
 
 class DryRunError(DstrialError):
-    """Reports that a dry run failed, exceeded its deadline, or is not supported.
-
-    Args:
-        kind: ``unsupported`` (fake tensors do not support the code), ``error`` (the code raises an exception), ``deadline``
-            (the dry run took too long) or ``died`` (the process ended without a result).
-        message: text for the user.
-        place: ``file:line`` of user code that could not be run; None if unknown.
-    """
-
-    def __init__(self, kind: str, message: str, place: str | None = None) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.place = place
+    """Reports that a dry run failed, or exceeded its deadline."""
 
 
 def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> ModelTrace:
@@ -75,9 +59,14 @@ def _run(request: DryRunRequest, deadline_s: float, until_s: float) -> ModelTrac
     with scratch_directory("dstrial-dryrun-") as directory:
         log, asked, answered = (directory / name for name in ("log", "request.json", "answer.json"))
         asked.write_text(json.dumps(request.to_json()), encoding="utf-8")
-        command = [sys.executable, "-m", "dstrial.engine.dryrun", str(asked), str(answered)]
-        with log.open("wb") as output:
-            process = _start(command, request.module_paths, output.fileno(), until_s - time.monotonic())
+        program = Program(
+            ["-m", "dstrial.engine.dryrun", str(asked), str(answered)],
+            _environment(),
+            str(Path.cwd() / (request.module_paths[0] if request.module_paths else "")),
+        )
+        with log.open("wb") as output, open(os.devnull, "rb") as null:  # noqa: PTH123
+            files = [null.fileno(), output.fileno(), output.fileno()]
+            process = _SERVER.run(program, files, min(until_s - time.monotonic(), _IMPORT_TIMEOUT_S))
             is_late = False
             try:
                 process.wait(max(until_s - time.monotonic(), 0.0))
@@ -91,43 +80,18 @@ def _run(request: DryRunRequest, deadline_s: float, until_s: float) -> ModelTrac
         return _answer(answered, is_late, deadline_s, process.returncode, output_end)
 
 
-def _start(
-    command: Sequence[str], module_paths: Sequence[str], output: int, deadline_s: float
-) -> subprocess.Popen[bytes] | ForkedProcess:
-    environment = _environment()
-    directory = str(Path.cwd() / (module_paths[0] if module_paths else ""))
-    with open(os.devnull, "rb") as null, _STARTING:  # noqa: PTH123
-        server = _SERVER.get(environment, min(deadline_s, _IMPORT_TIMEOUT_S))
-        environment[PARENT_VARIABLE] = str(os.getpid())
-        if server is not None:
-            with contextlib.suppress(ForkRefusedError):
-                program = Program(command[1:], environment, directory, leads="session")
-                return server.start(program, [null.fileno(), output, output])
-        return subprocess.Popen(
-            command,
-            stdin=null,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            cwd=directory,
-            start_new_session=True,
-        )
-
-
 def _answer(
     path: Path, is_late: bool, deadline_s: float, exit_code: int | None, output_end: str
 ) -> ModelTrace | DryRunError:
     if path.exists():
         answer = json.loads(path.read_text(encoding="utf-8"))
-        return DryRunError(**answer["error"]) if "error" in answer else ModelTrace.from_json(answer)
+        return DryRunError(answer["error"]) if "error" in answer else ModelTrace.from_json(answer)
     if is_late:
         return DryRunError(
-            "deadline",
             f"the dry run takes more than {deadline_s:g} s; expected it to end by then. "
             f"Allow it more time, or use a smaller model.\n{output_end}",
         )
     return DryRunError(
-        "died",
         f"the dry run's process ended with exit code {exit_code} and no answer; expected one. "
         f"Read its output:\n{output_end}",
     )

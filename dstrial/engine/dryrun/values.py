@@ -9,9 +9,6 @@ from typing import Any
 PHASES = ("init", "forward", "backward", "reduce", "step")
 """Phases of a dry run: engine construction, forward, backward, gradient reduction, optimizer step."""
 
-PARENT_VARIABLE = "DSTRIAL_DRYRUN_PARENT_PID"
-"""Environment variable with the process id of a dry run's parent; the dry run ends when this parent ends."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
@@ -88,17 +85,6 @@ class Flops:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Bypass:
-    """A line of user code that read a fake tensor's value and got a constant instead.
-
-    ``place`` is ``file:line``; ``value`` is the constant.
-    """
-
-    place: str
-    value: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class DryRunRequest:
     """A model to dry-run, on one rank of a training.
 
@@ -150,10 +136,7 @@ class ModelTrace:
         tokens: elements of a micro batch's largest integer tensor; None without an integer tensor.
         pass_operations: number of torch operations in forward and backward of one micro batch.
         step_operations: number of torch operations in the optimizer step.
-        is_fake: whether fake tensors were used.
-        is_linear: whether steps at both micro batch sizes made the same allocations. If so, ``memory`` is exact at any size;
-            otherwise it interpolates between the peaks measured at the two sizes.
-        bypasses: places where user code read a fake tensor's value and got a constant.
+        bypasses: places (``file:line``) where user code read a fake tensor's value and got a constant.
         notes: sentences for the user.
         num_records: records in a batch of a script that makes its own batches; 0 for other workloads.
         epoch_records: records of the training loader; 0 if unknown.
@@ -171,9 +154,7 @@ class ModelTrace:
     tokens: Line | None
     pass_operations: int
     step_operations: int
-    is_fake: bool
-    is_linear: bool
-    bypasses: tuple[Bypass, ...] = ()
+    bypasses: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     num_records: int = 0
     epoch_records: int = 0
@@ -201,7 +182,7 @@ class ModelTrace:
                 "activations": Line(**value["activations"]),
                 "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
                 "tokens": None if tokens is None else Line(**tokens),
-                "bypasses": tuple(Bypass(**each) for each in value["bypasses"]),
+                "bypasses": tuple(value["bypasses"]),
                 "notes": tuple(value["notes"]),
                 "expert_parameters": {int(size): count for size, count in value["expert_parameters"].items()},
             }
@@ -271,10 +252,9 @@ class DryRunResult:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DryRunResult:
         flops, tokens, activations = value["flops"], value["tokens"], value.get("activations")
-        known = {field.name for field in dataclasses.fields(cls)}  # earlier versions wrote more fields
         return cls(
             **{
-                **{name: field for name, field in value.items() if name in known},
+                **value,
                 "device": memory_form_from_json(value["device"]),
                 "host": memory_form_from_json(value["host"]),
                 "inner_collectives": tuple(Collective(**each) for each in value["inner_collectives"]),

@@ -179,17 +179,11 @@ def test_search_with_larger_budget_continues_in_new_experiment(tmp_path: Path) -
     assert search._experiment.id == 2
 
 
-def test_search_killed_by_sigkill_continues_in_new_experiment(tmp_path: Path) -> None:
-    search, master = _search(tmp_path)
-    reasons = ("the launcher was killed by SIGKILL", "ImportError: no such module")
-    for number, log in enumerate(reasons, 1):
-        search._experiment = _experiment(number, ExperimentState.ERROR, _KILLED, log=log)
-        search._is_ended = False
-        if number == 1:
-            assert _read(search) == _places([_KILLED], 1)
-            assert _read(search) == []
-            assert _given(master) == ["submitted"]
-    with pytest.raises(SearchError, match=r"experiment 2 is error: ImportError: no such module"):
+def test_search_that_failed_meanwhile_raises(tmp_path: Path) -> None:
+    search, _ = _search(tmp_path)
+    search._experiment = _experiment(1, ExperimentState.ERROR, _KILLED, log="ImportError: no such module")
+    assert _read(search) == _places([_KILLED], 1)
+    with pytest.raises(SearchError, match=r"experiment 1 is error: ImportError: no such module"):
         _read(search)
 
 

@@ -22,7 +22,7 @@ from waiting import wait_for
 
 from dstrial.config.documents import read_yaml
 from dstrial.dsat.backends.base import Ended
-from dstrial.dsat.backends.local import PersistentRanks
+from dstrial.dsat.backends.local import LocalBackend
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
 from dstrial.dsat.config import SearchConfig, with_parallel
 from dstrial.dsat.core.candidate import Candidate
@@ -67,7 +67,6 @@ class FormulaBackend:
         if spec.trial_id not in self.world["started"]:
             self.world["started"][spec.trial_id] = self.world["started"].get(spec.trial_id, 0) + 1
         self._specs[spec.trial_id] = spec
-        self.world.setdefault("given", []).append(spec)
         self._live()
         return {"n": spec.trial_id}
 
@@ -183,14 +182,8 @@ def test_best_experiment_is_complete_report_names_dead_keys(
     experiment.write_text(experiment.read_text() + 'description: "1e5"\n')
     settings = _settings(experiment, "--max-trials", "4")
 
-    world: dict[str, Any] = {"started": {}}
-    _, driver, _ = _run(settings, world)
+    _, driver, _ = _run(settings, {"started": {}})
 
-    # Each measurement is compared with the best one before it.
-    own, second, *_ = world["given"]
-    assert own.best is None
-    assert second.best[0] == own.hparams
-    assert second.best[1]["throughput"] > 0
     best = best_of(list(driver.trials.values()), "throughput")
     assert best is not None
     written = read_yaml(settings.output / "best_experiment.yaml", "best").value
@@ -220,20 +213,20 @@ def test_search_on_full_disk_ends_and_resumes(experiment: Path) -> None:
 
 
 def test_full_disk_counts_as_no_attempt(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Persistent ranks fail a trial after two attempts that ended without a result."""
+    """A trial fails after two attempts that ended without a result."""
 
-    def of_rank(_self: PersistentRanks) -> list[Ended]:
+    def of_rank(_self: LocalBackend) -> list[Ended]:
         return [Ended(1, Failure(FailureKind.NO_ROOM, "No space left on device"))]
 
-    def of_search(_self: PersistentRanks) -> list[Ended]:
+    def of_search(_self: LocalBackend) -> list[Ended]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     settings = _settings(experiment, "--max-trials", "3")
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
 
     for poll in (of_search, of_search, of_search, of_rank, of_rank, of_rank):
-        monkeypatch.setattr(PersistentRanks, "poll", poll)
-        backend = functools.partial(PersistentRanks, settings, record, ["false"])
+        monkeypatch.setattr(LocalBackend, "poll", poll)
+        backend = functools.partial(LocalBackend, settings, record)
         driver = Driver(settings, record, None, backend, lambda _line: None, poll_s=0.0)
         with record.lock(), pytest.raises((OSError, SearchError), match="No space left on device"):
             driver.run([])
@@ -255,7 +248,6 @@ def test_running_report_is_published_at_limited_rate(
     shutil.rmtree(settings.output)
 
     monkeypatch.setattr("dstrial.dsat.driver.driver._REPORT_PERIOD_S", 0.0)
-    monkeypatch.setattr("dstrial.dsat.driver.driver._MIN_PAUSES", 0.0)
     often: dict[str, Any] = {"started": {}}
     _, driver, _ = _run(settings, often)
     measured = [sum(row["state"] == "measured" for row in one["trials"]) for one in often["shown"]]
@@ -287,11 +279,11 @@ def _interrupted_after(num_polls: int) -> Any:
 
 
 def test_finished_search_cleanup_resumes_after_kill(experiment: Path) -> None:
-    """The search was killed between its events ``finished`` and ``cleared``."""
+    """The search was killed before its event ``finished``."""
     settings = _settings(experiment, "--max-trials", "3")
     world: dict[str, Any] = {"started": {}, "calls": 0}
     path = settings.output / "events.jsonl"
-    while not path.exists() or '"finished"' not in path.read_text():
+    while not path.exists() or path.read_text().count('"result"') < 3:
         world["calls"] = 0
         with pytest.raises(_KilledError):
             _run(settings, world, die_at=3)
@@ -300,7 +292,7 @@ def test_finished_search_cleanup_resumes_after_kill(experiment: Path) -> None:
     end, _, _ = _run(settings, world)
     assert end.is_finished
     assert "best_ds_config.json" in world["kept"]
-    assert events(settings.output)[-1]["event"] == "cleared"
+    assert events(settings.output)[-1]["event"] == "finished"
 
 
 def test_record_open_refuses_locked_or_foreign_directory(
@@ -428,7 +420,7 @@ def test_followed_search_writes_same_results_as_local_search(experiment: Path) -
     shutil.rmtree(settings.output)
     spent = {"event": "finished", "reason": "the budget is spent", "is_failure": False, "budget_s": 3600.0}
     assert followed(_Remote([*journal[:2], spent]))[0] == SearchStatus("the budget is spent", True)
-    assert [event["event"] for event in events(settings.output)][-2:] == ["finished", "cleared"]
+    assert [event["event"] for event in events(settings.output)][-1:] == ["finished"]
 
 
 def test_journal_result_of_another_configuration_raises(experiment: Path) -> None:
@@ -504,7 +496,7 @@ def test_changed_settings_require_fresh_output_directory(experiment: Path) -> No
     first = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
     assert first.path == settings.output
     kinds = [event["event"] for event in events(settings.output)]
-    assert kinds == ["submitted", "result", "submitted", "result", "finished", "cleared"]
+    assert kinds == ["submitted", "result", "submitted", "result", "finished"]
 
 
 def test_own_configuration_wins_ties_summary_states_gain(experiment: Path) -> None:

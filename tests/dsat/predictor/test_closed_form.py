@@ -36,8 +36,6 @@ TRACE = ModelTrace(
     tokens=Line(0.0, 2048.0),
     pass_operations=20_000,
     step_operations=9_000,
-    is_fake=True,
-    is_linear=True,
 )
 
 

@@ -1,7 +1,6 @@
-"""A trial for persistent ranks with injected faults and knobs."""
+"""A trial with injected faults and knobs."""
 
 import os
-import pathlib
 import time
 
 import deepspeed
@@ -11,20 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from dstrial import DataLoader, DeepSpeedTrial, overwrite_deepspeed_config
-
-_kept: list[torch.Tensor] = []
-
-
-def _is_first_to_keep() -> bool:
-    """Return whether no trial kept memory before; only rank 1 calls this.
-
-    On a loaded machine this trial may become the best one, which is measured again after later trials. If it kept memory a
-    second time, the ranks would be replaced once more than the test expects.
-    """
-    marker = pathlib.Path("kept")
-    is_first = not marker.exists()
-    marker.touch()
-    return is_first
 
 
 class Recomputed(nn.Sequential):
@@ -40,8 +25,6 @@ class WorkedTrial(DeepSpeedTrial):
         hparams = context.get_hparams()
         is_everywhere = hparams["fault"] in ("user error", "bad config", "numeric", "disk full")
         self.fault = hparams["fault"] if is_everywhere or context.distributed.rank == 1 else ""
-        self.keeps_memory = self.fault == "keeps memory" and _is_first_to_keep()
-        self.linear_of_torch = nn.functional.linear
         layers = [nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)]
         knob = hparams.get("knob")
         model = Recomputed(*layers) if knob == "recomputes" else nn.Sequential(*layers)
@@ -75,8 +58,6 @@ class WorkedTrial(DeepSpeedTrial):
         if self.fault == "disk full":
             with open("/dev/full", "w") as file:
                 file.write("x")
-        if self.keeps_memory:
-            _kept.append(torch.zeros(2**20))
         records, targets = self.context.to_device(next(dataloader_iter))
         loss = nn.functional.mse_loss(self.engine(records), targets)
         if self.fault == "numeric":

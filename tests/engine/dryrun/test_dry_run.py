@@ -56,8 +56,6 @@ def test_fake_tensors_predict_real_memory() -> None:
     fake, real = measured(request()), measured(request(is_real=True))
     num_parameters = 4 * (64 * 64 + 64)
 
-    assert fake.is_linear
-    assert (fake.is_fake, real.is_fake) == (True, False)
     for size in (2, 4, 64):
         for phase in ("forward", "backward"):
             assert fake.memory.in_phase(phase, size) == pytest.approx(
@@ -88,7 +86,7 @@ def test_recomputation_counts_as_hardware_flops_only() -> None:
 def test_scalar_read_is_reported_with_line() -> None:
     result = measured(request(kind="reads"))
 
-    assert [Path(each.place.rsplit(":", 1)[0]).name for each in result.bypasses] == ["dry_run_models.py"]
+    assert [Path(place.rsplit(":", 1)[0]).name for place in result.bypasses] == ["dry_run_models.py"]
 
 
 def test_parallel_dry_runs_fail_independently() -> None:
@@ -99,9 +97,8 @@ def test_parallel_dry_runs_fail_independently() -> None:
     assert isinstance(apart, ModelTrace)
     assert apart.memory == measured(request()).memory
     assert min(apart.pass_operations, apart.step_operations) > 0
-    for failed, kind in ((raised, "error"), (unsupported, "unsupported")):
+    for failed in (raised, unsupported):
         assert isinstance(failed, DryRunError)
-        assert failed.kind == kind
         # The error names the file and line of the failing user code.
         assert re.search(r"dry_run_models\.py:\d+", str(failed))
 
@@ -117,10 +114,8 @@ def test_dry_run_import_error_names_user_code(tmp_path: Path) -> None:
 
 
 def test_dry_run_past_deadline_raises() -> None:
-    with pytest.raises(DryRunError, match=r"more than 0\.5 s") as caught:
+    with pytest.raises(DryRunError, match=r"more than 0\.5 s"):
         dry_run(request(kind="sleeps"), deadline_s=0.5)
-
-    assert caught.value.kind == "deadline"
 
 
 def test_dry_run_caller_imports_no_torch() -> None:
@@ -132,5 +127,4 @@ def test_dry_run_without_result_names_exit_code(tmp_path: Path) -> None:
     error = _answer(tmp_path / "answer-0.json", False, 1.0, -9, "")
 
     assert isinstance(error, DryRunError)
-    assert error.kind == "died"
     assert "exit code -9" in str(error)
