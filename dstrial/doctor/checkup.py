@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dstrial import __version__
-from dstrial.doctor import compilers, devices, environment, libraries, limits, packages
+from dstrial.doctor import devices, environment, libraries, limits
 from dstrial.doctor.finding import Background, Finding, Group, NoAnswerError, problem
 from dstrial.local.run_directory import default_runs_dir
 from dstrial.master.state_directory import StateDirectory
@@ -34,9 +34,10 @@ def run(options: CheckupOptions) -> Iterator[Group]:
     """
     checks = {name: Background(check) for name, check in _checks(options).items()}
     for name, check in checks.items():
-        deadline_s = _CHECK_DEADLINE_S + (0.0 if options.is_fast else options.import_deadline_s)
         try:
-            findings = check.result(deadline_s)
+            findings = check.result(
+                _CHECK_DEADLINE_S + (0.0 if options.is_fast else options.import_deadline_s)
+            )
         except NoAnswerError as error:
             todo = "Something below it hangs: a file system, a driver or a name server."
             findings = [problem(name, str(error), todo)]
@@ -49,7 +50,7 @@ def run(options: CheckupOptions) -> Iterator[Group]:
 def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     environ = dict(os.environ)
     state = StateDirectory.choose(options.state_dir)
-    temporary = Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108 - where programs put what is temporary
+    temporary = Path(tempfile.gettempdir())
     places = [("runs", default_runs_dir(options.runs_dir)), ("state", state.path), ("temporary", temporary)]
     hardware = Background(devices.measure)
 
@@ -57,13 +58,11 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
         return hardware.result(_CHECK_DEADLINE_S / 2)
 
     checks = {
-        "Python": packages.check,
-        "Limits": lambda: limits.judge_limits(
-            limits.measure_limits(), num_devices=len(devices.visible(known_devices(), environ)[0])
-        ),
+        "Python": environment.check_python,
+        "Limits": lambda: limits.judge_limits(limits.measure_limits()),
         "Storage": lambda: limits.check_directories(places),
-        "Network": lambda: environment.judge_network(environment.measure_network()),
-        "Master": lambda: environment.judge_master(environment.measure_master(state), version=__version__),
+        "Network": environment.check_network,
+        "Master": lambda: environment.check_master(state),
         "Environment variables": lambda: environment.judge_variables(environ),
         "Devices": lambda: devices.judge(known_devices(), environ, num_required=options.num_gpus),
     }
@@ -78,5 +77,5 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     return {
         **checks,
         "Libraries": lambda: libraries.judge(known(), known_devices(), environ),
-        "Compilers": lambda: compilers.judge(compilers.measure(), known()),
+        "Compilers": lambda: libraries.judge_compilers(libraries.measure_compilers(), known()),
     }

@@ -26,15 +26,15 @@ class Finding:
 
 
 def ok(name: str, what: str) -> Finding:
-    return Finding(printable(name), "ok", printable(what))
+    return Finding(name, "ok", printable(what))
 
 
 def note(name: str, what: str, todo: str) -> Finding:
-    return Finding(printable(name), "note", printable(what), printable(todo))
+    return Finding(name, "note", printable(what), todo)
 
 
 def problem(name: str, what: str, todo: str) -> Finding:
-    return Finding(printable(name), "problem", printable(what), printable(todo))
+    return Finding(name, "problem", printable(what), todo)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def count(groups: Iterable[Group]) -> dict[Status, int]:
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which process names may contain."""
+    """Escape control characters, which variables and file names may contain."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 
@@ -79,12 +79,8 @@ class Background(Generic[T]):
     def __init__(self, call: Callable[[], T]) -> None:
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._began_at_s = time.monotonic()
-        self._took_s: float | None = None
-        try:
-            threading.Thread(target=self._run, args=(call,), name="doctor", daemon=True).start()
-        except RuntimeError:
-            # At the process limit no thread can start, but the check of that limit must still run.
-            self._run(call)
+        self._ended_at_s: float | None = None
+        threading.Thread(target=self._run, args=(call,), name="doctor", daemon=True).start()
 
     def result(self, timeout_s: float) -> T:
         """Return the call's result or raise its exception.
@@ -92,24 +88,22 @@ class Background(Generic[T]):
         Raises:
             NoAnswerError: the call has not ended ``timeout_s`` after its start.
         """
-        try:
-            return self._future.result(max(0.0, self._began_at_s + timeout_s - time.monotonic()))
-        except concurrent.futures.TimeoutError:
-            if self._future.done():  # the call itself raised a TimeoutError
-                raise
-            raise NoAnswerError(timeout_s) from None
+        left_s = max(0.0, self._began_at_s + timeout_s - time.monotonic())
+        if not concurrent.futures.wait([self._future], left_s).done:
+            raise NoAnswerError(timeout_s)
+        return self._future.result()
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._began_at_s if self._took_s is None else self._took_s
+        return (self._ended_at_s or time.monotonic()) - self._began_at_s
 
     def _run(self, call: Callable[[], T]) -> None:
         try:
             value = call()
-            self._took_s = time.monotonic() - self._began_at_s
+            self._ended_at_s = time.monotonic()
             self._future.set_result(value)
         except BaseException as error:  # noqa: BLE001 - raised by ``result``
-            self._took_s = time.monotonic() - self._began_at_s
+            self._ended_at_s = time.monotonic()
             self._future.set_exception(error)
 
 

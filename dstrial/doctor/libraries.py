@@ -1,4 +1,4 @@
-"""Check that the libraries can be imported, and that torch suits the devices."""
+"""Check that the libraries can be imported, suit the devices, and can compile operators."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.doctor.devices import Hardware, dotted, visible
+from dstrial.doctor.devices import Hardware, dotted
 from dstrial.doctor.finding import Finding, note, ok, plural, problem
 from dstrial.errors import install_command
+from dstrial.launch.start_watch import WITHOUT_OPERATOR
 
 _GRACE_S = 3.0
 _SLOW_S = 15.0
+_TOOL_TIMEOUT_S = 5.0
 # Append the directory of this package to sys.path, for a checkout. It comes last, so that a file which shadows a library for
 # trials (for example in the working directory) also shadows it in the probe.
 _PROGRAM = "import sys; sys.path.append(sys.argv[2]); from dstrial.doctor.import_probe import main; main()"
@@ -35,7 +39,7 @@ class TorchBuild:
     cuda: str | None = None  # CUDA release of the build, such as 13.0
     hip: str | None = None
     num_devices: int = 0  # that torch can use
-    warnings: tuple[str, ...] = ()  # about the driver, or about devices without kernels
+    warnings: Sequence[str] = ()  # about the driver, or about devices without kernels
 
     @property
     def kind(self) -> str:
@@ -113,7 +117,7 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
         failures[current or "torch"] = _ending(errors, return_code, deadline_s)
     torch, deepspeed = values.get("torch"), values.get("deepspeed")
     return Libraries(
-        None if torch is None else TorchBuild(**{**torch, "warnings": tuple(torch["warnings"])}),
+        None if torch is None else TorchBuild(**torch),
         None if deepspeed is None else DeepSpeedBuild(**deepspeed),
         failures,
         seconds,
@@ -125,31 +129,31 @@ def _ending(errors: str, return_code: int | None, deadline_s: float) -> str:
         frames = re.findall(r'^  File "(.+?)", line (\d+) in (.+)$', errors, re.MULTILINE)
         own = [f" (it hangs at {file}:{line} in {name})" for file, line, name in frames if file[0] != "<"]
         return f"not imported within {deadline_s:.0f} s{own[0] if own else ''}"
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    said = f", after saying {lines[-1]!r}" if lines else ""
     how = f"by {signal.Signals(-return_code).name}" if return_code < 0 else f"with status {return_code}"
+    said = f", after saying {errors.strip().splitlines()[-1]!r}" if errors.strip() else ""
     return f"its import ended the process {how}{said}"
 
 
 def judge(libraries: Libraries, hardware: Hardware, environ: Mapping[str, str]) -> list[Finding]:
+    """Return findings on the imports, and on whether torch suits the devices."""
     findings = [_judge_failure(library, reason) for library, reason in libraries.failures.items()]
-    torch, deepspeed, seconds = libraries.torch, libraries.deepspeed, libraries.seconds
+    torch, deepspeed = libraries.torch, libraries.deepspeed
     if torch is not None:
-        findings.append(ok("torch", f"{torch.version}, {torch.kind}{_timing(seconds, 'torch')}"))
+        findings.append(ok("torch", f"{torch.version}, {torch.kind}"))
     if deepspeed is not None:
-        device = f", trains on {deepspeed.accelerator}"
-        findings.append(ok("deepspeed", f"{deepspeed.version}{device}{_timing(seconds, 'deepspeed')}"))
-        is_left_out = deepspeed.accelerator == "cpu" and torch is not None and torch.num_devices > 0
-        if is_left_out and visible(hardware, environ)[0] and "DS_ACCELERATOR" not in environ:
+        findings.append(ok("deepspeed", f"{deepspeed.version}, trains on {deepspeed.accelerator}"))
+        has_devices = torch is not None and torch.num_devices > 0
+        if has_devices and deepspeed.accelerator == "cpu" and "DS_ACCELERATOR" not in environ:
             what = "torch finds devices, and DeepSpeed chose the CPU"
             todo = "Set DS_ACCELERATOR=cuda, and look at what `ds_report` says."
             findings.append(problem("accelerator", what, todo))
-    if "dstrial" in seconds and "dstrial" not in libraries.failures:
-        findings.append(ok("what trials import", f"dstrial and determined{_timing(seconds, 'dstrial')}"))
-    slow = [f"{name} takes {took:.0f} s" for name, took in seconds.items() if took > _SLOW_S]
-    if slow:
+    seconds = libraries.seconds
+    took = ", ".join(f"{name} takes {of_import:.1f} s" for name, of_import in seconds.items())
+    if max(seconds.values(), default=0.0) > _SLOW_S:
         todo = "Each rank pays this at its start: put the environment on a local disk."
-        findings.append(note("imports", ", ".join(slow), todo))
+        findings.append(note("imports", took, todo))
+    elif took:
+        findings.append(ok("imports", took))
     return findings if torch is None else [*findings, *judge_build(torch, hardware, environ)]
 
 
@@ -160,43 +164,34 @@ def _judge_failure(library: str, reason: str) -> Finding:
         todo = f"`{install_command()}` installs all that dstrial needs."
     elif "accelerator" in reason.lower() and "ValueError" in reason:
         todo = "Unset DS_ACCELERATOR, or install what that accelerator needs."
-    elif "SIGILL" in reason:
-        todo = "This processor lacks instructions that the build uses (AVX, say): install another build."
     else:
         todo = (
-            "Install it anew; a file of the same name in the working directory or on PYTHONPATH shadows it."
+            "Install it anew; a file of the same name in the working directory or on PYTHONPATH shadows it, or this processor "
+            "lacks instructions that the build uses (SIGILL)."
         )
     return problem(f"import {library}", reason, todo)
-
-
-def _timing(seconds: Mapping[str, float], library: str) -> str:
-    return f"; imported in {seconds.get(library, 0.0):.1f} s"
 
 
 def judge_build(torch: TorchBuild, hardware: Hardware, environ: Mapping[str, str]) -> list[Finding]:
     """Return findings on whether torch's build suits the driver and the devices."""
     if environ.get("DS_ACCELERATOR") == "cpu":
         return [ok("build", f"{torch.kind}; DS_ACCELERATOR=cpu keeps training on the CPU")]
-    nvidia, amd = len(hardware.devices), hardware.num_amd
-    serves = "" if hardware.driver_cuda is None else f" CUDA {dotted(hardware.driver_cuda)} or older"
-    if nvidia and torch.cuda is None:
-        return [_wrong_build(torch, plural(nvidia, "NVIDIA device"), serves or " CUDA")]
-    if amd and not nvidia and torch.hip is None:
-        return [_wrong_build(torch, plural(amd, "AMD device"), " ROCm")]
-    num_visible = len(visible(hardware, environ)[0]) if nvidia else amd
+    has_amd = any(slot.kind == "rocm" for slot in hardware.visible)
+    serves = "" if hardware.driver_cuda is None else f" {dotted(hardware.driver_cuda)} or older"
+    wanted = "ROCm" if has_amd else f"CUDA{serves}"
+    another = f"Install a build of torch for {wanted} ({_SELECTOR})"
+    if (hardware.devices and torch.cuda is None) or (has_amd and torch.hip is None):
+        what = f"{torch.kind}, on a machine with other devices: ranks train on the CPU"
+        return [problem("build", what, f"{another}, or set DS_ACCELERATOR=cpu to say that this is meant.")]
+    num_visible = len(hardware.visible)
     if num_visible == 0:
         return [ok("build", f"{torch.kind}; no device is visible: ranks train on the CPU")]
     if torch.num_devices == 0:
-        said = f": {torch.warnings[0]}" if torch.warnings else ""
+        said = "".join(f": {warning}" for warning in torch.warnings[:1])
         what = f"{torch.kind}, and finds none of {plural(num_visible, 'visible device')}{said}"
-        instead = f"Install a newer driver, or a build of torch for{serves} ({_SELECTOR}). " if serves else ""
-        todo = f"{instead}In a container, the driver capability 'compute' is needed."
+        todo = f"{another}, or a newer driver. In a container, the driver capability 'compute' is needed."
         return [problem("build", what, todo)]
     findings = [ok("build", f"{torch.kind}; finds {plural(torch.num_devices, 'device')}")]
-    if torch.num_devices != num_visible:
-        what = f"{torch.kind}; finds {torch.num_devices} devices where the driver has {num_visible}"
-        todo = "With MIG, CUDA uses one instance a process; else look at CUDA_VISIBLE_DEVICES and the rights on /dev/nvidia*."
-        findings = [note("build", what, todo)]
     for warning in torch.warnings:  # torch has no kernels for a device
         findings.append(
             problem("kernels", warning, f"Install a build of torch that has them: see {_SELECTOR}.")
@@ -204,9 +199,66 @@ def judge_build(torch: TorchBuild, hardware: Hardware, environ: Mapping[str, str
     return findings
 
 
-def _wrong_build(torch: TorchBuild, has: str, wanted: str) -> Finding:
-    return problem(
-        "build",
-        f"{torch.kind}, on a machine with {has}: ranks train on the CPU",
-        f"Install a build of torch for{wanted} ({_SELECTOR}), or set DS_ACCELERATOR=cpu to say that this is meant.",
+# ---- compilers for DeepSpeed's operators, which are compiled at first use ----------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compilers:
+    """First output lines of tools, and files; None if missing."""
+
+    cxx: str | None
+    ninja: str | None
+    headers: str | None  # directory of Python.h
+    nvcc: str | None  # CUDA release, such as 13.0
+
+
+def measure_compilers() -> Compilers:
+    """Find this machine's compilers as torch 2.13's ``cpp_extension`` would."""
+    headers = sysconfig.get_paths()["include"]
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    release = re.search(r"release (\d+\.\d+)", _output([nvcc, "-V"]) or "")
+    return Compilers(
+        cxx=_output([*os.environ.get("CXX", "c++").split(), "--version"]),
+        # Trials under the master find ninja beside Python, too.
+        ninja=_output(["ninja", "--version"]) or _output([f"{sys.prefix}/bin/ninja", "--version"]),
+        headers=headers if Path(headers, "Python.h").exists() else None,
+        nvcc=None if release is None else release[1],
     )
+
+
+def _output(command: Sequence[str]) -> str | None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TOOL_TIMEOUT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        ).stdout
+    return None
+
+
+def judge_compilers(compilers: Compilers, libraries: Libraries) -> list[Finding]:
+    torch, deepspeed = libraries.torch, libraries.deepspeed
+    tools = {
+        "C++ compiler": (compilers.cxx, "Install g++ (Debian: `apt-get install g++`)"),
+        "ninja": (compilers.ninja, "`pip install ninja`"),
+        "Python headers": (compilers.headers, "Install Python.h (Debian: `apt-get install python3-dev`)"),
+    }
+    refused = ""
+    if torch is not None and torch.cuda is not None:
+        refused = (deepspeed.cuda_mismatch if deepspeed is not None else "") or ""
+        install = f"Install CUDA's toolkit {torch.cuda} and set CUDA_HOME to it"
+        tools["nvcc"] = (None if refused else compilers.nvcc, install)
+    without = "; ".join(f"{name} ({setting})" for name, setting in WITHOUT_OPERATOR.items())
+    found = []
+    for name, (there, install) in tools.items():
+        if there is not None:
+            found.append(ok(name, there.partition("\n")[0]))
+            continue
+        why = refused if name == "nvcc" and refused else "missing"
+        what = f"{why}: operators of DeepSpeed that are not built cannot be compiled"
+        found.append(note(name, what, f"{install}, or train without operators: {without}."))
+    return found

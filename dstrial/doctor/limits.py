@@ -16,89 +16,61 @@ from dstrial.launch.stale_locks import file_system_of
 from dstrial.visible_text import size_text
 
 _GIB = 1 << 30
-_MIB = 1 << 20
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the directory itself is checked
 # DeepSpeed itself warns below this (0.19.8 ``env_report.get_shm_size``); containers have 64 MiB by default.
-_SMALL_SHM = 512 * _MIB
-_FEW_FILES = 1024
-_ENOUGH_FILES = 4096
+_SMALL_SHM = 512 << 20
+_FEW_FILES, _ENOUGH_FILES = 1024, 4096
 _DIRECTORY_TIMEOUT_S = 8.0
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p"}
-_ELSEWHERE = "Choose another directory, or change the rights on this one."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
     """Resource limits of this process; None means unlimited or unknown."""
 
-    memory_bytes: int
     available_bytes: int | None  # free memory, also within the limits of control groups
-    shm_bytes: int  # size of ``/dev/shm``; 0 if it is missing
-    shm_free_bytes: int
-    shm_is_writable: bool
+    shm_free_bytes: int  # of ``/dev/shm``; 0 if it is missing or not writable
     open_files: tuple[int | None, int | None]  # soft and hard limit
 
 
 def measure_limits() -> Limits:
-    shm_bytes = shm_free = 0
+    shm_free = 0
     with contextlib.suppress(OSError):
         shm = os.statvfs(_SHARED_MEMORY)
-        shm_bytes, shm_free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+        shm_free = shm.f_bavail * shm.f_frsize if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else 0
     soft, hard = (
         None if limit == resource.RLIM_INFINITY else limit
         for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    return Limits(
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        available_bytes=available_bytes(),
-        shm_bytes=shm_bytes,
-        shm_free_bytes=shm_free,
-        shm_is_writable=os.access(_SHARED_MEMORY, os.W_OK | os.X_OK),
-        open_files=(soft, hard),
-    )
+    return Limits(available_bytes(), shm_free, (soft, hard))
 
 
-def judge_limits(limits: Limits, *, num_devices: int = 0) -> list[Finding]:
-    return [_judge_memory(limits), _judge_shared_memory(limits, num_devices), _judge_open_files(limits)]
+def judge_limits(limits: Limits) -> list[Finding]:
+    return [_judge_memory(limits.available_bytes), _judge_shared_memory(limits), _judge_open_files(limits)]
 
 
-def _judge_memory(limits: Limits) -> Finding:
-    free = limits.available_bytes
-    if free is None:
-        return ok("memory", size_text(limits.memory_bytes))
-    what = f"{size_text(free)} available of {size_text(limits.memory_bytes)}"
+def _judge_memory(free: int | None) -> Finding:
+    what = "unknown" if free is None else f"{size_text(free)} available"
+    if free is None or free >= 4 * _GIB:
+        return ok("memory", what)
     if free < _GIB:
         todo = "End what uses it, or raise the limit of the container: torch alone takes half a GiB a rank."
         return problem("memory", what, todo)
-    if free < 4 * _GIB:
-        todo = "Each rank takes about 1 GiB before its model: start few, and few loader workers."
-        return note("memory", what, todo)
-    return ok("memory", what)
+    todo = "Each rank takes about 1 GiB before its model: start few, and few loader workers."
+    return note("memory", what, todo)
 
 
-def _judge_shared_memory(limits: Limits, num_devices: int) -> Finding:
+def _judge_shared_memory(limits: Limits) -> Finding:
     """Check ``/dev/shm``, through which loader workers and local ranks exchange data."""
-    name = str(_SHARED_MEMORY)
-    if limits.shm_bytes == 0 or not limits.shm_is_writable:
-        what = "missing" if limits.shm_bytes == 0 else "no files can be made in it"
-        todo = (
-            "Mount a tmpfs there that everybody can write to (`mount -t tmpfs -o mode=1777 tmpfs /dev/shm`)."
-        )
-        return problem(name, what, todo)
-    what = f"{size_text(limits.shm_free_bytes)} free of {size_text(limits.shm_bytes)}"
-    sigbus = "loader workers and NCCL end with SIGBUS (Bus error) where it is full"
-    if limits.shm_bytes < _SMALL_SHM:
-        return problem(
-            name,
-            f"{what}: {sigbus}",
-            "In a container, start it with `--shm-size=1g` or more (Kubernetes: an emptyDir with medium Memory), or remount it "
-            "(`mount -o remount,size=1g /dev/shm`); with num_workers 0 loaders do without.",
-        )
-    needed = _SMALL_SHM + num_devices * 64 * _MIB
-    if limits.shm_free_bytes < needed:
-        todo = "Remove what programs that were killed have left (`ls -l /dev/shm`), or make it larger."
-        return problem(name, f"{what}; expected {size_text(needed)} free: {sigbus}", todo)
-    return ok(name, what)
+    what = f"{size_text(limits.shm_free_bytes)} free"
+    if limits.shm_free_bytes >= _SMALL_SHM:
+        return ok(str(_SHARED_MEMORY), what)
+    return problem(
+        str(_SHARED_MEMORY),
+        f"{what}: loader workers and NCCL end with SIGBUS (Bus error) where it is full",
+        "Start a container with `--shm-size=1g` or more (Kubernetes: an emptyDir with medium Memory); elsewhere remove what "
+        "killed programs have left in it, or mount a larger one (`mount -t tmpfs -o mode=1777,size=1g tmpfs /dev/shm`).",
+    )
 
 
 def _judge_open_files(limits: Limits) -> Finding:
@@ -121,11 +93,9 @@ def check_directories(places: Sequence[tuple[str, Path]]) -> list[Finding]:
     for name, path in places:
         try:
             found += within(_DIRECTORY_TIMEOUT_S, lambda n=name, p=path: _check_directory(n, p))  # type: ignore[misc]
-        except OSError as error:
-            found.append(problem(name, f"{path} cannot be used: {error.strerror or error}", _ELSEWHERE))
-        except NoAnswerError as error:
-            todo = "Look at the server of that file system, or choose another directory."
-            found.append(problem(name, f"{path}: {error}", todo))
+        except (OSError, NoAnswerError) as error:
+            what = f"{path} cannot be used: {getattr(error, 'strerror', None) or error}"
+            found.append(problem(name, what, "Choose another directory, or change the rights on this one."))
     return found
 
 
@@ -143,14 +113,12 @@ def _check_directory(name: str, path: Path) -> list[Finding]:
 
 def judge_directory(name: str, path: Path, file_system: str, free_bytes: int) -> list[Finding]:
     """Return findings on a writable directory; ``file_system`` is empty if unknown."""
-    free = size_text(free_bytes)
-    found = [ok(name, ", ".join(fact for fact in (str(path), file_system, f"{free} free") if fact))]
+    what = f"{path}, {file_system or 'unknown file system'}, {size_text(free_bytes)} free"
+    found = [ok(name, what)]
     if free_bytes < 10 * _GIB:
-        what = (
-            f"{free} free: a checkpoint of a model with N billion parameters and Adam takes 14 N GiB or more"
-        )
+        what += ": a checkpoint of a model with N billion parameters and Adam takes 14 N GiB or more"
         todo = "Free some, or choose a directory on another disk."
-        found.append((problem if free_bytes < _GIB else note)(f"{name} space", what, todo))
+        found = [(problem if free_bytes < _GIB else note)(name, what, todo)]
     if file_system in _NETWORK_FILE_SYSTEMS and name == "state":
         what = f"on a network file system ({file_system}), where SQLite's locks may not hold"
         todo = "Put the state directory on a local disk (`dstrial up --state-dir`); checkpoints may stay."

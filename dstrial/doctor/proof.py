@@ -10,13 +10,12 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,8 +48,7 @@ ctypes.CDLL(None).prctl(1, 15)
 del sys.argv[0]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-_SMALL = {"width": 128, "num_layers": 2, "num_heads": 4, "block_size": 64, "is_fused": True}
-_LARGE = {"width": 1024, "num_layers": 16, "num_heads": 8, "block_size": 1024, "is_fused": True}
+_RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,13 +65,16 @@ class Step:
 class StepFailedError(Exception):
     """A step of ``doctor --train`` failed, found a wrong result, or was not reached."""
 
-    def __init__(self, reason: str, output: str = "", status: StepStatus = "failed") -> None:
+    def __init__(self, reason: str, output: str = "") -> None:
         super().__init__(reason)
-        self.output, self.status = output, status
+        self.output = output
 
 
-def _out_of_time(output: str = "") -> StepFailedError:
-    return StepFailedError("the time limit was reached; raise --minutes", output, "not reached")
+class OutOfTimeError(StepFailedError):
+    """The time limit ended before the step did."""
+
+    def __init__(self, output: str = "") -> None:
+        super().__init__("the time limit was reached; raise --minutes", output)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Target:
     is_roomy: bool = False  # whether every device has more than 40 GiB
 
     @classmethod
-    def here(cls, environ: Mapping[str, str]) -> Target:
+    def here(cls) -> Target:
         """Choose 1 or 2 accelerators of this machine, or else 2 CPU ranks."""
         try:
             hardware = within(30.0, devices.measure)
@@ -94,17 +95,18 @@ class Target:
             raise DstrialError(
                 f"the driver of the devices gives {error}; `dstrial doctor` says more."
             ) from error
-        seen = set(devices.visible(hardware, environ)[0])
-        if environ.get("DS_ACCELERATOR") == "cpu" or not (seen or hardware.num_amd):
+        visible, known = hardware.visible, hardware.devices
+        if not visible:
             return cls("cpu", 2, "fp32")
-        if not seen:
-            return cls("rocm", min(hardware.num_amd, 2), "bf16")
-        chosen = [one for one in hardware.devices if {one.uuid, *one.mig_uuids} & seen]
-        has_bf16 = all(one.capability is None or one.capability >= (8, 0) for one in chosen)
-        is_roomy = all(one.total_bytes > 40 << 30 and not one.is_mig for one in chosen)
         # CUDA uses only one MIG instance per process.
-        num_ranks = 1 if any(one.is_mig for one in chosen) else min(len(seen), 2)
-        return cls("cuda", num_ranks, "bf16" if has_bf16 else "fp32", is_roomy)
+        is_mig = any(slot.visible_as.startswith("MIG") for slot in visible)
+        has_bf16 = all(one.capability is None or one.capability >= (8, 0) for one in known)
+        return cls(
+            visible[0].kind,
+            1 if is_mig else min(len(visible), 2),
+            "bf16" if has_bf16 else "fp32",
+            bool(known) and not is_mig and all(one.total_bytes > 40 << 30 for one in known),
+        )
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
@@ -123,22 +125,21 @@ class Proof:
         self.facts: dict[str, Any] = {}
 
     def run(self) -> None:
-        trained = self._step("train and save", self._train)
-        if trained is not None:
-            self._step("resume", lambda: self._resume(trained, _STAGE, 0.0))
-            self._step("reshape", lambda: self._resume(trained, _OTHER_STAGE, _STAGE_TOLERANCE))
+        if self._step("train and save", self._train):
+            self._step("resume", lambda: self._resume(_STAGE, 0.0))
+            self._step("reshape", lambda: self._resume(_OTHER_STAGE, _STAGE_TOLERANCE))
         self._step("speed and memory", self._speed)
 
-    def _step(self, name: str, call: Callable[[], tuple[str, Any]]) -> Any:
-        """Run a step and record its result; return its value, or None if it failed."""
+    def _step(self, name: str, call: Callable[[], str]) -> bool:
+        """Run a step and record its result; return whether it succeeded."""
         began_s = time.monotonic()
         status: StepStatus = "failed"
-        found, output = None, ""
+        output = ""
         try:
-            what, found = call()
-            status = "ok"
+            what, status = call(), "ok"
         except StepFailedError as error:
-            status, what, output = error.status, str(error), error.output
+            what, output = str(error), error.output
+            status = "not reached" if isinstance(error, OutOfTimeError) else "failed"
         except (LookupError, OSError, ValueError) as error:  # an output file or line of the step is missing
             what = f"{type(error).__name__}: {error}"
         step = Step(name, status, what, round(time.monotonic() - began_s, 1), output)
@@ -146,32 +147,28 @@ class Proof:
         if self._output is not None:
             replace_file(self._output / RESULT_NAME, json.dumps(self.to_json(), indent=2) + "\n")
         self._show(step)
-        return found
+        return status == "ok"
 
     def to_json(self) -> dict[str, Any]:
         steps = [dataclasses.asdict(step) for step in self.steps]
         return {"target": dataclasses.asdict(self._target), "steps": steps, "facts": self.facts}
 
-    def _train(self) -> tuple[str, RunDirectory]:
-        run = self._launch("train", _STAGE)
-        losses = _losses(run)
-        if sorted(losses) != list(range(1, _END + 1)) or not all(map(math.isfinite, losses.values())):
-            raise StepFailedError(f"the losses of {_END} batches are {list(losses.values())}")
-        if not losses[_END] < losses[1]:
-            raise StepFailedError(f"the loss does not fall: {losses[1]:g} -> {losses[_END]:g}")
+    def _train(self) -> str:
+        losses = _losses(self._launch("train", _STAGE))
         self.facts["losses"] = losses
+        if sorted(losses) != list(range(1, _END + 1)) or not losses[_END] < losses[1]:
+            raise StepFailedError(f"the loss does not fall in {_END} batches: {losses}")
         fell = f"loss {losses[1]:.4g} -> {losses[_END]:.4g}"
-        return f"{_END} batches of ZeRO {_STAGE}, {self._target}: {fell}, saved at {_SAVED_AT}", run
+        return f"{_END} batches of ZeRO {_STAGE}, {self._target}: {fell}, saved at {_SAVED_AT}"
 
-    def _resume(self, trained: RunDirectory, stage: int, bound: float) -> tuple[str, None]:
+    def _resume(self, stage: int, bound: float) -> str:
         """Resume in ZeRO ``stage``; require losses within relative ``bound`` (0: bitwise)."""
-        checkpoint = _checkpoint_at(trained, _SAVED_AT)
-        run = self._launch(f"stage-{stage}", stage, DSTRIAL_RESUME=str(checkpoint))
-        expected = {batch: loss for batch, loss in _losses(trained).items() if batch > _SAVED_AT}
-        found = _losses(run)
+        trained = list_checkpoints(self._run_directory("train").checkpoints_path)
+        (checkpoint,) = [found.path for found in trained if found.steps_completed == _SAVED_AT]
+        found = _losses(self._launch(f"stage-{stage}", stage, DSTRIAL_RESUME=str(checkpoint)))
+        expected = {batch: loss for batch, loss in self.facts["losses"].items() if batch > _SAVED_AT}
         difference = max(
-            (abs(found.get(batch, math.inf) - loss) / abs(loss) for batch, loss in expected.items()),
-            default=math.inf,
+            abs(found.get(batch, math.inf) - loss) / abs(loss) for batch, loss in expected.items()
         )
         how = f"ZeRO {_STAGE}" + (f" -> {stage}" if stage != _STAGE else "")
         if set(found) != set(expected) or not difference <= bound:
@@ -179,9 +176,9 @@ class Proof:
                 f"{how}: losses after batch {_SAVED_AT} are {found}; expected {expected} within {bound:g}"
             )
         equal = "equal to the last bit" if bound == 0 else f"equal within {difference:.2g} (bound {bound:g})"
-        return f"{how}: the losses of batches {_SAVED_AT + 1} to {_END} are {equal}", None
+        return f"{how}: the losses of batches {_SAVED_AT + 1} to {_END} are {equal}"
 
-    def _speed(self) -> tuple[str, None]:
+    def _speed(self) -> str:
         run = self._launch("speed", _STAGE, is_large=True)
         telemetry = json.loads(run.telemetry_path.read_text(encoding="utf-8"))
         output = self._run(["dstrial.cli", "memory", str(run.path), "--json"], "memory")
@@ -197,7 +194,7 @@ class Proof:
         if predicted["problem"]:
             rows.append(("prediction", str(predicted["problem"])))
         shown = "\n".join(f"  {name:<15}{text}" for name, text in rows)
-        return f"a GPT of {self._target.precision}, {self._target}\n{shown}", None
+        return f"a GPT of {self._target.precision}, {self._target}\n{shown}"
 
     def _launch(self, name: str, stage: int, *, is_large: bool = False, **variables: str) -> RunDirectory:
         config = self._scratch / f"{name}.yaml"
@@ -206,6 +203,9 @@ class Proof:
         words = ["dstrial.launch", "--slots", str(self._target.num_ranks), "--config", str(config)]
         words += ["--trial", "dstrial.doctor.proof_trial:TextTrial"]
         self._run(words, name, **variables)
+        return self._run_directory(name)
+
+    def _run_directory(self, name: str) -> RunDirectory:
         (record,) = self._scratch.glob(f"runs/{name}/*/run.json")
         return RunDirectory.open(record.parent)
 
@@ -213,7 +213,7 @@ class Proof:
         """Run ``python -m`` with ``words`` and environment variables; return the output."""
         left_s = self._ends_at_s - time.monotonic()
         if left_s < _MIN_STEP_S:
-            raise _out_of_time()
+            raise OutOfTimeError
         log = (self._output or self._scratch) / f"{name}.log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
@@ -222,17 +222,13 @@ class Proof:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 cwd=self._scratch,
-                env={
-                    **_environment(os.environ, self._target.kind),
-                    "DSTRIAL_RUNS_DIR": str(self._scratch / "runs"),
-                    **variables,
-                },
+                env={**self._environment(), **variables},
                 start_new_session=True,
             )
             try:
                 exit_code = process.wait(left_s)
             except subprocess.TimeoutExpired:
-                raise _out_of_time(tail(log, _SHOWN_LINES)) from None
+                raise OutOfTimeError(tail(log, _SHOWN_LINES)) from None
             finally:
                 _end(process)
         if exit_code != 0:
@@ -240,6 +236,22 @@ class Proof:
                 f"`python -m {' '.join(words)}` ended with {exit_code}", tail(log, _SHOWN_LINES)
             )
         return log.read_text(encoding="utf-8", errors="replace")
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment without variables of ranks and runs, with absolute paths."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _RANK_VARIABLES and not name.startswith(("DSTRIAL_", "DET_"))
+        }
+        given = [Path(word).absolute() for word in kept.get("PYTHONPATH", "").split(os.pathsep) if word]
+        kept["PYTHONPATH"] = os.pathsep.join(map(str, [Path(__file__).resolve().parents[2], *given]))
+        kept["DSTRIAL_RUNS_DIR"] = str(self._scratch / "runs")
+        kept["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # makes cuBLAS deterministic
+        if self._target.kind == "cpu":
+            # On busy cores, several torch threads are many times slower than one, because they wait for each other.
+            kept |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}
+        return kept
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -254,31 +266,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _environment(environ: Mapping[str, str], kind: str) -> dict[str, str]:
-    """Return the environment without variables of ranks and runs, with absolute paths."""
-    ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    kept = {
-        name: value
-        for name, value in environ.items()
-        if name not in ranks and (not name.startswith(("DSTRIAL_", "DET_")) or name == "DSTRIAL_SHARE_DEVICE")
-    }
-    own = str(Path(__file__).resolve().parents[2])
-    given = [str(Path(word).absolute()) for word in kept.get("PYTHONPATH", "").split(os.pathsep) if word]
-    kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([own, *given]))
-    kept["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # makes cuBLAS deterministic
-    if kind == "cpu":
-        # On busy cores, several torch threads are many times slower than one, because they wait for each other.
-        kept |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}
-    return kept
-
-
 def experiment(name: str, target: Target, stage: int, *, is_large: bool = False) -> dict[str, Any]:
     """Return a step's experiment config: a large GPT, or a small deterministic one."""
     shape: dict[str, Any] = {"dropout": 0.1}
-    records = 4
     if is_large:
-        shape = _SMALL if target.kind == "cpu" else _LARGE
-        records = 16 if target.is_roomy else 4
+        width, num_layers, num_heads, block_size = (
+            (128, 2, 4, 64) if target.kind == "cpu" else (1024, 16, 8, 1024)
+        )
+        shape = {"width": width, "num_layers": num_layers, "num_heads": num_heads, "block_size": block_size}
+        shape["is_fused"] = True
+    records = 16 if is_large and target.is_roomy else 4
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": records,
         "gradient_accumulation_steps": 1,
@@ -323,24 +320,13 @@ def _losses(run: RunDirectory) -> dict[int, float]:
     }
 
 
-def _checkpoint_at(run: RunDirectory, batch: int) -> Path:
-    for found in list_checkpoints(run.checkpoints_path):
-        if found.steps_completed == batch:
-            return found.path
-    raise StepFailedError(f"there is no complete checkpoint of batch {batch} in {run.checkpoints_path}")
-
-
 def prove(*, minutes: float, output: Path | None, show: Callable[[Step], None]) -> dict[str, Any]:
     """Run all steps within ``minutes``; return the content of ``result.json``.
 
     ``output`` is a directory for that file and a log of each step; if None, nothing is kept.
     """
-    if output is not None:
-        output = output.absolute()
-    scratch = Path(tempfile.mkdtemp(prefix="doctor-"))
-    try:
-        proof = Proof(Target.here(os.environ), scratch, output, minutes, show)
+    output = None if output is None else output.absolute()
+    with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as scratch:
+        proof = Proof(Target.here(), Path(scratch), output, minutes, show)
         proof.run()
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return proof.to_json()

@@ -1,20 +1,17 @@
-"""``dstrial doctor`` on this machine, with low limits and with a fake driver."""
+"""``dstrial doctor`` on this machine, with low limits and hanging imports."""
 
 import json
 import os
 import pathlib
 import pty
 import re
-import shutil
 import socket
 import subprocess
 import sys
 
 import pytest
-import torch
 from waiting import wait_for
 
-HERE = pathlib.Path(__file__).parent
 GROUPS = [
     "Python",
     "Limits",
@@ -54,29 +51,6 @@ def doctor(tmp_path):
     return run
 
 
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory):
-    """Return the directory of a fake NVML library built from ``nvml_stand_in.c``."""
-    folder = tmp_path_factory.mktemp("driver")
-    source = HERE.parent / "doctor" / "nvml_stand_in.c"
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("Requires: [a C compiler]")
-    subprocess.run(
-        [
-            compiler,
-            "-shared",
-            "-fPIC",
-            "-Wl,-soname,libnvidia-ml.so.1",
-            "-o",
-            folder / "libnvidia-ml.so.1",
-            source,
-        ],
-        check=True,
-    )
-    return folder
-
-
 def findings(done):
     document = json.loads(done.stdout)
     return {finding["name"]: finding for group in document["groups"] for finding in group["findings"]}
@@ -110,7 +84,7 @@ def test_json_report_has_documented_keys_and_exit_code(doctor, tmp_path):
         "python",
         "torch",
         "deepspeed",
-        "what trials import",
+        "imports",
         "driver",
         "C++ compiler",
         "/dev/shm",
@@ -193,25 +167,6 @@ def test_file_shadowing_library_is_reported(doctor, tmp_path):
     assert "no deepspeed but mine" in problems(doctor("--json"))["import deepspeed"]["what"]
 
 
-def test_nvml_driver_mismatch_with_torch_is_problem(doctor, driver):
-    done = doctor("--json", LD_LIBRARY_PATH=driver, FAKE_NVML_DRIVER="470.256.02", FAKE_NVML_CUDA=11040)
-    found = findings(done)
-    assert found["driver"]["what"] == "470.256.02, CUDA up to 11.4; NVML answers"
-    assert "Stand-in H200, 141 GiB, 141 GiB free, compute capability 9.0" in found["device 0"]["what"]
-    build = problems(done)["build"]
-    if torch.version.cuda is None:
-        assert "CPU only" in build["what"]
-    assert "a build of torch for CUDA 11.4 or older" in build["todo"]
-
-
-def test_mig_and_hidden_devices_are_reported(doctor, driver):
-    divided = findings(doctor("--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_MIG=3))
-    assert "3 MIG instances" in divided["device 0"]["what"]
-    hidden = doctor("--fast", "--json", "--require-gpus", LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="")
-    assert findings(hidden)["CUDA_VISIBLE_DEVICES"]["status"] == "note"
-    assert "CUDA_VISIBLE_DEVICES" in problems(hidden)["accelerators"]["todo"]
-
-
 def test_wrong_usage_is_told(doctor):
     for arguments in (
         ["--minutes", "2"],
@@ -224,30 +179,11 @@ def test_wrong_usage_is_told(doctor):
         assert "usage:" in done.stderr
 
 
-def test_device_use_report_strips_control_characters(doctor, driver):
-    """Process names and variables may contain any bytes, such as escape sequences."""
-    program = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\x1b[2Jgone'); print('ready', flush=True); time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
-        try:
-            other.stdout.readline()
-            variables = {
-                "LD_LIBRARY_PATH": driver,
-                "FAKE_NVML_PID": other.pid,
-                "FAKE_NVML_USED_GIB": 20,
-                "NCCL_TOPO_FILE": "a\x1b[31m\udcffb",
-            }
-            text = doctor("--fast", PYTHONIOENCODING="ascii", **variables)
-            document = doctor("--fast", "--json", **variables)
-        finally:
-            other.kill()
-    assert text.stderr == document.stderr == ""
+def test_report_strips_control_characters(doctor):
+    text = doctor("--fast", PYTHONIOENCODING="ascii", CUDA_LAUNCH_BLOCKING="a\x1b[31m\udcffb")
+    assert text.stderr == ""
     assert "\x1b" not in text.stdout
-    assert "[2Jgone of " in text.stdout
-    use = findings(document)["device 0 use"]
-    assert use["status"] == "note"
-    assert f"process {other.pid} (" in use["what"]
-    for part in ("[2Jgone of ", "20 GiB", "121 GiB free"):
-        assert part in use["what"]
+    assert "[31m" in text.stdout
 
 
 def test_killed_doctor_leaves_no_child_process(tmp_path):

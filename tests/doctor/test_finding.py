@@ -23,13 +23,3 @@ def test_background_exception_is_raised_each_time():
     for _ in range(2):
         with pytest.raises(TimeoutError, match="its own"):
             background.result(30)
-
-
-def test_within_runs_inline_when_threads_unavailable(monkeypatch):
-    """At the process limit (``ulimit -u``) no thread starts; doctor must report it."""
-
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert within(30, lambda: 4) == 4
