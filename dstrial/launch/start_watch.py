@@ -123,7 +123,6 @@ class _Watch:
             remove_stale_locks(self._root)
         phases = [read_phase(path) for path in self._phase_files()]
         found = activity(phases, self._began_s)
-        is_untrained = found is not None
         # Other builds do not block ranks that train; a script may wait for a build at any time.
         is_training = bool(phases) and all(phase is not None and phase[0] == TRAINING for phase in phases)
         builds = [] if is_training else self._builds()
@@ -133,9 +132,7 @@ class _Watch:
         if found is None:
             self._status_file.write(None)
             return
-        # Not for a script, which may train while an operator is compiled.
-        untrained = {"untrained": found.text} if is_untrained else {}
-        self._status_file.write({"phase": found.text, "since_s": found.since_s, **untrained})
+        self._status_file.write({"phase": found.text, "since_s": found.since_s})
         key = (found.text, found.since_s)
         age_s = time.time() - found.since_s
         if is_due(age_s, self._logged_age_s.get(key), time.time() - self._last_logged_s):

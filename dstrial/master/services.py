@@ -307,7 +307,7 @@ def open_services(
         address=f"http://127.0.0.1:{port}",
         hosts=hosts,
         transport=transport,
-        signing_key=load_key(StateDirectory(state_dir).webhook_key_path, settings.signing_key),
+        signing_key=load_key(StateDirectory(state_dir).webhook_key_path),
     )
 
 

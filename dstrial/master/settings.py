@@ -21,7 +21,6 @@ from dstrial.slurm.script import sbatch_args
 DEFAULT_PORT = 8080
 DEFAULT_POOL = "default"
 DEFAULT_TENSORBOARD_TIMEOUT_S = 300
-DEFAULT_TOKEN_DAYS = 30
 DEFAULT_WARM_IDLE_TIMEOUT_S = 300
 DEFAULT_TRIAL_LOG_BYTES = 2**30
 DEFAULT_RAY_ADDRESS = "auto"
@@ -29,18 +28,12 @@ _string = functools.partial(Rule, types=("string",))
 _list = functools.partial(Rule, types=("list",), default=[])
 _integer = functools.partial(Rule, types=("integer",))
 _boolean = functools.partial(Rule, types=("boolean",))
-_MIN_KEY = 8
 
 
 def _section(**keys: Rule) -> Rule:
     return Rule(types=("mapping",), section=Section(keys))
 
 
-_TASK_DEFAULTS = _section(
-    environment_variables=_list(about="`NAME=value` for every trial"),
-    startup_hook=_string(about="shell lines that run before every trial, command and TensorBoard"),
-)
-_POOL = Section({"pool_name": _string(), "description": _string(), "task_container_defaults": _TASK_DEFAULTS})
 SETTINGS = Section(
     {
         "port": _integer(
@@ -60,7 +53,6 @@ SETTINGS = Section(
                 ignores_case=True,
                 about="lowest level of messages in the master's log",
             ),
-            color=_boolean(default=True, about="no effect: the log is a file"),
         ),
         "checkpoint_storage": _section(
             type=Rule(
@@ -74,7 +66,6 @@ SETTINGS = Section(
             ),
             storage_path=_string(about="subdirectory of `host_path`"),
             container_path=_string(about="directory of checkpoints, for type `directory`"),
-            propagation=_string(about="no effect: there are no containers"),
             save_experiment_best=_integer(
                 default=0, minimum=0, about="number of best checkpoints to keep per experiment"
             ),
@@ -90,12 +81,11 @@ SETTINGS = Section(
                 types=("string",), default="agent", enum=BACKENDS, about="Determined's name for `backend`"
             ),
             default_compute_resource_pool=_string(about="name of the master's only resource pool"),
-            default_aux_resource_pool=_string(about="name of the master's only resource pool"),
         ),
-        "resource_pools": _list(
-            about="at most one resource pool, with `pool_name`, `description` and its `task_container_defaults`"
+        "task_container_defaults": _section(
+            environment_variables=_list(about="`NAME=value` for every trial"),
+            startup_hook=_string(about="shell lines that run before every trial, command and TensorBoard"),
         ),
-        "task_container_defaults": _TASK_DEFAULTS,
         "tensorboard_timeout": _integer(
             default=DEFAULT_TENSORBOARD_TIMEOUT_S,
             minimum=0,
@@ -123,24 +113,7 @@ SETTINGS = Section(
             minimum=1,
             about="seconds without trials after which the server process of `warm` exits",
         ),
-        "security": _section(
-            token=_section(
-                default_lifespan_days=_integer(
-                    default=DEFAULT_TOKEN_DAYS,
-                    minimum=-1,
-                    maximum=36500,
-                    about="default lifespan of access tokens; -1: unlimited",
-                ),
-                max_lifespan_days=_integer(
-                    default=-1,
-                    minimum=-1,
-                    maximum=36500,
-                    about="maximum lifespan of access tokens; -1: unlimited",
-                ),
-            )
-        ),
         "webhooks": _section(
-            signing_key=_string(about="key that signs webhook requests; generated unless given"),
             base_url=_string(about="address of the web page, for links in webhook requests"),
         ),
         "limits": _section(
@@ -153,7 +126,6 @@ SETTINGS = Section(
         "masked_names": _list(
             about="further key names, with wildcards `*` and `?`, whose values are masked in shown configs"
         ),
-        "feature_switches": _list(about="no effect: switches of Determined's web interface"),
         "hostfile": _string(
             about="file with the hosts that run trials, in DeepSpeed's format; path relative to the settings file"
         ),
@@ -190,7 +162,6 @@ class MasterSettings:
     port: int | None
     launch_error: bool  # reject experiments that need more slots than exist
     log_level: str
-    log_color: bool  # no effect, because the log is a file; shown by the API
     checkpoint_storage: Mapping[str, Any]  # without a path: ``checkpoints`` in the state directory
     pool_name: str
     environment_variables: tuple[str, ...]  # ``NAME=value`` for every trial
@@ -203,11 +174,7 @@ class MasterSettings:
     warm_idle_timeout: int  # seconds without trials until the fork server exits
     trial_log_bytes: int = DEFAULT_TRIAL_LOG_BYTES
     secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
-    token_default_days: int = DEFAULT_TOKEN_DAYS  # -1: ``token_max_days``
-    token_max_days: int = -1  # -1: unlimited
-    signing_key: str | None = dataclasses.field(default=None, repr=False)  # signs webhooks; None: generated
     base_url: str = ""  # URL of the web page, for links in webhooks
-    feature_switches: tuple[str, ...] = ()  # no effect: for Determined's web page; shown by the API
     hostfile: str | None = None  # absolute path
     hosts_python: str | None = None
     backend: str = "agent"  # agent (this machine, or hosts), slurm or ray
@@ -233,7 +200,6 @@ class MasterSettings:
             findings.raise_if_any()
         raw = check_keys(SETTINGS, given, _DIALECT, findings)
         _check(raw, findings)
-        pool = _pool_name(raw, findings)
         findings.raise_if_any()
         level = str(raw["log"]["level"]).lower()
         return cls(
@@ -241,11 +207,10 @@ class MasterSettings:
             port=raw["port"],
             launch_error=raw["launch_error"],
             log_level={"warn": "warning", "trace": "debug"}.get(level, level),
-            log_color=raw["log"]["color"],
             checkpoint_storage={
                 key: value for key, value in raw["checkpoint_storage"].items() if value is not None
             },
-            pool_name=pool,
+            pool_name=raw["resource_manager"]["default_compute_resource_pool"] or DEFAULT_POOL,
             environment_variables=tuple(raw["task_container_defaults"]["environment_variables"]),
             startup_hook=raw["task_container_defaults"]["startup_hook"] or "",
             log_retention_days=raw["retention_policy"]["log_retention_days"],
@@ -256,11 +221,7 @@ class MasterSettings:
             warm_idle_timeout=raw["warm_idle_timeout"],
             trial_log_bytes=raw["limits"]["trial_log_bytes"],
             secret_names=SecretNames(tuple(raw["masked_names"])),
-            token_default_days=raw["security"]["token"]["default_lifespan_days"],
-            token_max_days=raw["security"]["token"]["max_lifespan_days"],
-            signing_key=raw["webhooks"]["signing_key"],
             base_url=(raw["webhooks"]["base_url"] or "").rstrip("/"),
-            feature_switches=tuple(raw["feature_switches"]),
             hostfile=_path(raw["hostfile"], path),
             hosts_python=raw["hosts_python"],
             backend=raw["backend"] or raw["resource_manager"]["type"],
@@ -284,7 +245,7 @@ class MasterSettings:
                 if value is not None and key not in ("backend", *ENGINES)
             },
             "port": self.port or DEFAULT_PORT,
-            "log": {"level": self.log_level, "color": self.log_color},
+            "log": {"level": self.log_level, "color": False},
             "checkpoint_storage": dict(self.checkpoint_storage),
             "resource_manager": {
                 "type": self.backend,
@@ -296,8 +257,11 @@ class MasterSettings:
                 "environment_variables": list(self.environment_variables),
                 "startup_hook": masked_shell(self.startup_hook, self.secret_names),
             },
-            # Mask the key even if it was generated: `dstrial webhook key` prints it for the owner.
-            "webhooks": {"signing_key": MASK, "base_url": self.base_url},
+            "webhooks": {
+                "signing_key": MASK,
+                "base_url": self.base_url,
+            },  # `dstrial webhook key` prints the key
+            "feature_switches": [],
             **({} if self.hostfile is None else {"hostfile": self.hostfile}),
             **({} if self.hosts_python is None else {"hosts_python": self.hosts_python}),
             **({"slurm": dict(self.slurm)} if self.backend == "slurm" else {}),
@@ -315,47 +279,18 @@ def _path(text: str | None, config_file: Path | None) -> str | None:
     return str(beside / Path(text).expanduser())
 
 
-def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
-    """Return the resource pool's name; merge the pool's task defaults into ``raw``."""
-    pools = raw["resource_pools"]
-    if len(pools) > 1:
-        findings.problem(
-            "resource_pools", f"{len(pools)} pools", "one pool", "Keep one; this is one machine."
-        )
-    manager = raw["resource_manager"]
-    name = manager["default_compute_resource_pool"] or manager["default_aux_resource_pool"]
-    for index, pool in enumerate(pools):
-        if not isinstance(pool, Mapping) or not isinstance(pool.get("pool_name"), str):
-            findings.problem(
-                ("resource_pools", index),
-                render(pool),
-                "a mapping with pool_name",
-                "Write {pool_name: default}.",
-            )
-            continue
-        path = ("resource_pools", index)
-        own = check_keys(_POOL, pool, _DIALECT, findings, path)["task_container_defaults"]
-        _check_variables(own, (*path, "task_container_defaults"), findings)
-        # Source: Determined 0.38.1 ``TaskContainerDefaultsConfig.Merge``.
-        defaults = raw["task_container_defaults"]
-        defaults["environment_variables"] = [
-            *defaults["environment_variables"],
-            *own["environment_variables"],
-        ]
-        defaults["startup_hook"] = own["startup_hook"] or defaults["startup_hook"]
-        name = name or pool["pool_name"]
-    return str(name or DEFAULT_POOL)
-
-
 def _check(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     _check_backend(raw, findings)
-    _check_variables(raw["task_container_defaults"], ("task_container_defaults",), findings)
+    what = ("NAME=value", "Write OMP_NUM_THREADS=4, for example.")
+    defaults = raw["task_container_defaults"]
+    path = ("task_container_defaults", "environment_variables")
+    _check_each(defaults["environment_variables"], path, "[^=]+=.*", what, findings)
     what = ("a name, with * and ? for what varies", 'Write "*_LICENSE", for example.')
     _check_each(raw["masked_names"], ("masked_names",), r".*[^*? ].*", what, findings)
-    _check_tokens(raw["security"]["token"], findings)
-    _check_webhooks(raw["webhooks"], findings)
-    what = ("a string", "Put it into quotes.")
-    _check_each(raw["feature_switches"], ("feature_switches",), ".*", what, findings)
+    base_url = raw["webhooks"]["base_url"]
+    if base_url and not base_url.startswith(("http://", "https://")):
+        fix = "Write http://localhost:8080, for example."
+        findings.problem("webhooks.base_url", render(base_url), "a URL of http or https", fix)
     host_path = raw["checkpoint_storage"]["host_path"]
     if host_path is not None and not host_path.startswith("/"):
         findings.problem(
@@ -374,12 +309,6 @@ def _check_each(
     for index, entry in enumerate(entries):
         if not isinstance(entry, str) or re.fullmatch(pattern, entry, re.DOTALL) is None:
             findings.problem((*path, index), render(entry), *what)
-
-
-def _check_variables(defaults: Mapping[str, Any], path: tuple[str | int, ...], findings: Diagnostics) -> None:
-    what = ("NAME=value", "Write OMP_NUM_THREADS=4, for example.")
-    variables = defaults["environment_variables"]
-    _check_each(variables, (*path, "environment_variables"), "[^=]+=.*", what, findings)
 
 
 def _check_backend(raw: Mapping[str, Any], findings: Diagnostics) -> None:
@@ -401,40 +330,3 @@ def _check_backend(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     except ConfigError as error:
         for problem in error.problems:
             findings.problem(("slurm", "sbatch_args"), problem.got, problem.expected, problem.fix)
-
-
-def _check_tokens(token: Mapping[str, Any], findings: Diagnostics) -> None:
-    longest = token["max_lifespan_days"]
-    for key in ("default_lifespan_days", "max_lifespan_days"):
-        if token[key] == 0:
-            findings.problem(
-                ("security", "token", key),
-                "0",
-                "a number of days above zero, or -1",
-                "Write 30, for example.",
-            )
-    if longest > 0 and token["default_lifespan_days"] > longest:
-        findings.problem(
-            "security.token.default_lifespan_days",
-            render(token["default_lifespan_days"]),
-            f"at most max_lifespan_days, {longest}",
-            f"Write {longest}, or -1 for the longest.",
-        )
-
-
-def _check_webhooks(webhooks: Mapping[str, Any], findings: Diagnostics) -> None:
-    key, base_url = webhooks["signing_key"], webhooks["base_url"]
-    if key is not None and len(key) < _MIN_KEY:
-        findings.problem(
-            "webhooks.signing_key",
-            f"{len(key)} characters long",
-            f"at least {_MIN_KEY} characters",
-            "Remove it to have a key made, or write a longer one.",
-        )
-    if base_url and not base_url.startswith(("http://", "https://")):
-        findings.problem(
-            "webhooks.base_url",
-            render(base_url),
-            "a URL of http or https",
-            "Write http://localhost:8080, for example.",
-        )

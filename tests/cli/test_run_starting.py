@@ -95,9 +95,7 @@ def test_waiting_trial_names_holder_of_slots(project: Path, master: MasterForTes
     try:
         wait_for(lambda: observe.starting(master.state), "the status tells of nobody who waits")
         (waiting,) = starting(master)
-        text = (
-            f"waiting for 2 slots: 1 of 2 is in use, by trial 1 of experiment {holder['id']} (holding) on 1"
-        )
+        text = f"waiting for 2 slots: 1 of 2 is in use, by trial 1 of experiment {holder['id']} on 1"
         assert waiting["phase"] == text
         shown = master.dstrial("status").stdout
         assert f"trial {waiting['trial']} of experiment {waiting['experiment']} is {text}" in shown

@@ -39,7 +39,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     "host_path": str(directory / "saved"),
                     "save_trial_best": 2,
                 },
-                "resource_pools": [{"pool_name": "machine"}],
+                "resource_manager": {"default_compute_resource_pool": "machine"},
                 "task_container_defaults": {
                     "environment_variables": ["FROM_MASTER=1", "FROM_EXPERIMENT=hidden"],
                     "startup_hook": "export FROM_HOOK=master\n",

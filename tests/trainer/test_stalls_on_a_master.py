@@ -127,40 +127,6 @@ def test_stalled_trial_restarts_once_if_configured(shared_master: MasterForTest,
     assert "rank 1 failed first" in log
 
 
-def test_pause_of_stalled_ranks_frees_their_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
-    client = shared_master.client()
-    trial_id = create(shared_master, tmp_path, action="report")
-    wait_for(lambda: stall_on_page(client, trial_id), deadline_s=180)
-    experiment_id = trial_of(client, trial_id)["experimentId"]
-    client.post(f"/api/v1/experiments/{experiment_id}/pause")
-    wait_for(lambda: not client.get("/api/v1/tasks")["allocationIdToSummary"], deadline_s=90)
-    log = shared_master.det("trial", "logs", str(trial_id)).stdout
-    assert (
-        "killing allocation: it did not stop within 30 s, and rank 1 is stopped (SIGSTOP) at batch 5" in log
-    )
-    assert trial_of(client, trial_id)["state"].endswith("PAUSED")
-    client.post(f"/api/v1/experiments/{experiment_id}/kill")
-
-
-def test_pause_before_first_batch_ends_ranks_immediately(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
-    client = shared_master.client()
-    trial_id = create(
-        shared_master, tmp_path, action="report", trial="SlowFirstBatchTrial", first_batch_s=600
-    )
-    told = "training the first batch"
-    wait_for(lambda: told in shared_master.dstrial("status").stdout, deadline_s=180)
-    experiment_id = trial_of(client, trial_id)["experimentId"]
-    client.post(f"/api/v1/experiments/{experiment_id}/pause")
-    wait_for(lambda: not client.get("/api/v1/tasks")["allocationIdToSummary"], deadline_s=25)
-    log = shared_master.det("trial", "logs", str(trial_id)).stdout
-    assert f"killing allocation: it was asked to stop before its first batch ({told})" in log
-    assert trial_of(client, trial_id)["state"].endswith("PAUSED")
-    assert trial_of(client, trial_id)["restarts"] == 0
-    client.post(f"/api/v1/experiments/{experiment_id}/kill")
-
-
 def test_stopped_master_is_reported_and_ends_no_rank(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=2) as master:
         trial_id = create(

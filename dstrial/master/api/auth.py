@@ -128,7 +128,8 @@ async def show_me(request: ApiRequest) -> dict[str, Any]:
 
 _DAY_US = 24 * 3600 * 1_000_000
 _MAX_DAYS = 36500
-_UNLIMITED = -1  # days
+_DEFAULT_DAYS = 30
+_UNLIMITED = "-1"
 _HOURS = re.compile(r"(\d{1,7})h")
 _ORDER: dict[str, Callable[[AccessToken], Any]] = {
     "": lambda one: one.id,
@@ -153,29 +154,21 @@ def _token_json(token: AccessToken) -> dict[str, Any]:
     )
 
 
-def _expiry_us(request: ApiRequest, lifespan: str | None) -> int | None:
+def _expiry_us(lifespan: str | None) -> int | None:
     """Return a new access token's expiry in microseconds; None if it never expires."""
-    settings = request.services.settings
-    limit = settings.token_max_days
-    days: float = settings.token_default_days if lifespan is None else _UNLIMITED
-    if lifespan not in (None, str(_UNLIMITED)):
-        found = _HOURS.fullmatch(lifespan or "")
+    if lifespan == _UNLIMITED:
+        return None
+    days: float = _DEFAULT_DAYS
+    if lifespan is not None:
+        found = _HOURS.fullmatch(lifespan)
         days = int(found[1]) / 24 if found else 0
-        if not 0 < days <= _MAX_DAYS:
-            raise RequestError(
-                400,
-                f"lifespan is {shown(lifespan)}; expected hours, 48h for example, above zero and of at most {_MAX_DAYS} "
-                "days, or -1 for the longest. Pass a number of days to --expiration-days.",
-            )
-        if limit != _UNLIMITED and days > limit:
-            raise RequestError(
-                400,
-                f"lifespan is {shown(lifespan)}; expected at most {limit} days. Ask for less, or raise "
-                "security.token.max_lifespan_days in the master's settings.",
-            )
-    if days == _UNLIMITED:
-        days = limit
-    return None if days == _UNLIMITED else now_us() + int(days * _DAY_US)
+    if not 0 < days <= _MAX_DAYS:
+        raise RequestError(
+            400,
+            f"lifespan is {shown(lifespan)}; expected hours, 48h for example, above zero and of at most {_MAX_DAYS} "
+            "days, or -1 for an unlimited one. Pass a number of days to --expiration-days.",
+        )
+    return now_us() + int(days * _DAY_US)
 
 
 @writes
@@ -190,7 +183,7 @@ def create_token(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
             "the token of a task or a script makes no other tokens, which could outlive it; expected that of a login. Log in "
             "with `det user login`.",
         )
-    expires_us = _expiry_us(request, body.text("lifespan"))
+    expires_us = _expiry_us(body.text("lifespan"))
     token_id, token = tokens.create_access_token(tx, user_id, description, expires_us)
     return message(bindings.v1PostAccessTokenResponse, token=token, tokenId=token_id)
 

@@ -73,7 +73,7 @@ async def show_master(request: ApiRequest) -> dict[str, Any]:
         rbacEnabled=False,
         telemetryEnabled=False,
         userManagementEnabled=True,
-        featureSwitches=list(services.settings.feature_switches),
+        featureSwitches=[],
         ssoProviders=[],
         branding="determined",
         externalLoginUri="",
@@ -88,7 +88,7 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
-    """Change the level and colour of the master's log until the master exits."""
+    """Change the level of the master's log until the master exits; ignore its colour."""
     body = request.body()
     if isinstance(body.get("fieldMask"), str):  # protobuf's JSON form of a field mask
         paths = body["fieldMask"].split(",")
@@ -108,8 +108,6 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
             raise log.wrong("level", "a level")
         logging.getLogger().setLevel(_PYTHON_LEVELS[level])
         changes["log_level"] = level.lower()
-    if "log" in paths or "log.color" in paths:
-        changes["log_color"] = bool(log.flag("color"))
     request.services.settings = dataclasses.replace(request.services.settings, **changes)
     return {}
 

@@ -193,11 +193,6 @@ def forget_record(config: Mapping[str, Any], uuid: str) -> None:
         record.rmdir()
 
 
-def swept_text(uuids: Sequence[str], num_bytes: int) -> str:
-    what = "a half-written checkpoint" if len(uuids) == 1 else f"{len(uuids)} half-written checkpoints"
-    return f"deleted {what} of a run that has ended, {num_bytes:,} bytes: {', '.join(uuids)}"
-
-
 def remaining(directory: Path) -> dict[str, int]:
     """Return path -> size in bytes of a directory's files, and ``subdirectory/`` -> 0."""
     found: dict[str, int] = {}

@@ -21,7 +21,7 @@ from dstrial.master.store.checkpoints import Checkpoint
 from dstrial.master.store.database import Connection
 from dstrial.master.store.trials import Trial
 from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
-from dstrial.resume.plan import resumable_slots, resume_problems
+from dstrial.resume.plan import resumable_slots
 
 # Launchers that start one rank per slot; another command may start any number of ranks.
 _LAUNCHERS = ("dstrial.launch", "determined.launch.")
@@ -101,25 +101,6 @@ def choices(
     unusable = jobs.unusable_counts(connection, trial.id)
     counts = resumable_slots(saved, at_most=at_most, at_least=at_least, extents=dstrial_section(config))
     return tuple(count for count in counts if count not in unusable)
-
-
-def why_it_waits(
-    connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
-) -> str | None:
-    """Return why a trial cannot resume on ``num_available`` slots, or None.
-
-    None if the trial can resume, no slot is available, or the trial cannot change its slot count at all.
-    """
-    saved = _resizable_run(connection, trial, config)
-    if saved is None or num_available < 1:
-        return None
-    at_least = dstrial_section(config).get("min_slots")
-    if isinstance(at_least, int) and at_least > num_available:
-        return f"data.dstrial.min_slots is {at_least}"
-    problems = resume_problems(
-        saved, num_slots=num_available, extents=dstrial_section(config), slots_key="the number of slots"
-    )
-    return str(problems[0]) if problems else None
 
 
 def _resizable_run(connection: Connection, trial: Trial, config: Mapping[str, Any]) -> SavedRun | None:

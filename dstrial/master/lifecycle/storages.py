@@ -1,4 +1,4 @@
-"""Probe checkpoint storages, and hold back trials whose storage is unavailable.
+"""Probe whether checkpoint storages are available.
 
 A storage's directory is created at its first use only. Only storages that are local directories are probed.
 """
@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import (
     TimeoutError as FutureTimeoutError,  # not the builtin class before Python 3.11
@@ -22,8 +22,6 @@ from dstrial.errors import MasterError
 from dstrial.master.lifecycle.checkpoint_gc import storage_root
 from dstrial.master.store import checkpoints, experiments
 from dstrial.master.store.database import Database
-from dstrial.master.store.jobs import WaitingTrial
-from dstrial.master.store.reports.logs import add_master_line
 from dstrial.storage_guard import STORAGE_MARKER, StorageGoneError, what_is_there_instead
 
 logger = logging.getLogger("dstrial.master.storages")
@@ -67,6 +65,14 @@ class Storages:
             return None
         instead = self._probe(root)
         return None if instead is None else str(StorageGoneError(str(root), instead))
+
+    def trouble_of(self, experiment_id: int) -> str | None:
+        """Return why an experiment's storage is unavailable, or None."""
+        with self._database.read() as connection:
+            experiment = experiments.get(connection, experiment_id)
+        if experiment is None:  # deleted concurrently
+            return None
+        return self.trouble(json.loads(experiment.config)["checkpoint_storage"])
 
     def secure(self, storage: Mapping[str, Any]) -> Path | None:
         """Return a storage's directory; create it with its marker file at the first use.
@@ -124,60 +130,6 @@ class Storages:
             return probe.result(max(0.0, began_s + self._timeout_s - time.monotonic()))
         except FutureTimeoutError:
             return self._no_answer()
-
-
-class StorageWait:
-    """Pending trials whose checkpoint storage is unavailable. Not thread-safe."""
-
-    def __init__(self, database: Database, storages: Storages) -> None:
-        self._database = database
-        self._storages = storages
-        self._held: dict[int, tuple[WaitingTrial, str]] = {}  # trial id -> (trial, logged error)
-
-    def trouble(self, experiment_id: int) -> str | None:
-        with self._database.read() as connection:
-            experiment = experiments.get(connection, experiment_id)
-        if experiment is None:  # deleted concurrently
-            return None
-        return self._storages.trouble(json.loads(experiment.config)["checkpoint_storage"])
-
-    def look_again(self) -> None:
-        """Probe the storages of all held-back trials again; may block for seconds."""
-        known: dict[int, str | None] = {}
-        for row, _ in list(self._held.values()):
-            self.holds_up(row, known)
-
-    def ready(self, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
-        """Return trials of ``rows`` with available storage; forget trials not in ``rows``."""
-        self._held = {row.id: self._held[row.id] for row in rows if row.id in self._held}
-        return [row for row in rows if row.id not in self._held]
-
-    def holds_up(self, row: WaitingTrial, known: dict[int, str | None] | None = None) -> bool:
-        """Return whether a trial's storage is unavailable; log if that has changed.
-
-        ``known`` caches probe results of one poll: experiment id -> error or None.
-        """
-        known = {} if known is None else known
-        if row.experiment_id not in known:  # probe a slow storage only once for all trials of an experiment
-            known[row.experiment_id] = self.trouble(row.experiment_id)
-        trouble = known[row.experiment_id]
-        _, logged = self._held.get(row.id, (row, None))
-        if trouble is None:
-            if self._held.pop(row.id, None) is not None:
-                self._log_line(row, "its checkpoint storage is back, the trial continues", "INFO")
-            return False
-        if logged != trouble:
-            self._held[row.id] = row, trouble
-            logger.warning("trial %d waits: %s", row.id, trouble)
-            self._log_line(row, f"waiting for its checkpoint storage: {trouble}", "WARNING")
-        return True
-
-    def is_waiting(self, trial_id: int) -> bool:
-        """Return whether the last probe found the trial's storage unavailable."""
-        return trial_id in self._held
-
-    def _log_line(self, row: WaitingTrial, text: str, level: str) -> None:
-        self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level=level))
 
 
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:

@@ -19,15 +19,14 @@ from dstrial.master.backends.backend import Answer, Key, Node
 from dstrial.master.backends.environment import TENSORBOARD_PORTS, choose_ports
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
-from dstrial.master.lifecycle import allocations, endings, resume
+from dstrial.master.lifecycle import allocations, endings
 from dstrial.master.lifecycle import commands as life
-from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler import commands as command_start
+from dstrial.master.scheduler import resizing
+from dstrial.master.scheduler.backoff import Backoff
 from dstrial.master.scheduler.queue import Waiting, assignments, by_node, waits_for_others
 from dstrial.master.scheduler.reconciler import Reconciler
-from dstrial.master.scheduler.resizing import Capacity, Resizing, Stop, note_slots
 from dstrial.master.scheduler.resource_requests import describe, requests_of, starts_of, write_answer
-from dstrial.master.scheduler.retries import Retries, is_shared_fault
 from dstrial.master.scheduler.wait_reasons import WaitReasons
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, nodes, users
@@ -51,33 +50,38 @@ _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
 
 @dataclasses.dataclass(slots=True)
 class _Queue:
+    """Waiting jobs and slots at one poll."""
+
     live: list[Allocation]
-    capacity: Capacity
+    enabled: frozenset[int] = frozenset()  # ids of slots
+    free: frozenset[int] = frozenset()  # enabled and unused
+    used_by: Mapping[int, int] = dataclasses.field(default_factory=dict)  # slots in use by experiment
+    is_settled: bool = True  # whether no node went down within the grace period
     disabled: frozenset[int] = frozenset()  # ids of disabled nodes
-    largest: int = 0  # largest number of enabled slots on a node
     is_all_off: bool = False  # whether all nodes are disabled
-    is_idle: bool = False  # whether no job waits, and no trial is due for a resize
+    is_idle: bool = False  # whether no job waits, and no trial may grow
     excluded: Sequence[jobs.WaitingTrial] = ()  # trials whose log policies exclude every node
     rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()
-    entries: list[_Entry] = dataclasses.field(default_factory=list)  # one of each row, the most urgent first
-    lacking: list[tuple[jobs.WaitingTrial, str | None]] = dataclasses.field(default_factory=list)
+    entries: list[_Entry] = dataclasses.field(default_factory=list)  # the most urgent first
+    lacking: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
     failed: list[tuple[jobs.WaitingTrial, Exception]] = dataclasses.field(default_factory=list)
+
+    @property
+    def largest(self) -> int:
+        """The largest number of enabled slots on a node."""
+        return max(map(len, by_node(self.enabled).values()), default=0)
 
 
 class Dispatcher:
     """Assigns slots to waiting trials and commands; used by the scheduler's thread."""
 
-    def __init__(
-        self, services: Services, reconciler: Reconciler, storage_wait: StorageWait, retries: Retries
-    ) -> None:
+    def __init__(self, services: Services, reconciler: Reconciler, backoff: Backoff) -> None:
         self._services = services
         self._database = services.database
         self._backend = services.backend
         self._reconciler = reconciler
-        self._storage_wait = storage_wait
-        self._retries = retries  # by trial id
-        self._reasons = WaitReasons(services)
-        self._resizing = Resizing(services.database)
+        self._backoff = backoff  # by trial id
+        self._reasons = WaitReasons(services.database)
         self._version, self._polled_s = -1, -math.inf  # topic version and time of the last poll
         self._directory = services.state_dir / "allocations"
         self.is_draining = False
@@ -94,43 +98,61 @@ class Dispatcher:
         return self._assign()
 
     def _assign(self) -> bool:
-        self._storage_wait.look_again()
         with self._database.read() as connection:
             queue = self._read(connection)
         for row in queue.excluded:
             self._end_without_node(row)
         for row, error in queue.failed:
-            self._retry_later(row, error)
-        for row, why in queue.lacking:
-            self._reasons.lacks_slots(row, len(queue.capacity.enabled), why)
+            logger.error("trial %d could not be scheduled", row.id, exc_info=error)
+            self._back_off(row, f"the master could not schedule it ({type(error).__name__}: {error})")
+        for row in queue.lacking:
+            self._reasons.lacks_slots(row, len(queue.enabled))
         if queue.is_all_off:
-            self._reasons.all_agents_are_off(queue.rows)
+            text = f"the agent is disabled, so nothing starts. Enable it: `det agent enable {self._services.agent_id}`"
+            self._reasons.log((one, ("off", one.run_id), text) for one in queue.rows)
+        queue.entries = [
+            (row, one)
+            for row, one in queue.entries
+            if not (self._backoff.has_failed(one.key) and self._is_without_storage(row))
+        ]
         waiting = [one for _, one in queue.entries]
         answer = self._ask_engine(queue, waiting)
         if answer is not None:
             return bool(self._start_all(starts_of(waiting, answer), queue))
         if queue.is_all_off or queue.is_idle:
             return False
-        capacity = queue.capacity
-        started = self._start_all(
-            assignments(waiting, capacity.free, capacity.enabled, capacity.used_by), queue
-        )
+        started = self._start_all(assignments(waiting, queue.free, queue.enabled, queue.used_by), queue)
         self._log_wait_reasons(queue, started)
         if not started:
-            self._resize(queue)
+            self._grow(queue)
         return bool(started)
+
+    def _back_off(self, row: jobs.WaitingTrial, why: str) -> None:
+        self._reasons.log([(row, why, why)])
+        self._backoff.record_failure(row.id)
+
+    def _is_without_storage(self, row: jobs.WaitingTrial | commands.CommandInfo) -> bool:
+        """Return whether a trial's storage is unavailable; then log this and back off."""
+        if not isinstance(row, jobs.WaitingTrial):
+            return False
+        trouble = self._services.storages.trouble_of(row.experiment_id)
+        if trouble is None:
+            self._backoff.forget(row.id)
+            return False
+        self._back_off(row, f"waiting for its checkpoint storage: {trouble}")
+        return True
 
     def _log_wait_reasons(self, queue: _Queue, started: Sequence[Allocation]) -> None:
         if self.is_draining:
             return
         trials = []
         for row, one in queue.entries:
-            if not isinstance(row, jobs.WaitingTrial):
+            if isinstance(row, commands.CommandInfo):
                 if row.num_slots > queue.largest:
                     self._reasons.lacks_slots(row, queue.largest)
-            elif not self._storage_wait.is_waiting(row.id):
+            elif not self._backoff.has_failed(row.id):
                 trials.append((row, one))
-        self._reasons.waits_for_slots(trials, [*queue.live, *started], len(queue.capacity.enabled))
+        self._reasons.waits_for_slots(trials, [*queue.live, *started], len(queue.enabled))
 
     def _read(self, connection: Connection) -> _Queue:
         found = jobs.waiting_trials(connection)
@@ -142,29 +164,16 @@ class Dispatcher:
         }
         known = {place.id for place in places}
         excluded = [row for row in found if row.id in excluded_nodes and excluded_nodes[row.id] >= known]
-        trials = self._storage_wait.ready(
-            [row for row in found if row not in excluded] if excluded else found
-        )
+        trials = [row for row in found if row not in excluded] if excluded else found
         others = commands.waiting(connection)
         self._reasons.forget_others([*found, *others])
         live = allocation_rows.all_live(connection)
         is_empty = not trials and not others
-        if is_empty and (self._services.engine is not None or not self._resizing.is_due(connection)):
-            return _Queue(live, _capacity(live, (), {}), is_idle=True, excluded=excluded)
+        if is_empty and (self._services.engine is not None or not resizing.may_grow(connection)):
+            return _Queue(live, is_idle=True, excluded=excluded)
         off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
-        capacity = _capacity(live, places, off)
-        if self._services.engine is not None:  # Slurm or Ray does not hold lost slots for a trial
-            capacity = dataclasses.replace(capacity, is_settled=True)
-        disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
-        queue = _Queue(
-            live,
-            capacity,
-            disabled,
-            max(map(len, by_node(capacity.enabled).values()), default=0),
-            is_all_off=bool(places) and len(disabled) == len(places),
-            excluded=excluded,
-            rows=[*trials, *others],
-        )
+        queue = _with_slots(live, places, off)
+        queue.excluded, queue.rows = excluded, [*trials, *others]
         if not queue.is_all_off:
             self._add_entries(connection, queue, trials, excluded_nodes)
             queue.entries += [
@@ -182,71 +191,53 @@ class Dispatcher:
     ) -> None:
         """Add waiting trials to ``queue.entries``; ``excluded_nodes`` is by trial id."""
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
+        largest = queue.largest
         for row in trials:
-            if not self._retries.is_due(row.id):
+            if self._backoff.delay_s(row.id):
                 continue
             try:
                 num_slots = self._num_slots(connection, row, queue)
+                choices = self._choices(connection, row, num_slots, queue)
+                # If no checkpoint can resume on the configured number, wait for the best choice.
+                num_slots = choices[0] if choices and num_slots not in choices else num_slots
                 one = Waiting(
                     row.id,
                     row.experiment_id,
                     num_slots,
                     row.max_slots,
-                    is_on_one_node=num_slots > queue.largest and is_single_node(row.experiment_id),
+                    is_on_one_node=num_slots > largest and is_single_node(row.experiment_id),
                     excluded_nodes=excluded_nodes.get(row.id, frozenset()),
+                    choices=choices,
                 )
-                one = self._with_choices(connection, row, one, queue)
-            except Exception as error:
-                if is_shared_fault(error, self._database):
-                    raise
+            except Exception as error:  # noqa: BLE001 - must not stop other trials; logged by the caller
                 queue.failed.append((row, error))
             else:
-                self._retries.forget(row.id)
                 queue.entries.append((row, one))
-
-    def _retry_later(self, row: jobs.WaitingTrial, error: Exception) -> None:
-        """Back off a trial that could not be scheduled; fail it after the last attempt."""
-        logger.error("trial %d could not be scheduled", row.id, exc_info=error)
-        if self._retries.record_failure(row.id):
-            self._fail(row, f"the master could not schedule it ({type(error).__name__}: {error})")
-            self._retries.forget(row.id)
-
-    def _fail(self, row: jobs.WaitingTrial, why: str) -> None:
-        def end(tx: Transaction) -> None:
-            add_master_line(tx, row.task_id, row.id, f"trial {row.id} has failed: {why}", level="ERROR")
-            endings.close_trial(tx, row.id, "ERROR", why=why)
-
-        self._database.write(end)
 
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
         """Return how many slots a waiting trial needs; fewer if only fewer are enabled."""
-        wanted, num_enabled = row.slots_per_trial, len(queue.capacity.enabled)
+        wanted, num_enabled = row.slots_per_trial, len(queue.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:
             return wanted
-        fitting = self._resizing.slots_to_resume_with(connection, row, available)
-        if fitting is not None:
-            return fitting
-        if wanted > num_enabled and not self._reasons.has_logged_lacking(row, num_enabled):
-            trial = trial_rows.require(connection, row.id)
-            config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
-            queue.lacking.append((row, resume.why_it_waits(connection, trial, config, available)))
-        return wanted
+        fitting = resizing.slots_to_resume_with(connection, row, available)
+        if fitting is None and wanted > num_enabled:
+            queue.lacking.append(row)
+        return wanted if fitting is None else fitting
 
-    def _with_choices(
-        self, connection: Connection, row: jobs.WaitingTrial, one: Waiting, queue: _Queue
-    ) -> Waiting:
-        """Return ``one`` with ``choices``, the slot counts with which the trial can start."""
-        # The free slots of Slurm and Ray are unknown.
-        takes_all = len(queue.rows) == 1 and self._services.engine is None
-        choices = self._resizing.choices(connection, row, queue.capacity, at_most=None if takes_all else 0)
-        if one.num_slots < row.slots_per_trial:
-            choices = tuple(count for count in choices if count <= one.num_slots)
-        if not choices:
-            return one
-        # If no checkpoint can resume on the configured number, wait for the best choice.
-        num_slots = one.num_slots if one.num_slots in choices else choices[0]
-        return dataclasses.replace(one, num_slots=num_slots, choices=choices)
+    def _choices(
+        self, connection: Connection, row: jobs.WaitingTrial, num_slots: int, queue: _Queue
+    ) -> tuple[int, ...]:
+        """Return the slot counts with which an elastic trial can start, best first."""
+        # The free slots of Slurm and Ray are unknown, and the engines do not hold lost slots for a trial.
+        is_engine = self._services.engine is not None
+        found = resizing.start_choices(
+            connection,
+            row,
+            may_exceed=len(queue.rows) == 1 and not is_engine,
+            may_shrink=queue.is_settled or is_engine,
+        )
+        return tuple(n for n in found if n <= num_slots) if num_slots < row.slots_per_trial else found
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
         """Fail a trial whose log policies exclude every node."""
@@ -256,11 +247,16 @@ class Dispatcher:
         names = [place.name for place in self._backend.nodes()]
         where = f"{names[0]}, the only agent" if len(names) == 1 else f"all agents ({', '.join(names)})"
         why = f"a log policy (exclude_node) excludes {where}; no agent is left to restart it on"
-        self._fail(row, why)
+
+        def end(tx: Transaction) -> None:
+            add_master_line(tx, row.task_id, row.id, f"trial {row.id} has failed: {why}", level="ERROR")
+            endings.close_trial(tx, row.id, "ERROR", why=why)
+
+        self._database.write(end)
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
         """Request slots from Slurm or Ray; return None if the master assigns them itself."""
-        requests = requests_of(waiting, queue.capacity.used_by, queue.disabled, self._describe)
+        requests = requests_of(waiting, queue.used_by, queue.disabled, self._describe)
         answer = self._backend.request(requests)
         if answer is not None:
             write_answer(self._database, answer)
@@ -272,7 +268,7 @@ class Dispatcher:
         started = []
         for key, slots in begins:
             row = rows[key]
-            if isinstance(row, jobs.WaitingTrial) and self._storage_wait.holds_up(row):
+            if self._is_without_storage(row):
                 continue
             allocation = self._start(row, slots, ports)
             if allocation is not None:
@@ -280,31 +276,18 @@ class Dispatcher:
                 started.append(allocation)
         return started
 
-    def _resize(self, queue: _Queue) -> None:
-        """Stop trials that make room for others, leave drained slots, or can grow."""
-        capacity = queue.capacity
-        most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
-        first = next(
-            (
-                (row, one)
-                for row, one in queue.entries
-                if one.num_slots and waits_for_others(one, most, capacity.used_by)
-            ),
-            None,
-        )
-        ending = [row for row in queue.live if row.preempt_us is not None or row.kill_us is not None]
-        soon = {slot for row in ending for slot in row.slots}
+    def _grow(self, queue: _Queue) -> None:
+        """Stop a trial that can resume on more slots, unless a job waits or a trial ends."""
+        capacity = {node: len(slots) for node, slots in by_node(queue.enabled).items()}
+        is_ending = any(row.preempt_us is not None or row.kill_us is not None for row in queue.live)
+        if not queue.is_settled or is_ending:
+            return
+        if any(one.num_slots and waits_for_others(one, capacity, queue.used_by) for _, one in queue.entries):
+            return
         with self._database.read() as connection:
-            stops: list[Stop] = []
-            if first is not None:
-                urgency = (first[0].priority, first[0].queue_position)
-                stops = self._resizing.preempt_for(connection, first[1], urgency, capacity, soon)
-            elif not soon:
-                if capacity.drained:
-                    stops = self._resizing.leave_drained(connection, capacity)
-                stops = stops or self._resizing.grow(connection, capacity)
-        for stop in stops:
-            self._resizing.stop(*stop)
+            found = resizing.find_growth(connection, queue.free, queue.enabled, queue.used_by)
+        if found is not None:
+            resizing.stop(self._database, *found)
 
     def _describe(self, key: Key) -> tuple[str, Mapping[str, Any]]:
         with self._database.read() as connection:
@@ -337,7 +320,7 @@ class Dispatcher:
             if allocation is not None:
                 _insert_node_allocations(tx, allocation.id, slots)
                 if isinstance(waiting, jobs.WaitingTrial):
-                    note_slots(tx, allocation, len(slots), waiting.slots_per_trial)
+                    resizing.note_slots(tx, allocation, len(slots), waiting.slots_per_trial)
             return allocation
 
         row = self._database.write(assign)
@@ -393,11 +376,8 @@ class Dispatcher:
         }
 
 
-def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> Capacity:
-    """Return the free, enabled and drained slots of ``places`` (nodes).
-
-    ``off`` maps disabled slot -> whether it is drained: a running trial may finish on a drained slot.
-    """
+def _with_slots(live: list[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> _Queue:
+    """Return a queue with the slots of ``places`` (nodes); ``off`` has the disabled ones."""
     # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
     grace_start_us = now_us() - _NODE_GRACE_US
     enabled = {
@@ -413,12 +393,15 @@ def _capacity(live: Sequence[Allocation], places: Sequence[Node], off: Mapping[i
     for row in live:
         in_use.update(row.slots)
         used_by[row.experiment_id] = used_by.get(row.experiment_id, 0) + len(row.slots)
-    return Capacity(
-        free=frozenset(enabled - absent - in_use),
+    disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
+    return _Queue(
+        live,
         enabled=frozenset(enabled),
-        drained=frozenset(slot for slot, may_finish in off.items() if may_finish and slot >= 0),
+        free=frozenset(enabled - absent - in_use),
         used_by=used_by,
         is_settled=enabled.isdisjoint(absent),
+        disabled=disabled,
+        is_all_off=bool(places) and len(disabled) == len(places),
     )
 
 

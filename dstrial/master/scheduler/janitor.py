@@ -19,33 +19,22 @@ from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.lifecycle import experiments as experiment_life
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
-from dstrial.master.scheduler.retries import Retries, is_shared_fault
+from dstrial.master.scheduler.backoff import Backoff
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, models
 from dstrial.master.store.backups import make_daily_copy
-from dstrial.master.store.database import (
-    Database,
-    IntegrityError,
-    Transaction,
-    find_cluster_id,
-)
+from dstrial.master.store.database import Database, OperationalError, Transaction, find_cluster_id
 from dstrial.master.store.reports import logs
-from dstrial.object_storage import is_object_storage
 
 logger = logging.getLogger("dstrial.master.janitor")
 
 _PERIOD_S = 3600.0  # interval of checks for old logs, unused environments and a due copy
-_RETRY_S = 5.0  # first backoff of a job that failed, or whose storage is unavailable
-_BUCKET_LIMIT = 60  # failures of a job in object storage before it is abandoned, after about an hour
+_RETRY_S = 5.0  # first backoff of a job whose storage is unavailable
 # Kinds of background jobs that wait until the experiment's checkpoint storage is available.
 _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 
 
 class _StorageUnavailableError(Exception):
     """The checkpoint storage that a background job needs is unavailable."""
-
-
-# Errors of background jobs that are not retried.
-_FINAL = (DstrialError, OSError, IntegrityError, ValueError, LookupError)
 
 
 class Janitor:
@@ -59,21 +48,19 @@ class Janitor:
         self,
         database: Database,
         changes: PubSub,
+        storages: Storages,
         log_retention_days: int | None,
         *,
         venvs_path: Path | None = None,
-        storages: Storages | None = None,
         period_s: float = _PERIOD_S,
-        retries: Retries | None = None,
     ) -> None:
         self._database = database
         self._event = changes.listen("scheduler")
         self._log_retention_days = log_retention_days
         self._venvs_path = venvs_path
-        self._storages = Storages(database) if storages is None else storages
-        self._logged_away: set[int] = set()  # ids of jobs whose unavailable storage was logged
+        self._storages = storages
         self._period_s = period_s
-        self._retries = retries or Retries(first_s=_RETRY_S)  # by job
+        self._backoff = Backoff(first_s=_RETRY_S)  # by job
         self._next_cleanup_s = time.monotonic()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
@@ -93,11 +80,11 @@ class Janitor:
         while not self._is_stopping:
             try:
                 self._work()
-                self._retries.forget(None)
+                self._backoff.forget(None)
             except Exception:
                 logger.exception("the janitor failed; retrying")
-                self._retries.record_failure(None)
-                self._event.wait(self._retries.delay_s(None))
+                self._backoff.record_failure(None)
+                self._event.wait(self._backoff.delay_s(None))
                 self._event.clear()
 
     def _work(self) -> None:
@@ -107,7 +94,7 @@ class Janitor:
             self._forget_old_logs()
             self._collect_venvs()
             self._copy_database()
-        postponed = self._retries.postponed()
+        postponed = self._backoff.postponed()
         with self._database.read() as connection:
             row = background_jobs.next_pending(connection, [key for key in postponed if isinstance(key, int)])
         if row is None:
@@ -118,26 +105,20 @@ class Janitor:
         try:
             self._perform(row)
         except (_StorageUnavailableError, CheckpointError) as error:  # CheckpointError: of object storage
-            is_bucket = isinstance(error, CheckpointError)
-            if self._retries.record_failure(row.id, counts=is_bucket, limit=_BUCKET_LIMIT):
-                self._abandon(row, error)
-            elif row.id not in self._logged_away:
-                logger.warning("%s of experiment %d is postponed: %s", row.kind, row.experiment_id, error)
-                self._logged_away.add(row.id)
+            logger.warning("%s of experiment %d is postponed: %s", row.kind, row.experiment_id, error)
+            self._backoff.record_failure(row.id)
+        except OperationalError:
+            raise  # a full disk, for example: no fault of the job
         except Exception as error:
-            logger.exception("%s of experiment %d has failed", row.kind, row.experiment_id)
-            is_shared = is_shared_fault(error, self._database)
-            is_last = self._retries.record_failure(row.id, counts=not is_shared)
-            if is_last or (isinstance(error, _FINAL) and not is_shared):
-                self._abandon(row, error)
+            logger.exception("%s of experiment %d is abandoned", row.kind, row.experiment_id)
+            self._abandon(row, str(error))
         else:
             self._database.write(lambda tx: background_jobs.done(tx, row.id))
-            self._retries.forget(row.id)
-            self._logged_away.discard(row.id)
+            self._backoff.forget(row.id)
 
     def _perform(self, row: background_jobs.BackgroundJob) -> None:
         experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
-        trouble = self._storage_trouble(experiment_id)
+        trouble = self._storages.trouble_of(experiment_id)
         if trouble is not None and row.kind in _NEEDS_STORAGE:
             raise _StorageUnavailableError(trouble)
         if row.kind == "gc":
@@ -158,26 +139,17 @@ class Janitor:
         else:
             self._delete_experiment(experiment_id)
 
-    def _abandon(self, row: background_jobs.BackgroundJob, error: Exception) -> None:
+    def _abandon(self, row: background_jobs.BackgroundJob, why: str) -> None:
         """Drop a failed job; if it was an experiment's deletion, set DELETE_FAILED."""
-        experiment_id, why = int(row.experiment_id), str(error)
-        logger.error("%s of experiment %d is abandoned: %s", row.kind, experiment_id, why)
 
         def drop(tx: Transaction) -> None:
             if row.kind == "delete_experiment":
-                _mark_delete_failed(tx, experiment_id, why)
+                experiments.update(tx, row.experiment_id, state="DELETE_FAILED", end_reason=why)
+                tx.publish(f"experiment:{row.experiment_id}")
             background_jobs.done(tx, row.id)
 
         self._database.write(drop)
-        self._retries.forget(row.id)
-        self._logged_away.discard(row.id)
-
-    def _storage_trouble(self, experiment_id: int) -> str | None:
-        with self._database.read() as connection:
-            row = experiments.get(connection, experiment_id)
-        if row is None:
-            return None
-        return self._storages.trouble(json.loads(row.config)["checkpoint_storage"])
+        self._backoff.forget(row.id)
 
     def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
         """Delete checkpoints that an ended allocation began to save and did not report."""
@@ -188,34 +160,17 @@ class Janitor:
         if experiment is None:
             return
         config = json.loads(experiment.config)
-        num_bytes, names = 0, []
         for uuid in left:
-            found = self._begun_files(config, uuid)
-            if found is not None:
-                num_bytes += sum(found.values())
-                checkpoint_gc.delete_files(config, uuid)
-                checkpoint_gc.forget_record(config, uuid)
-                names.append(uuid)
-        if names:
-            text = checkpoint_gc.swept_text(names, num_bytes)
+            sizes = checkpoint_gc.delete_files(config, uuid, ())  # deletes nothing
+            if not sizes:
+                continue
+            checkpoint_gc.delete_files(config, uuid)
+            checkpoint_gc.forget_record(config, uuid)
+            text = f"deleted a half-written checkpoint of a run that has ended, {sum(sizes.values()):,} bytes: {uuid}"
             logger.info("%s: %s", allocation_id, text)
             if allocation is not None:
-                self._database.write(
-                    lambda tx: logs.add_master_line(tx, allocation.task_id, allocation.trial_id, text)
-                )
-
-    def _begun_files(self, config: dict[str, Any], uuid: str) -> dict[str, int] | None:
-        """Return path -> size in bytes of a checkpoint's files; None if it does not exist."""
-        storage = config["checkpoint_storage"]
-        if is_object_storage(storage):
-            return checkpoint_gc.delete_files(config, uuid, ()) or None
-        directory = checkpoint_gc.checkpoint_directory(storage, uuid)
-        if not directory.is_dir() or directory.is_symlink():
-            return None
-        try:
-            return checkpoint_gc.remaining(directory)
-        except OSError:
-            return {}
+                owner = allocation.task_id, allocation.trial_id, text
+                self._database.write(lambda tx, owner=owner: logs.add_master_line(tx, *owner))  # type: ignore[misc]
 
     def _collect(self, experiment_id: int) -> None:
         with self._database.read() as connection:
@@ -319,11 +274,6 @@ class Janitor:
 
     def _forget_old_logs(self) -> None:
         self._database.write(lambda tx: logs.forget_old(tx, self._log_retention_days))
-
-
-def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:
-    experiments.update(tx, experiment_id, state="DELETE_FAILED", end_reason=why)
-    tx.publish(f"experiment:{experiment_id}")
 
 
 def _forget_experiment(tx: Transaction, experiment_id: int) -> None:

@@ -21,9 +21,8 @@ from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings
 from dstrial.master.lifecycle import commands as life
-from dstrial.master.lifecycle.storages import StorageWait
+from dstrial.master.scheduler.backoff import Backoff
 from dstrial.master.scheduler.commands import CommandWatch
-from dstrial.master.scheduler.retries import Retries, is_shared_fault
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import nodes
@@ -33,7 +32,6 @@ from dstrial.master.store.database import Transaction
 from dstrial.master.store.reports import log_quota
 from dstrial.master.store.reports.log_quota import LogOwner
 from dstrial.master.store.reports.logs import add_master_line
-from dstrial.master.store.views.observe import stall_in, untrained_phase_in
 from dstrial.master.webhooks import events
 
 if TYPE_CHECKING:
@@ -44,8 +42,6 @@ logger = logging.getLogger("dstrial.master.scheduler")
 _FIRST_POLL_S = 0.05  # poll interval of an allocation that prints or stops; each poll without news doubles it
 _LONGEST_POLL_S = 0.5
 _KILL_RETRY_S = 2.0  # interval of repeated kills of an allocation that has not ended
-_STALLED_STOP_S = 30.0  # grace period of ranks that had stalled before the stop request
-_UNTRAINED_STOP_US = 5_000_000  # grace period of untrained ranks; a first batch is recorded 0.5 s late or so
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +65,6 @@ class _State:
     policies: tuple[LogPolicy, ...] | None = None
     kill_again_s: float = 0.0
     is_terminated: bool = False  # whether SIGTERM was sent (commands only)
-    deadline: tuple[int, float] | None = None  # preemption deadline as stored, and on the monotonic clock
 
     def refresh(self, row: Allocation) -> None:
         before = self.row
@@ -83,12 +78,11 @@ class _State:
 class Reconciler:
     """Starts, polls and ends allocations; used only by the scheduler's thread."""
 
-    def __init__(self, services: Services, storage_wait: StorageWait, retries: Retries) -> None:
+    def __init__(self, services: Services, backoff: Backoff) -> None:
         self._services = services
         self._database = services.database
         self._backend = services.backend
-        self._storage_wait = storage_wait
-        self._retries = retries  # by allocation id
+        self._backoff = backoff  # by allocation id
         self._states: dict[str, _State] = {}
         self._commands = CommandWatch(services)
 
@@ -114,12 +108,12 @@ class Reconciler:
         self._states = states
         for state in states.values():
             now_s = time.monotonic()
-            if (is_all_due or now_s >= state.poll_at_s) and self._retries.is_due(state.row.id):
+            if (is_all_due or now_s >= state.poll_at_s) and not self._backoff.delay_s(state.row.id):
                 self._poll_one(state)
         now_s = time.monotonic()
         return min(
             (
-                max(state.poll_at_s - now_s, self._retries.delay_s(state.row.id), 0.0)
+                max(state.poll_at_s - now_s, self._backoff.delay_s(state.row.id), 0.0)
                 for state in states.values()
             ),
             default=math.inf,
@@ -133,25 +127,12 @@ class Reconciler:
         has_more = False
         try:
             has_more = self._reconcile(state)
-        except Exception as error:
-            logger.exception("polling allocation %s failed", row.id)
-            if self._retries.record_failure(row.id, counts=not is_shared_fault(error, self._database)):
-                self._give_up(state, error)
-        else:
-            self._retries.forget(row.id)
-        state.poll_at_s = 0.0 if has_more else time.monotonic() + state.poll_period_s
-
-    def _give_up(self, state: _State, error: Exception) -> None:
-        """End an allocation that cannot be polled, as a failure of its trial."""
-        row = state.row
-        why = f"the master failed to poll it ({type(error).__name__}: {error}); see `dstrial logs`"
-        logger.error("allocation %s is ended: %s", row.id, why)
-        try:
-            self._backend.kill(state.run, leaves_record=False)
-            exited = life.exited if row.is_command else allocations.allocation_exited
-            self._finish(row, state.run, AllocationExit(1, None, now_us(), why, was_lost=False), exited, None)
         except Exception:
-            logger.exception("allocation %s could not be ended; retrying", row.id)
+            logger.exception("polling allocation %s failed; retrying", row.id)
+            self._backoff.record_failure(row.id)
+        else:
+            self._backoff.forget(row.id)
+        state.poll_at_s = 0.0 if has_more else time.monotonic() + state.poll_period_s
 
     def _reconcile(self, state: _State) -> bool:
         """Store an allocation's new output and exit; return whether more output is ready."""
@@ -197,12 +178,9 @@ class Reconciler:
 
     def _stop_if_due(self, state: _State) -> None:
         row = state.row
-        why = None if row.kill_us is not None else _expired_grace_period(state)
+        why = None if row.kill_us is not None else _expired_grace_period(row)
         if why is not None:
             self._database.write(lambda tx: release(tx, row, f"it did not stop within {why}", is_kill=True))
-        elif (phase := _untrained_phase(row)) is not None:
-            text = f"it was asked to stop before its first batch ({phase})"
-            self._database.write(lambda tx: release(tx, row, text, is_kill=True))
         if row.preempt_us is not None and row.is_command and not state.is_terminated:
             state.is_terminated = True
             self._backend.ask_to_stop(state.run)
@@ -299,7 +277,7 @@ class Reconciler:
         self._finish(row, run, exit_, exited, traceback)
 
     def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
+        trouble = None if exit_.exit_code == 0 else self._services.storages.trouble_of(row.experiment_id)
         begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
 
@@ -321,7 +299,7 @@ class Reconciler:
 
         self._database.write(end)
         self._commands.forget(row)
-        self._retries.forget(row.id)
+        self._backoff.forget(row.id)
         self._backend.forget(run)
 
 
@@ -336,34 +314,14 @@ def _stop_requests(row: Allocation) -> tuple[int | None, ...]:
     return (row.preempt_us, row.preempt_deadline_us, row.kill_us)
 
 
-def _untrained_phase(row: Allocation) -> str | None:
-    """Return the startup phase because of which ranks ignore a stop request, or None."""
-    if row.preempt_us is None or row.kill_us is not None or row.num_reports:
-        return None
-    # Ranks that compile an operator can ignore the request for minutes, and have nothing to save yet.
-    is_due = now_us() > row.preempt_us + _UNTRAINED_STOP_US
-    return untrained_phase_in(Path(row.directory)) if is_due else None
-
-
-def _expired_grace_period(state: _State) -> str | None:
+def _expired_grace_period(row: Allocation) -> str | None:
     """Return a stop request's grace period as text if it has expired, else None."""
-    row = state.row
-    deadline_us = row.preempt_deadline_us
-    if deadline_us is None:
+    if row.preempt_deadline_us is None or now_us() < row.preempt_deadline_us:
         return None
-    asked_us = now_us() if row.preempt_us is None else row.preempt_us
-    limit_s = (deadline_us - asked_us) / 1e6
-    if state.deadline is None or state.deadline[0] != deadline_us:  # this master first sees the request
-        state.deadline = (deadline_us, time.monotonic() + limit_s)
-    left_s = state.deadline[1] - time.monotonic()
-    if left_s < 0:
-        return f"{life.STOP_TIMEOUT_S} s" if row.is_command else f"preemption_timeout ({limit_s:.0f} s)"
-    if row.preempt_us is None or limit_s - left_s < _STALLED_STOP_S:
-        return None
-    stall = stall_in(Path(row.directory))  # ranks that stalled before the request cannot save a checkpoint
-    if stall is None or stall[1] * 1e6 > asked_us:
-        return None
-    return f"{_STALLED_STOP_S:g} s, and {stall[0]}"
+    if row.preempt_us is None:
+        return "its grace period"
+    limit_s = (row.preempt_deadline_us - row.preempt_us) / 1e6
+    return f"{limit_s:.0f} s" if row.is_command else f"preemption_timeout ({limit_s:.0f} s)"
 
 
 def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:

@@ -16,13 +16,12 @@ from dstrial.master.backends import local
 from dstrial.master.backends.backend import run_of
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import detached_runs
-from dstrial.master.lifecycle.storages import StorageWait
+from dstrial.master.scheduler.backoff import Backoff
 from dstrial.master.scheduler.dispatcher import Dispatcher
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.reconciler import Reconciler, release
-from dstrial.master.scheduler.retries import Retries
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store.database import Database, SqlError, Transaction
+from dstrial.master.store.database import SqlError, Transaction
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -31,38 +30,34 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 _DRAIN_POLL_S = 0.05  # interval of checks at shutdown whether all allocations have ended
 _IDLE_TICK_S = 1.0  # longest interval of iterations
-_HEARTBEAT_POLL_S = 1.0  # interval of checks for detached runs without heartbeats
-_CLOCK_JUMP_S = 2.0  # minimum change against the monotonic clock that counts as a jump
-_OUTPUT_GRACE_S = 15.0  # timeout at shutdown for storing the output of killed allocations
-_THREAD = "scheduler"  # key of `_retries` for failures of an iteration
+_KILL_TIMEOUT_S = 15.0  # timeout at shutdown for killed allocations to end, and for storing their output
+_THREAD = "scheduler"  # key of `_backoff` for failures of an iteration
 
 
 class Scheduler:
     """Runs the dispatcher and reconciler in one thread, and the janitor in another."""
 
-    def __init__(self, services: Services, retries: Retries | None = None) -> None:
+    def __init__(self, services: Services, backoff: Backoff | None = None) -> None:
         self._services = services
-        self._retries = retries or Retries()  # keys: allocation ids, trial ids and _THREAD
+        self._backoff = backoff or Backoff()  # keys: allocation ids, trial ids and _THREAD
         self._database = services.database
         self._event = services.pubsub.listen("scheduler")
         self._backend = services.backend
         self._janitor = Janitor(
             services.database,
             services.pubsub,
+            services.storages,
             services.settings.log_retention_days,
             venvs_path=services.state_dir / "venvs",
-            storages=services.storages,
         )
-        self._heartbeat_timeout = _HeartbeatTimeout(services.database, services.settings.detached_timeout_s)
+        self._next_silence_check_s = time.monotonic() + services.settings.detached_timeout_s
         self._directory = services.state_dir / "allocations"
-        storage_wait = StorageWait(services.database, services.storages)
-        self._reconciler = Reconciler(services, storage_wait, self._retries)
-        self._dispatcher = Dispatcher(services, self._reconciler, storage_wait, self._retries)
+        self._reconciler = Reconciler(services, self._backoff)
+        self._dispatcher = Dispatcher(services, self._reconciler, self._backoff)
         self._version = -1  # the topic's version at the last reconciliation
         self._is_begun = False
         self._is_stopping = False
         self._is_killing = False
-        self._is_without_rows = False
         self._thread = threading.Thread(target=self._run, name="dstrial-scheduler", daemon=True)
 
     def start(self) -> None:
@@ -90,8 +85,8 @@ class Scheduler:
                 self._event.set()
                 time.sleep(_DRAIN_POLL_S)
             self._is_killing = True
-            give_up_at_s = time.monotonic() + _OUTPUT_GRACE_S
-            while self._stop_allocations() and (time.monotonic() < give_up_at_s or self._has_processes()):
+            give_up_at_s = time.monotonic() + _KILL_TIMEOUT_S
+            while self._stop_allocations() and time.monotonic() < give_up_at_s:
                 self._event.set()
                 time.sleep(_DRAIN_POLL_S)
             self._is_stopping = True
@@ -117,25 +112,17 @@ class Scheduler:
         try:
             return self._database.write(stop)
         except (SqlError, MasterError) as error:
-            return self._release_without_rows(error)
+            logger.error("the stop of the allocations cannot be written: %s", error)
+            return self._kill_without_rows()
 
-    def _release_without_rows(self, error: Exception) -> bool:
-        """Kill allocations without writing to the database; return whether any still runs."""
-        if not self._is_without_rows:
-            self._is_without_rows = True
-            logger.error("allocations are killed without a record in the database: %s", error)
+    def _kill_without_rows(self) -> bool:
+        """Kill the allocations if asked to; return whether any still runs."""
         # A graceful stop kills nothing: trials may still save. The next master treats killed trials as lost: no restart.
-        if self._is_killing:
-            with self._database.read() as connection:
-                live = allocation_rows.all_live(connection)
-            for row in live:
-                self._backend.kill(run_of(row), leaves_record=False)
-        return self._has_processes()
-
-    def _has_processes(self) -> bool:
         with self._database.read() as connection:
-            live = allocation_rows.all_live(connection)
-        return any(self._backend.observe(run_of(row)) is None for row in live)
+            runs = [run_of(row) for row in allocation_rows.all_live(connection)]
+        for run in runs if self._is_killing else ():
+            self._backend.kill(run, leaves_record=False)
+        return any(self._backend.observe(run) is None for run in runs)
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -148,12 +135,12 @@ class Scheduler:
             except Exception as error:
                 logger.exception("the scheduler failed; retrying")
                 self._services.scheduler_problem = str(error)
-                self._retries.record_failure(_THREAD)
+                self._backoff.record_failure(_THREAD)
                 # Retry at least as often as an idle master iterates.
-                wait_s = min(self._retries.delay_s(_THREAD), _IDLE_TICK_S)
+                wait_s = min(self._backoff.delay_s(_THREAD), _IDLE_TICK_S)
             else:
                 self._services.scheduler_problem = ""
-                self._retries.forget(_THREAD)
+                self._backoff.forget(_THREAD)
             self._event.wait(wait_s)
             self._event.clear()
 
@@ -168,44 +155,25 @@ class Scheduler:
         self._services.record_scheduler_step("assigning slots")
         if self._dispatcher.poll():
             wait_s = 0.0
-        self._heartbeat_timeout.check()
+        self._end_silent_runs()
         self._backend.poll(is_busy=bool(live))
         self._services.record_scheduler_step("waiting")
         return wait_s
 
-    def _remove_stale(self, live: set[str]) -> None:
-        for directory in self._directory.iterdir():
-            if directory.name not in live:
-                local.kill(local.find(directory), directory)
-                local.remove(directory)
-
-
-class _HeartbeatTimeout:
-    """Ends detached runs that have sent no heartbeat for ``timeout_s``."""
-
-    def __init__(self, database: Database, timeout_s: float) -> None:
-        self._database = database
-        self._timeout_s = timeout_s
-        self._next_s = time.monotonic() + timeout_s
-        self._lead_s = _lead_of_wall_clock_s()
-
-    def check(self) -> None:
-        if time.monotonic() < self._next_s:
+    def _end_silent_runs(self) -> None:
+        """End detached runs that have sent no heartbeat for ``detached_timeout_s``."""
+        if time.monotonic() < self._next_silence_check_s:
             return
-        lead_s, known_s = _lead_of_wall_clock_s(), self._lead_s
-        self._lead_s = lead_s
-        if abs(lead_s - known_s) > _CLOCK_JUMP_S:
-            self._next_s = time.monotonic() + self._timeout_s
-            return
-        self._next_s = time.monotonic() + _HEARTBEAT_POLL_S
-        before_us = now_us() - int(self._timeout_s * 1e6)
+        self._next_silence_check_s = time.monotonic() + _IDLE_TICK_S
+        before_us = now_us() - self._services.settings.detached_timeout_s * 1_000_000
         with self._database.read() as connection:
             is_any = detached_runs.has_silent_runs(connection, before_us)
         if is_any:
             count = self._database.write(lambda tx: detached_runs.give_up_silent(tx, before_us))
             logger.warning("%d detached runs without heartbeats are ended", count)
 
-
-def _lead_of_wall_clock_s() -> float:
-    """Return wall-clock time minus monotonic time; a change means a jump or suspend."""
-    return now_us() / 1e6 - time.monotonic()
+    def _remove_stale(self, live: set[str]) -> None:
+        for directory in self._directory.iterdir():
+            if directory.name not in live:
+                local.kill(local.find(directory), directory)
+                local.remove(directory)

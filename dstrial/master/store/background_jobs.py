@@ -11,10 +11,6 @@ from typing import Any
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 
-# A finished job stays visible for this long: scripts poll twice a second for a GC task to appear and disappear
-# (Determined 0.38.1, e2e_tests/tests/experiment, wait_for_gc_to_finish), and most jobs take milliseconds here.
-_SHOWN_US = 2_000_000
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackgroundJob:
@@ -25,7 +21,6 @@ class BackgroundJob:
     experiment_id: int
     payload: str
     created_us: int
-    ended_us: int | None
 
 
 def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, Any] | None = None) -> None:
@@ -44,25 +39,16 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
 
 
 def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> BackgroundJob | None:
-    """Return the oldest job that has not ended, except ids in ``but``; None if none."""
-    sql = (
-        "SELECT * FROM work WHERE ended_us IS NULL AND id NOT IN (SELECT value FROM json_each(?)) "
-        "ORDER BY id LIMIT 1"
-    )
+    """Return the oldest job, except ids in ``but``; None if there is none."""
+    sql = "SELECT * FROM work WHERE id NOT IN (SELECT value FROM json_each(?)) ORDER BY id LIMIT 1"
     return fetch_one(BackgroundJob, connection, sql, (json.dumps(list(but)),))
 
 
 def done(tx: Transaction, work_id: int) -> None:
-    """Mark a job as ended; delete the rows of jobs that ended over two seconds ago."""
-    now = now_us()
-    tx.update("work", work_id, {"ended_us": now})
-    tx.execute("DELETE FROM work WHERE ended_us <= ?", (now - _SHOWN_US,))
+    tx.execute("DELETE FROM work WHERE id = ?", (work_id,))
 
 
 def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
-    """Return the jobs that `det task list` shows as checkpoint GC tasks.
-
-    These are background jobs of experiments, but not "sweep" jobs. They have not ended, or ended in the last two seconds.
-    """
-    sql = "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' AND (ended_us IS NULL OR ended_us > ?) ORDER BY id"
-    return fetch_all(BackgroundJob, connection, sql, (now_us() - _SHOWN_US,))
+    """Return the jobs that `det task list` shows as checkpoint GC tasks."""
+    sql = "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' ORDER BY id"
+    return fetch_all(BackgroundJob, connection, sql)

@@ -304,8 +304,7 @@ CREATE TABLE work (
     kind          TEXT    NOT NULL,               -- see store/background_jobs.py
     experiment_id INTEGER NOT NULL,               -- 0 for projects and workspaces
     payload       TEXT    NOT NULL DEFAULT '{}',
-    created_us    INTEGER NOT NULL,
-    ended_us      INTEGER                         -- end of the job; the row is deleted soon after
+    created_us    INTEGER NOT NULL
 );
 
 -- Workspace 1 and project 1 contain experiments that were submitted without a project.

@@ -197,16 +197,14 @@ class Sender:
         return answer
 
 
-def load_key(path: Path, configured: str | None) -> str:
-    """Return the signing key: ``configured``, or else the content of file ``path``.
+def load_key(path: Path) -> str:
+    """Return the signing key in file ``path``.
 
     A missing file is created with a new key.
 
     Raises:
         MasterError: the file cannot be read or created, or is empty.
     """
-    if configured is not None:
-        return configured
     try:
         with contextlib.suppress(FileExistsError):
             make_file(path, f"{secrets.token_hex(32)}\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import sqlite3
 import time
@@ -21,9 +20,7 @@ from dstrial.file_writes import remove_tree
 from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
-from dstrial.master.scheduler import janitor
 from dstrial.master.scheduler.janitor import Janitor
-from dstrial.master.scheduler.retries import Retries
 from dstrial.master.store import background_jobs, checkpoints, models
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.errors import InvalidError
@@ -64,8 +61,15 @@ def away(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextlib.contextmanager
-def working(database: Database, retries: Retries | None = None) -> Iterator[None]:
-    janitor = Janitor(database, PubSub(), None, retries=retries)
+def working(
+    database: Database,
+    changes: PubSub | None = None,
+    log_retention_days: int | None = None,
+    period_s: float = 3600,
+) -> Iterator[None]:
+    janitor = Janitor(
+        database, changes or PubSub(), Storages(database), log_retention_days, period_s=period_s
+    )
     janitor.start()
     try:
         yield
@@ -114,13 +118,13 @@ def request_deletion(tx: Transaction, uuid: str, pattern: str) -> None:
     background_jobs.request(tx, "delete_checkpoints", 1, {"uuids": [uuid], "globs": [pattern]})
 
 
-def test_failing_job_does_not_block_others(database: Database) -> None:
+def test_failing_job_is_abandoned(database: Database) -> None:
     nonsense = {"uuids": None, "globs": []}
     database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, nonsense))
     database.write(lambda tx: request_deletion(tx, UUIDS[0], "**/*"))
 
     with working(database):
-        wait_for(lambda: num_pending(database) == 1)
+        wait_for(lambda: num_pending(database) == 0)
 
     assert states(database) == ["DELETED", "COMPLETED", "COMPLETED"]
 
@@ -148,25 +152,6 @@ def test_experiment_deletion_fails_if_storage_is_gone(database: Database, away: 
     assert row["state"] == "DELETE_FAILED"
     assert "is gone: no directory" in row["end_reason"]
     assert len(states(database)) == 3
-
-
-def test_too_many_open_files_postpones_deletion(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is a fault of the machine, so the deletion is retried."""
-    failures = [errno.EMFILE] * 9
-
-    def remove(path: Path) -> None:
-        if failures:
-            raise OSError(failures.pop(), "Too many open files")
-        remove_tree(path)
-
-    monkeypatch.setattr(checkpoint_gc, "remove_tree", remove)
-    database.write(lambda tx: background_jobs.request(tx, "delete_experiment", 1, {}))
-
-    with working(database, Retries(first_s=0.01)):
-        wait_for(lambda: num_pending(database) == 0)
-
-    with database.read() as connection:
-        assert connection.execute("SELECT state FROM experiments").fetchone() is None
 
 
 def register(tx: Transaction) -> None:
@@ -206,8 +191,15 @@ def test_checkpoint_being_deleted_is_unusable_until_restart(
     database.write(take)
 
 
-def test_bucket_refusal_fails_experiment_deletion(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "said"), [("delete_experiment", "abandoned"), ("delete_tensorboard", "postponed")]
+)
+def test_bucket_refusal_fails_or_postpones_deletion(
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    said: str,
 ) -> None:
     def refuse(*_arguments: object) -> None:
         raise CheckpointError("the delete of s3://b/tensorboard failed: AccessDenied")
@@ -216,14 +208,15 @@ def test_bucket_refusal_fails_experiment_deletion(
     database.write(
         lambda tx: tx.execute("INSERT OR REPLACE INTO cluster (key, value) VALUES ('cluster_id', 'c')")
     )
-    database.write(lambda tx: background_jobs.request(tx, "delete_experiment", 1, {}))
+    database.write(lambda tx: background_jobs.request(tx, kind, 1, {}))
 
     with working(database):
-        wait_for(lambda: num_pending(database) == 0)
+        wait_for(lambda: f"{kind} of experiment 1 is {said}" in caplog.text)
 
-    row = experiment_row(database)
-    assert row["state"] == "DELETE_FAILED"
-    assert "AccessDenied" in row["end_reason"]
+    assert "AccessDenied" in caplog.text
+    is_abandoned = said == "abandoned"
+    assert num_pending(database) == (not is_abandoned)
+    assert (experiment_row(database)["state"] == "DELETE_FAILED") == is_abandoned
 
 
 def test_sweep_deletes_record_of_unreported_checkpoint(
@@ -268,9 +261,7 @@ def test_old_logs_are_deleted_despite_constant_wakeups(tmp_path: Path) -> None:
                 return int(connection.execute("SELECT COUNT(*) FROM logs").fetchone()[0])
 
         store_experiment(database, tmp_path, STORAGE)
-        janitor = Janitor(database, changes, log_retention_days=1, period_s=0.3)
-        janitor.start()
-        try:
+        with working(database, changes, 1, period_s=0.3):
             time.sleep(0.1)
             database.write(end_long_ago)
             assert num_lines() == 1
@@ -280,73 +271,20 @@ def test_old_logs_are_deleted_despite_constant_wakeups(tmp_path: Path) -> None:
                 return not num_lines()
 
             wait_for(are_deleted)
-        finally:
-            janitor.stop()
 
 
 def test_intact_database_is_copied_once_daily(tmp_path: Path) -> None:
-    changes = PubSub()
     path = tmp_path / "master.db"
-    with contextlib.closing(Database(path, changes.publish)) as database:
-        janitor = Janitor(database, changes, log_retention_days=None, period_s=0.1)
-        janitor.start()
-        try:
-            time.sleep(0.3)
-            assert list_copies(path) == [], "there is nothing worth a copy"
-            store_experiment(database, tmp_path, STORAGE)
-            wait_for(lambda: list_copies(path))
-            (copy,) = list_copies(path)
-            time.sleep(0.3)
-            assert list_copies(path) == [copy]
-
-            database._note_damage("page 3 is not what was written")
-            copy.path.unlink()
-            time.sleep(0.3)
-            assert list_copies(path) == []
-        finally:
-            janitor.stop()
-
-
-def test_permanently_failing_job_is_abandoned(tmp_path: Path) -> None:
-    changes = PubSub()
-    with contextlib.closing(Database(tmp_path / "master.db", changes.publish)) as database:
+    with contextlib.closing(Database(path)) as database, working(database, period_s=0.1):
+        time.sleep(0.3)
+        assert list_copies(path) == [], "there is nothing worth a copy"
         store_experiment(database, tmp_path, STORAGE)
-        payload = {"uuids": 5, "allocation_id": "1.a.1"}
-        database.write(lambda tx: background_jobs.request(tx, "sweep", 1, payload))
+        wait_for(lambda: list_copies(path))
+        (copy,) = list_copies(path)
+        time.sleep(0.3)
+        assert list_copies(path) == [copy]
 
-        def is_pending() -> bool:
-            with database.read() as connection:
-                return background_jobs.next_pending(connection, {}) is not None
-
-        assert is_pending()
-        janitor = Janitor(database, changes, log_retention_days=None, retries=Retries(first_s=0.01))
-        janitor.start()
-        try:
-            wait_for(lambda: not is_pending(), deadline_s=20)
-        finally:
-            janitor.stop()
-
-
-def test_permanent_bucket_refusal_abandons_job_with_error(
-    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_arguments: object) -> None:
-        raise CheckpointError(
-            "the delete of s3://b/tensorboard failed: AccessDenied. Correct its permissions."
-        )
-
-    monkeypatch.setattr(checkpoint_gc, "delete_tensorboard_files", refuse)
-    monkeypatch.setattr(janitor, "_BUCKET_LIMIT", 4)
-    database.write(
-        lambda tx: tx.execute("INSERT OR REPLACE INTO cluster (key, value) VALUES ('cluster_id', 'c')")
-    )
-    database.write(lambda tx: background_jobs.request(tx, "delete_tensorboard", 1, {}))
-
-    with working(database, Retries(first_s=0.01)):
-        wait_for(lambda: num_pending(database) == 0)
-
-    said = [record.message for record in caplog.records if "AccessDenied" in record.message]
-    assert [text.split(":")[0] for text in said] == [
-        "delete_tensorboard of experiment 1 is postponed",
-        "delete_tensorboard of experiment 1 is abandoned",
-    ]
+        database._note_damage("page 3 is not what was written")
+        copy.path.unlink()
+        time.sleep(0.3)
+        assert list_copies(path) == []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrial.master.scheduler.queue import Waiting, assignments, by_node, could_ever_fit, place
-from dstrial.master.scheduler.wait_reasons import SlotUser, waiting_text
+from dstrial.master.scheduler.wait_reasons import waiting_text
+from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.nodes import node_of, slot_id_of
 
 
@@ -73,14 +76,18 @@ def test_assignments_are_unique_and_within_limits(
     assert all(len(taken) == trials[trial_id].num_slots for trial_id, taken in chosen)
 
 
-FIRST = SlotUser("trial 1 of experiment 1 (gpt)", 1, 2)
-SECOND = SlotUser("task shell-7", 0, 1)
-OWN = SlotUser("trial 3 of experiment 9 (x)", 9, 2)
-BY_FIRST = "are in use, by trial 1 of experiment 1 (gpt) on 2"
+def user(trial_id: int, experiment_id: int, num_slots: int) -> Allocation:
+    blank = dict.fromkeys(field.name for field in dataclasses.fields(Allocation))
+    given = {"task_id": "shell-7", "trial_id": trial_id, "experiment_id": experiment_id}
+    return Allocation(**{**blank, **given, "slots": tuple(range(num_slots))})  # type: ignore[arg-type]
+
+
+FIRST, SECOND, OWN = user(1, 1, 2), user(0, 0, 1), user(3, 9, 2)
+BY_FIRST = "are in use, by trial 1 of experiment 1 on 2"
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "num_enabled", "slot_users", "max_slots", "before", "text"),
+    ("num_slots", "num_enabled", "live", "max_slots", "before", "text"),
     [
         (1, 2, [FIRST], None, None, f"1 slot: 2 of 2 {BY_FIRST}"),
         (2, 4, [FIRST, SECOND], None, None, f"2 slots: 3 of 4 {BY_FIRST}, task shell-7 on 1"),
@@ -91,12 +98,10 @@ BY_FIRST = "are in use, by trial 1 of experiment 1 (gpt) on 2"
     ids=["held by a trial", "held by several", "many are counted", "behind a larger one", "at max_slots"],
 )  # fmt: skip
 def test_waiting_text_names_reason(
-    num_slots: int, num_enabled: int, slot_users: list[SlotUser], max_slots: int | None, before: str | None, text: str
+    num_slots: int, num_enabled: int, live: list[Allocation], max_slots: int | None, before: str | None, text: str
 ) -> None:  # fmt: skip
-    found = waiting_text(
-        num_slots, num_enabled, slot_users, experiment_id=9, max_slots=max_slots, before=before
-    )
-    assert found == f"waiting for {text}"
+    one = Waiting(4, 9, num_slots, max_slots)
+    assert waiting_text(one, num_enabled, live, before) == f"waiting for {text}"
 
 
 def slots(*counts: int) -> dict[int, list[int]]:

@@ -29,7 +29,7 @@ database._writer_connection.execute("PRAGMA wal_autocheckpoint = 12")
 def write(tx):
     tx.execute("INSERT INTO work (kind, experiment_id, payload, created_us) VALUES ('gc', 1, hex(randomblob(900)), 1)")
     number = tx.execute("SELECT last_insert_rowid()").fetchone()[0]
-    tx.execute("UPDATE work SET ended_us = ? WHERE id = abs(random()) % ?", (number, number))
+    tx.execute("UPDATE work SET created_us = ? WHERE id = abs(random()) % ?", (number, number))
     return number
 
 def read():

@@ -167,12 +167,6 @@ def stall_in(directory: Path) -> tuple[str, float] | None:
     return _report(directory / "stalled.json", "text")  # written by dstrial.launch.stalls.watch
 
 
-def untrained_phase_in(directory: Path) -> str | None:
-    """Return the startup phase of an allocation's ranks; None once the ranks train."""
-    report = _report(directory / "starting.json", "untrained")
-    return None if report is None else report[0]
-
-
 def _report(path: Path, key: str) -> tuple[str, float] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         fields = read_json(path)
@@ -204,7 +198,7 @@ def num_live_allocations(state: StateDirectory) -> int:
 
 def num_pending_jobs(state: StateDirectory) -> int:
     """Count pending background jobs that delete files."""
-    rows = _query(state, "SELECT COUNT(*) FROM work WHERE ended_us IS NULL")
+    rows = _query(state, "SELECT COUNT(*) FROM work")
     return int(rows[0][0]) if rows else 0
 
 
