@@ -114,7 +114,7 @@ def test_tensorboard_opens_in_window_that_waits(browser: Browser, done: int) -> 
     browser.open(f"/det/experiments/{done}/config", ".tools")
     with browser.page.expect_popup() as opened:
         browser.page.click("button:text-is('TensorBoard')")
-    opened.value.wait_for_function("document.title === 'TensorBoard'", timeout=120_000)
+    opened.value.wait_for_selector("tb-webapp", state="attached", timeout=120_000)
     assert ".localhost:" in opened.value.url
     with opened.value.expect_response(lambda answer: "/data/runs" in answer.url) as runs:
         opened.value.reload()
