@@ -1,8 +1,7 @@
-"""Routes that act on one or many experiments: pause, kill, move, delete etc."""
+"""Routes that act on an experiment: pause, kill, move, delete etc."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -10,7 +9,6 @@ from determined.common.api import bindings
 
 from dstrial.config.experiment_config.submission import search_section
 from dstrial.config.secrets import masked
-from dstrial.errors import DstrialError
 from dstrial.master.http.access import require_owner
 from dstrial.master.http.responses import message
 from dstrial.master.http.router import USER, ApiRequest, Handler, route, writes
@@ -36,39 +34,14 @@ def retain_logs(tx: Transaction, request: ApiRequest) -> None:
     experiments.patch(tx, request.path_params["experiment_id"], log_retention_days=days)
 
 
-def _perform(
-    tx: Transaction, request: ApiRequest, perform: Perform, experiment_id: int, *, is_owners: bool
-) -> None:
-    row = experiment_rows.require(tx.connection, experiment_id)
-    if is_owners:
-        require_owner(request.user, row.owner_id, f"experiment {experiment_id}")
-    perform(tx, experiment_id)
-
-
 def _one(perform: Perform, *, is_owners: bool = False) -> Handler:
     @writes
     def handle(tx: Transaction, request: ApiRequest) -> None:
-        _perform(tx, request, perform, request.path_params["experiment_id"], is_owners=is_owners)
-
-    return handle
-
-
-def _many(perform: Perform, *, is_owners: bool = False) -> Handler:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        results = []
-        if request.body().get("filters"):
-            raise request.body().wrong("filters", "none; experiments are named by experimentIds")
-        for experiment_id in dict.fromkeys(request.body().ids("experimentIds")):
-            write = functools.partial(
-                _perform, request=request, perform=perform, experiment_id=experiment_id, is_owners=is_owners
-            )
-            error = ""
-            try:
-                await request.services.write(write)
-            except DstrialError as problem:
-                error = str(problem)
-            results.append(message(bindings.v1ExperimentActionResult, error=error, id=experiment_id))
-        return {"results": results}
+        experiment_id = request.path_params["experiment_id"]
+        row = experiment_rows.require(tx.connection, experiment_id)
+        if is_owners:
+            require_owner(request.user, row.owner_id, f"experiment {experiment_id}")
+        perform(tx, experiment_id)
 
     return handle
 
@@ -82,7 +55,6 @@ _PLAIN: dict[str, Perform] = {
     "unarchive": experiments.unarchive,
 }
 _ONE = "/experiments/{experiment_id:int}"
-_MANY = "/projects/-1/experiments"  # -1: experiments of any project; Determined 0.38.1, e2e_tests/tests/experiment, bulk actions
 
 
 async def preview_search(request: ApiRequest) -> dict[str, Any]:
@@ -111,11 +83,9 @@ def _trials(trials: PreviewedTrials) -> dict[str, Any]:
 routes = [
     route("POST", "/preview-hp-search", preview_search, access=USER),
     *(route("POST", f"{_ONE}/{verb}", _one(perform), access=USER) for verb, perform in _PLAIN.items()),
-    *(route("POST", f"{_MANY}/{verb}", _many(perform), access=USER) for verb, perform in _PLAIN.items()),
     route("POST", f"{_ONE}/move", move, access=USER),
     route("PUT", f"{_ONE}/retain_logs", retain_logs, access=USER),
     route("DELETE", _ONE, _one(experiments.delete, is_owners=True), access=USER),
-    route("DELETE", f"{_MANY}/delete", _many(experiments.delete, is_owners=True), access=USER),
     route(
         "DELETE",
         f"{_ONE}/tensorboard-files",

@@ -29,7 +29,6 @@ INTERACTIVE = "/det/interactive/"
 """URL path that ``det tensorboard start`` and ``open`` open in the browser; waits for the service, then redirects."""
 _GRANT = "dstrial-grant="
 _CHUNK_BYTES = 4 * 1024  # at most some hundred HTTP events per read, which block the event loop for 30 ms
-_MAX_INFORMATIONAL = 10
 _MAX_HEAD_BYTES = 64 * 1024
 _STATUSES = range(200, 600)
 
@@ -187,7 +186,6 @@ async def _send_request(
 
 
 async def _pass_answer(link: h11.Connection, reader: asyncio.StreamReader, send: Send) -> None:
-    num_informational = 0
     is_whole = False
     try:
         while not is_whole:
@@ -196,19 +194,15 @@ async def _pass_answer(link: h11.Connection, reader: asyncio.StreamReader, send:
             body = b""
             while not is_whole and (event := link.next_event()) is not h11.NEED_DATA:
                 is_whole = isinstance(event, h11.EndOfMessage)
-                if isinstance(event, h11.InformationalResponse):
-                    num_informational += 1
-                    if num_informational > _MAX_INFORMATIONAL:
-                        raise _broken(f"has more than {_MAX_INFORMATIONAL} informational responses (1xx)")
-                elif event is h11.PAUSED:
-                    raise _broken("to CONNECT opens a tunnel")
-                elif isinstance(event, h11.Response):
+                if isinstance(event, h11.Response):
                     if event.status_code not in _STATUSES:
                         raise _broken(f"has status {event.status_code}")
                     start = {"status": event.status_code, "headers": targets.answered(event.headers)}
                     await send({"type": "http.response.start", **start})
                 elif isinstance(event, h11.Data):
                     body += event.data
+                elif event is h11.PAUSED:
+                    raise _broken("to CONNECT opens a tunnel")
             if body or is_whole:
                 await send({"type": "http.response.body", "body": body, "more_body": not is_whole})
     except OSError as error:

@@ -12,20 +12,18 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 
 from dstrial.errors import RequestError
-from dstrial.master.backends.supervisor import descendants
 from dstrial.master.http import access
 from dstrial.master.http.fields import shown
 from dstrial.master.store import tasks
 from dstrial.master.store.database import Connection
-from dstrial.process_state import has_open
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -53,7 +51,6 @@ class Service:
     port: int
     is_tcp: bool  # whether the service speaks TCP, not HTTP
     is_ready: bool
-    rivals: tuple[int, ...] = ()  # pids of supervisors of other tasks that offer the same port
 
 
 def task_of_host(headers: Headers) -> str | None:
@@ -103,19 +100,11 @@ def _find(connection: Connection, name: str) -> Service:
     port = row.ports.get("TENSORBOARD_PORT")
     if port is not None and asked["port"] is None:
         return Service(task_id, port, False, row.is_ready)
-    offered = _proxy_ports(row)
+    offered = (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
     for one in offered:
         is_default = asked["port"] is None and (len(offered) == 1 or one.get("default_service_id"))
         if is_default or str(one["proxy_port"]) == asked["port"]:
-            port = int(one["proxy_port"])
-            rivals = tuple(
-                other.supervisor_pid
-                for other in tasks.active(connection)
-                if other.id != row.id
-                and other.supervisor_pid is not None
-                and port in [int(theirs["proxy_port"]) for theirs in _proxy_ports(other)]
-            )
-            return Service(task_id, port, bool(one.get("proxy_tcp")), True, rivals)
+            return Service(task_id, int(one["proxy_port"]), bool(one.get("proxy_tcp")), True)
     names = ", ".join(str(one["proxy_port"]) for one in offered) or "none"
     raise RequestError(
         404,
@@ -124,15 +113,11 @@ def _find(connection: Connection, name: str) -> Service:
     )
 
 
-def _proxy_ports(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
-    return (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
-
-
 async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to a service of a task.
 
     Raises:
-        RequestError: 503 if no process listens, 502 if the process that listens is of another account or another task.
+        RequestError: 503 if no process listens, 502 if the process that listens is of another account.
     """
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
@@ -142,14 +127,7 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
             f"port {service.port} of task {service.task_id} does not answer; expected its service. Try again soon.",
         ) from error
     own_port = writer.get_extra_info("sockname")[1]
-    account, inode = await asyncio.to_thread(_socket_owner, service.port, own_port)
-    if bool(service.rivals) and await asyncio.to_thread(_holds, service.rivals, inode):
-        writer.close()
-        raise RequestError(
-            502,
-            f"port {service.port} of task {service.task_id} is held by another task; expected that only one task at a time "
-            "offers a port. Have each offer a port of its own in environment.proxy_ports.",
-        )
+    account = await asyncio.to_thread(_socket_owner, service.port, own_port)
     if account not in (os.geteuid(), 0):
         writer.close()
         whose = "an unknown account" if account is None else f"user id {account}"
@@ -161,10 +139,10 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
     return reader, writer
 
 
-def _socket_owner(port: int, own_port: int) -> tuple[int | None, str]:
-    """Return (user id, inode) of the peer's socket; before accept(), of the listener."""
+def _socket_owner(port: int, own_port: int) -> int | None:
+    """Return the user id of the peer's socket; before accept(), of the listener."""
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
-    listener: tuple[int | None, str] = (None, "")
+    listener: int | None = None
     for name in ("tcp", "tcp6"):
         text = ""
         with contextlib.suppress(OSError):  # no IPv6
@@ -172,15 +150,10 @@ def _socket_owner(port: int, own_port: int) -> tuple[int | None, str]:
         for address, peer, state, account, inode in pattern.findall(text):
             # A connection has no inode before accept(). IPv4-mapped IPv6 addresses end with the IPv4 address.
             if peer.endswith(f"{_LOOPBACK}:{own_port:04X}") and inode != "0":
-                return int(account), inode
+                return int(account)
             if state == _LISTEN and (address.endswith(_LOOPBACK) or not address.strip("0")):
-                listener = (int(account), inode) if listener[0] is None else listener
+                listener = int(account) if listener is None else listener
     return listener
-
-
-def _holds(supervisors: Iterable[int], inode: str) -> bool:
-    socket = Path(f"socket:[{inode}]")
-    return any(has_open(pid, socket) for one in supervisors for pid in descendants(one))
 
 
 def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:

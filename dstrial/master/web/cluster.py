@@ -1,4 +1,4 @@
-"""JSON routes for the web page's cluster views: nodes, slots, queue, usage, tasks."""
+"""JSON routes for the web page's cluster views: nodes, slots, queue, tasks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import Any, TypeAlias
 from dstrial.master.api.commands import task_state
 from dstrial.master.api.jobs import Entry, engine_jobs, entries
 from dstrial.master.backends.backend import Node
-from dstrial.master.backends.status import shown_engine, shown_servers
-from dstrial.master.clock import format_us, now_us
+from dstrial.master.backends.status import shown_engine
+from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import time_or_none
 from dstrial.master.services import Services
-from dstrial.master.store import allocations, commands, jobs, tasks
+from dstrial.master.store import commands, jobs, tasks
 from dstrial.master.store.database import Connection
 from dstrial.master.store.nodes import agent_key, index_of
 
 MAX_TASKS = 1000  # newest tasks in a response, besides all active ones
-NUM_BUCKETS = 360  # of the usage chart
-_HOUR_US = 3600 * 1_000_000
-_MAX_HOURS = 24 * 31
 
 Json: TypeAlias = dict[str, Any]
 
@@ -59,31 +56,6 @@ def pending_reason(wanted: int, num_waiting: int, num_ahead: int, counts: SlotCo
         return f"{who}: only {counts.usable} can be used now"
     ahead = f", {num_ahead} ahead" if num_ahead else ""
     return f"{who}: {counts.free} of {counts.usable} free{ahead}"
-
-
-def usage(
-    spans: Sequence[tuple[int, int, int | None]], after_us: int, before_us: int, num: int
-) -> list[float]:
-    """Return the mean number of slots in use in each of ``num`` parts of a time range.
-
-    ``spans`` are (slot count, start, end) of allocations in microseconds. The end of an active allocation is None.
-    """
-    width = (before_us - after_us) / num
-    # Difference array: record the change of the level at each bucket's start, and the partial use within a bucket.
-    change, extra = [0.0] * (num + 1), [0.0] * (num + 1)
-    for slots, start_us, end_us in spans:
-        # If the clock was set back, the end may precede the start: count no use.
-        until_us = before_us if end_us is None else max(start_us, end_us)
-        for time_us, sign in ((start_us, 1), (until_us, -1)):
-            at = min(max(time_us, after_us), before_us) - after_us
-            idx = min(int(at / width), num - 1)
-            extra[idx] += sign * slots * (idx + 1 - at / width)
-            change[idx + 1] += sign * slots
-    found, level = [], 0.0
-    for idx in range(num):
-        level += change[idx]
-        found.append(max(0.0, level + extra[idx]))
-    return found
 
 
 def _holder(row: tasks.ActiveAllocation) -> Json:
@@ -180,37 +152,12 @@ def _read_cluster(services: Services, connection: Connection) -> Json:
         "engine": None
         if engine is None
         else {"name": engine.name, "away": engine.why_away, "jobs": engine.jobs},
-        "warm": [
-            {"pid": one.pid, "state": one.state, "forks": one.num_forks}
-            for one in shown_servers(services.state_dir)
-        ],
     }
 
 
 async def get_cluster(request: ApiRequest) -> Json:
     services = request.services
     return await services.read(lambda connection: _read_cluster(services, connection))
-
-
-async def get_usage(request: ApiRequest) -> Json:
-    """Return the mean number of slots in use over time, for the last ``hours``.
-
-    ``used`` has a mean for each part of the time range, ``times`` the part's centre in milliseconds since the epoch. ``slots``
-    is the current number of slots.
-    """
-    services = request.services
-    hours = min(max(request.query_int("hours") or 24, 1), _MAX_HOURS)
-    before_us = now_us()
-    after_us = before_us - hours * _HOUR_US
-    spans = await services.read(allocations.busy, after_us, before_us)
-    values = usage(spans, after_us, before_us, NUM_BUCKETS)
-    width_us = (before_us - after_us) / NUM_BUCKETS
-    return {
-        "times": [round((after_us + (idx + 0.5) * width_us) / 1000) for idx in range(NUM_BUCKETS)],
-        "used": [round(value, 4) for value in values],
-        "slots": len(services.slots),
-        "now": before_us // 1000,
-    }
 
 
 def _task_state(row: commands.CommandInfo) -> str:
@@ -260,5 +207,4 @@ async def get_tasks(request: ApiRequest) -> Json:
 routes = [
     route("GET", "//page/tasks", get_tasks, access=USER),
     route("GET", "//page/cluster", get_cluster, access=USER),
-    route("GET", "//page/cluster/usage", get_usage, access=USER),
 ]

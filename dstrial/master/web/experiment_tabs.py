@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import tempfile
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from dstrial.config.documents import read_yaml_text, yaml_text
-from dstrial.config.experiment_config.origins import (
-    LABEL,
-    checked_again,
-    config_values,
-    explained_rows,
-)
+from dstrial.config.experiment_config.origins import LABEL, config_values
 from dstrial.config.secrets import masked, masked_json, masked_yaml
-from dstrial.errors import ConfigError, DstrialError
-from dstrial.master.backends.model_definition import list_files, read_start, read_starts, unpack
+from dstrial.master.backends.model_definition import list_files, read_start, read_starts
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data
 from dstrial.master.services import Services
@@ -92,59 +84,27 @@ async def get_checkpoints(request: ApiRequest) -> Json:
     return {"checkpoints": shown, "more": len(found) > limit}
 
 
-def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> Json:
-    """Return an experiment's config and DeepSpeed configs, with each value's origin."""
-    names = services.secret_names
-    # Mask secrets first, because problems quote values and are shown to other users.
-    template = masked(json.loads(row.template), names) if row.template else None
-    effective = json.loads(masked_json(row.config, names))
-    original = masked_yaml(row.original_config, names)
-    values = config_values(effective, read_yaml_text(original, LABEL), template)
-    found: Json = {
-        "original": as_data(original),
-        "template": as_data(template),
-        "effective": as_data(effective),
-        "values": as_data(
-            [{"key": one.key, "value": one.value, "origin": one.origin} for one in values[:_MAX_VALUES]]
-        ),
-        "more": len(values) > _MAX_VALUES,
-        "deepspeed": [],
-        "problem": "",
-    }
-    if row.unmanaged:
-        return found
-    with tempfile.TemporaryDirectory(prefix="dstrial-explain-") as name:
-        try:
-            unpack(tgz, Path(name))
-            checked = checked_again(original, template, Path(name), has_files=bool(tgz))
-        except DstrialError as error:
-            problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-            return {**found, "problem": "\n".join(str(one).replace(f"{name}/", "") for one in problems)}
-        found["deepspeed"] = [
-            {
-                "name": key,
-                "file": source.label.replace(f"{name}/", ""),
-                "equation": result.batch.equation if result.batch else "",
-                "rows": [
-                    {"key": one.key, "value": one.value, "origin": one.origin.replace(f"{name}/", "")}
-                    for one in explained_rows(source, result, names)
-                ],
-            }
-            for key, (source, result) in checked.engines.items()
-        ]
-    return found
-
-
 async def get_config(request: ApiRequest) -> Json:
-    """Return an experiment's submitted and effective config, and each value's origin.
+    """Return an experiment's submitted and effective config, and each value's origin."""
+    services = request.services
+    row = await services.read(experiments.require, request.path_params["experiment_id"])
+    names = services.secret_names
 
-    ``deepspeed`` has the output of ``dstrial check --explain`` for each DeepSpeed config. If this fails, for example for a
-    config that is no longer valid, ``problem`` says why.
-    """
-    services, experiment_id = request.services, request.path_params["experiment_id"]
-    row = await services.read(experiments.require, experiment_id)
-    tgz = await services.read(experiments.model_definition, experiment_id)
-    return await services.check(lambda: _explained(services, row, tgz))
+    def explain() -> Json:
+        template = masked(json.loads(row.template), names) if row.template else None
+        effective = json.loads(masked_json(row.config, names))
+        original = masked_yaml(row.original_config, names)
+        values = config_values(effective, read_yaml_text(original, LABEL), template)
+        rows = [{"key": one.key, "value": one.value, "origin": one.origin} for one in values[:_MAX_VALUES]]
+        return {
+            "original": as_data(original),
+            "template": as_data(template),
+            "effective": as_data(effective),
+            "values": as_data(rows),
+            "more": len(values) > _MAX_VALUES,
+        }
+
+    return await services.check(explain)
 
 
 def listed_files(tgz: bytes) -> Json:

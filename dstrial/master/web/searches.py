@@ -7,7 +7,6 @@ the full one at the end.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -23,21 +22,14 @@ from dstrial.master.store.views.overviews import Json, LabelledExperiment
 _LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d{1,9})|(search)|(results)|(full))$", re.ASCII)
 _NAME = re.compile(r" \(dsat (?:trial \d+|search|results)\)$", re.ASCII)
 _NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
-_MEASURED = ("state", "value", "throughput", "step_s", "memory_bytes")
 _ROW = (
-    "trial_id",
-    "description",
-    "is_own",
-    "why",
-    "seconds",
-    "predicted",
-    "failure",
-    "experiment",
-    *_MEASURED,
+    *("trial_id", "description", "is_own", "why", "seconds", "predicted", "failure", "experiment"),
+    *("state", "value", "throughput", "step_s", "memory_bytes"),
 )
-_IDENTITY = ("name", "method", "metric", "unit", "smaller_is_better", "num_slots", "notes")
-_OUTCOME = ("reason", "is_finished", "is_failure", "best", "own", "gain", "is_gain_certain", "pareto")
-_FACTS = (*_IDENTITY, *_OUTCOME)
+_FACTS = (
+    *("name", "method", "metric", "unit", "smaller_is_better", "num_slots"),
+    *("reason", "is_finished", "is_failure", "best", "own", "gain", "is_gain_certain"),
+)
 _ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 
 
@@ -56,59 +48,18 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
         return None
     try:
         fields = json.loads(notes.removeprefix(_NOTES_BEGIN))
-        text = (fields.get("results") or {}).get("report.json")
-        found = fields.get("report") if is_live else json.loads(text) if isinstance(text, str) else None
-    except (ValueError, AttributeError, RecursionError):
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("trials"), list):
-        return None
-    rows = [row for row in found["trials"] if isinstance(row, dict) and _is_number(row.get("trial_id"))]
-    facts = {name: found.get(name) for name in _FACTS}
-    for name, is_right in _LISTS:
-        given = facts[name]
-        facts[name] = [one for one in given if is_right(one)] if isinstance(given, list) else []
-    counted = found.get("num_trials")
-    return {
-        **facts,
-        # The report of a running search is short, and may be outdated if the search's process has died.
-        "num_trials": counted if _is_number(counted) else len(rows),
-        "told_s": _finite(found.get("told_s")) or 0.0,
-        "trials": [{name: row.get(name) for name in _ROW} for row in rows],
-    }
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
-
-
-_LISTS = (("notes", lambda one: isinstance(one, str)), ("pareto", _is_number))
-
-
-def _finite(value: object) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    try:
-        return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]  # a number, see above
-    except OverflowError:
-        return None
-
-
-def shown_rows(reported: Iterable[Json], experiments: Iterable[int], *, is_over: bool) -> list[Json]:
-    """Return a report's rows for the page.
-
-    If the search has ended (``is_over``), the state "running" becomes "not measured". Users can edit the
-    experiments' notes, which contain the report, so rows keep only links to ``experiments``, the ids of the search's experiments.
-    """
-    own = set(experiments)
-    return [
-        {
-            **row,
-            "experiment": row["experiment"]
-            if _is_number(row["experiment"]) and row["experiment"] in own
-            else None,
-            "state": "not measured" if is_over and row["state"] == "running" else row["state"],
+        found = fields["report"] if is_live else json.loads(fields["results"]["report.json"])
+        return {
+            **{name: found.get(name) for name in _FACTS},
+            "notes": list(found.get("notes") or []),
+            "pareto": list(found.get("pareto") or []),
+            # The report of a running search is short, and may be outdated if the search's process has died.
+            "num_trials": int(found.get("num_trials") or len(found["trials"])),
+            "told_s": float(found.get("told_s") or 0.0),
+            "trials": [{name: row.get(name) for name in _ROW} for row in found["trials"]],
         }
-        for row in reported
-    ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # a user has edited the notes
 
 
 def is_over(rows: Iterable[LabelledExperiment]) -> bool:
@@ -198,7 +149,10 @@ def _read(connection: Connection, search_id: str) -> Json:
     rows: list[Json] = []
     if document is not None:
         del document["num_trials"], document["told_s"]
-        rows = shown_rows(document.pop("trials"), facts["experiments"], is_over=facts["state"] != "RUNNING")
+        rows = document.pop("trials")
+        for row in rows:
+            if facts["state"] != "RUNNING" and row["state"] == "running":
+                row["state"] = "not measured"
     return {"search": facts, "report": document, "trials": rows}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
@@ -12,10 +10,9 @@ from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import instruments
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.overviews import Json, finite
-from dstrial.master.web.views import MAX_POINTS, curve_json, metrics_json, read_trials, require_trial
+from dstrial.master.web.views import metrics_json, read_trials, require_trial
 
 MAX_COMPARED = 100  # compared trials per response
-MAX_RANKS = 64  # curves (one per rank) per response
 
 
 def _newest(connection: Connection, trial_id: int) -> Json:
@@ -36,45 +33,6 @@ def _newest(connection: Connection, trial_id: int) -> Json:
 
 async def get_instruments(request: ApiRequest) -> Json:
     return await request.services.read(_newest, request.path_params["trial_id"])
-
-
-def _rank_curves(connection: Connection, trial_id: int, name: str) -> Json:
-    require_trial(connection, trial_id)
-    steps, times, values = instruments.by_rank(connection, trial_id, name)
-    num_ranks = max(map(len, values), default=0)
-    shown = list(range(num_ranks))
-    if num_ranks > MAX_RANKS:
-        # Users look for outliers, so show the ranks with the largest latest values.
-        newest = [-math.inf if value is None or math.isnan(value) else value for value in values[-1]]
-        shown = sorted(sorted(range(len(newest)), key=newest.__getitem__, reverse=True)[:MAX_RANKS])
-    return _curves(steps, times, values, shown, num_ranks)
-
-
-def _curves(
-    steps: list[int], times: list[int], values: list[list[float | None]], ranks: list[int], num_ranks: int
-) -> Json:
-    curves = []
-    for rank in ranks:
-        own = [
-            (at, row[rank])
-            for at, row in enumerate(values)
-            if rank < len(row) and row[rank] is not None  # the number of ranks may differ between runs
-        ]
-        ys = [float(value) for _, value in own if value is not None]
-        curve = curve_json([steps[at] for at, _ in own], [times[at] for at, _ in own], ys, MAX_POINTS)
-        curves.append({"rank": rank, **curve})
-    return {"curves": curves, "ranks": num_ranks}
-
-
-async def get_rank_curves(request: ApiRequest) -> Json:
-    """Return the curves of an instrument (telemetry metric), one per rank.
-
-    With more than 64 ranks, only those with the largest latest values have curves. ``ranks`` is the number of ranks.
-    """
-    name = request.query("name")
-    if not name:
-        raise RequestError(400, "name is missing; expected an instrument's. Send one of the newest report's.")
-    return await request.services.read(_rank_curves, request.path_params["trial_id"], name)
 
 
 def _compared_experiment(connection: Connection, experiment_id: int) -> Json:
@@ -121,6 +79,5 @@ async def get_compared(request: ApiRequest) -> Json:
 
 routes = [
     route("GET", "//page/trials/{trial_id:int}/instruments", get_instruments, access=USER),
-    route("GET", "//page/trials/{trial_id:int}/instruments/series", get_rank_curves, access=USER),
     route("GET", "//page/compare", get_compared, access=USER),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from dstrial.config.secrets import SecretNames, masked_json, masked_yaml
 from dstrial.errors import RequestError
@@ -22,7 +21,6 @@ from dstrial.master.store.views.overviews import Json
 MAX_POINTS = 2000  # per curve
 _MAX_SERIES_POINTS = 400_000  # per response, over all curves
 _MAX_TRIALS = 1000  # curves per response
-_SPARK_POINTS = 40
 
 
 def masked_rows(rows: list[Json], name: str, names: SecretNames) -> list[Json]:
@@ -64,22 +62,6 @@ async def get_session(request: ApiRequest) -> Json:
 async def get_experiments(request: ApiRequest) -> Json:
     services, ids = request.services, request.query_ints("ids")
     return {"experiments": await services.read(_experiments, services, ids), "now": format_us(now_us())}
-
-
-def _sparklines(connection: Connection, ids: list[int]) -> Json:
-    found: dict[str, Any] = {}
-    for row in overviews.experiments(connection, ids):
-        if row["bestTrial"] is not None:
-            steps, _, values = curves.curve(connection, row["bestTrial"], "validation", row["metric"])
-            kept = [idx for idx in curves.downsample(values, _SPARK_POINTS) if values[idx] - values[idx] == 0]
-            found[str(row["id"])] = [[steps[idx] for idx in kept], [values[idx] for idx in kept]]
-    return found
-
-
-async def get_sparklines(request: ApiRequest) -> Json:
-    """Return the searcher metric's curve of each experiment's best trial, downsampled."""
-    ids = request.query_ints("ids")[:200]
-    return {"sparklines": await request.services.read(_sparklines, ids) if ids else {}}
 
 
 def _read_experiment(connection: Connection, services: Services, experiment_id: int) -> Json:
@@ -212,7 +194,6 @@ routes = [
     route("GET", "//page/experiments", get_experiments, access=USER),
     route("GET", "//page/experiments/{experiment_id:int}", get_experiment, access=USER),
     route("GET", "//page/experiments/{experiment_id:int}/trials", get_trials, access=USER),
-    route("GET", "//page/sparklines", get_sparklines, access=USER),
     route("GET", "//page/trials/{trial_id:int}", get_trial, access=USER),
     route("GET", "//page/series", get_series, access=USER),
 ]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import hmac
 import http.client
@@ -20,16 +19,12 @@ import json
 import logging
 import random
 import secrets
-import socket
-import ssl
 import threading
 import time
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.error import URLError
 from urllib.parse import unquote, urlsplit
 
@@ -52,6 +47,8 @@ TIMEOUT_S = 10.0  # per attempt, from connecting to the response's status
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TOO_MANY = 429
 _MAX_RESULT = 200
+_MAX_THREADS = 64
+_POLL_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,140 +58,69 @@ class DeliveryResult:
     may_retry: bool
 
 
-class Deadline:
-    """Context manager that shuts down all watched connections at a deadline.
+class Sender:
+    """Sends requests, each in a daemon thread that is abandoned after ``timeout_s``.
 
     Socket timeouts are not enough, as they restart at each byte that a slow receiver sends.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.is_over = False
-        self._lock = threading.Lock()
-        self._sockets: list[socket.socket] = []
-        self._timer = threading.Timer(timeout_s, self.end)
-        self._timer.daemon = True
-
-    def __enter__(self) -> Deadline:
-        self._timer.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-        with self._lock:
-            for one in self._sockets:
-                one.close()
-            self._sockets.clear()
-
-    def watch(self, connected: socket.socket) -> None:
-        with self._lock:
-            # Duplicate the descriptor, because TLS detaches the original socket.
-            self._sockets.append(connected.dup())
-        if self.is_over:
-            self.end()
-
-    def end(self) -> None:
-        with self._lock:
-            self.is_over = True
-            for one in self._sockets:
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
-
-
-class _HttpConnection(http.client.HTTPConnection):
-    deadline: Deadline
-
-    def connect(self) -> None:
-        super().connect()
-        self.deadline.watch(self.sock)
-
-
-class _TlsConnection(http.client.HTTPSConnection, _HttpConnection):
-    """HTTPS connection that a ``Deadline`` can shut down, also in the TLS handshake."""
-
-
-def _connection(
-    kind: type[_HttpConnection], deadline: Deadline, *args: Any, **kwargs: Any
-) -> _HttpConnection:
-    made = kind(*args, **kwargs)
-    made.deadline = deadline
-    return made
-
-
-class _Handler(urllib.request.AbstractHTTPHandler):
-    """Opens http and https URLs with connections that a ``Deadline`` can shut down."""
-
-    def __init__(self, deadline: Deadline) -> None:
-        super().__init__()
-        self._deadline = deadline
-        self.http_request = self.https_request = self.do_request_
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(functools.partial(_connection, _HttpConnection, self._deadline), request)
-
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        connect = functools.partial(
-            _connection, _TlsConnection, self._deadline, context=ssl.create_default_context()
-        )
-        return self.do_open(connect, request)
-
-
-class Sender:
     def __init__(self, key: str, timeout_s: float = TIMEOUT_S) -> None:
         self._key = key
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._open: set[Deadline] = set()
+        self._threads = threading.BoundedSemaphore(_MAX_THREADS)
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> DeliveryResult | None:
         """Send a signed JSON body once; return the result, or None during a shutdown."""
-        deadline = Deadline(self._timeout_s)
-        with self._lock:
-            if self._ended.is_set():
-                return None
-            self._open.add(deadline)
-        try:
-            with deadline:
-                outcome = self._attempt(url, body, deadline)
-        finally:
-            with self._lock:
-                self._open.discard(deadline)
+        if self._ended.is_set():
+            return None
+        if not self._threads.acquire(blocking=False):
+            return DeliveryResult(f"not sent: {_MAX_THREADS} receivers hang", False, True)
+        results: list[DeliveryResult] = []
+
+        def attempt() -> None:
+            try:
+                results.append(self._attempt(url, body))
+            finally:
+                self._threads.release()
+
+        thread = threading.Thread(target=attempt, name="dstrial-webhook", daemon=True)
+        thread.start()
+        deadline_s = time.monotonic() + self._timeout_s
+        while thread.is_alive() and time.monotonic() < deadline_s and not self._ended.is_set():
+            thread.join(_POLL_S)
+        if results:
+            return results[0]
         # The shutdown itself may be the cause of a failure, which therefore does not count.
-        return None if self._ended.is_set() and not outcome.is_delivered else outcome
+        return None if self._ended.is_set() else self._timed_out()
 
     def end(self) -> None:
-        with self._lock:
-            self._ended.set()
-            for deadline in self._open:
-                deadline.end()
+        self._ended.set()
 
-    def _attempt(self, url: str, body: bytes, deadline: Deadline) -> DeliveryResult:
-        timed_out = DeliveryResult(f"no answer within {self._timeout_s:g} s", False, True)
+    def _timed_out(self) -> DeliveryResult:
+        return DeliveryResult(f"no answer within {self._timeout_s:g} s", False, True)
+
+    def _attempt(self, url: str, body: bytes) -> DeliveryResult:
+        request = _request(url, body, self._key)
+        # No handlers for redirects, errors, files or ftp, so these cannot happen.
+        opener = urllib.request.OpenerDirector()
+        opener.add_handler(urllib.request.HTTPHandler())
+        opener.add_handler(urllib.request.HTTPSHandler())
+        if urlsplit(url).hostname not in _LOOPBACK:
+            opener.add_handler(urllib.request.ProxyHandler())
         try:
-            with self._open_url(_request(url, body, self._key), deadline) as answer:
-                # Headers truncated by the deadline would be parsed as complete.
-                return timed_out if deadline.is_over else _result_of(answer.status)
+            answer = opener.open(request, timeout=self._timeout_s)
+            if answer is None:
+                raise ValueError("the address is neither http nor https")
+            with answer:
+                return _result_of(answer.status)
         except (OSError, http.client.HTTPException, ValueError) as error:
             cause = error.reason if isinstance(error, URLError) else error
-            if deadline.is_over or isinstance(cause, TimeoutError):
-                return timed_out
+            if isinstance(cause, TimeoutError):
+                return self._timed_out()
             # The message may quote the receiver's response.
             text = visible_line(str(cause) or type(cause).__name__)
             return DeliveryResult(text[:_MAX_RESULT], False, True)
-
-    def _open_url(self, request: urllib.request.Request, deadline: Deadline) -> http.client.HTTPResponse:
-        # No handlers for redirects, errors, files or ftp, so these cannot happen.
-        opener = urllib.request.OpenerDirector()
-        opener.add_handler(_Handler(deadline))
-        if urlsplit(request.full_url).hostname not in _LOOPBACK:
-            opener.add_handler(urllib.request.ProxyHandler())
-        answer = opener.open(request, timeout=self._timeout_s)
-        if answer is None:
-            raise ValueError("the address is neither http nor https")
-        assert isinstance(answer, http.client.HTTPResponse)
-        return answer
 
 
 def load_key(path: Path) -> str:
@@ -253,13 +179,12 @@ RETRY_S = (1.0, 10.0)
 """Backoff before the second and third attempt, seconds, with a jitter of 50 %. Determined's three attempts take at most
 four seconds (``backoffAttempts`` in ``shipper.go``), less than the restart of a receiver."""
 
-_NUM_SENDERS = 8
 _IDLE_S = 60.0
 _BACKOFF_S = 60.0  # backoff after a local error, for example a full disk
 
 
 class Delivery:
-    """Sends queued events, one at a time per webhook.
+    """Sends queued events, one at a time per webhook, each webhook in a thread of its own.
 
     Delivery is at least once: after a crash of the master, an event may be sent again, with the same ``event_id``.
     """
@@ -269,12 +194,9 @@ class Delivery:
         self._database = services.database
         self._retry_s = tuple(retry_s)
         self._event = services.pubsub.listen(webhooks.EVENTS_TOPIC)
-        self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="dstrial-webhook")
-        self._lock = threading.Lock()
-        self._busy: set[int] = set()
-        self._not_before_us: dict[int, int] = {}
+        self._sending: dict[int, threading.Thread] = {}  # webhook id -> thread that sends its first event
         self._is_draining = False
-        self._is_stopping = False
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dstrial-webhooks", daemon=True)
 
     def start(self) -> None:
@@ -287,14 +209,15 @@ class Delivery:
         self._is_draining = True
         self._event.set()
         self._thread.join(drain_s)
-        self._is_stopping = True
+        self._stopping.set()
         self._event.set()
         self._services.webhook_sender.end()
         self._thread.join()
-        self._senders.shutdown(wait=True, cancel_futures=True)
+        for thread in self._sending.values():
+            thread.join()
 
     def _run(self) -> None:
-        while not self._is_stopping:
+        while not self._stopping.is_set():
             is_any_due = False
             try:
                 wait_s, is_any_due = self._start_due()
@@ -308,38 +231,24 @@ class Delivery:
 
     def _start_due(self) -> tuple[float, bool]:
         """Start sending due events; return (seconds to next poll, whether any was due)."""
+        self._sending = {number: thread for number, thread in self._sending.items() if thread.is_alive()}
         with self._database.read() as connection:
-            rows = webhooks.next_events(connection)
-        next_us = now_us() + int(_IDLE_S * 1e6)
-        is_any_due = False
+            rows = [row for row in webhooks.next_events(connection) if row.webhook_id not in self._sending]
+        now = now_us()
         for row in rows:
-            with self._lock:
-                if row.webhook_id in self._busy:
-                    is_any_due = True
-                    continue
-                due_us = max(row.due_us, self._not_before_us.get(row.webhook_id, 0))
-                is_due = due_us <= now_us() and len(self._busy) < _NUM_SENDERS
-                if is_due:
-                    self._busy.add(row.webhook_id)
-            if is_due:
-                self._senders.submit(self._send, row)
-            elif due_us > now_us():
-                next_us = min(next_us, due_us)
-                continue
-            is_any_due = True
-        return max(0.0, (next_us - now_us()) / 1e6), is_any_due
+            if row.due_us <= now:
+                thread = threading.Thread(target=self._send, args=(row,), name="dstrial-webhook", daemon=True)
+                self._sending[row.webhook_id] = thread
+                thread.start()
+        waits_s = [(row.due_us - now) / 1e6 for row in rows if row.due_us > now]
+        return min([_POLL_S if self._sending else _IDLE_S, *waits_s]), bool(self._sending)
 
     def _send(self, row: webhooks.DueEvent) -> None:
         try:
             self._attempt(row)
         except Exception:
             logger.exception("sending an event of webhook %d failed; it will be retried", row.webhook_id)
-            # Without a stored result the event is retried.
-            self._not_before_us[row.webhook_id] = now_us() + int(_BACKOFF_S * 1e6)
-        finally:
-            with self._lock:
-                self._busy.discard(row.webhook_id)
-            self._event.set()
+            self._stopping.wait(_BACKOFF_S)  # without a stored result the event is retried
 
     def _attempt(self, row: webhooks.DueEvent) -> None:
         services = self._services

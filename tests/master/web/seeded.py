@@ -347,16 +347,6 @@ def add_task(
     return task_id
 
 
-def add_past_use(tx: Transaction, hours_ago: float, hours: float, num_slots: int) -> None:
-    """Add slot usage of a deleted experiment."""
-    start_us = now_us() - round(hours_ago * 3600e6)
-    add(
-        tx, "past_usage", allocation_id=str(uuid.uuid4()), kind="TRIAL", user_id=owner_of(tx), experiment_id=999,
-        workspace_name="Uncategorized", labels=[], num_slots=num_slots, start_us=start_us,
-        end_us=start_us + round(hours * 3600e6),
-    )  # fmt: skip
-
-
 def add_model(tx: Transaction, name: str, *checkpoints: str, labels: tuple[str, ...] = ()) -> int:
     """Add a model with a version for each checkpoint; return the model's id."""
     owner, own = owner_of(tx), {"description": "reads digits", "labels": list(labels)}
@@ -439,8 +429,6 @@ def fill_every_view(tx: Transaction) -> Shown:
     search = add_experiment(
         tx, name="digits, 24 trials", num_trials=24, num_points=60, seed=9, labels=("search",)
     )
-    for number in range(56):
-        add_past_use(tx, 23.5 - number * 0.39, 0.3 + 0.05 * (number % 7), 1 + number % 2)
     add_task(tx, kind="TENSORBOARD", name=f"TensorBoard of {search}", slots=(), experiments=(search,))
     add_task(tx, name="nvidia-smi dmon", slots=(2,), num_slots=1)
     task = add_task(tx, name="evaluate, 8 slots", num_slots=8)

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 from browsing import Browser
-from seeded import add_experiment, add_past_use, add_task
+from seeded import add_experiment, add_task
 from serving import Master
 
+from dstrial.master.backends.backend import Node
+from dstrial.master.backends.devices import Slot
 from dstrial.master.store.nodes import agent_key
-from dstrial.master.web.cluster import NUM_BUCKETS
+from dstrial.master.web.cluster import SlotCounts, count_slots, pending_reason
 
 pytestmark = pytest.mark.process
 
@@ -22,7 +24,6 @@ def busy(seeded_master: Master) -> dict[str, str]:
     """Ids of tasks in a cluster with four slots, three of them in use."""
 
     def fill(tx):
-        add_past_use(tx, 10, 2, 3)
         add_experiment(tx, name="waits", state="ACTIVE", num_trials=2)
         return {
             "runs": add_task(tx, name=HTML, slots=(2,), num_slots=1),
@@ -50,15 +51,6 @@ def test_endpoint_reports_slot_holders_and_pending_reasons(
     assert reasons["waits"].startswith("2 wait for 2 slots each: 1 of 4 free")
     assert reasons["big"] == "waits for 8 slots: only 4 can be used now"
     assert reasons[HTML] == ""
-
-
-def test_usage_counts_deleted_experiments(seeded_master: Master, busy: dict[str, str]) -> None:
-    day = seeded_master.get("/page/cluster/usage?hours=24").json
-    assert len(day["times"]) == len(day["used"]) == NUM_BUCKETS
-    assert max(day["used"]) == pytest.approx(5.0)  # 3 slots of the deleted experiment and 2 of running trials
-    assert min(day["used"]) == pytest.approx(2.0)
-    assert seeded_master.get("/page/cluster/usage?hours=999999").status == 200
-    assert seeded_master.get("/page/cluster/usage?hours=x").status == 400
 
 
 @pytest.fixture
@@ -129,3 +121,21 @@ def test_queue_is_reordered_and_follows_external_changes(
 
 def job_of(master: Master, name: str) -> str:
     return str(master.rows("SELECT job_id FROM commands WHERE description = ?", name)[0]["job_id"])
+
+
+def test_disabled_or_down_slots_are_not_usable() -> None:
+    def node(node_id: int, *slots: int, why_down: str | None = None) -> Node:
+        found = tuple(Slot(slot, "cpu", "cpu", f"cpu-{slot}") for slot in slots)
+        return Node(node_id, f"n{node_id}", "127.0.0.1", found, why_down, 0)
+
+    nodes = (node(0, 0, 1, 2), node(1, 1024, 1025), node(2, 2048, why_down="it does not answer"))
+    assert count_slots(nodes, {}, frozenset({0})) == SlotCounts(usable=5, free=4)
+    assert count_slots(nodes, {2: True, agent_key(1): False}, frozenset({0})) == SlotCounts(usable=2, free=1)
+
+
+def test_pending_reason_describes_demand_and_supply() -> None:
+    counts = SlotCounts(usable=4, free=1)
+    assert pending_reason(2, 0, 3, counts) == ""
+    assert pending_reason(1, 1, 0, counts) == "waits for 1 slot: 1 of 4 free"
+    assert pending_reason(2, 3, 1, counts) == "3 wait for 2 slots each: 1 of 4 free, 1 ahead"
+    assert pending_reason(8, 1, 0, counts) == "waits for 8 slots: only 4 can be used now"

@@ -70,10 +70,6 @@ def test_experiments_are_compared_by_best_trial_and_config(browser: Browser, see
     assert any(NAME in line for line in gone)
     assert "+name: other" in map(str.strip, new)
     assert browser.page.locator("main script").count() == 0
-    browser.page.select_option("label:has-text('As') select", "submitted")
-    browser.until("document.querySelectorAll('.diff').length === 0")
-    browser.page.select_option("label:has-text('Second') select", str(seeded.first))
-    browser.until("document.querySelector('main').innerText.includes('Choose two experiments.')")
 
 
 def test_missing_trial_is_reported_and_rest_shown(browser: Browser, seeded: Seeded) -> None:

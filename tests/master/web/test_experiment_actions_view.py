@@ -63,7 +63,7 @@ def done(shared_master: MasterForTest) -> Iterator[int]:
 def test_fork_is_validated_and_submitted_with_parent(
     browser: Browser, shared_master: MasterForTest, done: int
 ) -> None:
-    browser.open(f"/det/experiments/{done}/notes", ".tools")
+    browser.open(f"/det/experiments/{done}/config", ".tools")
     browser.page.click("text=Fork …")
     config = yaml.safe_load(browser.page.input_value("dialog textarea"))
     assert config["name"] == CONFIG["name"]
@@ -86,7 +86,7 @@ def test_fork_is_validated_and_submitted_with_parent(
 
 
 def test_ended_experiment_is_continued(browser: Browser, shared_master: MasterForTest, done: int) -> None:
-    browser.open(f"/det/experiments/{done}/notes", ".tools")
+    browser.open(f"/det/experiments/{done}/config", ".tools")
     browser.page.click("text=Continue …")
     browser.page.click("dialog button.main")
     browser.until("document.body.innerText.includes('goes on') && !document.querySelector('dialog')")
@@ -100,44 +100,27 @@ def test_ended_experiment_is_continued(browser: Browser, shared_master: MasterFo
     browser.until("document.querySelector('.facts .state').innerText === 'completed'")
 
 
-def test_priority_project_and_kill_actions_work(browser: Browser, shared_master: MasterForTest) -> None:
-    client = shared_master.client()
-    place = client.post("/api/v1/workspaces", {"name": "page-actions"})["workspace"]["id"]
-    project = client.post(
-        f"/api/v1/workspaces/{place}/projects", {"name": "<i>other</i>", "workspaceId": place}
-    )
+def test_kill_requires_confirmation(browser: Browser, shared_master: MasterForTest) -> None:
     number = created(shared_master, activate=False)
-    browser.open(f"/det/experiments/{number}/notes", ".tools")
-    browser.page.click("text=Priority 42 …")
-    browser.page.fill("dialog input", "7")
-    browser.page.click("dialog button.main")
-    browser.page.wait_for_selector("text=Priority 7 …")
-    browser.page.click("text=Move …")
-    browser.page.select_option("dialog select", label="page-actions / <i>other</i>")
-    browser.page.click("dialog button.main")
-    browser.until("document.body.innerText.includes(': moved')")
-    assert experiment(shared_master, number)["projectId"] == project["project"]["id"]
+    browser.open(f"/det/experiments/{number}/config", ".tools")
     browser.page.click("button:text-is('Kill')")
     browser.page.click("dialog button.danger")
     wait_for(lambda: experiment(shared_master, number)["state"] == "STATE_CANCELED")
     browser.page.wait_for_selector("button:text-is('Archive')")
-    client.send("DELETE", f"/api/v1/experiments/{number}")
-    client.send("DELETE", f"/api/v1/workspaces/{place}")
+    shared_master.client().send("DELETE", f"/api/v1/experiments/{number}")
 
 
-def test_tensorboard_is_started_opened_and_stopped(browser: Browser, done: int) -> None:
-    browser.open(f"/det/experiments/{done}/notes", ".tools")
-    browser.page.click("button:text-is('TensorBoard')")
-    browser.page.click("text=Start a TensorBoard")
-    browser.page.wait_for_selector("text=Open TensorBoard", timeout=120_000)
+def test_tensorboard_opens_in_window_that_waits(browser: Browser, done: int) -> None:
+    browser.open(f"/det/experiments/{done}/config", ".tools")
     with browser.page.expect_popup() as opened:
-        browser.page.click("text=Open TensorBoard")
-    opened.value.wait_for_load_state()
+        browser.page.click("button:text-is('TensorBoard')")
+    opened.value.wait_for_selector("tb-webapp", state="attached", timeout=120_000)
     assert ".localhost:" in opened.value.url
     with opened.value.expect_response(lambda answer: "/data/runs" in answer.url) as runs:
         opened.value.reload()
     assert runs.value.ok  # requests of TensorBoard's page carry the cookie of its own host name
-    assert "TensorBoard" in opened.value.title()
     opened.value.close()
-    browser.page.click("text=Stop TensorBoard")
-    browser.page.wait_for_selector("text=Start a TensorBoard")
+    browser.show("/det/tasks", "button[aria-label^='Kill']")
+    browser.page.click("button[aria-label^='Kill']")
+    browser.page.click("dialog button.danger")
+    browser.page.wait_for_selector("button[aria-label^='Kill']", state="detached")

@@ -56,18 +56,18 @@ def test_expired_login_is_reported_and_restores_address(
 ) -> None:
     window.page.goto(link(shared_master))
     window.page.wait_for_selector("main h1")
-    window.open("/det/clusters?hours=6", "main table")
+    window.open("/det/experiments?state=ERROR", ".table")
     token = next(cookie["value"] for cookie in window.page.context.cookies() if cookie["name"] == "auth")
     Client(shared_master.address, token).post("/api/v1/auth/logout")
-    window.page.select_option("label:has-text('Over the last') select", "1")
+    window.show("/det/tasks?living=1")
     window.page.wait_for_selector(".banner[role=alert]:has-text('Your login has expired')")
-    assert window.text("main h1") == "Cluster"  # The view stays visible.
+    assert window.text("main h1") == "Tasks"  # The view stays visible.
     window.page.click(".banner button")
     window.page.wait_for_selector("#password")
-    assert window.page.url == f"{window.address}/det/clusters?hours=1"
+    assert window.page.url == f"{window.address}/det/tasks?living=1"
     window.page.fill("#password", shared_master.password())
     window.page.click("form button")
-    window.page.wait_for_selector("main table")
-    assert window.page.url == f"{window.address}/det/clusters?hours=1"
+    window.page.wait_for_selector("main .table")
+    assert window.page.url == f"{window.address}/det/tasks?living=1"
     assert window.page.locator(".banner").count() == 0
     window.problems[:] = [one for one in window.problems if "401" not in one]

@@ -149,39 +149,15 @@ def test_invalid_log_requests_return_errors(seeded: Seeded, query: str, status: 
     assert words in answer.error
 
 
-def test_outlier_ranks_are_charted_among_many(seeded: Seeded) -> None:
+def test_instruments_are_of_newest_report(seeded: Seeded) -> None:
     master = seeded.master
     master.write(lambda tx: add_instruments(tx, seeded.other, 100, num_reports=3))
-    found = master.get(f"/page/trials/{seeded.other}/instruments/series?name=process_memory_bytes").json
-    assert found["ranks"] == 100
-    assert [curve["rank"] for curve in found["curves"]] == list(range(36, 100))
-    assert found["curves"][0]["batches"] == [10, 20, 30]
     newest = master.get(f"/page/trials/{seeded.other}/instruments").json["report"]
     assert newest["batches"] == 30
     assert len(newest["ranks"]["forward_ms"]) == 100
     assert newest["values"]["timed_by"] == "host clock"
-
-
-def test_instruments_merge_runs_of_different_sizes(seeded: Seeded) -> None:
-    def fill(tx):
-        trial = trials_of(tx, add_experiment(tx))[0]
-        rows = [
-            (10, {"ranks": {"batch_ms": [1.0, 2.0, 3.0]}}),
-            (20, {"ranks": {"batch_ms": [4.0, None]}}),
-            (30, {"ranks": {"batch_ms": ["NaN"]}}),
-            (40, {"ranks": "damaged"}),
-        ]
-        add_metric(tx, trial, "telemetry", rows)
-        return trial
-
-    trial = seeded.master.write(fill)
-    curves = seeded.master.get(f"/page/trials/{trial}/instruments/series?name=batch_ms").json["curves"]
-    assert [(curve["batches"], curve["values"]) for curve in curves] == [
-        ([10, 20, 30], [1.0, 4.0, "NaN"]),
-        ([10], [2.0]),
-        ([10], [3.0]),
-    ]
-    assert seeded.master.get(f"/page/trials/{trial}/instruments").json["report"]["ranks"] == {}
+    master.write(lambda tx: add_metric(tx, seeded.other, "telemetry", [(40, {"ranks": "damaged"})]))
+    assert master.get(f"/page/trials/{seeded.other}/instruments").json["report"]["ranks"] == {}
 
 
 def test_experiment_is_compared_by_its_best_trial(seeded: Seeded) -> None:

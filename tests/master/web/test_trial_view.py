@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Callable
 
 import pytest
@@ -66,25 +67,6 @@ def test_metric_charts_are_grouped_and_mark_restarts(browser: Browser, seeded: S
     assert browser.page.locator("main img").count() == 0
 
 
-def test_charts_share_hover_pins_and_baseline(
-    browser: Browser, seeded: Seeded, seeded_master: Master
-) -> None:
-    other = seeded_master.write(lambda tx: trials_of(tx, seeded.experiment)[1])
-    browser.show(f"/det/trials/{seeded.trial}", ".chart")
-    browser.page.hover(".chart .plot >> nth=0")
-    browser.until("document.querySelectorAll('.tip').length > 1")
-    browser.page.click("button[aria-label='Pin accuracy'] >> nth=0")
-    browser.until("document.querySelector('main h2')?.innerText === 'pinned'")
-    browser.page.click("button:has-text('Pin as baseline')")
-    browser.show(f"/det/trials/{other}", f"h1:has-text('Trial {other}')")
-    browser.until("document.querySelector('main h2')?.innerText === 'pinned'")
-    browser.until(f"document.querySelector('.legend')?.innerText.includes('baseline: trial {seeded.trial}')")
-    browser.page.click("button[aria-label='Unpin validation: accuracy']")
-    browser.show(f"/det/trials/{seeded.trial}", f"h1:has-text('Trial {seeded.trial}')")
-    browser.page.click("button:has-text('No baseline')")
-    browser.until("document.querySelector('.legend') === null")
-
-
 def test_failed_trial_shows_error_and_no_star(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         experiment = add_experiment(tx, name="fails", num_trials=1, num_points=3, state="ERROR")
@@ -145,10 +127,6 @@ def test_instruments_are_shown_by_rank(browser: Browser, seeded: Seeded) -> None
     assert memory.count() == 4
     assert "840 MiB" in memory.nth(1).inner_text()
     assert "41 %" in browser.text(".numbers")
-    browser.page.select_option("label:has-text('Instrument') select", "process_memory_bytes")
-    browser.until(
-        "document.querySelector('[aria-label^=\"process memory (bytes) by rank\"]')?.ariaLabel.includes('4 curves')"
-    )
 
 
 def test_missing_instruments_page_names_telemetry_setting(
@@ -165,7 +143,7 @@ def test_trial_tabs_list_hyperparameters_checkpoints_and_runs(browser: Browser, 
     browser.page.click("nav.tabs a:has-text('Checkpoints')")
     browser.page.wait_for_selector("tbody tr[data-idx]")
     row = browser.text("tbody tr[data-idx='0']")
-    assert CHECKPOINT in row
+    assert CHECKPOINT[:8] in row
     assert "1.0 MiB" in row
     browser.page.click("nav.tabs a:has-text('Runs')")
     browser.page.wait_for_selector("table[aria-label=Runs] tr[data-idx='2']")
@@ -250,3 +228,31 @@ def test_unknown_trial_shows_error(open_browser: Open) -> None:
     browser.open("/det/trials/999999", "main .problem")
     assert "trial 999999 is not found" in browser.text("main .problem")
     browser.forgive("404")
+
+
+def test_extreme_report_times_break_no_view(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    for told, status in (
+        ("0001-01-01T00:00:00Z", 200),
+        ("9999-12-31T23:59:59.999999Z", 200),
+        ("9999-12-31T23:59:59-23:00", 400),
+        ("0001-01-01T00:00:00+23:00", 400),
+    ):
+        body = {
+            "uuid": str(uuid.uuid4()),
+            "taskId": "1.request",
+            "allocationId": "1.request.1",
+            "reportTime": told,
+        }
+        answer = seeded_master.send(
+            "POST",
+            "/api/v1/checkpoints",
+            {**body, "resources": {"a": "1"}, "metadata": {"steps_completed": 1}, "state": "STATE_COMPLETED"},
+            token="trial-1",
+        )
+        assert answer.status == status, answer.content
+    browser = open_browser()
+    browser.open("/det/experiments/1/checkpoints", "tbody tr[data-idx='0']")
+    browser.show("/det/trials/1/checkpoints", "tbody tr[data-idx='0']")
+    assert [text for text in browser.texts("time") if "Invalid" in text] == []

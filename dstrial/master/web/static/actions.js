@@ -1,7 +1,7 @@
 // What a person can do with experiments and trials; the master's own requests.
 
 import { send } from "./api.js";
-import { attempt, notice } from "./parts/basics.js";
+import { attempt } from "./parts/basics.js";
 import { confirmed } from "./parts/dialog.js";
 
 /** @typedef {{ name: string, verb: string, isEnd?: boolean, can: (row: any) => boolean, question?: string }} Action */
@@ -29,13 +29,10 @@ export async function actOnExperiments(action, rows) {
   if (!ids.length) return false;
   const what = ids.length === 1 ? `experiment ${ids[0]}` : `${ids.length} experiments`;
   if (action.question && !(await confirmed(action.question.replace("{what}", what), action.name))) return false;
-  return attempt(async () => {
-    // Project -1 stands for experiments of any.
-    const { results = [] } = await send(action.verb === "delete" ? "DELETE" : "POST", `/api/v1/projects/-1/experiments/${action.verb}`, {
-      projectId: -1, experimentIds: ids,
-    });
-    const problems = results.filter((/** @type {any} */ one) => one.error);
-    for (const one of problems) notice(`experiment ${one.id}: ${one.error}`, true);
-    if (problems.length < ids.length) notice(`${action.name}: ${what}`);
-  });
+  let isDone = false;
+  for (const id of ids) {
+    const [method, path] = action.verb === "delete" ? ["DELETE", ""] : ["POST", `/${action.verb}`];
+    isDone = (await attempt(() => send(method, `/api/v1/experiments/${id}${path}`), `${action.name}: experiment ${id}`)) || isDone;
+  }
+  return isDone;
 }

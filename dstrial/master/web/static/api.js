@@ -1,7 +1,5 @@
 // Asks the master, and says what keeps it from answering.
 
-import { hear } from "./format.js";
-
 /** What the page knows of its login and of the master: "ok", "expired" or "unreachable". @typedef {"ok" | "expired" | "unreachable"} Reach */
 
 /** @type {Reach} */
@@ -64,7 +62,6 @@ async function answer(method, path, body, signal) {
     setReach("unreachable");
     throw new ApiError(0, "the master does not answer");
   }
-  hear(response.headers.get("Date"));
   if (response.ok) {
     setReach("ok");
     return response;

@@ -43,22 +43,6 @@ const VIEWS = [
 /** @type {View} */
 const NOWHERE = { fits: () => true, show: () => html`<main class="nowhere"><h1 tabindex="-1">There is nothing at this address</h1><p><code>${location.pathname}</code> is no view of this page.</p><p><a class="button" href="/det/experiments">Go to the experiments</a></p></main>` };
 
-/** @param {string} theme "", "light" or "dark" */
-function setTheme(theme) {
-  if (theme) document.documentElement.dataset.theme = theme;
-  else delete document.documentElement.dataset.theme;
-  window.dispatchEvent(new Event("themechange"));
-}
-
-function Theme() {
-  const [theme, set] = useState(() => localStorage.getItem("theme") ?? "");
-  return html`<select aria-label="Colours" value=${theme} onChange=${(/** @type {any} */ event) => {
-    set(event.target.value);
-    localStorage.setItem("theme", event.target.value);
-    setTheme(event.target.value);
-  }}><option value="">as the system</option><option value="light">light</option><option value="dark">dark</option></select>`;
-}
-
 function Reach() {
   const [reach, set] = useState(/** @type {import("./api.js").Reach} */ ("ok"));
   useEffect(() => onReach(set), []);
@@ -94,7 +78,7 @@ function Page() {
       <nav aria-label="Main">
         ${VIEWS.filter((one) => one.title).map((one) => html`<a href=${one.href} aria-current=${one === view || one === view.below ? "page" : undefined}>${one.title}</a>`)}
       </nav>
-      <span class="who">${data && html`<span title="cluster">${data.cluster || "dstrial"}</span> · ${data.slots} ${data.slots === 1 ? "slot" : "slots"} · ${data.user}`} <${Theme} /></span>
+      <span class="who">${data && html`<span title="cluster">${data.cluster || "dstrial"}</span> · ${data.slots} ${data.slots === 1 ? "slot" : "slots"} · ${data.user}`}</span>
     </header>
     <${Reach} />
     ${data?.damage && html`<p class="problem banner" role="alert">${data.damage}</p>`}
@@ -103,8 +87,6 @@ function Page() {
   </div>`;
 }
 
-setTheme(localStorage.getItem("theme") ?? "");
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => window.dispatchEvent(new Event("themechange")));
 startLive(notice);
 const place = /** @type {HTMLElement} */ (document.getElementById("page"));
 place.textContent = "";

@@ -1,142 +1,53 @@
-// Curves of a metric of many trials: asked for in parts, so that the first are there at once, and only their ends again.
+// Curves of a metric of many trials: only those that have changed are asked for again.
 
-import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
+import { html, useEffect, useMemo, useRef } from "htm/preact/standalone";
 import { get } from "./api.js";
 import { duration, elapsed, toNumber } from "./format.js";
-import { subscribe } from "./live.js";
+import { useLive } from "./live.js";
 import { useParam } from "./router.js";
 
 /** @typedef {{ trial: number, batches: number[], times: number[], values: number[], points: number }} Series */
 
+/** Trials in a request. */
 const AT_ONCE = 100;
-/** The most interesting ones are there soon. */
-const AT_FIRST = 20;
-/** Requests: the master reads one while it sends another, and has readers left for others. */
-const SIDE_BY_SIDE = 2;
 const POINTS = 1000;
 /** Of all curves together: more are not told apart, and make everything slow. */
-const MOST_POINTS = 300_000;
-const GAP_MS = 1500;
-/** Of the gap, while the answers are errors. */
-const MOST_DOUBLINGS = 5;
+const MOST_POINTS = 100_000;
 
 /** @param {any} one as the master sends it @returns {Series} */
-function read(one) {
-  return { ...one, values: one.values.every((/** @type {unknown} */ value) => typeof value === "number") ? one.values : one.values.map(toNumber) };
-}
+export const readSeries = (one) => ({ ...one, values: one.values.map(toNumber) });
 
 /**
- * @param {number[]} trials the most interesting first
+ * @param {number[]} trials
  * @param {string} metric "group.name"
  * @returns {{ series: Map<number, Series>, isLoading: boolean, error: Error | null }}
  */
 export function useCurves(trials, metric) {
-  const [found, setFound] = useState(/** @type {Map<number, Series>} */ (new Map()));
-  const [isLoading, setLoading] = useState(true);
-  const [error, setError] = useState(/** @type {Error | null} */ (null));
   const wanted = useRef(trials);
   wanted.current = trials;
-  const look = useRef(() => {});
-  const key = trials.join(",");
   const group = metric.slice(0, metric.indexOf("."));
   const name = metric.slice(metric.indexOf(".") + 1);
-  // Of one metric, however often its trials change: a search that makes some all the time would never let a load end.
+  /** @type {(signal: AbortSignal, change: Set<string> | null, before: Map<number, Series> | null) => Promise<Map<number, Series>>} */
+  const load = async (signal, change, before) => {
+    const changed = new Set([...(change ?? [])].map((topic) => Number(topic.split(":")[1])));
+    const found = new Map(change ? before : []);
+    const ids = wanted.current.filter((id) => !found.has(id) || changed.has(id));
+    const points = Math.max(100, Math.min(POINTS, Math.round(MOST_POINTS / (wanted.current.length || 1))));
+    for (let start = 0; metric && start < ids.length; start += AT_ONCE) {
+      const { series } = await get("/page/series", { trials: ids.slice(start, start + AT_ONCE), group, name, points }, signal);
+      for (const one of series) found.set(one.trial, readSeries(one));
+    }
+    return found;
+  };
+  const { data, error, refresh } = useLive(load, (topic) => /^(metrics|trial):/.test(topic) && wanted.current.includes(Number(topic.split(":")[1])), [metric]);
   useEffect(() => {
-    const abort = new AbortController();
-    /** Those that were asked for. @type {Set<number>} */
-    const known = new Set();
-    /** Those of them that have changed since. @type {Set<number>} */
-    const dirty = new Set();
-    let isBusy = false;
-    let isDue = false;
-    let timer = 0;
-    let failures = 0;
-    setFound(new Map());
-    /** @param {number[]} ids */
-    async function load(ids) {
-      const points = Math.max(200, Math.min(POINTS, Math.round(MOST_POINTS / wanted.current.length)));
-      let start = 0;
-      /** @param {number} count */
-      async function ask(count) {
-        const part = ids.slice(start, start + count);
-        start += count;
-        part.forEach((id) => dirty.delete(id));
-        const { series } = await get("/page/series", { trials: part, group, name, points }, abort.signal);
-        setFound((before) => {
-          const now = new Map(before);
-          for (const one of series) now.set(one.trial, read(one));
-          return now;
-        });
-      }
-      async function rest() {
-        while (start < ids.length)
-          try {
-            await ask(AT_ONCE);
-          } catch (problem) {
-            start = ids.length; // The others ask for no more either.
-            throw problem;
-          }
-      }
-      await ask(AT_FIRST);
-      const ends = await Promise.allSettled(Array.from({ length: SIDE_BY_SIDE }, rest));
-      for (const end of ends) if (end.status === "rejected") throw end.reason;
-    }
-    async function run() {
-      const ids = wanted.current.filter((id) => !known.has(id) || (isDue && dirty.has(id)));
-      setLoading(ids.some((id) => !known.has(id)));
-      ids.forEach((id) => known.add(id));
-      isDue = false;
-      if (!ids.length) return;
-      isBusy = true;
-      try {
-        await load(ids);
-        failures = 0;
-        setError(null);
-      } catch (problem) {
-        if (abort.signal.aborted) return;
-        failures += 1;
-        isDue = false;
-        ids.forEach((id) => dirty.add(id));
-        setError(/** @type {Error} */ (problem));
-      }
-      isBusy = false;
-      setLoading(false);
-      plan();
-    }
-    /** New ones are asked for at once, those that have changed after a while, which new ones do not make longer. */
-    function plan() {
-      if (isBusy) return;
-      if (!timer && !isDue && wanted.current.some((id) => dirty.has(id)))
-        timer = window.setTimeout(() => {
-          timer = 0;
-          isDue = true;
-          plan();
-        }, GAP_MS * 2 ** Math.min(failures, MOST_DOUBLINGS));
-      run();
-    }
-    look.current = metric ? plan : () => setLoading(false);
-    const end = subscribe((change) => {
-      if (change === null) {
-        known.forEach((id) => dirty.add(id));
-        failures = 0; // The master answers again.
-        window.clearTimeout(timer);
-        timer = 0;
-      } else
-        for (const topic of change) {
-          const [kind, id] = topic.split(":");
-          if ((kind === "metrics" || kind === "trial") && known.has(Number(id))) dirty.add(Number(id));
-        }
-      look.current();
-    });
-    return () => {
-      abort.abort();
-      window.clearTimeout(timer);
-      end();
-    };
-  }, [metric]);
-  useEffect(() => look.current(), [key, metric]);
-  return { series: found, isLoading, error };
+    if (data) refresh();
+  }, [trials.join(","), Boolean(data)]);
+  return { series: data ?? NONE, isLoading: !data && !error, error };
 }
+
+/** @type {Map<number, Series>} */
+const NONE = new Map();
 
 /** What the x axis can be. @type {[string, string][]} */
 const AXES = [["batches", "batches"], ["epochs", "epochs"], ["records", "records"], ["time", "time since the start"]];

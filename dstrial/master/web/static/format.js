@@ -1,4 +1,4 @@
-// Numbers, times and sizes as people read them, and what time it is for the master.
+// Numbers, times and sizes as people read them.
 
 /** @param {unknown} value a number, or one of the words NaN, Infinity, -Infinity @returns {number} */
 export function toNumber(value) {
@@ -15,24 +15,6 @@ export function number(value, digits = 5) {
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-4 || size >= 1e9)) return value.toExponential(Math.max(digits - 2, 0)).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(digits)));
-}
-
-const MOST_DIGITS = 9;
-
-/**
- * Texts along an axis: short also where numbers are large (840M, 1.25G), with as many digits as tell one from the next.
- *
- * @param {(number | null)[]} values null has no text @param {number} step from one to the next @returns {string[]}
- */
-export function ticks(values, step) {
-  const most = Math.max(...values.map((value) => Math.abs(value ?? 0)));
-  const digits = Math.min(MOST_DIGITS, Math.max(4, Math.ceil(Math.log10(most / step)) + 1 || 0));
-  return values.map((value) => {
-    if (value === null) return "";
-    const power = Math.floor(Math.log10(Math.abs(value)) / 3);
-    if (!(power >= 2 && power <= 5)) return number(value, digits);
-    return `${number(value / 1000 ** power, digits)}${["M", "G", "T", "P"][power - 2]}`;
-  });
 }
 
 /** @param {unknown} value of a hyperparameter @returns {string} */
@@ -109,23 +91,13 @@ export function utcTime(text) {
 
 /** @param {string} from @param {string | null} to @returns {number} seconds, up to now without an end; 0 where a clock was set back between */
 export function secondsBetween(from, to) {
-  return Math.max(0, (to ? Date.parse(to) : now()) - Date.parse(from)) / 1000;
+  return Math.max(0, (to ? Date.parse(to) : Date.now()) - Date.parse(from)) / 1000;
 }
 
-/**
- * Time that has passed, also where a clock was set back, or another one began: it goes on from where it was.
- *
- * @param {number[]} times milliseconds, in the order of what happened @param {number} start
- * @returns {number[]} seconds, ascending, from 0
- */
+/** @param {number[]} times milliseconds @param {number} start @returns {number[]} seconds since the start, never falling: a clock may be set back */
 export function elapsed(times, start) {
-  let zero = start;
   let last = 0;
-  return times.map((ms) => {
-    if (ms - zero < last) zero = ms - last;
-    last = ms - zero;
-    return last / 1000;
-  });
+  return times.map((ms) => (last = Math.max(last, (ms - start) / 1000)));
 }
 
 /**
@@ -162,23 +134,4 @@ export function csv(rows) {
     return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
   return rows.map((row) => row.map(cell).join(",")).join("\r\n") + "\r\n";
-}
-
-// The reader's clock may be wrong, and may jump while a page is open.
-const MOST_DELAY_MS = 2000;
-/** The master's time at which this page's own clock, which never jumps, was at 0. */
-let zeroMs = NaN;
-
-/** An answer has come. @param {string | null} date when the master wrote it, as HTTP has it */
-export function hear(date) {
-  const found = Date.parse(date ?? "") - performance.now();
-  if (Number.isNaN(found)) return;
-  // The time is of whole seconds, and an answer is under way for a while: what is latest is nearest to the truth, unless the
-  // master's clock was set, or this machine slept.
-  if (!(found <= zeroMs && zeroMs - found < MOST_DELAY_MS)) zeroMs = found;
-}
-
-/** @returns {number} milliseconds since 1970, UTC; by the reader's clock before the first answer */
-export function now() {
-  return Number.isNaN(zeroMs) ? Date.now() : zeroMs + performance.now();
 }

@@ -82,25 +82,26 @@ const SHARE_OF_TIME = 4;
  * @template T
  * @param {(signal: AbortSignal, change: Change, before: T | null) => Promise<T>} load gives the whole; may add to what was there
  * @param {(topic: string) => boolean} concerns
- * @param {unknown[]} deps what makes it something else
- * @returns {{ data: T | null, error: Error | null, reload: () => void }}
+ * @param {unknown[]} deps what is loaded is another thing when one of them changes
+ * @returns {{ data: T | null, error: Error | null, reload: () => void, refresh: () => void }} `reload` loads everything again, `refresh` what `load` finds missing
  */
 export function useLive(load, concerns, deps) {
   const [state, setState] = useState(/** @type {{data: T | null, error: Error | null}} */ ({ data: null, error: null }));
-  const again = useRef(() => {});
+  const again = useRef((/** @type {Change} */ _change) => {});
   useEffect(() => {
     const abort = new AbortController();
     /** @type {T | null} */
     let data = null;
     let isLoading = false;
     let isWanted = false;
-    /** @type {Set<string> | null} */
+    /** @type {Change} */
     let pending = null;
     let nextMs = 0;
     let timer = 0;
     setState({ data: null, error: null });
 
     async function run() {
+      timer = 0;
       if (isLoading || abort.signal.aborted) return;
       isLoading = true;
       isWanted = false;
@@ -114,33 +115,24 @@ export function useLive(load, concerns, deps) {
         if (!abort.signal.aborted) setState({ data, error: /** @type {Error} */ (error) });
         pending = null;
       }
-      const tookMs = performance.now() - startMs;
-      nextMs = performance.now() + Math.max(MIN_GAP_MS, tookMs * SHARE_OF_TIME);
+      const endMs = performance.now();
+      nextMs = endMs + Math.max(MIN_GAP_MS, (endMs - startMs) * SHARE_OF_TIME);
       isLoading = false;
       if (isWanted) plan();
     }
     function plan() {
       isWanted = true;
-      if (isLoading || timer) return;
-      timer = window.setTimeout(() => {
-        timer = 0;
-        run();
-      }, Math.max(0, nextMs - performance.now()));
+      if (!isLoading && !timer) timer = window.setTimeout(run, Math.max(0, nextMs - performance.now()));
     }
-    again.current = () => {
-      pending = null;
+    again.current = (change) => {
+      if (!change) pending = null;
       nextMs = 0;
       plan();
     };
     const end = subscribe((change) => {
-      if (change === null) {
-        pending = null;
-        plan();
-        return;
-      }
-      const found = [...change].filter(concerns);
-      if (!found.length) return;
-      if (pending) found.forEach((topic) => pending?.add(topic));
+      const found = change && new Set([...change].filter(concerns));
+      if (found?.size === 0) return;
+      pending = pending && found && new Set([...pending, ...found]);
       plan();
     });
     ready.then(run);
@@ -150,5 +142,5 @@ export function useLive(load, concerns, deps) {
       end();
     };
   }, deps);
-  return { ...state, reload: () => again.current() };
+  return { ...state, reload: () => again.current(null), refresh: () => again.current(new Set()) };
 }

@@ -27,23 +27,6 @@ export function Problem({ error }) {
   return error ? html`<p class="problem" role="alert">${error.message}</p>` : null;
 }
 
-/** @param {{ points: [number[], number[]] | undefined, label: string }} props */
-export function Sparkline({ points, label }) {
-  if (!points || points[0].length < 2) return null;
-  const [xs, ys] = points;
-  const [left, right] = [xs[0], xs[xs.length - 1]];
-  const low = Math.min(...ys);
-  const high = Math.max(...ys);
-  const path = xs.map((x, idx) => `${(((x - left) / (right - left || 1)) * 76 + 2).toFixed(1)},${(20 - ((ys[idx] - low) / (high - low || 1)) * 16).toFixed(1)}`);
-  return html`<svg class="spark" width="80" height="22" role="img" aria-label=${label}><polyline points=${path.join(" ")} /></svg>`;
-}
-
-/** State kept by the browser, for all pages. @template T @param {string} name @param {T} fallback @returns {[T, (value: T) => void]} */
-export function useStored(name, fallback) {
-  const [value, set] = useState(() => /** @type {T} */ (JSON.parse(localStorage.getItem(name) ?? "null") ?? fallback));
-  return [value, (now) => { localStorage.setItem(name, JSON.stringify(now)); set(now); }];
-}
-
 /** Text with a button that copies it. @param {{ text: string, label?: string }} props */
 export function Copy({ text, label }) {
   const [isDone, setDone] = useState(false);

@@ -1,4 +1,4 @@
-// A table of any number of rows: sorted, with columns to choose, by mouse and keyboard, as CSV; only what is seen is drawn.
+// A table of any number of rows: sorted, with columns to choose, as CSV; only what is seen is drawn.
 
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import { csv, download } from "../format.js";
@@ -18,21 +18,15 @@ import { setParams, useLocation } from "../router.js";
 const ROW_PX = 33;
 const MARGIN_ROWS = 12;
 
-/** @param {unknown} a @param {unknown} b @returns {number} empty and NaN last */
-function compare(a, b) {
-  const isNoneA = a === null || a === undefined || a === "" || Number.isNaN(a);
-  const isNoneB = b === null || b === undefined || b === "" || Number.isNaN(b);
-  if (isNoneA || isNoneB) return Number(isNoneA) - Number(isNoneB);
-  if (typeof a === "number" && typeof b === "number") return a - b;
-  return String(a).localeCompare(String(b), undefined, { numeric: true });
-}
+/** @param {unknown} key */
+const isNone = (key) => key === null || key === undefined || key === "" || Number.isNaN(key);
 
-/** @param {any[]} rows @param {Column | undefined} column @param {boolean} isDescending @returns {any[]} */
+/** @param {any[]} rows @param {Column | undefined} column @param {boolean} isDescending @returns {any[]} empty and NaN last */
 function sorted(rows, column, isDescending) {
   if (!column) return rows;
+  const compare = (/** @type {any} */ a, /** @type {any} */ b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), undefined, { numeric: true }));
   const keyed = rows.map((row) => ({ row, key: column.value(row) }));
-  const isNone = (/** @type {unknown} */ key) => compare(key, 0) === 1 && compare(0, key) === -1 && (key === null || key === undefined || key === "" || Number.isNaN(key));
-  keyed.sort((a, b) => (isNone(a.key) || isNone(b.key) || !isDescending ? compare(a.key, b.key) : compare(b.key, a.key)));
+  keyed.sort(({ key: a }, { key: b }) => Number(isNone(a)) - Number(isNone(b)) || (isNone(a) ? 0 : isDescending ? compare(b, a) : compare(a, b)));
   return keyed.map(({ row }) => row);
 }
 
@@ -47,12 +41,11 @@ function sorted(rows, column, isDescending) {
  * @param {(ids: Set<any>) => void} [props.onSelect]
  * @param {(row: any) => string} [props.href] where a row leads
  * @param {(row: any) => string} [props.rowClass]
- * @param {(row: any | null) => void} [props.onHover]
  * @param {unknown} [props.tools] beside the table's own
  * @param {unknown} [props.empty] in place of rows
  */
 export function Table(props) {
-  const { name, label, columns, rows, selected, onSelect, href, onHover } = props;
+  const { name, label, columns, rows, selected, onSelect, href } = props;
   const { query } = useLocation();
   const sort = query.get(`${name}_sort`) ?? props.sort ?? "";
   const chosen = query.get(`${name}_columns`);
@@ -66,7 +59,6 @@ export function Table(props) {
     () => sorted(rows, columns.find((column) => column.id === sortId), isDescending),
     [rows, columns, sort],
   );
-  const [active, setActive] = useState(-1);
   const scroller = useRef(/** @type {HTMLDivElement | null} */ (null));
   const [view, setView] = useState({ first: 0, count: 40 });
 
@@ -92,29 +84,6 @@ export function Table(props) {
     if (!now.delete(id)) now.add(id);
     onSelect(now);
   }
-  /** @param {number} idx */
-  function focusRow(idx) {
-    const to = Math.max(0, Math.min(ordered.length - 1, idx));
-    setActive(to);
-    const box = scroller.current;
-    if (!box) return;
-    const top = to * ROW_PX;
-    if (top < box.scrollTop) box.scrollTop = top;
-    else if (top + 2 * ROW_PX > box.scrollTop + box.clientHeight) box.scrollTop = top + 2 * ROW_PX - box.clientHeight;
-    look();
-    requestAnimationFrame(() => /** @type {HTMLElement | null} */ (box.querySelector(`tr[data-idx="${to}"]`))?.focus());
-  }
-  /** @param {KeyboardEvent} event */
-  function onKeyDown(event) {
-    if (/** @type {Element} */ (event.target).closest("input, select, textarea, button, summary")) return;
-    const steps = /** @type {Record<string, number>} */ ({ ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20, Home: -1e9, End: 1e9 });
-    const row = ordered[active];
-    if (event.key in steps) focusRow(active + steps[event.key]);
-    else if (event.key === "Enter" && row && href) /** @type {HTMLElement | null} */ (scroller.current?.querySelector(`tr[data-idx="${active}"] a[href]`))?.click();
-    else if (event.key === " " && row) toggle(row.id);
-    else return;
-    event.preventDefault();
-  }
   const write = () =>
     download(`${name}.csv`, csv([shown.map((column) => column.title), ...ordered.map((row) => shown.map((column) => column.value(row)))]));
 
@@ -137,7 +106,7 @@ export function Table(props) {
       </details>
       <button onClick=${write}>CSV</button>
     </div>
-    <div class="scroller" ref=${scroller} onScroll=${look} onKeyDown=${onKeyDown} tabindex="0" role="region" aria-label=${label}>
+    <div class="scroller" ref=${scroller} onScroll=${look} tabindex="0" role="region" aria-label=${label}>
       <table aria-label=${label} aria-rowcount=${ordered.length + 1}>
         <thead>
           <tr aria-rowindex="1">
@@ -153,9 +122,7 @@ export function Table(props) {
           ${view.first > 0 && html`<tr aria-hidden="true" style=${{ height: `${view.first * ROW_PX}px` }}></tr>`}
           ${ordered.slice(view.first, last).map((row, at) => {
             const idx = view.first + at;
-            return html`<tr key=${row.id} data-idx=${idx} aria-rowindex=${idx + 2} tabindex="-1" class=${props.rowClass?.(row) ?? ""}
-              aria-selected=${selected ? selected.has(row.id) : undefined} onFocus=${() => setActive(idx)}
-              onMouseEnter=${onHover && (() => onHover(row))} onMouseLeave=${onHover && (() => onHover(null))}>
+            return html`<tr key=${row.id} data-idx=${idx} aria-rowindex=${idx + 2} class=${props.rowClass?.(row) ?? ""} aria-selected=${selected ? selected.has(row.id) : undefined}>
               ${selected && html`<td class="select"><input type="checkbox" aria-label=${`Select ${row.id}`} checked=${selected.has(row.id)} onChange=${() => toggle(row.id)} /></td>`}
               ${shown.map((column, place) => {
                 const content = column.show ? column.show(row) : column.value(row);

@@ -66,25 +66,6 @@ function Facts({ trials, experiments, onRemove }) {
     </table></div>`;
 }
 
-/** The configs and the code of two experiments, with what differs marked. @param {{ experiments: any[] }} props */
-function ConfigDiff({ experiments }) {
-  const [first, setFirst] = useParam("config_a", String(experiments[0]?.id ?? ""));
-  const [second, setSecond] = useParam("config_b", String(experiments[1]?.id ?? ""));
-  const [kind, setKind] = useParam("configs", "effective");
-  if (experiments.length < 2) return experiments.length ? html`<h2>Configs</h2><p class="muted">All trials are of one experiment, and have one config.</p>` : null;
-  const find = (/** @type {string} */ id) => experiments.find((one) => String(one.id) === id) ?? experiments[0];
-  const [a, b] = [find(first), find(second)];
-  const choices = experiments.map((one) => html`<option value=${String(one.id)}>${one.name} (${one.id})</option>`);
-  return html`<h2>Configs</h2>
-    <div class="filters">
-      <label>First <select value=${String(a.id)} onChange=${(/** @type {any} */ event) => setFirst(event.target.value)}>${choices}</select></label>
-      <label>Second <select value=${String(b.id)} onChange=${(/** @type {any} */ event) => setSecond(event.target.value)}>${choices}</select></label>
-      <label>As <select value=${kind} onChange=${(/** @type {any} */ event) => setKind(event.target.value)}><option value="effective">in effect</option><option value="submitted">submitted</option></select></label>
-    </div>
-    ${a.id === b.id ? html`<p class="muted">Choose two experiments.</p>` : html`<${Difference} id=${b.id} other=${a.id} kind=${kind} />
-      <h2>Code</h2><${Difference} id=${b.id} other=${a.id} kind="code" />`}`;
-}
-
 export function Compare() {
   const { query } = useLocation();
   const trialIds = numbersIn(query.get("trials"));
@@ -103,7 +84,7 @@ export function Compare() {
   if (isNone) return html`<main><h1 tabindex="-1">Compare</h1><p>Choose trials in the table of an experiment, or experiments in their list, and press Compare.</p><p><a href="/det/experiments">Go to the experiments</a></p></main>`;
   if (!data) return html`<main><h1 tabindex="-1">Compare</h1>${error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`}</main>`;
   const { trials, missing } = data;
-  const first = data.experiments[0];
+  const [first, second] = data.experiments;
   const fallback = first && (names.includes(`validation.${first.metric}`) ? `validation.${first.metric}` : names[0]);
   const metrics = chosen ? chosen.split(",").map(decodeURIComponent) : fallback ? [fallback] : [];
   /** @param {string[]} now */
@@ -125,6 +106,7 @@ export function Compare() {
       <div class=${metrics.length > 1 ? "charts" : ""}>${metrics.map((metric) => html`<${Overlay} key=${metric} metric=${metric} trials=${trials} experiments=${experiments} look=${look}
         onRemove=${metrics.length > 1 ? () => choose(metrics.filter((one) => one !== metric)) : undefined} />`)}</div>
       <${Facts} trials=${trials} experiments=${experiments} onRemove=${remove} />
-      <${ConfigDiff} experiments=${data.experiments} />`}
+      ${second && html`<h2>Configs of experiments ${first.id} and ${second.id}</h2><${Difference} id=${second.id} other=${first.id} kind="effective" />
+        <h2>Code</h2><${Difference} id=${second.id} other=${first.id} kind="code" />`}`}
   </main>`;
 }

@@ -12,7 +12,6 @@ import { Code } from "./experiment/code.js";
 import { Config } from "./experiment/config.js";
 import { HeadActions } from "./experiment/head_actions.js";
 import { Hyperparameters } from "./experiment/hyperparameters.js";
-import { Notes } from "./experiment/notes.js";
 import { Overview } from "./experiment/overview.js";
 import { Rungs } from "./experiment/rungs.js";
 
@@ -32,7 +31,6 @@ export const TABS = [
   { id: "checkpoints", title: "Checkpoints", show: Checkpoints },
   { id: "config", title: "Config", show: Config },
   { id: "code", title: "Code", show: Code },
-  { id: "notes", title: "Notes", show: Notes },
 ];
 
 const MANY = 200;
@@ -74,6 +72,7 @@ export function Experiment({ words }) {
       ${experiment.labels.map((/** @type {string} */ label) => html`<span class="label">${label}</span>`)}
     </div>
     ${experiment.description && html`<p>${experiment.description}</p>`}
+    ${experiment.notes && html`<pre tabindex="0">${experiment.notes}</pre>`}
     ${experiment.reason && html`<p class="problem">${experiment.reason}</p>`}
     <div class="tools">
       <${HeadActions} id=${id} experiment=${experiment} reload=${reload} />

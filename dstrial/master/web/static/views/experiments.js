@@ -1,11 +1,11 @@
 // The list of experiments: found, sorted, compared, and acted on together.
 
-import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
+import { html, useMemo, useState } from "htm/preact/standalone";
 import { ACTIONS, actOnExperiments, isEnded } from "../actions.js";
 import { get } from "../api.js";
 import { bytes, duration, number, plain, secondsBetween, shortNames } from "../format.js";
 import { useLive } from "../live.js";
-import { Problem, Progress, Sparkline, State, Time } from "../parts/basics.js";
+import { Problem, Progress, State, Time } from "../parts/basics.js";
 import { filterRows } from "../parts/filter.js";
 import { Table } from "../parts/table.js";
 import { navigate, useParam } from "../router.js";
@@ -13,7 +13,6 @@ import { navigate, useParam } from "../router.js";
 const TOPIC = /^(experiment|metrics):/;
 const STATES = ["QUEUED", "STARTING", "RUNNING", "PAUSED", "COMPLETED", "CANCELED", "ERROR"];
 const MANY = 50;
-const FEW = 3;
 
 /** @param {string} topic @returns {number} of the experiment that a topic is about */
 const experimentOf = (topic) => Number(topic.split(":").pop());
@@ -67,42 +66,8 @@ function hyperparameters(row) {
   return { hp: found, may };
 }
 
-/** @param {{ rows: any[] }} props the best trial's curve of what is on the screen */
-function useSparklines({ rows }) {
-  const [found, setFound] = useState(/** @type {Record<string, any>} */ ({}));
-  const asked = useRef(new Map());
-  const asking = useRef(/** @type {AbortController | null} */ (null));
-  useEffect(() => () => asking.current?.abort(), []);
-  useEffect(() => {
-    if (asking.current) return; // Answers come for rows that have changed, too; what is new is asked for after them.
-    const wanted = rows.filter((row) => row.bestTrial && asked.current.get(row.id) !== `${row.best} ${row.progress}`).slice(0, 100);
-    if (!wanted.length) return;
-    const abort = new AbortController();
-    asking.current = abort;
-    for (const row of wanted) asked.current.set(row.id, `${row.best} ${row.progress}`);
-    get("/page/sparklines", { ids: wanted.map((row) => row.id) }, abort.signal)
-      .finally(() => (asking.current = null))
-      .then(({ sparklines }) => setFound((before) => ({ ...before, ...sparklines })))
-      .catch(() => wanted.forEach((row) => asked.current.delete(row.id)));
-  }, [rows, found]);
-  return found;
-}
-
 /** @param {string} reason of an experiment's end @returns {string} without the part that is the same for each failure */
 const brief = (reason) => reason.replace(/^trial \d+: max_restarts is \d+: /, "");
-
-/** What a person wants to know first. @param {{ rows: any[] }} props the newest first */
-function Now({ rows }) {
-  const name = (/** @type {any} */ row) => html`<a href=${`/det/experiments/${row.id}`}>${row.name} <span class="muted">(${row.id})</span></a>`;
-  /** @type {[string, any[], (row: any) => unknown][]} */
-  const parts = [
-    ["Running and queued", rows.filter((row) => !isEnded(row) && row.state !== "PAUSED"), (row) => html`<${Progress} value=${row.progress} label=${`progress of ${row.name}`} />${timeLeft(row) ? ` ${duration(timeLeft(row))} left` : ""}`],
-    ["Failed", rows.filter((row) => row.state === "ERROR"), (row) => html`<span class="problem">${brief(row.reason) || "error"}</span> <${Time} at=${row.end} isAgo />`],
-    ["Completed", rows.filter((row) => row.state === "COMPLETED" && row.best !== null), (row) => html`${row.metric} <b>${number(row.best)}</b> <${Time} at=${row.end} isAgo />`],
-  ];
-  return html`<div class="now">${parts.map(([title, found, show]) => html`<section aria-label=${title}><h2>${title} <span class="muted">${found.length}</span></h2>
-    ${found.length ? html`<ul>${found.slice(0, FEW).map((row) => html`<li>${name(row)} <span class="muted">${show(row)}</span></li>`)}</ul>` : html`<p class="muted">None.</p>`}</section>`)}</div>`;
-}
 
 export function Experiments() {
   const { data, error, reload } = useLive(load, (topic) => TOPIC.test(topic), []);
@@ -127,7 +92,6 @@ export function Experiments() {
       (row) => [row.id, row.name, row.description, row.user, row.project, ...row.labels].join(" "),
     );
   }, [all, text, state, archived]);
-  const sparklines = useSparklines({ rows });
   const short = useMemo(() => shortNames(names), [names]);
   const isAlone = new Set(all.map((row) => row.user)).size < 2;
   const columns = useMemo(
@@ -138,7 +102,6 @@ export function Experiments() {
       { id: "progress", title: "Progress", value: (/** @type {any} */ row) => row.progress, show: (/** @type {any} */ row) => html`<${Progress} value=${row.progress} state=${row.state} />` },
       { id: "left", title: "Left", isNumber: true, hint: "time left, if it goes on as it went", value: timeLeft, show: (/** @type {any} */ row) => duration(timeLeft(row)) },
       { id: "best", title: "Best", isNumber: true, value: (/** @type {any} */ row) => row.best, show: (/** @type {any} */ row) => (row.best === null || row.state === "ERROR" ? "" : html`<span class="muted">${row.metric}</span> ${number(row.best)}`) },
-      { id: "curve", title: "Curve", value: (/** @type {any} */ row) => row.metric, show: (/** @type {any} */ row) => html`<${Sparkline} points=${sparklines[row.id]} label=${`${row.metric} of the best trial`} />` },
       { id: "trials", title: "Trials", isNumber: true, value: (/** @type {any} */ row) => row.trials },
       { id: "searcher", title: "Searcher", value: (/** @type {any} */ row) => row.searcher },
       { id: "user", title: "User", isHidden: isAlone, value: (/** @type {any} */ row) => row.user },
@@ -153,7 +116,7 @@ export function Experiments() {
       { id: "end", title: "Ended", isHidden: true, value: (/** @type {any} */ row) => row.end, show: (/** @type {any} */ row) => html`<${Time} at=${row.end} />` },
       ...names.map((name) => ({ id: `hp.${name}`, title: short.get(name) ?? name, hint: name, isHidden: true, value: (/** @type {any} */ row) => row.hp[name], show: (/** @type {any} */ row) => plain(row.hp[name]) })),
     ],
-    [names, sparklines, isAlone],
+    [names, isAlone],
   );
   const chosen = all.filter((row) => selected.has(row.id));
   const counts = useMemo(() => STATES.map((one) => [one, all.filter((row) => row.state === one && (archived || !row.archived)).length]), [all, archived]);
@@ -161,7 +124,6 @@ export function Experiments() {
   return html`<main>
     <h1 tabindex="-1">Experiments</h1>
     <${Problem} error=${error} />
-    ${all.length > FEW && !text && !state && html`<${Now} rows=${all.filter((row) => !row.archived)} />`}
     <div class="filters">
       <input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter"
         placeholder="Filter: words, label:long, user:ann, lr<0.01, loss<=0.5" title="Words are looked for in name, description, labels, user and project. name:text contains, name=value is, <, >, <=, >=, != compare; a minus before any of these negates." />

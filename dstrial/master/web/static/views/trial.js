@@ -5,15 +5,16 @@ import { isEnded } from "../actions.js";
 import { get, send } from "../api.js";
 import { duration, number, secondsBetween } from "../format.js";
 import { useLive } from "../live.js";
-import { attempt, Problem, Progress, State, Time, useStored } from "../parts/basics.js";
+import { attempt, Problem, Progress, State, Time } from "../parts/basics.js";
 import { confirmed } from "../parts/dialog.js";
 import { Tabs } from "../router.js";
+import { Checkpoints } from "./experiment/checkpoints.js";
 import { Logs } from "./logs.js";
 import { Instruments } from "./trial/instruments.js";
 import { Metrics } from "./trial/metrics.js";
-import { Checkpoints, Hyperparameters, Runs } from "./trial/tables.js";
+import { Hyperparameters, Runs } from "./trial/tables.js";
 
-/** @typedef {{ id: string, title: string, show: any }} Tab `show` is given `trial`, `experiment`, `runs`, `metrics` and `baseline` */
+/** @typedef {{ id: string, title: string, show: any }} Tab `show` is given `trial`, `experiment`, `runs` and `metrics` */
 
 /** @type {Tab[]} the first is shown where the address names none */
 export const TRIAL_TABS = [
@@ -21,7 +22,7 @@ export const TRIAL_TABS = [
   { id: "instruments", title: "Instruments", show: Instruments },
   { id: "logs", title: "Logs", show: (/** @type {any} */ { trial }) => html`<${Logs} of=${{ trial: trial.id }} />` },
   { id: "hyperparameters", title: "Hyperparameters", show: Hyperparameters },
-  { id: "checkpoints", title: "Checkpoints", show: Checkpoints },
+  { id: "checkpoints", title: "Checkpoints", show: (/** @type {any} */ { trial, experiment }) => html`<${Checkpoints} id=${trial.experiment} experiment=${experiment} trial=${trial.id} />` },
   { id: "runs", title: "Runs", show: Runs },
 ];
 
@@ -47,7 +48,6 @@ async function kill(trial) {
 export function Trial({ words }) {
   const { id, tab: wanted, base } = /** @type {{ id: number, tab: string, base: string }} */ (trialAddress(words));
   const own = useRef(0);
-  const [baseline, setBaseline] = useStored("baseline", /** @type {number | null} */ (null));
   const { data, error, reload } = useLive(
     (signal) => get(`/page/trials/${id}`, {}, signal),
     (topic) => topic === `trial:${id}` || topic.startsWith(`metrics:${id}:`) || topic === `experiment:${own.current}`,
@@ -80,10 +80,9 @@ export function Trial({ words }) {
     ${trial.job && html`<p class="muted">${trial.job}</p>`}
     <div class="tools">
       ${!isEnded(trial) && !isGone && html`<button class="danger" onClick=${async () => (await kill(trial)) && reload()}>Kill</button>`}
-      <button aria-pressed=${baseline === id} title="Draw this trial's curves in grey beside those of other trials" onClick=${() => setBaseline(baseline === id ? null : id)}>${baseline === id ? "No baseline" : "Pin as baseline"}</button>
       <a class="button" href=${`/det/compare?trials=${[...new Set([id, experiment.bestTrial ?? id])].join(",")}`}>Compare</a>
     </div>
     <${Tabs} tabs=${TRIAL_TABS.map((one) => [`${base}/${one.id}`, one.title])} now=${`${base}/${tab.id}`} label="Views of the trial" />
-    <${tab.show} key=${tab.id} trial=${trial} experiment=${experiment} runs=${runs} metrics=${metrics} baseline=${baseline === id ? null : baseline} />
+    <${tab.show} key=${tab.id} trial=${trial} experiment=${experiment} runs=${runs} metrics=${metrics} />
   </main>`;
 }

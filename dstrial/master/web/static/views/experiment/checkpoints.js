@@ -1,11 +1,11 @@
 // An experiment's checkpoints: what they hold, how to get at them, register and delete them.
 
-import { html, useEffect, useState } from "htm/preact/standalone";
+import { html, useState } from "htm/preact/standalone";
 import { get, send } from "../../api.js";
 import { bytes, number } from "../../format.js";
 import { useLive } from "../../live.js";
-import { attempt, Copy, notice, Problem, State, Time } from "../../parts/basics.js";
-import { asked, confirmed, Form } from "../../parts/dialog.js";
+import { attempt, Copy, Problem, State, Time } from "../../parts/basics.js";
+import { askedTexts, confirmed } from "../../parts/dialog.js";
 import { Table } from "../../parts/table.js";
 import { useParam } from "../../router.js";
 
@@ -23,14 +23,14 @@ function layoutText(layout) {
 const layoutOf = (row) => (row.layouts.length ? row.layouts.map(layoutText).join(" + ") : row.format ? `${row.format}` : "not told");
 const hasFiles = (/** @type {any} */ row) => row.state === "COMPLETED" || row.state === "PARTIALLY_DELETED";
 
-/** @param {{ id: number, experiment: any }} props */
-export function Checkpoints({ id, experiment }) {
+/** @param {{ id: number, experiment: any, trial?: number }} props only of one trial if it is given */
+export function Checkpoints({ id, experiment, trial }) {
   const [selected, setSelected] = useState(/** @type {Set<string>} */ (new Set()));
   const [shown, setShown] = useParam("checkpoint");
   const [withDeleted, setWithDeleted] = useParam("deleted");
   const { data, error, reload } = useLive((signal) => get(`/page/experiments/${id}/checkpoints`, {}, signal), (topic) => topic === `experiment:${id}` || topic.startsWith("trial:"), [id]);
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
-  const all = data.checkpoints;
+  const all = data.checkpoints.filter((/** @type {any} */ row) => !trial || row.trial === trial);
   const rows = withDeleted ? all : all.filter((/** @type {any} */ row) => row.state !== "DELETED");
   const chosen = rows.filter((/** @type {any} */ row) => selected.has(row.id) && hasFiles(row));
   const one = all.find((/** @type {any} */ row) => row.id === shown);
@@ -44,18 +44,22 @@ export function Checkpoints({ id, experiment }) {
     }
   };
   const register = async (/** @type {any} */ row) => {
-    const done = await askForModel(row.id);
-    if (done) {
-      notice(`${done.name}, version ${done.version}: checkpoint ${row.id}`);
-      reload();
-    }
+    const values = await askedTexts("Register as a model version", [
+      { name: "model", label: "Model", isRequired: true, hint: "the name of one of Models" },
+      { name: "name", label: "Name of the version" },
+      { name: "comment", label: "Comment" },
+    ], "Register");
+    if (!values) return;
+    const path = `/api/v1/models/${encodeURIComponent(values.model.trim())}/versions`;
+    await attempt(() => send("POST", path, { checkpointUuid: row.id, name: values.name, comment: values.comment }), `registered: checkpoint ${row.id}`);
+    reload();
   };
   return html`
     <${Problem} error=${error} />
     <div class="filters">
       <label><input type="checkbox" checked=${Boolean(withDeleted)} onChange=${(/** @type {any} */ event) => setWithDeleted(event.target.checked ? "1" : "")} /> with deleted ones (${all.filter((/** @type {any} */ row) => row.state === "DELETED").length})</label>
       <span class="muted">${bytes(all.filter(hasFiles).reduce((/** @type {number} */ sum, /** @type {any} */ row) => sum + row.bytes, 0))} in all</span>
-      ${data.more && html`<span class="muted">The newest ${all.length} are listed.</span>`}
+      ${data.more && html`<span class="muted">Only the newest ${data.checkpoints.length} of the experiment are listed.</span>`}
     </div>
     <${Table} name="checkpoints" label="Checkpoints" rows=${rows} sort="-time" selected=${selected} onSelect=${setSelected}
       rowClass=${(/** @type {any} */ row) => (row.id === shown ? "chosen" : "")}
@@ -96,42 +100,4 @@ function Details({ row, experiment, onDelete, onRegister, onClose }) {
     ${row.manifest && html`<p class="muted">SHA-256 of its manifest, as its trial has reported it: <code>${row.manifest}</code></p>`}
     <table class="plain"><tbody>${lines.map(([title, text]) => html`<tr><th scope="row">${title}</th><td><${Copy} text=${text} /></td></tr>`)}</tbody></table>
   </section>`;
-}
-
-/** @param {string} uuid of a checkpoint @returns {Promise<{ name: string, version: number } | null>} */
-const askForModel = (uuid) => asked((end) => html`<${Register} uuid=${uuid} onEnd=${end} />`);
-
-/** @param {{ uuid: string, onEnd: (done: { name: string, version: number } | null) => void }} props */
-function Register({ uuid, onEnd }) {
-  const [models, setModels] = useState(/** @type {any[] | null} */ (null));
-  const [model, setModel] = useState("");
-  const [name, setName] = useState("");
-  const [version, setVersion] = useState("");
-  const [comment, setComment] = useState("");
-  useEffect(() => {
-    get("/api/v1/models", { archived: false, sortBy: "SORT_BY_LAST_UPDATED_TIME", orderBy: "ORDER_BY_DESC", limit: 1000 })
-      .then((found) => setModels(found.models))
-      .catch(() => setModels([]));
-  }, []);
-  const register = async () => {
-    const known = models?.find((one) => String(one.id) === model);
-    const target = known ?? (await send("POST", "/api/v1/models", { name: name.trim() })).model;
-    if (!known) {
-      // A second try, if the version is refused, finds the model that the first has made.
-      setModels([target, ...(models ?? [])]);
-      setModel(String(target.id));
-    }
-    const { modelVersion } = await send("POST", `/api/v1/models/${target.id}/versions`, { modelName: target.name, checkpointUuid: uuid, name: version.trim(), comment });
-    onEnd({ name: target.name, version: modelVersion.version });
-  };
-  return html`<${Form} title="Register as a model version" action="Register" onDo=${register} onEnd=${() => onEnd(null)}>
-    <p class="muted">Checkpoint ${uuid}</p>
-    <label class="field">Model <select value=${model} onChange=${(/** @type {any} */ event) => setModel(event.target.value)}>
-      <option value="">a new model</option>
-      ${(models ?? []).map((one) => html`<option value=${String(one.id)}>${one.name} (${one.numVersions} ${one.numVersions === 1 ? "version" : "versions"})</option>`)}
-    </select></label>
-    ${!model && html`<label class="field">Name of the new model <input required value=${name} onInput=${(/** @type {any} */ event) => setName(event.target.value)} /></label>`}
-    <label class="field">Name of the version <input value=${version} placeholder="none" onInput=${(/** @type {any} */ event) => setVersion(event.target.value)} /></label>
-    <label class="field">Comment <input value=${comment} onInput=${(/** @type {any} */ event) => setComment(event.target.value)} /></label>
-  <//>`;
 }

@@ -26,7 +26,7 @@ export function Code({ id, experiment }) {
     </form>
     ${data.more && html`<p class="muted">There are more files than are listed.</p>`}
     ${other > 0
-      ? html`<${Difference} id=${id} other=${other} kind="code" />`
+      ? html`<h2>Configs</h2><${Difference} id=${id} other=${other} kind="effective" /><h2>Code</h2><${Difference} id=${id} other=${other} kind="code" />`
       : data.files.length
         ? html`<${Files} id=${id} paths=${data.files.map((/** @type {any} */ file) => file.path)} />`
         : html`<p class="muted">${experiment.unmanaged ? "Its trials were reported from elsewhere; there is no code here." : "It was submitted without files: what it runs is installed where its trials run."}</p>`}`;

@@ -24,7 +24,7 @@ export function Config({ id }) {
   const { data, error } = useLive((signal) => get(`/page/experiments/${id}/config`, {}, signal), (topic) => topic === `experiment:${id}`, [id]);
   const effective = useMemo(() => (data ? `${JSON.stringify(data.effective, null, 2)}\n` : ""), [data]);
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
-  const isDefault = (/** @type {any} */ row) => row.origin === "default" || row.origin === "DeepSpeed's default";
+  const isDefault = (/** @type {any} */ row) => row.origin === "default";
   const columns = [
     { id: "key", title: "Key", value: (/** @type {any} */ row) => row.key, show: (/** @type {any} */ row) => html`<code>${row.key}</code>` },
     { id: "value", title: "Value", value: (/** @type {any} */ row) => row.text, show: (/** @type {any} */ row) => html`<code title=${row.text}>${row.text}</code>` },
@@ -41,14 +41,6 @@ export function Config({ id }) {
       ${data.template && html`<h2>Template that was laid under it</h2><${Lines} text=${JSON.stringify(data.template, null, 2)} label="Template" />`}`}
     ${shown === "json" && html`<${TextTools} text=${effective} name=${`experiment-${id}.json`} type="application/json" /><${Lines} text=${effective} label="Config in effect" />`}
     ${shown === "effective" && html`
-      <h2>Experiment config</h2>
       ${data.more && html`<p class="muted">The first ${values.length} values are listed; the JSON has all.</p>`}
-      <${Table} name="values" label="Values of the experiment config" rows=${defaults ? values : values.filter((/** @type {any} */ row) => !isDefault(row))} columns=${columns} tools=${withDefaults} empty="Everything is the default." />
-      ${data.problem && html`<h2>DeepSpeed config</h2><p class="muted">It cannot be explained: checked now, with this release and these files, the config has problems.</p><pre class="problem">${data.problem}</pre>`}
-      ${data.deepspeed.map((/** @type {any} */ one) => {
-        const rows = one.rows.map((/** @type {any} */ row, /** @type {number} */ idx) => ({ ...row, id: idx, text: row.value }));
-        return html`<h2>hyperparameters.${one.name} <span class="muted">${one.file}</span></h2>
-          ${one.equation && html`<p><code>${one.equation}</code></p>`}
-          <${Table} name=${`ds_${one.name}`} label=${`Values of ${one.name}`} rows=${defaults ? rows : rows.filter((/** @type {any} */ row) => !isDefault(row))} columns=${columns} tools=${withDefaults} empty="Everything is DeepSpeed's default." />`;
-      })}`}`;
+      <${Table} name="values" label="Values of the experiment config" rows=${defaults ? values : values.filter((/** @type {any} */ row) => !isDefault(row))} columns=${columns} tools=${withDefaults} empty="Everything is the default." />`}`;
 }

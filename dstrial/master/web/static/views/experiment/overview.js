@@ -9,7 +9,7 @@ import { filterRows } from "../../parts/filter.js";
 import { Table } from "../../parts/table.js";
 import { navigate, useParam } from "../../router.js";
 
-const MOST_CURVES = 1000;
+const MOST_CURVES = 300;
 /** Hyperparameters in the name of a curve. */
 const MOST_TOLD = 3;
 
@@ -38,7 +38,6 @@ export function Overview({ id, experiment, metrics, trials }) {
   const [metric, setMetric] = useParam("metric", names.includes(wanted) ? wanted : (names[0] ?? wanted));
   const [text, setText] = useParam("trials");
   const [selected, setSelected] = useState(/** @type {Set<number>} */ (new Set()));
-  const [hovered, setHovered] = useState(/** @type {number | null} */ (null));
   const all = useMemo(() => trials.map((row) => ({ ...row, hp: flat(row.hparams) })), [trials]);
   const { look, tools } = useLook(recordsOf(experiment.config, all[0]?.hparams));
   const { names: hpNames, numDiffering } = useMemo(() => hyperparameterNames(all), [all]);
@@ -62,24 +61,21 @@ export function Overview({ id, experiment, metrics, trials }) {
   const { series, isLoading, error } = useCurves(order, metric);
   const best = all.find((row) => row.id === experiment.bestTrial && row.state !== "ERROR")?.id;
   const byId = useMemo(() => new Map(all.map((row) => [row.id, row])), [all]);
-  // What is a curve already stays the same object, and is not drawn again when others come.
-  const made = useMemo(() => /** @type {WeakMap<object, import("../../parts/chart.js").Curve>} */ (new WeakMap()), [look.axis, best, id, hpNames.join(","), numDiffering]);
   const curves = useMemo(
     () =>
       order
-        .filter((one) => !selected.size || selected.has(one))
+        .filter((one) => series.has(one) && (!selected.size || selected.has(one)))
         .sort((a, b) => a - b)
-        .flatMap((one, colour) => {
-          const found = series.get(one);
-          if (!found) return [];
-          const before = made.get(found);
-          if (before?.colour === colour) return [before];
+        .map((one, colour) => {
           const trial = byId.get(one);
-          const curve = { id: one, colour, label: [`trial ${one}${one === best ? " (best)" : ""}`, ...hpNames.slice(0, Math.min(numDiffering, MOST_TOLD)).map((name) => `${short.get(name)} ${plain(trial?.hp[name])}`)].join(", "), xs: xsOf(found, look.axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start), ys: found.values, isBest: one === best, href: `/det/experiments/${id}/trials/${one}` };
-          made.set(found, curve);
-          return [curve];
+          const values = hpNames.slice(0, Math.min(numDiffering, MOST_TOLD)).map((name) => `${short.get(name)} ${plain(trial?.hp[name])}`);
+          const found = /** @type {import("../../curves.js").Series} */ (series.get(one));
+          return {
+            id: one, colour, label: [`trial ${one}${one === best ? " (best)" : ""}`, ...values].join(", "), ys: found.values, isBest: one === best, href: `/det/experiments/${id}/trials/${one}`,
+            xs: xsOf(found, look.axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start),
+          };
         }),
-    [series, order, made, selected],
+    [series, order, look.axis, best, id, hpNames.join(","), numDiffering, selected],
   );
   // Searchers end the trials that got to the end, too.
   const most = Math.max(0, ...all.map((row) => row.batches));
@@ -115,11 +111,11 @@ export function Overview({ id, experiment, metrics, trials }) {
     </div>
     <${Problem} error=${error} />
     <${Chart} title=${metric.replace(".", ": ")} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing}
-      showX=${look.showX} highlight=${hovered} onOpen=${navigate} />
+      showX=${look.showX} onOpen=${navigate} />
     ${selected.size > 0 && html`<p class="muted">Only the ${selected.size} selected ${selected.size === 1 ? "trial is" : "trials are"} drawn.</p>`}
     <h2>Trials</h2>
     <div class="filters"><input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter trials" placeholder="Filter: state:running, lr<0.01, best<=0.5" /></div>
-    <${Table} name="trials" label="Trials" columns=${columns} rows=${rows} sort=${experiment.smallerIsBetter ? "best" : "-best"} selected=${selected} onSelect=${setSelected} onHover=${(/** @type {any} */ row) => setHovered(row?.id ?? null)}
+    <${Table} name="trials" label="Trials" columns=${columns} rows=${rows} sort=${experiment.smallerIsBetter ? "best" : "-best"} selected=${selected} onSelect=${setSelected}
       href=${(/** @type {any} */ row) => `/det/experiments/${id}/trials/${row.id}`} rowClass=${(/** @type {any} */ row) => (row.id === best ? "best" : "")}
       tools=${selected.size > 1 && html`<button onClick=${() => navigate(`/det/compare?trials=${[...selected].join(",")}`)}>Compare ${selected.size}</button>`}
       empty=${all.length ? "No trial fits the filter." : "No trials yet."} />`;

@@ -1,15 +1,11 @@
-// What the ranks of a trial measure of themselves: speed, where a batch's time goes, memory; by rank and over time.
+// What the ranks of a trial measure of themselves: speed, where a batch's time goes, memory; by rank.
 
-import { html, useMemo, useState } from "htm/preact/standalone";
+import { html, useState } from "htm/preact/standalone";
 import { get } from "../../api.js";
-import { recordsOf, useLook, xsOf } from "../../curves.js";
-import { bytes, duration, number, toNumber, withUnit } from "../../format.js";
+import { bytes, number, toNumber } from "../../format.js";
 import { useLive } from "../../live.js";
 import { Problem, Time } from "../../parts/basics.js";
-import { Chart, isDark } from "../../parts/chart.js";
-import { useParam } from "../../router.js";
-import { marksOf } from "./marks.js";
-import { TrialChart, WhenSeen } from "./series.js";
+import { isDark } from "../../parts/chart.js";
 
 // Names are those of dstrial.telemetry.samples; docs/reference/telemetry.md says what each is.
 /** @type {[string, string, string, string][]} instrument, words, colour when light and when dark */
@@ -33,7 +29,6 @@ const NUMBERS = [
   ["learning_rate", "learning rate", (value) => number(value, 4)],
   ["skipped_steps", "skipped steps", (value) => number(value)],
 ];
-const OVER_TIME = ["records_per_second", "tokens_per_second", "mfu", "batch_ms", "data_wait_ms", "device_peak_memory_bytes", "process_peak_memory_bytes", "gradient_norm"];
 const MOST_RANKS = 64;
 
 /** @param {string} name @returns {string} */
@@ -83,41 +78,13 @@ function MemoryByRank({ name, values }) {
   return html`<div><h3>${words(name)}</h3><${Bars} title=${`${words(name)} by rank`} rows=${rows} /></div>`;
 }
 
-/** Curves of each rank. @param {{ trial: any, names: string[], look: any, records: any, marks: any[] }} props */
-function RankCurves({ trial, names, look, records, marks }) {
-  const [chosen, setChosen] = useParam("instrument", names.includes("batch_ms") ? "batch_ms" : (names[0] ?? ""));
-  const { data, error } = useLive(
-    (signal) => (chosen ? get(`/page/trials/${trial.id}/instruments/series`, { name: chosen }, signal) : Promise.resolve({ curves: [], ranks: 0 })),
-    (topic) => topic.startsWith(`metrics:${trial.id}:`) || topic === `trial:${trial.id}`,
-    [trial.id, chosen],
-  );
-  const curves = useMemo(
-    () =>
-      (data?.curves ?? []).map((/** @type {any} */ one) => {
-        const values = one.values.map(toNumber);
-        return { id: one.rank, label: `rank ${one.rank}`, xs: xsOf({ ...one, values, trial: trial.id, points: values.length }, look.axis, records, trial.start), ys: values };
-      }),
-    [data, look.axis, records, trial.start],
-  );
-  if (!names.length) return null;
-  return html`<h2>Over time, by rank</h2>
-    <div class="filters"><label>Instrument <select value=${chosen} onChange=${(/** @type {any} */ event) => setChosen(event.target.value)}>
-      ${names.map((name) => html`<option value=${name}>${words(name)}</option>`)}</select></label>
-      ${data && data.ranks > data.curves.length && html`<span class="muted">Of ${data.ranks} ranks the ${data.curves.length} with the largest newest values.</span>`}</div>
-    <${Problem} error=${error} />
-    <${Chart} title=${`${withUnit(chosen)} by rank`} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing} showX=${look.axis === "time" ? duration : undefined} marks=${marks} />`;
-}
-
-/** @param {{ trial: any, runs: any[], metrics: any }} props */
-export function Instruments({ trial, runs, metrics }) {
+/** @param {{ trial: any }} props */
+export function Instruments({ trial }) {
   const { data, error } = useLive(
     (signal) => get(`/page/trials/${trial.id}/instruments`, {}, signal),
     (topic) => topic.startsWith(`metrics:${trial.id}:`) || topic === `trial:${trial.id}`,
     [trial.id],
   );
-  const records = useMemo(() => recordsOf({ records_per_epoch: trial.recordsPerEpoch }, trial.hparams), [trial.recordsPerEpoch, trial.hparams?.global_batch_size]);
-  const { look, tools } = useLook(records);
-  const marks = useMemo(() => marksOf(runs, look.axis, records, trial.start), [runs, look.axis, records, trial.start]);
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
   const { report } = data;
   if (!report)
@@ -126,7 +93,6 @@ export function Instruments({ trial, runs, metrics }) {
   const names = Object.keys(ranks);
   const numRanks = Math.max(0, ...names.map((name) => ranks[name].length));
   const memory = names.filter((name) => name.endsWith("_bytes"));
-  const own = new Set(metrics.groups.telemetry ?? []);
   return html`
     <${Problem} error=${error} />
     <p class="muted">At batch ${report.batches}, <${Time} at=${report.time} />, run ${report.run}, ${numRanks} ${numRanks === 1 ? "rank" : "ranks"}${values.timed_by && html`; timed by ${values.timed_by}`}.</p>
@@ -135,11 +101,6 @@ export function Instruments({ trial, runs, metrics }) {
     )}</dl>
     <${TimeByRank} ranks=${ranks} />
     ${memory.length > 0 && html`<h2>Memory by rank</h2><div class="charts">${memory.map((name) => html`<${MemoryByRank} key=${name} name=${name} values=${ranks[name]} />`)}</div>`}
-    <div class="filters">${tools}</div>
-    <${RankCurves} trial=${trial} names=${names} look=${look} records=${records} marks=${marks} />
-    <h2>Over time, all ranks</h2>
-    <div class="charts">${OVER_TIME.filter((name) => own.has(name)).map((name) => html`<div key=${name}><${WhenSeen} height=${220}>
-      <${TrialChart} trial=${trial} metric=${`telemetry.${name}`} title=${withUnit(name)} look=${look} records=${records} marks=${marks} /><//></div>`)}</div>
     <h2>All by rank</h2>
     <div class="scroller wide" tabindex="0" role="region" aria-label="All instruments by rank"><table class="plain">
       <thead><tr><th>rank</th>${names.map((name) => html`<th class="number">${words(name)}</th>`)}</tr></thead>

@@ -4,45 +4,39 @@ import { html, useMemo, useState } from "htm/preact/standalone";
 import { isEnded } from "../../actions.js";
 import { recordsOf, useLook, useMetricNames } from "../../curves.js";
 import { withUnit } from "../../format.js";
-import { useStored } from "../../parts/basics.js";
 import { useParam } from "../../router.js";
 import { marksOf } from "./marks.js";
 import { TrialChart, WhenSeen } from "./series.js";
 
 const AT_ONCE = 24;
 const CHART_PX = 220;
-/** Below a chart with a baseline. */
-const LEGEND_PX = 25;
 const FOLD = "telemetry and counters";
 
 /** Instruments, and Determined's counters: they are behind a fold. */
 const FOLDED = /^telemetry\.|\.(batches|epochs|(batches|records|tokens)_per_second)$/;
 
-/** @param {{ trial: any, experiment: any, runs: any[], metrics: any, baseline: number | null }} props */
-export function Metrics({ trial, experiment, runs, metrics, baseline }) {
+/** @param {{ trial: any, experiment: any, runs: any[], metrics: any }} props */
+export function Metrics({ trial, experiment, runs, metrics }) {
   const [text, setText] = useParam("find");
   const [limit, setLimit] = useState(AT_ONCE);
   const all = useMetricNames(metrics);
-  const [pins, setPins] = useStored("pinned metrics", /** @type {string[]} */ ([]));
   const searched = `.${experiment.metric}`;
   const names = useMemo(() => {
-    const rank = (/** @type {string} */ name) => (pins.includes(name) ? 0 : name.endsWith(searched) ? 1 : FOLDED.test(name) ? 3 : 2);
+    const rank = (/** @type {string} */ name) => (name.endsWith(searched) ? 0 : FOLDED.test(name) ? 2 : 1);
     return [...all].sort((a, b) => rank(a) - rank(b));
-  }, [all, pins, searched]);
+  }, [all, searched]);
   const records = useMemo(() => recordsOf({ records_per_epoch: trial.recordsPerEpoch }, trial.hparams), [trial.recordsPerEpoch, trial.hparams?.global_batch_size]);
   const { look, tools } = useLook(records);
   const marks = useMemo(() => marksOf(runs, look.axis, records, trial.start), [JSON.stringify(runs.map((run) => [run.fromBatch, run.slots, run.exitCode])), look.axis, records, trial.start]);
   const found = useMemo(() => (text ? names.filter((name) => name.toLowerCase().includes(text.toLowerCase())) : names), [names, text]);
   const shown = found.slice(0, limit);
-  const groupOf = (/** @type {string} */ name) => (pins.includes(name) ? "pinned" : !text && FOLDED.test(name) ? FOLD : name.slice(0, name.indexOf(".")));
+  const groupOf = (/** @type {string} */ name) => (!text && FOLDED.test(name) ? FOLD : name.slice(0, name.indexOf(".")));
   const groups = [...new Set(shown.map(groupOf))];
   const chart = (/** @type {string} */ name, /** @type {string} */ group) => {
     const [own, short] = [name.slice(0, name.indexOf(".")), name.slice(name.indexOf(".") + 1)];
     const title = `${group === own || own === "telemetry" ? "" : `${own}: `}${own === "telemetry" ? withUnit(short) : short}`;
-    const isPinned = pins.includes(name);
-    return html`<div key=${name}><${WhenSeen} height=${CHART_PX + (baseline === null ? 0 : LEGEND_PX)}>
-      <${TrialChart} trial=${trial} metric=${name} title=${title} look=${look} records=${records} marks=${marks} height=${CHART_PX} baseline=${baseline}
-        tools=${html`<button aria-label=${`${isPinned ? "Unpin" : "Pin"} ${title}`} aria-pressed=${isPinned} title="Pinned metrics come first, for every trial" onClick=${() => setPins(isPinned ? pins.filter((one) => one !== name) : [...pins, name])}>${isPinned ? "Unpin" : "Pin"}</button>`} /><//></div>`;
+    return html`<div key=${name}><${WhenSeen} height=${CHART_PX}>
+      <${TrialChart} trial=${trial} metric=${name} title=${title} look=${look} records=${records} marks=${marks} height=${CHART_PX} /><//></div>`;
   };
   const charts = (/** @type {string} */ group) => html`<div class="charts">${shown.filter((name) => groupOf(name) === group).map((name) => chart(name, group))}</div>`;
   const total = `${found.length.toLocaleString()}${metrics.more ? " or more" : ""} ${found.length === 1 ? "metric" : "metrics"}`;

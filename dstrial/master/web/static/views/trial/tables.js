@@ -1,10 +1,8 @@
-// What a trial was given and what it left: hyperparameters, checkpoints, and its runs on slots.
+// What a trial was given and how it ran: hyperparameters, and its runs on slots.
 
 import { html, useMemo } from "htm/preact/standalone";
-import { get } from "../../api.js";
-import { bytes, duration, flat, number, plain, secondsBetween } from "../../format.js";
-import { useLive } from "../../live.js";
-import { Copy, Problem, State, Time } from "../../parts/basics.js";
+import { duration, flat, plain, secondsBetween } from "../../format.js";
+import { Copy, Time } from "../../parts/basics.js";
 import { Table } from "../../parts/table.js";
 import { whyAgain } from "./marks.js";
 
@@ -19,51 +17,6 @@ export function Hyperparameters({ trial }) {
     [],
   );
   return html`<${Table} name="hparams" label="Hyperparameters" columns=${columns} rows=${rows} empty="The trial has none." />`;
-}
-
-/** @param {any} one as Determined's protocol has it */
-function checkpointRow(one) {
-  const sizes = Object.values(one.resources ?? {});
-  return {
-    id: one.uuid,
-    state: String(one.state).replace("STATE_", ""),
-    batches: one.metadata?.steps_completed,
-    metric: one.training?.searcherMetric,
-    bytes: sizes.reduce((sum, size) => sum + Number(size), 0),
-    files: sizes.length,
-    time: one.reportTime,
-  };
-}
-
-const MOST_CHECKPOINTS = 1000;
-
-/** @param {{ trial: any, experiment: any }} props */
-export function Checkpoints({ trial, experiment }) {
-  const { data, error } = useLive(
-    async (signal) => {
-      const found = await get(`/api/v1/trials/${trial.id}/checkpoints`, { limit: MOST_CHECKPOINTS, sortByAttr: "SORT_BY_BATCH_NUMBER", orderBy: "ORDER_BY_DESC" }, signal);
-      return { rows: found.checkpoints.map(checkpointRow), total: found.pagination?.total ?? found.checkpoints.length };
-    },
-    (topic) => topic === `trial:${trial.id}` || topic === `experiment:${trial.experiment}`,
-    [trial.id],
-  );
-  const columns = useMemo(
-    () => [
-      { id: "batches", title: "Batches", isNumber: true, value: (/** @type {any} */ row) => row.batches },
-      { id: "uuid", title: "Checkpoint", value: (/** @type {any} */ row) => row.id, show: (/** @type {any} */ row) => html`<${Copy} text=${row.id} />${row.id === trial.bestCheckpoint && html` <span class="muted">best</span>`}` },
-      { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<${State} state=${row.state} />` },
-      { id: "metric", title: experiment.metric, isNumber: true, value: (/** @type {any} */ row) => row.metric, show: (/** @type {any} */ row) => number(row.metric) },
-      { id: "size", title: "Size", isNumber: true, value: (/** @type {any} */ row) => row.bytes, show: (/** @type {any} */ row) => bytes(row.bytes) },
-      { id: "files", title: "Files", isNumber: true, isHidden: true, value: (/** @type {any} */ row) => row.files },
-      { id: "time", title: "Saved", value: (/** @type {any} */ row) => row.time, show: (/** @type {any} */ row) => html`<${Time} at=${row.time} />` },
-      { id: "get", title: "Get it", value: (/** @type {any} */ row) => `det checkpoint download ${row.id}`, show: (/** @type {any} */ row) => (row.state === "COMPLETED" ? html`<${Copy} text=${`det checkpoint download ${row.id}`} label="det checkpoint download …" />` : "") },
-    ],
-    [trial.bestCheckpoint, experiment.metric],
-  );
-  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
-  return html`<${Problem} error=${error} />
-    <${Table} name="checkpoints" label="Checkpoints" columns=${columns} rows=${data.rows} sort="-batches" empty="No checkpoint has been saved yet." />
-    ${data.total > data.rows.length && html`<p class="muted">The newest ${data.rows.length} of ${data.total} are listed.</p>`}`;
 }
 
 /** @param {{ runs: import("./marks.js").Run[] }} props */
