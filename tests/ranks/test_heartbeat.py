@@ -13,7 +13,6 @@ import pytest
 
 from dstrial.ranks.heartbeat import (
     HEARTBEAT_VARIABLE,
-    SAVE_LANE,
     Phase,
     heartbeat,
     make_heartbeat_file,
@@ -70,14 +69,6 @@ def test_heartbeat_keeps_longest_successful_phase_duration(
     trained = read_beat(beats, 0)
     assert trained is not None
     assert 0 < trained.longest_s[Phase.BATCH] < 60
-    mine.begin_save(10)
-    saving = read_beat(beats, 0, SAVE_LANE)
-    assert saving is not None
-    assert (saving.phase, saving.batch, saving.thread_id) == (Phase.SAVE, 10, threading.get_ident())
-    mine.end_save()
-    saved = read_beat(beats, 0, SAVE_LANE)
-    assert saved is not None
-    assert (saved.phase, saved.longest_s[Phase.SAVE] > 0) == (Phase.NONE, True)
 
 
 def test_heartbeat_without_launcher_is_no_op(monkeypatch: pytest.MonkeyPatch) -> None:
