@@ -20,7 +20,7 @@ from dstrial.engine.deepspeed_internals import process
 from dstrial.errors import RankError, RankTimeoutError
 from dstrial.fork_server import NVML_CHECK_VARIABLE
 from dstrial.ranks.channel import TIMEOUT_VARIABLE
-from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
+from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share
 from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
 from dstrial.ranks.rendezvous_store import as_init_method, located, open_store
 from dstrial.ranks.sockets import free_port, loopback_only, raise_file_limit
@@ -287,7 +287,6 @@ def device(identity: RankIdentity) -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")
-    refuse_instances(identity, os.environ)
     index = device_index(
         identity,
         int(accelerator.device_count()),
