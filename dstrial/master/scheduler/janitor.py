@@ -12,7 +12,6 @@ from typing import Any
 
 from dstrial.errors import CheckpointError, DstrialError, MasterError
 from dstrial.file_writes import remove_tree
-from dstrial.master.backends import task_venv
 from dstrial.master.backends.environment import tracebacks_directory
 from dstrial.master.backends.local import remove
 from dstrial.master.lifecycle import checkpoint_gc
@@ -61,7 +60,6 @@ class Janitor:
         changes: PubSub,
         log_retention_days: int | None,
         *,
-        venvs_path: Path | None = None,
         storages: Storages | None = None,
         period_s: float = _PERIOD_S,
         retries: Retries | None = None,
@@ -69,7 +67,6 @@ class Janitor:
         self._database = database
         self._event = changes.listen("scheduler")
         self._log_retention_days = log_retention_days
-        self._venvs_path = venvs_path
         self._storages = Storages(database) if storages is None else storages
         self._logged_away: set[int] = set()  # ids of jobs whose unavailable storage was logged
         self._period_s = period_s
@@ -105,7 +102,6 @@ class Janitor:
         if time.monotonic() >= self._next_cleanup_s:
             self._next_cleanup_s = time.monotonic() + self._period_s
             self._forget_old_logs()
-            self._collect_venvs()
             self._copy_database()
         postponed = self._retries.postponed()
         with self._database.read() as connection:
@@ -295,11 +291,6 @@ class Janitor:
         if row is None or cluster_id is None:
             return
         checkpoint_gc.delete_tensorboard_files(json.loads(row.config), cluster_id, experiment_id)
-
-    def _collect_venvs(self) -> None:
-        if self._venvs_path is not None:
-            for name in task_venv.collect(self._venvs_path, task_venv.UNUSED_S):
-                logger.info("environment %s is deleted: unused for long, or unfinished", name)
 
     def _copy_database(self) -> None:
         with self._database.read() as connection:

@@ -50,7 +50,6 @@ class Scheduler:
             services.database,
             services.pubsub,
             services.settings.log_retention_days,
-            venvs_path=services.state_dir / "venvs",
             storages=services.storages,
         )
         self._heartbeat_timeout = _HeartbeatTimeout(services.database, services.settings.detached_timeout_s)
