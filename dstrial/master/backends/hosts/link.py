@@ -380,7 +380,7 @@ class HostLink:
             refusal = connection.refusal()
             return f"{visible_line(refusal.got)}. {refusal.fix}"
         facts = facts_of(answer)
-        interface = named_interface(os.environ, [facts])
+        interface = named_interface(os.environ)
         problems = fact_problems([self.host], [facts], own_versions(), environ=os.environ, interface=None)
         if problems:
             return "; ".join(f"{visible_line(problem.got)}. {problem.fix}" for problem in problems)
