@@ -24,7 +24,7 @@ HEARTBEAT_VARIABLE = "DSTRIAL_HEARTBEAT"
 
 # A slot is 16 words of eight bytes in native byte order. Times are from CLOCK_MONOTONIC.
 SLOT_BYTES = 128
-_PHASE, _WAITS, _BATCH, _SINCE, _THREAD, _PID, _TICKS = range(7)
+_PHASE, _BATCH, _SINCE, _THREAD, _PID, _TICKS = range(6)
 _LONGEST = 8  # first of a word for each phase
 
 
@@ -52,7 +52,6 @@ class Beat:
 
     Attributes:
         phase: current activity of the thread.
-        waits_for_data: whether the main thread waits for its data loader.
         batch: number of trained batches.
         since_s: start time of the phase or of the latest batch, monotonic.
         thread_id: Python's id of the thread.
@@ -62,7 +61,6 @@ class Beat:
     """
 
     phase: Phase
-    waits_for_data: bool
     batch: int
     since_s: float
     thread_id: int
@@ -82,14 +80,6 @@ class Heartbeat:
     def begin_batch(self, batch: int) -> None:
         """Record the start of the batch that follows ``batch`` trained batches."""
         self.begin(Phase.BATCH, batch)
-
-    def await_data(self) -> None:
-        """Record that the main thread waits for its data loader."""
-        self._integers[_WAITS] = 1
-
-    def end_wait(self) -> None:
-        """Record the end of the wait for the data loader."""
-        self._integers[_WAITS] = 0
 
     @property
     def phase(self) -> Phase:
@@ -114,7 +104,6 @@ class Heartbeat:
         # Order matters: a concurrent reader may see the old batch with the new time, never the new batch with the old time.
         self._seconds[_SINCE] = now_s
         self._integers[_BATCH] = batch
-        self._integers[_WAITS] = 0
         self._integers[_THREAD] = threading.get_ident()
         self._integers[_PHASE] = phase
 
@@ -172,7 +161,6 @@ def read_beat(buffer: mmap.mmap | bytearray, slot: int) -> Beat | None:
         return None
     return Beat(
         phase=Phase(integers[_PHASE]),
-        waits_for_data=bool(integers[_WAITS]),
         batch=integers[_BATCH],
         since_s=seconds[_SINCE],
         thread_id=integers[_THREAD],

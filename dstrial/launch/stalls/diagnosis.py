@@ -149,7 +149,7 @@ def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> Ra
     for is_straggler in (
         lambda view: view.is_stopped,
         lambda view: _is_blocked(view, places.get(view.rank)),
-        lambda view: _waits_for_data(view, places.get(view.rank)),
+        lambda view: _waits_for_data(places.get(view.rank)),
         lambda view: is_awaited and view.rank in places and not _waits(places[view.rank]),
         lambda view: view.rank not in places and len(places) == len(views) - 1,
     ):
@@ -239,7 +239,7 @@ def _state_of(view: RankView, place: Place | None) -> str:
         what, call = "is stopped (SIGSTOP)", ""
     elif _is_blocked(view, place):
         what = "waits in the kernel for a device or a storage"
-    elif _waits_for_data(view, place):
+    elif wait is Wait.DATA:
         what = "waits for its data loader"
     elif wait is Wait.MASTER:
         what, call = "waits for a response of the master", ""
@@ -263,7 +263,7 @@ def _hint(view: RankView, place: Place | None) -> str:
         return f"Continue it with `kill -CONT {view.beat.pid}`."
     if _is_blocked(view, place):
         return "Look at the storage and the kernel's log; no signal ends such a process."
-    if _waits_for_data(view, place):
+    if _waits_for_data(place):
         return "Look at what the data set waits for; a timeout of the loader would make this an error."
     if place is not None and place.wait is Wait.MASTER:
         return "Check with `dstrial status` whether the master runs or is stopped."
@@ -283,11 +283,8 @@ def _waits_for_ranks(place: Place | None) -> bool:
     return place is not None and place.wait is Wait.RANKS
 
 
-def _waits_for_data(view: RankView, place: Place | None) -> bool:
-    # A data loader that communicates, such as that of Hugging Face's Trainer, waits for ranks, not for data.
-    if _waits(place):
-        return False
-    return view.beat.waits_for_data or (place is not None and place.wait is Wait.DATA)
+def _waits_for_data(place: Place | None) -> bool:
+    return place is not None and place.wait is Wait.DATA
 
 
 def _name(ranks: Sequence[int]) -> str:

@@ -202,7 +202,7 @@ def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
         if _is_in(frame, _DATA):
             return Wait.DATA, ""
     # User code of a data set, called by the loader in the rank itself.
-    if any("/torch/utils/data/" in frame.file for frame in frames[: num_inner + 12]):
+    if any(_is_in(frame, _DATA) for frame in frames[: num_inner + 12]):
         return Wait.DATA, ""
     if any(_is_in(frame, _DEVICE) for frame in inner):
         return Wait.DEVICE, ""

@@ -136,7 +136,6 @@ class StallWatch:
         if beat is None:
             return None
         seen = self._seen.setdefault(slot, _LastBeat(beat, self._now_s))
-        # A wait for data is part of its batch: only the start of a phase counts as progress.
         if (beat.phase, beat.batch, beat.since_s) != (seen.beat.phase, seen.beat.batch, seen.beat.since_s):
             seen.since_s = self._now_s
         seen.beat = beat

@@ -30,11 +30,10 @@ def view(
     batch: int = 81,
     phase: Phase = Phase.BATCH,
     age_s: float = 130.0,
-    waits_for_data: bool = False,
     longest_s: tuple[float, ...] = NONE_ENDED,
     **state: object,
 ) -> RankView:
-    beat = Beat(phase, waits_for_data, batch, 0.0, 1, 100 + rank, 1, longest_s)
+    beat = Beat(phase, batch, 0.0, 1, 100 + rank, 1, longest_s)
     return dataclasses.replace(RankView(rank, beat, age_s), **state)
 
 
@@ -128,18 +127,13 @@ def test_diagnose_distinguishes_debugger_and_kernel_wait() -> None:
 
 
 def test_rank_waiting_for_loader_is_straggler() -> None:
-    views = [view(rank, waits_for_data=rank == 2) for rank in range(4)]
-    told = diagnose(views, dict.fromkeys([0, 1, 3], IN_ALL_REDUCE))
+    views = [view(rank) for rank in range(4)]
+    told = diagnose(views, {**dict.fromkeys(range(4), IN_ALL_REDUCE), 2: Place(Wait.DATA)})
     assert told.straggler == 2
     assert told.text == (
         "rank 2 waits for its data loader at batch 81 in train_batch; "
         "ranks 0, 1 and 3 wait for it in a collective (all_reduce)"
     )
-
-
-def test_loader_waiting_in_collective_is_not_straggler() -> None:
-    views = [view(0, waits_for_data=True), view(1)]
-    assert diagnose(views, {0: IN_ALL_REDUCE, 1: WORKS}).straggler == 1
 
 
 def test_only_working_rank_is_straggler() -> None:

@@ -20,8 +20,8 @@ from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
 
 pytestmark = pytest.mark.process
 
-# Program of a rank. Each line of standard input sets its heartbeat: a batch number, `data` (waits for the data loader),
-# `end` (training has ended) or `leave` (the program has ended, but a thread goes on).
+# Program of a rank. Each line of standard input sets its heartbeat: a batch number, `end` (training has ended) or `leave`
+# (the program has ended, but a thread goes on).
 RANK = """
 import sys
 import threading
@@ -37,8 +37,7 @@ while word := read_records():
         leave()
         print(word, flush=True)
         break
-    say = {"data": beat.await_data, "end": beat.end}.get(word)
-    say() if say else beat.begin_batch(int(word))
+    beat.end() if word == "end" else beat.begin_batch(int(word))
     print(word, flush=True)
 """
 
@@ -121,14 +120,13 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         one.close()
 
 
-def test_loader_stall_is_reported_with_all_stacks(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+def test_stall_is_reported_with_all_stacks(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
-    both.say(1, "data")
     both.pass_time(15)
     assert both.lines == []
     both.pass_time(15)
-    assert both.lines[0].startswith("stalled: rank 1 waits for its data loader at batch 2 in train_batch")
+    assert both.lines[0].startswith("stalled: rank 0 is at batch 2 in train_batch, in read_records (rank.py:")
     assert any("in read_records" in line for line in both.lines)
     assert "read_records" in (tmp_path / "kept" / "rank_1.stacks.txt").read_text()
     assert both.ended == []
@@ -143,7 +141,6 @@ def test_only_progress_before_exit_is_recovery(
 ) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
-    both.say(1, "data")
     both.pass_time(30)
     assert both.lines
     for word in (*trained, *last_words):
@@ -190,9 +187,8 @@ def test_restart_action_ends_ranks_once_after_first_batch(ranks: Callable[..., R
     assert both.lines[0].startswith("slow: rank")
     assert "no batch has ended so far" in both.lines[0]
     both.train(1, 2)
-    both.say(1, "data")
     both.pass_time(200)
-    assert both.ended == [1]
+    assert both.ended == [None]
 
 
 def test_rank_lingering_after_program_end_is_ended_once(ranks: Callable[..., Ranks]) -> None:
