@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NoReturn
 
 from dstrial.errors import RankIdentityError
@@ -46,7 +46,6 @@ class RankIdentity:
         master_port: TCP port on which rank 0 serves the rendezvous. 0 on a single rank without a given port;
         ``init_process_group`` then chooses a free port.
         launcher: the launcher whose variables were used.
-        nodes: nodes to search for rank 0: all nodes of a Slurm step in list order; empty if rank 0's address is known.
     """
 
     rank: int
@@ -58,7 +57,6 @@ class RankIdentity:
     master_addr: str
     master_port: int
     launcher: Launcher
-    nodes: tuple[str, ...] = ()
 
     @property
     def is_chief(self) -> bool:
@@ -70,8 +68,8 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
     """Return this process's rank identity from environment variables.
 
     A job on one machine needs no master address: its rendezvous is a file (``dstrial.launch``), or a loopback port derived from
-    the job's id. A job on several machines needs ``MASTER_ADDR`` or Determined's ``DET_CHIEF_IP``. A Slurm step needs neither,
-    because rank 0 is searched on the step's nodes.
+    the job's id. A job on several machines needs ``MASTER_ADDR`` or Determined's ``DET_CHIEF_IP``. A Slurm step needs neither
+    if rank 0 is on the step's first node.
 
     Args:
         environ: usually ``os.environ``; not modified.
@@ -203,12 +201,13 @@ def _from_slurm(view: _EnvView) -> RankIdentity | None:
         return None
     num_nodes = view.first_integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     world_size = view.first_integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    rank = view.integer("SLURM_PROCID")
-    nodes = () if num_nodes == 1 or _given_master_addr(view) else _slurm_nodes(view, num_nodes)
-    addr = _master_addr(view, num_nodes) if not nodes else nodes[0]
-    if nodes and rank == 0:
-        # Rank 0 is not always on the first node. Heterogeneous steps and hostfiles place tasks in another order than the list.
-        addr = view.text("SLURMD_NODENAME") or addr
+    rank, addr = view.integer("SLURM_PROCID"), _master_addr(view, num_nodes, _slurm_first_node)
+    own = view.text("SLURMD_NODENAME")
+    if rank == 0 and num_nodes > 1 and own not in (None, addr) and not view.has("MASTER_ADDR"):
+        view.fail(
+            f"rank 0 is on {own}; expected the step's first node, {addr}",
+            f"Set MASTER_ADDR={own} for all ranks, as the step is heterogeneous or places tasks by a hostfile.",
+        )
     job_id = f"slurm.{view.text('SLURM_JOB_ID') or view.text('SLURM_JOBID')}.{view.text('SLURM_STEP_ID')}"
     return RankIdentity(
         rank=rank,
@@ -221,23 +220,16 @@ def _from_slurm(view: _EnvView) -> RankIdentity | None:
         master_addr=addr,
         master_port=_master_port(view, world_size, job_id),
         launcher="slurm",
-        nodes=nodes,
     )
 
 
-def _slurm_nodes(view: _EnvView, num_nodes: int) -> tuple[str, ...]:
-    name = "SLURM_STEP_NODELIST" if view.has("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
-    text = view.text(name)
+def _slurm_first_node(view: _EnvView) -> str | None:
+    """Return the node of rank 0, unless a heterogeneous step or a hostfile places rank 0 elsewhere."""
     try:
-        nodes = tuple(expand_nodes(text or ""))
+        text = view.text("SLURM_STEP_NODELIST") or view.text("SLURM_JOB_NODELIST") or ""
+        return next(iter(expand_nodes(text)), None)
     except ValueError:
-        nodes = ()
-    if len(nodes) != num_nodes:
-        view.fail(
-            f"{name} is {text!r}; expected the names of {num_nodes} nodes",
-            "Start the ranks with srun, which sets it, or set MASTER_ADDR to rank 0's address.",
-        )
-    return nodes
+        return None
 
 
 def _from_openmpi(view: _EnvView) -> RankIdentity | None:
@@ -263,18 +255,18 @@ def _from_openmpi(view: _EnvView) -> RankIdentity | None:
     )
 
 
-def _master_addr(view: _EnvView, num_nodes: int) -> str:
-    addr = _given_master_addr(view)
+def _master_addr(
+    view: _EnvView, num_nodes: int, find: Callable[[_EnvView], str | None] = lambda _: None
+) -> str:
+    addr = view.text("MASTER_ADDR") or view.text("DET_CHIEF_IP")
+    if addr is None and num_nodes > 1:
+        addr = find(view)
     if addr is None and num_nodes > 1:
         view.fail(
             f"MASTER_ADDR is unset; expected rank 0's address, for a job on {num_nodes} machines",
             "Set MASTER_ADDR to a host name or address that all of them can reach.",
         )
     return addr or LOOPBACK_ADDR
-
-
-def _given_master_addr(view: _EnvView) -> str | None:
-    return view.text("MASTER_ADDR") or view.text("DET_CHIEF_IP")
 
 
 def _master_port(view: _EnvView, world_size: int, job_id: str | None = None) -> int:
