@@ -99,7 +99,7 @@ def nvml_slots(nvml: Any, visible: str | None) -> Iterator[Slot]:
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     # (UUID, name, value for CUDA_VISIBLE_DEVICES)
     devices = [
-        (_text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)), str(index))
+        (nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle), str(index))
         for index, handle in enumerate(handles)
     ]
     found = devices if visible is None else []
@@ -125,10 +125,6 @@ def _rocm() -> Iterator[Slot]:
             name = (node / "name").read_text().strip() or "AMD GPU"
             yield Slot(index, "rocm", name, str(index))
             index += 1
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _cpu_brand() -> str:

@@ -36,8 +36,8 @@ def fake_nvml(*gpus: Gpu) -> Any:
     def nvmlDeviceGetUUID(handle: Gpu) -> str:  # noqa: N802
         return handle.uuid
 
-    def nvmlDeviceGetName(handle: Gpu) -> bytes:  # noqa: N802
-        return handle.name.encode()  # older pynvml versions return bytes
+    def nvmlDeviceGetName(handle: Gpu) -> str:  # noqa: N802
+        return handle.name
 
     functions = [one for one in locals().values() if inspect.isfunction(one)]
     for function in functions:

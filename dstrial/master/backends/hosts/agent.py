@@ -228,11 +228,6 @@ class Agent:
         self._streams.close()
         self._watch_lease()
 
-    def on_sigterm(self, *_: Any) -> None:
-        """Report a SIGTERM to the master; Slurm sends SIGTERM before it reclaims the node."""
-        why = "SIGTERM has come, as when it is preempted, cancelled or out of time"
-        _in_background(_send, {"leaving": why})
-
     def _submit(self, name: str, request: Mapping[str, Any], model_definition: bytes) -> None:
         try:
             plain = AllocationRequest.from_json(request["request"], model_definition)
@@ -425,7 +420,8 @@ def main() -> None:
         except (DstrialError, OSError) as error:
             _send({"error": str(error)})
             sys.exit(1)
-        signal.signal(signal.SIGTERM, agent.on_sigterm)
+        # Slurm sends it to all processes of a job before it reclaims the nodes; the master learns that from squeue.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         agent.begin()
         for text in lines:
             try:
