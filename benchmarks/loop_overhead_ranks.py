@@ -169,12 +169,6 @@ class SilentHeartbeat(Heartbeat):
     def begin_batch(self, batch: int) -> None:
         """Do nothing."""
 
-    def await_data(self) -> None:
-        """Do nothing."""
-
-    def end_wait(self) -> None:
-        """Do nothing."""
-
     def begin(self, phase: Phase, batch: int) -> None:
         """Do nothing."""
 

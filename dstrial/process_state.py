@@ -1,4 +1,4 @@
-"""Read processes' states, start times, signal handlers and children from /proc."""
+"""Read processes' states, start times and signal handlers from /proc."""
 
 from __future__ import annotations
 
@@ -24,10 +24,6 @@ class ProcessState:
     def is_stopped(self) -> bool:
         """Whether the process is stopped by a signal or debugger."""
         return self.letter in ("T", "t")
-
-    @property
-    def is_uninterruptible(self) -> bool:
-        return self.letter == "D"
 
 
 def parse_stat(text: str) -> ProcessState | None:
@@ -74,18 +70,6 @@ def catches(pid: int, number: int) -> bool:
     """Return whether a process has a handler for the signal ``number``."""
     text = _read(pid, "status")
     return text is not None and parse_catches(text, number)
-
-
-def kernel_function(pid: int) -> str:
-    """Return the kernel function in which a process waits (``wchan``); "" if unknown."""
-    text = (_read(pid, "wchan") or "").strip()
-    return "" if text == "0" else text
-
-
-def children(pid: int) -> list[int]:
-    """Return the pids of the children of a process's main thread; [] if unknown."""
-    text = _read(pid, f"task/{pid}/children")
-    return [] if text is None else [int(child) for child in text.split()]
 
 
 def has_open(pid: int, path: Path) -> bool:

@@ -147,7 +147,7 @@ def process_runtime(
         _require_launcher(identity, num_slots=sum(info.container_slot_counts))
     with contextlib.ExitStack() as stack:
         stack.push(lambda kind, _error, _traceback: _end_process_group(kind, identity.world_size))
-        identity = process_group.init_process_group(identity, timeout_s=timeout_from_environ())
+        process_group.init_process_group(identity, timeout_s=timeout_from_environ())
         device = process_group.device(identity)
         channel = distributed if distributed is not None else ControlChannel(identity)
         signals = stack.enter_context(StopSignals(is_deferred=defers_signals))

@@ -17,7 +17,7 @@ def test_proc_stat_and_status_are_parsed() -> None:
     stat = "12 (a ) T b) T 1 12 12 0 -1 4194304 " + "0 " * 12 + "777 0"
     state = parse_stat(stat)
     assert state is not None
-    assert (state.is_stopped, state.is_uninterruptible, state.start_ticks) == (True, False, 777)
+    assert (state.is_stopped, state.start_ticks) == (True, 777)
     assert parse_stat("") is None
     assert parse_catches("Name:\tx\nSigCgt:\t0000040000000002\n", 43)
     assert not parse_catches("Name:\tx\nSigCgt:\t0000040000000002\n", 44)

@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.streams import text_table
 from dstrial.errors import HostError
 from dstrial.hosts.hostfile import add_host_arguments, hosts_of, python_of
-from dstrial.hosts.preflight import Preflight, check_hosts
+from dstrial.hosts.preflight import ReadyHost, check_hosts
 from dstrial.local.run_directory import default_runs_dir
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Log in to all hosts in parallel and check the requirements of training on them together: host names, ssh keys, Python and
-its packages, slots, clocks, the network between the hosts, and the shared directory. Starts no training, and leaves no
+its packages, slots, the network between the hosts, and the shared directory. Starts no training, and leaves no
 files. `dstrial run --hostfile` and `dstrial up --hostfile` make the same check before they start anything.
 """
 
@@ -47,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     """Check the hosts; print their properties or, if there are problems, all problems."""
     hosts = hosts_of(args)
     try:
-        preflight = check_hosts(
+        checked = check_hosts(
             hosts,
             python=python_of(args),
             shared_directory=default_runs_dir(args.runs_dir),
@@ -60,13 +61,13 @@ def main(args: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({"ready": False, "problems": problems}, indent=2) + "\n")
         return 1
     if args.json:
-        sys.stdout.write(json.dumps(_document(preflight), indent=2) + "\n")
+        sys.stdout.write(json.dumps(_document(checked), indent=2) + "\n")
     else:
-        _print(preflight)
+        _print(checked)
     return 0
 
 
-def _document(preflight: Preflight) -> dict[str, Any]:
+def _document(checked: Sequence[ReadyHost]) -> dict[str, Any]:
     hosts = [
         {
             "host": ready.host.name,
@@ -76,14 +77,13 @@ def _document(preflight: Preflight) -> dict[str, Any]:
             "interface": ready.interface,
             "python": ready.facts.python,
             "versions": dict(ready.facts.versions),
-            "clock_ahead_s": round(ready.facts.skew_s, 3),
         }
-        for ready in preflight.hosts
+        for ready in checked
     ]
-    return {"ready": True, "hosts": hosts, "seconds": round(preflight.seconds, 2)}
+    return {"ready": True, "hosts": hosts}
 
 
-def _print(preflight: Preflight) -> None:
+def _print(checked: Sequence[ReadyHost]) -> None:
     rows = [
         (
             ready.host.name,
@@ -92,13 +92,9 @@ def _print(preflight: Preflight) -> None:
             f"{ready.address} ({ready.interface})",
             ready.facts.python,
             ready.facts.versions["torch"],
-            f"{ready.facts.skew_s:+.2f} s",
         )
-        for ready in preflight.hosts
+        for ready in checked
     ]
-    header = ("host", "slots", "devices", "address", "Python", "torch", "clock")
-    slots = sum(len(ready.host.slots) for ready in preflight.hosts)
-    sys.stdout.write(
-        f"{text_table(header, rows)}{len(preflight.hosts)} hosts with {slots} slots are ready; "
-        f"checked in {preflight.seconds:.1f} s\n"
-    )
+    header = ("host", "slots", "devices", "address", "Python", "torch")
+    slots = sum(len(ready.host.slots) for ready in checked)
+    sys.stdout.write(f"{text_table(header, rows)}{len(checked)} hosts with {slots} slots are ready\n")

@@ -223,7 +223,7 @@ def _check_hosts(
 
     if allocation is None:
         require_hosts(hosts)
-    preflight = check_hosts(
+    checked = check_hosts(
         hosts,
         python=python_of(request.args),
         shared_directory=shared_directory,
@@ -231,7 +231,7 @@ def _check_hosts(
         transport=None if allocation is None else transport_of(allocation),
     )
     out = LossTolerantStream(sys.stdout)
-    out.write("".join(f"{'host:':<15}{line}\n" for line in placement_lines(preflight)))
+    out.write("".join(f"{'host:':<15}{line}\n" for line in placement_lines(checked)))
 
 
 def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:

@@ -192,13 +192,13 @@ def _show_hosts(
     from dstrial.hosts.srun import own_allocation, transport_of
 
     storage = settings.defaults(state.path).checkpoint_storage
-    preflight = check_hosts(
+    checked = check_hosts(
         hosts,
         python=options.python or settings.hosts_python or sys.executable,
         shared_directory=Path(storage.get("host_path") or storage["container_path"]),
         transport=transport_of(own_allocation()) if options.is_under_slurm else None,
     )
-    for line in placement_lines(preflight):
+    for line in placement_lines(checked):
         sys.stdout.write(f"{'host:':<10}{line}\n")
 
 

@@ -75,7 +75,6 @@ class Origin:
     path: Sequence[str]  # ``sys.path`` without the program's directory and PYTHONPATH
     descriptors: frozenset[int]  # files that the imports opened
     versions: Mapping[str, int]  # modification time (ns) of each imported file
-    absent: frozenset[str]  # modules that the imports tried and did not find
 
     def refusal(self, program: Program) -> str:
         """Return why a program would run differently in a fork; "" if it would not."""
@@ -97,7 +96,7 @@ class Origin:
         for place in directories:
             with contextlib.suppress(OSError):
                 for name in {entry.partition(".")[0] for entry in os.listdir(place)} - {"__main__"}:
-                    if name not in sys.modules and name not in self.absent:
+                    if name not in sys.modules:
                         continue
                     found = importlib.machinery.PathFinder.find_spec(name, [place])
                     file = None if found is None else found.origin  # None for a directory without __init__.py

@@ -31,21 +31,18 @@ def main(words: Sequence[str]) -> None:
     # site.py leaves duplicates out of sys.path.
     places = set(map(os.path.abspath, import_places(os.environ)))
     path = [place for place in sys.path[1:] if place not in places]
-    problem, absent = "", _AbsentModules()
-    sys.meta_path.append(absent)
+    problem = ""
     with collector.paused_for_good():
         try:
             for name in words[1:]:
                 importlib.import_module(name)
         except Exception as error:  # noqa: BLE001  # a new process reports the error
             problem = f"{name}: {type(error).__name__}: {error}"
-    sys.meta_path.remove(absent)
     origin = fork.Origin(
         added={name: value for name, value in os.environ.items() if before.get(name) != value},
         path=path,
         descriptors=frozenset(fork.open_descriptors() - {descriptor}),
         versions=fork.imported_versions(),
-        absent=frozenset(absent.names),
     )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the server ends when its parent closes the socket
@@ -70,18 +67,6 @@ def _unforkable() -> str:
     ):
         return "it has used an accelerator"
     return ""
-
-
-class _AbsentModules:
-    """Import finder that records the top-level modules which could not be found."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def find_spec(self, name: str, path: object, target: object = None) -> None:
-        del target
-        if path is None:
-            self.names.add(name)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 if TYPE_CHECKING:
     from argparse import _ArgumentGroup
 
-    from dstrial.hosts.preflight import Preflight
+    from dstrial.hosts.preflight import ReadyHost
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)\s*")
 # Names that ssh accepts as a host and cannot mistake for an option.
@@ -210,10 +210,10 @@ def python_of(args: argparse.Namespace) -> str:
     return args.python or sys.executable
 
 
-def placement_lines(preflight: Preflight) -> list[str]:
+def placement_lines(hosts: Sequence[ReadyHost]) -> list[str]:
     """Return one line per checked host: its name, slots and address."""
     lines = []
-    for ready in preflight.hosts:
+    for ready in hosts:
         count = len(ready.host.slots)
         slots = f", slots {','.join(map(str, ready.host.slots))}" if ready.host.is_filtered else ""
         plural = "s" if count != 1 else ""

@@ -23,8 +23,6 @@ from dstrial.visible_text import visible_line
 _CONNECT_MARGIN_S = 1.0
 _ANSWER_S = 5.0
 _CONNECT_S = 2.0
-_MAX_SKEW_S = 30.0
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -32,15 +30,13 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """A host's own report: versions, devices, addresses and clock."""
+    """A host's own report: versions, devices and addresses."""
 
     python: str
     versions: Mapping[str, str | None]  # of torch, deepspeed and dstrial; None if not installed
     num_accelerators: int  # as counted by the drivers
     addresses: tuple[tuple[str, str], ...]  # interfaces and IPv4 addresses; first the one that ssh used
-    skew_s: float  # the host's clock minus this machine's, seconds
     environment: Mapping[str, str]  # variables of programs that ssh starts there
-    machine: str  # id of the machine; equal if two host names are the same machine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,14 +49,6 @@ class ReadyHost:
     interface: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Preflight:
-    """Result of a successful check: hosts that can train together."""
-
-    hosts: tuple[ReadyHost, ...]  # in the order of the hostfile
-    seconds: float  # duration of the check
-
-
 def check_hosts(
     hosts: Sequence[Host],
     *,
@@ -68,8 +56,8 @@ def check_hosts(
     shared_directory: Path,
     environ: Mapping[str, str] = os.environ,
     transport: Transport | None = None,
-) -> Preflight:
-    """Check that hosts can train together: versions, devices, network and storage.
+) -> list[ReadyHost]:
+    """Check that hosts can train together; return them in the order of the hostfile.
 
     Args:
         hosts: the hosts, at least one.
@@ -81,9 +69,8 @@ def check_hosts(
     Raises:
         HostError: lists all problems of all hosts.
     """
-    began_s = time.monotonic()
     transport = transport or SshTransport()
-    give_up_at_s = began_s + transport.connect_s + _CONNECT_MARGIN_S
+    give_up_at_s = time.monotonic() + transport.connect_s + _CONNECT_MARGIN_S
     connections: list[HostConnection] = []
     try:
         connections += _map_concurrently(hosts, lambda host: HostConnection(host, python, transport))
@@ -91,7 +78,7 @@ def check_hosts(
         problems = [answer for answer in answers if isinstance(answer, HostProblem)]
         facts = [answer for answer in answers if isinstance(answer, Facts)]
         known = [one for one, answer in zip(connections, answers, strict=True) if isinstance(answer, Facts)]
-        named = named_interface(environ, facts)
+        named = named_interface(environ)
         problems += fact_problems(
             [one.host for one in known], facts, own_versions(), environ=environ, interface=named
         )
@@ -103,8 +90,7 @@ def check_hosts(
     if problems:
         order = [host.name for host in hosts]
         raise HostError(sorted(problems, key=lambda problem: order.index(problem.host)), len(hosts))
-    ready = (ReadyHost(host, fact, *place) for host, fact, place in zip(hosts, facts, places, strict=True))
-    return Preflight(tuple(ready), time.monotonic() - began_s)
+    return [ReadyHost(host, fact, *place) for host, fact, place in zip(hosts, facts, places, strict=True)]
 
 
 def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProblem:
@@ -118,7 +104,7 @@ def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProbl
 
 
 def facts_of(answer: Mapping[str, Any]) -> Facts:
-    """Parse a host's first report; call without delay, as clocks are compared."""
+    """Parse a host's first report."""
     first = [address for address in answer["reached_at"] if not address.startswith("127.")]
     pairs = [(str(name), str(address)) for name, address in answer["addresses"]]
     return Facts(
@@ -126,23 +112,14 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
         versions=dict(answer["versions"]),
         num_accelerators=int(answer["num_accelerators"]),
         addresses=tuple(sorted(pairs, key=lambda pair: pair[1] not in first)),
-        skew_s=float(answer["time_s"]) - time.time(),
         environment=dict(answer["environment"]),
-        machine=str(answer["boot"]),
     )
 
 
-def named_interface(environ: Mapping[str, str], facts: Sequence[Facts]) -> str | None:
-    """Return the network interface that gloo's or NCCL's variable names; None for any.
-
-    gloo's variable has priority unless it lists several interfaces. NCCL's may be a prefix or a negation (``^``); it is used
-    only if it exactly names an interface of a host.
-    """
-    gloo, nccl = (environ.get(name, "") for name in _INTERFACE_VARIABLES)
-    if gloo and "," not in gloo:
-        return gloo
-    nccl = nccl.removeprefix("=")
-    return nccl if any(nccl == name for fact in facts for name, _ in fact.addresses) else None
+def named_interface(environ: Mapping[str, str]) -> str | None:
+    """Return the network interface that gloo's variable names; None for any or several."""
+    named = environ.get("GLOO_SOCKET_IFNAME", "")
+    return named if named and "," not in named else None
 
 
 def place_of(facts: Facts, interface: str | None) -> tuple[str, str]:
@@ -173,21 +150,12 @@ def fact_problems(
     is None.
     """
     problems = []
-    machines: dict[str, str] = {}
     has_devices = environ.get("DS_ACCELERATOR") != "cpu" and any(fact.num_accelerators for fact in facts)
     for host, fact in zip(hosts, facts, strict=True):
         found = [*_package_problems(fact, here)]
         if has_devices:
             found += _device_problems(host, fact, environ)
-        if abs(fact.skew_s) > _MAX_SKEW_S:
-            ahead = "ahead of" if fact.skew_s > 0 else "behind"
-            got = f"{abs(fact.skew_s):.0f} s {ahead} this machine's clock"
-            found.append((got, "Set the clocks, by chrony or another NTP client."))
         found += _network_problems(fact, interface, is_alone=len(hosts) == 1)
-        if fact.machine and fact.machine in machines:
-            got = f"the same machine as {machines[fact.machine]}"
-            found.append((got, "Write one line for it, with all its slots."))
-        machines.setdefault(fact.machine, host.name)
         problems += [HostProblem(host.name, got, fix) for got, fix in found]
     return problems
 

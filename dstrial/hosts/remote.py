@@ -6,7 +6,7 @@ The program ends at the end of its input.
 """
 
 # Importing pathlib would add 5 ms to each start. The host may have any Python version.
-# ruff: noqa: PTH103, PTH106, PTH108, PTH112, PTH116, PTH118, PTH120, PTH123, PTH208
+# ruff: noqa: PTH103, PTH106, PTH108, PTH112, PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def facts() -> dict[str, Any]:
         "num_accelerators": num_accelerators(),
         "addresses": addresses(),
         "reached_at": os.environ.get("SSH_CONNECTION", "").split(" ")[2:3],
-        "time_s": time.time(),
         "environment": dict(os.environ),
-        "boot": _boot_and_namespace(),
     }
 
 
@@ -84,14 +82,6 @@ def addresses() -> list[list[str]]:
                 if not address.startswith("127."):
                     found.append([name, address])
     return sorted(found, key=lambda pair: pair[1].startswith("169.254."))
-
-
-def _boot_and_namespace() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return ""
 
 
 def listen(address: str, listeners: list[socket.socket]) -> int | None:

@@ -157,10 +157,8 @@ def _launch_off_cluster(
     num_of_all = num_ranks if step is None else step.num_ranks_of_all
     placement = None
     if step is not None:
-        from dstrial.ranks.control_channel import timeout_from_environ
-
         env |= step.variables
-        placement = step.placement(timeout_from_environ())
+        placement = step.placement()
     with scratch_directory("dstrial-script-") as directory:
         if experiment is not None and not options.trial:
             env |= _script_variables(experiment, num_of_all, directory, env)

@@ -163,7 +163,7 @@ def run_ranks(
         # Only ranks that use dstrial report phases; for others only builds are watched.
         phase_files = ranks.phase_files if "dstrial.launch.rank_main" in command else list
         stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
-        watched = ranks.watched(has_other_nodes=where.num_nodes > 1)
+        watched = ranks.watched()
         if watched is not None:
             print_line = on_start or logger.warning
             settings = stalls or StallSettings()
@@ -280,15 +280,13 @@ class _Ranks:
         except OSError as error:
             logger.warning("stall detection is disabled: cannot create %s: %s", self._heartbeats, error)
 
-    def watched(self, *, has_other_nodes: bool) -> WatchedRanks | None:
+    def watched(self) -> WatchedRanks | None:
         """Return the input of stall detection; None if ranks write no heartbeats."""
         if self._beats is None:
             return None
         ranks = {one.local_rank: one.rank for one in self.processes}
         stacks_files = {rank: self._file(rank, "stacks") for rank in ranks.values()}
-        return WatchedRanks(
-            self._beats, ranks, stacks_files, self._tracebacks_dir or self._log_dir, has_other_nodes
-        )
+        return WatchedRanks(self._beats, ranks, stacks_files, self._tracebacks_dir or self._log_dir)
 
     def read_beat(self, local_rank: int) -> Beat | None:
         return None if self._beats is None else read_beat(self._beats, local_rank)

@@ -1,4 +1,4 @@
-"""Explain out-of-memory errors: memory by kind of tensor, and settings to change."""
+"""Explain out-of-memory errors: memory in use, and settings to change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import errno
 import gc
 import resource
 import sys
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +44,20 @@ def memory_advice(error: BaseException) -> str:
     """
     if not is_memory_shortage(error):
         return ""
-    torch = sys.modules.get("torch")
-    tensors: dict[str, dict[str, int]] = {}
+    held = size_text(1024 * (_number(Path("/proc/self/status"), "VmRSS:") or 0))
+    left = available_bytes()
+    texts = [f"This rank held {held} of host memory{_capacity()}"]
+    texts[0] += "." if left is None else f", {size_text(left)} left."
     engine: Any = None
-    if torch is not None:
-        # Measuring may run out of memory too; earlier results are still reported.
-        with contextlib.suppress(Exception):
-            engine = _engine()
-            tensors = _tensors(torch)
-    texts = [_on_host(tensors.get("cpu", {}))]
-    if torch is not None and torch.cuda.is_initialized():
-        with contextlib.suppress(Exception):
-            texts.append(_on_device(torch, tensors))
+    with contextlib.suppress(Exception):  # measuring may run out of memory, too
+        engine = _engine()
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is not None and cuda.is_initialized():
+            free, capacity = cuda.mem_get_info()
+            texts.append(
+                f"This rank held {size_text(cuda.memory_reserved())} of memory of cuda:{cuda.current_device()}; there are "
+                f"{size_text(capacity)}, {size_text(free)} left."
+            )
     return "\n".join([*texts, _fixes_text(engine, is_of_device=len(texts) > 1)])
 
 
@@ -90,82 +91,20 @@ def killed_text(oom_kills_before: int | None) -> str:
     """
     now = oom_kills()
     largest = size_text(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
-    total = _number(_MEMINFO, "MemTotal:")
-    capacity = "" if total is None else f"; this machine has {size_text(total * 1024)}"
     if now is not None and oom_kills_before is not None and now > oom_kills_before:
         return (
             "It left no traceback: memory ran out, and the kernel killed it (see dmesg). "
-            f"The largest rank held {largest}{capacity}.\n{_fixes_text(None, is_of_device=False)}"
+            f"The largest rank held {largest}{_capacity()}.\n{_fixes_text(None, is_of_device=False)}"
         )
     return (
         "It left no traceback. Another process killed it, or the kernel did as memory ran out in a control group: see dmesg. "
-        f"The largest rank held {largest}{capacity}."
+        f"The largest rank held {largest}{_capacity()}."
     )
 
 
-def _on_host(parts: Mapping[str, int]) -> str:
-    resident = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        resident = pages * resource.getpagesize()
+def _capacity() -> str:
     total = _number(_MEMINFO, "MemTotal:")
-    capacity = None if total is None else total * 1024
-    return _memory_text("host memory", resident, parts, resident, capacity, available_bytes())
-
-
-def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> str:
-    device = torch.cuda.current_device()
-    free, capacity = torch.cuda.mem_get_info(device)
-    name = f"cuda:{device}"
-    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    return _memory_text(f"memory of {name}", reserved, tensors.get(name, {}), allocated, capacity, free)
-
-
-def _memory_text(
-    name: str, held: int, parts: Mapping[str, int], used: int, capacity: int | None, free: int | None
-) -> str:
-    """Return a sentence on the memory of this process; all sizes are in bytes."""
-    rest = {"everything else": used - sum(parts.values())}
-    texts = [f"{size_text(size)} {role}" for role, size in {**parts, **rest}.items() if size > 0]
-    described = f" ({', '.join(texts)})" if texts else ""
-    left = "" if free is None else f", {size_text(free)} left"
-    there = "" if capacity is None else f"; there are {size_text(capacity)}{left}"
-    return f"This rank held {size_text(held)} of {name}{described}{there}."
-
-
-def _tensors(torch: Any) -> dict[str, dict[str, int]]:
-    """Return bytes of live tensors by device and role; each storage counts once."""
-    found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
-    parameters = [one for one in found if issubclass(type(one), torch.nn.Parameter)]
-    groups: list[tuple[str, Iterable[Any]]] = [
-        ("parameters", parameters),
-        ("gradients", [one.grad for one in parameters if one.grad is not None]),
-        ("optimizer state", [value for one in optimizers for value in _states(one, torch)]),
-        ("other tensors", found),
-    ]
-    seen: set[tuple[str, int]] = set()
-    sizes: dict[str, dict[str, int]] = {}
-    for name, members in groups:
-        for one in members:
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                storage = one.untyped_storage()
-                key = (str(one.device), storage.data_ptr())
-                if key not in seen:
-                    seen.add(key)
-                    of_device = sizes.setdefault(key[0], {})
-                    of_device[name] = of_device.get(name, 0) + storage.nbytes()
-    return sizes
-
-
-def _states(optimizer: Any, torch: Any) -> list[Any]:
-    return [
-        value
-        for state in optimizer.state.values()
-        if isinstance(state, Mapping)
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
+    return "" if total is None else f"; this machine has {size_text(total * 1024)}"
 
 
 def _engine() -> Any:
@@ -177,7 +116,7 @@ def _engine() -> Any:
 
 def _number(path: Path, name: str) -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in path.read_text(encoding="ascii").splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             if line.split()[:1] == [name]:
                 return int(line.split()[1])
     return None

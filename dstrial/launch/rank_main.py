@@ -29,7 +29,7 @@ from dstrial.launch.trial_import import find_modules_first, import_trial, is_det
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.heartbeat import leave
 from dstrial.ranks.identity import identify
-from dstrial.ranks.stack_dump import dump_stacks_on_signal, name_threads
+from dstrial.ranks.stack_dump import dump_stacks_on_signal
 from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from dstrial.visible_text import cut_text
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(exit_.code, str):
             record_exception(exit_, exit_.code)
         elif not exit_.code:
-            _record_end()
+            leave()
         raise
     except (TrialImportError, ConfigError) as error:
         text = cut_text(f"{type(error).__name__}: {error}", MAX_SHOWN_CHARS)
@@ -128,12 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BaseException as error:  # noqa: BLE001  # trial process main: recorded, shown, and the process ends
         _record_failure(error)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
-    _record_end()
-
-
-def _record_end() -> None:
-    """Record the program's end; the launcher kills a rank that then does not exit."""
-    name_threads()
     leave()
 
 

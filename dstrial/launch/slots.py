@@ -125,12 +125,11 @@ class SlurmStep:
             "CROSS_SIZE": str(task.num_nodes),
         }
 
-    def placement(self, timeout_s: float) -> Placement:
-        """Find the step's first launcher; return the placement of this launcher."""
+    def placement(self) -> Placement:
+        """Return the placement of this launcher among the step's launchers."""
         from dstrial.launch.local_ranks import Placement
-        from dstrial.ranks.rendezvous_store import located
 
-        task = located(self.task, timeout_s=timeout_s)
+        task = self.task
         ranks_by_node = (self.num_ranks,) * task.world_size
         return Placement(ranks_by_node, task.rank, task.master_addr, task.master_port)
 

@@ -8,7 +8,6 @@ stays, and later processes wait for it forever without a message.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import time
@@ -34,17 +33,13 @@ def remove_stale_locks(root: Path | None = None) -> list[Path]:
     A lock is stale if no process has the file open, also 2 seconds later. On a network file system it must also be older than
     30 minutes. ``root`` defaults to the directory of torch's compiled extensions. Linux only.
     """
-    return [lock for lock in find_stale_locks(root) if _remove(lock)]
-
-
-def find_stale_locks(root: Path | None = None) -> list[Path]:
-    """Return the locks that ``remove_stale_locks`` would remove."""
     folder = root or extensions_root()
     suspects = _unheld_locks(folder)
     if not suspects:
         return []
     time.sleep(_RECHECK_DELAY_S)
-    return [lock for lock, status in _unheld_locks(folder).items() if suspects.get(lock) == status]
+    stale = [lock for lock, status in _unheld_locks(folder).items() if suspects.get(lock) == status]
+    return [lock for lock in stale if _remove(lock)]
 
 
 def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
@@ -56,7 +51,7 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
     if not locks or not _PROCESSES.is_dir():
         return {}
     now_s = time.time()
-    held = {opened for _, opened in _open_files()}
+    held = set(_open_files())
     found = {}
     for lock in locks:
         with contextlib.suppress(OSError):  # released in the meantime
@@ -67,42 +62,19 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
     return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Build:
-    """An extension, such as a DeepSpeed operator, that a process builds or loads now.
-
-    ``since_s`` is the start in epoch seconds. ``holder`` is a clause such as `` by process 12``, or empty. ``is_compiled``:
-    whether the compiled file already exists; if so, the process probably only loads it.
-    """
-
-    operator: str
-    folder: Path
-    since_s: float
-    holder: str
-    is_compiled: bool
-
-
-def running_builds(root: Path | None = None) -> list[Build]:
-    """Return the extensions that are compiled or loaded now, the oldest build first."""
+def running_builds(root: Path | None = None) -> list[tuple[Path, float]]:
+    """Return (folder, start in epoch seconds) of extensions that are compiled or loaded now, the oldest first."""
     found = []
     with contextlib.suppress(OSError):
         for lock in _locks(root or extensions_root()):
             with contextlib.suppress(OSError):
-                status = lock.stat()
-                folder, is_compiled = lock.parent, any(lock.parent.glob("*.so"))
-                found.append(Build(folder.name, folder, status.st_mtime, _holder(status), is_compiled))
-    return sorted(found, key=lambda build: build.since_s)
+                found.append((lock.parent, lock.stat().st_mtime))
+    return sorted(found, key=lambda build: build[1])
 
 
 def _locks(folder: Path) -> list[Path]:
     # <folder>/<operator>/lock, or <folder>/<python and device>/<operator>/lock in the default folder.
     return [*folder.glob(f"*/{_LOCK_NAME}"), *folder.glob(f"*/*/{_LOCK_NAME}")]
-
-
-def _holder(status: os.stat_result) -> str:
-    """Return `` by process PID`` for a process that has a file open; empty if unknown."""
-    wanted = status.st_dev, status.st_ino
-    return next((f" by process {pid}" for pid, opened in _open_files() if opened == wanted), "")
 
 
 def extensions_root() -> Path:
@@ -130,14 +102,14 @@ def _remove(lock: Path) -> bool:
     return True
 
 
-def _open_files() -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield (pid, (device, inode)) of open files that this account may inspect."""
+def _open_files() -> Iterator[tuple[int, int]]:
+    """Yield (device, inode) of open files that this account may inspect."""
     for descriptors in _PROCESSES.glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):
             for descriptor in descriptors.iterdir():
                 with contextlib.suppress(OSError):
                     found = descriptor.stat()
-                    yield descriptors.parent.name, (found.st_dev, found.st_ino)
+                    yield found.st_dev, found.st_ino
 
 
 def file_system_of(path: Path) -> str:

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dstrial.launch.stale_locks import Build, extensions_root, remove_stale_locks, running_builds
+from dstrial.launch.stale_locks import extensions_root, remove_stale_locks, running_builds
 from dstrial.launch.watches import StatusFile, polling
 from dstrial.ranks.startup_phase import TRAINING, read_phase
 
@@ -37,18 +36,6 @@ WITHOUT_OPERATOR = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Activity:
-    """A startup phase of the ranks, or the build of an operator for which they wait.
-
-    ``since_s`` is the start in epoch seconds; ``detail`` is for the log.
-    """
-
-    text: str
-    since_s: float
-    detail: str = ""
-
-
 def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
     """Return whether to log the current startup phase now.
 
@@ -60,29 +47,25 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
     return age_s >= max(_REPEAT_AFTER_S, 2 * logged_age_s)
 
 
-def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
-    """Return the ranks' oldest startup phase; None if all ranks train.
+def oldest_phase(phases: Sequence[tuple[str, float] | None], began_s: float) -> tuple[str, float] | None:
+    """Return the ranks' oldest startup phase and its start; None if all ranks train.
 
     ``phases`` has (phase, start in epoch seconds) of each rank, or None for a rank that has not reported a phase since its start
     at ``began_s``.
     """
     current = [(_INITIAL_PHASE, began_s) if phase is None else phase for phase in phases]
-    current = [phase for phase in current if phase[0] not in ("", TRAINING)]
-    if not current:
-        return None
-    text, since_s = min(current, key=lambda phase: phase[1])
-    return Activity(text, since_s)
+    return min((one for one in current if one[0] not in ("", TRAINING)), key=lambda one: one[1], default=None)
 
 
-def build_activity(operator: str, since_s: float, folder: Path, holder: str) -> Activity:
+def build_detail(folder: Path, since_s: float) -> str:
+    """Return what the log says of a build once: since when, for whom, and what to do."""
     clock = time.strftime("%H:%M:%S", time.localtime(since_s))
-    without = WITHOUT_OPERATOR.get(operator)
+    without = WITHOUT_OPERATOR.get(folder.name)
     way = f"To do without, {without}; to compile before" if without else "To compile before"
-    detail = (
-        f"since {clock}{holder}; ranks that use it wait. It happens once and may take minutes: the result is kept in {folder} "
+    return (
+        f" since {clock}; ranks that use it wait. It happens once and may take minutes: the result is kept in {folder} "
         f"for the next start. {way}, `DS_BUILD_OPS=1 pip install deepspeed`."
     )
-    return Activity(f"compiling operator {operator}", since_s, detail)
 
 
 @contextlib.contextmanager
@@ -122,39 +105,28 @@ class _Watch:
             self._next_cleaning_s = time.monotonic() + 5.0
             remove_stale_locks(self._root)
         phases = [read_phase(path) for path in self._phase_files()]
-        found = activity(phases, self._began_s)
+        found = oldest_phase(phases, self._began_s)
         # Other builds do not block ranks that train; a script may wait for a build at any time.
         is_training = bool(phases) and all(phase is not None and phase[0] == TRAINING for phase in phases)
-        builds = [] if is_training else self._builds()
-        if builds:
-            build = builds[0]
-            found = build_activity(build.operator, build.since_s, build.folder, build.holder)
+        detail = ""
+        # Builds are found by their locks, because ranks also wait for builds of other trials and of the user's extensions.
+        for folder, since_s in [] if is_training else running_builds(self._root)[:1]:
+            is_compiled = any(folder.glob("*.so"))  # then the process probably only loads it
+            if time.time() - since_s >= (_LOADING_S if is_compiled else _SILENCE_S):
+                found, detail = (f"compiling operator {folder.name}", since_s), build_detail(folder, since_s)
         if found is None:
             self._status_file.write(None)
             return
-        self._status_file.write({"phase": found.text, "since_s": found.since_s})
-        key = (found.text, found.since_s)
-        age_s = time.time() - found.since_s
-        if is_due(age_s, self._logged_age_s.get(key), time.time() - self._last_logged_s):
-            is_again = key in self._logged_age_s
+        text, since_s = found
+        self._status_file.write({"phase": text, "since_s": since_s})
+        age_s = time.time() - since_s
+        if is_due(age_s, self._logged_age_s.get(found), time.time() - self._last_logged_s):
+            still = "still " if found in self._logged_age_s else ""
             self._last_logged_s = time.time()
-            self._logged_age_s[key] = age_s
-            still = "still " if is_again else ""
-            detail = f", for {age_s:.0f} s" if age_s >= 1 else ""
-            if found.detail and not is_again:
-                detail = f" {found.detail}"
-            self._print_line(f"starting: {still}{found.text}{detail}")
-
-    def _builds(self) -> list[Build]:
-        """Return builds of extensions that last longer than mere loading takes.
-
-        Builds are found by their locks, because ranks also wait for builds of other trials and of the user's extensions.
-        """
-        return [
-            build
-            for build in running_builds(self._root)
-            if time.time() - build.since_s >= (_LOADING_S if build.is_compiled else _SILENCE_S)
-        ]
+            self._logged_age_s[found] = age_s
+            if still or not detail:
+                detail = f", for {age_s:.0f} s" if age_s >= 1 else ""
+            self._print_line(f"starting: {still}{text}{detail}")
 
     def close(self) -> None:
         self._status_file.write(None)

@@ -24,7 +24,6 @@ import dstrial
 from dstrial.checkpoint.manifest import MANIFEST_DIGEST, MANIFEST_NAME, Manifest, hash_file, write_manifest
 from dstrial.errors import CheckpointError, DstrialError
 from dstrial.local.train_context import LocalTrainContext
-from dstrial.ranks.heartbeat import heartbeat
 from dstrial.storage_guard import is_storage_gone
 
 logger = logging.getLogger("dstrial.loop")
@@ -80,15 +79,12 @@ class SaveJob:
         """Run the save in the calling thread; an exception is stored in ``error``."""
         complete, self._complete = self._complete, None
         assert complete is not None, "a save runs once"
-        beat = heartbeat()
-        beat.begin_save(self.batches_trained)
         try:
             complete()
         except BaseException as error:  # noqa: BLE001  # a thread cannot raise to the loop, which raises the error later
             self.error = error
         finally:
             del complete
-            beat.end_save()
             self._is_done.set()
 
     def wait(self) -> None:

@@ -51,19 +51,3 @@ def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_sha
             f"{SHARE_VARIABLE}=1 to let ranks share a device."
         )
     return index
-
-
-def refuse_instances(identity: RankIdentity, environ: Mapping[str, str]) -> None:
-    """Raise RankError for several ranks on several MIG instances of GPUs.
-
-    A process sees only the first MIG instance of ``CUDA_VISIBLE_DEVICES``, and NCCL does not support MIG instances. Source:
-    NVIDIA's MIG user guide, "CUDA Device Enumeration".
-    """
-    words = [word.strip() for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    instances = [word for word in words if word.startswith("MIG-")]
-    if identity.local_world_size > 1 and len(instances) > 1 and not may_share(environ):
-        raise RankError(
-            f"CUDA_VISIBLE_DEVICES names {len(instances)} MIG instances for {identity.local_world_size} ranks; expected one "
-            f"instance and one rank, since CUDA shows a process one instance. Ask for one slot, or set {SHARE_VARIABLE}=1 to "
-            "let the ranks share the first instance."
-        )

@@ -1,9 +1,7 @@
 """Write this rank's heartbeat (phase and batch) to a file that the launcher reads.
 
 Rank and launcher map the file into memory, and use neither locks nor system calls. Without dstrial's launcher the rank writes to
-private memory. The file has one slot of ``SLOT_BYTES`` for each rank of this machine. A slot has a *lane* (the state of one
-thread) for the main thread and one for the background save thread, the rank's pid, and the longest duration of each phase. The
-hot path writes through memory views: fewer cache misses than ``struct``.
+private memory. The file has one slot of ``SLOT_BYTES`` for each rank of this machine.
 """
 
 from __future__ import annotations
@@ -24,19 +22,17 @@ from dstrial.process_state import start_ticks
 HEARTBEAT_VARIABLE = "DSTRIAL_HEARTBEAT"
 """Environment variable with a rank's slot index and the heartbeat file, as ``SLOT:PATH``."""
 
-# A slot is 32 words of eight bytes in native byte order. Times are from CLOCK_MONOTONIC.
-SLOT_BYTES = 256
-_PHASE, _WAITS, _BATCH, _SINCE, _THREAD = range(5)  # words of a lane
-MAIN_LANE, SAVE_LANE = 0, 8
-_PID, _TICKS = 16, 17
-_LONGEST = 24
+# A slot is 16 words of eight bytes in native byte order. Times are from CLOCK_MONOTONIC.
+SLOT_BYTES = 128
+_PHASE, _BATCH, _SINCE, _THREAD, _PID, _TICKS = range(6)
+_LONGEST = 8  # first of a word for each phase
 
 
 class Phase(enum.IntEnum):
-    """Current activity of a rank's thread."""
+    """Current activity of a rank's main thread."""
 
     NONE = 0
-    """Unknown activity: start, script or end. In the save lane: no save is running."""
+    """Unknown activity: start, script or end."""
     BATCH = 1
     BETWEEN = 2
     """Exchanges and reports between batches."""
@@ -52,21 +48,19 @@ class Phase(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beat:
-    """A heartbeat: the last state that a rank's main or save thread has written.
+    """A heartbeat: the last state that a rank's main thread has written.
 
     Attributes:
         phase: current activity of the thread.
-        waits_for_data: whether the main thread waits for its data loader.
         batch: number of trained batches.
         since_s: start time of the phase or of the latest batch, monotonic.
         thread_id: Python's id of the thread.
         pid: process id of the rank.
         start_ticks: start time of the process, in the kernel's ticks.
-        longest_s: by ``Phase``, the longest duration so far; 0 if none has ended. Of consecutive batches only the last is timed.
+        longest_s: by ``Phase``, the longest duration so far; 0 if none has ended.
     """
 
     phase: Phase
-    waits_for_data: bool
     batch: int
     since_s: float
     thread_id: int
@@ -84,23 +78,8 @@ class Heartbeat:
         self._seconds = words.cast("d")
 
     def begin_batch(self, batch: int) -> None:
-        """Record the start of the batch that follows ``batch`` trained batches. Hot path."""
-        # Order matters: a concurrent reader may see the old batch with the new time, never the new batch with the old time.
-        self._seconds[_SINCE] = time.monotonic()
-        self._integers[_BATCH] = batch
-        self._integers[_PHASE] = 1
-
-    def await_data(self) -> None:
-        """Record that the main thread waits for its data loader. Hot path."""
-        self._integers[_WAITS] = 1
-
-    def end_wait(self) -> None:
-        """Record the end of the wait for the data loader. Hot path."""
-        self._integers[_WAITS] = 0
-
-    def begin(self, phase: Phase, batch: int) -> None:
-        """Record that the main thread enters a phase, after ``batch`` trained batches."""
-        self._begin(MAIN_LANE, phase, batch)
+        """Record the start of the batch that follows ``batch`` trained batches."""
+        self.begin(Phase.BATCH, batch)
 
     @property
     def phase(self) -> Phase:
@@ -113,26 +92,20 @@ class Heartbeat:
         yield
         self.begin(Phase.BETWEEN, batch)
 
-    def begin_save(self, batch: int) -> None:
-        """Record that this thread starts to save the checkpoint of batch ``batch``."""
-        self._begin(SAVE_LANE, Phase.SAVE, batch)
-
-    def end_save(self) -> None:
-        self._begin(SAVE_LANE, Phase.NONE, self._integers[SAVE_LANE + _BATCH])
-
     def end(self, phase: Phase = Phase.NONE) -> None:
         """Record the phase ``NONE`` or ``LEAVING``; keep the number of trained batches."""
         self.begin(phase, self._integers[_BATCH])
 
-    def _begin(self, lane: int, phase: Phase, batch: int) -> None:
+    def begin(self, phase: Phase, batch: int) -> None:
+        """Record that the main thread enters a phase, after ``batch`` trained batches."""
         now_s = time.monotonic()
-        longest = _LONGEST + self._integers[lane + _PHASE]
-        self._seconds[longest] = max(self._seconds[longest], now_s - self._seconds[lane + _SINCE])
-        self._seconds[lane + _SINCE] = now_s
-        self._integers[lane + _BATCH] = batch
-        self._integers[lane + _WAITS] = 0
-        self._integers[lane + _THREAD] = threading.get_ident()
-        self._integers[lane + _PHASE] = phase
+        longest = _LONGEST + self._integers[_PHASE]
+        self._seconds[longest] = max(self._seconds[longest], now_s - self._seconds[_SINCE])
+        # Order matters: a concurrent reader may see the old batch with the new time, never the new batch with the old time.
+        self._seconds[_SINCE] = now_s
+        self._integers[_BATCH] = batch
+        self._integers[_THREAD] = threading.get_ident()
+        self._integers[_PHASE] = phase
 
 
 def heartbeat() -> Heartbeat:
@@ -180,21 +153,17 @@ def make_heartbeat_file(path: Path, num_slots: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0)
 
 
-def read_beat(buffer: mmap.mmap | bytearray, slot: int, lane: int = MAIN_LANE) -> Beat | None:
-    """Return a rank's heartbeat; None if the rank has not written yet.
-
-    ``slot`` is the local rank; ``lane`` selects the main or the save thread.
-    """
+def read_beat(buffer: mmap.mmap | bytearray, slot: int) -> Beat | None:
+    """Return the heartbeat of local rank ``slot``; None if it has not written yet."""
     words = memoryview(bytes(_slot(buffer, slot)))
     integers, seconds = words.cast("q"), words.cast("d")
     if not integers[_PID]:
         return None
     return Beat(
-        phase=Phase(integers[lane + _PHASE]),
-        waits_for_data=bool(integers[lane + _WAITS]),
-        batch=integers[lane + _BATCH],
-        since_s=seconds[lane + _SINCE],
-        thread_id=integers[lane + _THREAD],
+        phase=Phase(integers[_PHASE]),
+        batch=integers[_BATCH],
+        since_s=seconds[_SINCE],
+        thread_id=integers[_THREAD],
         pid=integers[_PID],
         start_ticks=integers[_TICKS],
         longest_s=(0.0, *seconds[_LONGEST + 1 : _LONGEST + len(Phase)]),

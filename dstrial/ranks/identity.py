@@ -1,7 +1,7 @@
 """Find this process's rank, world size and rendezvous in the environment.
 
 Launchers' variables are tried in a fixed order: torchrun, DeepSpeed's launcher (both also under Determined's launch layers),
-Slurm's ``srun``, Open MPI's ``mpirun``, then Hydra (MPICH and Intel MPI). If none are set, the process is a single rank.
+Slurm's ``srun``, then Open MPI's ``mpirun``. If none are set, the process is a single rank.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Literal, NoReturn
 
 from dstrial.errors import RankIdentityError
-from dstrial.slurm.allocation import expand_counts, expand_nodes
+from dstrial.slurm.allocation import expand_nodes
 
-Launcher = Literal["torchrun", "deepspeed", "slurm", "openmpi", "mpich", "none"]
+Launcher = Literal["torchrun", "deepspeed", "slurm", "openmpi", "none"]
 
 LOOPBACK_ADDR = "127.0.0.1"
 
@@ -47,7 +46,6 @@ class RankIdentity:
         master_port: TCP port on which rank 0 serves the rendezvous. 0 on a single rank without a given port;
         ``init_process_group`` then chooses a free port.
         launcher: the launcher whose variables were used.
-        nodes: nodes to search for rank 0: all nodes of a Slurm step in list order; empty if rank 0's address is known.
     """
 
     rank: int
@@ -59,7 +57,6 @@ class RankIdentity:
     master_addr: str
     master_port: int
     launcher: Launcher
-    nodes: tuple[str, ...] = ()
 
     @property
     def is_chief(self) -> bool:
@@ -71,8 +68,8 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
     """Return this process's rank identity from environment variables.
 
     A job on one machine needs no master address: its rendezvous is a file (``dstrial.launch``), or a loopback port derived from
-    the job's id. A job on several machines needs ``MASTER_ADDR`` or Determined's ``DET_CHIEF_IP``. A Slurm step needs neither,
-    because rank 0 is searched on the step's nodes.
+    the job's id. A job on several machines needs ``MASTER_ADDR`` or Determined's ``DET_CHIEF_IP``. A Slurm step needs neither
+    if rank 0 is on the step's first node.
 
     Args:
         environ: usually ``os.environ``; not modified.
@@ -87,7 +84,7 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
     has_rank, has_world_size = view.has("RANK"), view.has("WORLD_SIZE")
     if has_rank and has_world_size:
         return _validated(_from_explicit_variables(view), view)
-    foreign = _from_slurm(view) or _from_openmpi(view) or _from_hydra(view)
+    foreign = _from_slurm(view) or _from_openmpi(view)
     if foreign is not None:
         foreign = _validated(foreign, view)
         if has_world_size and view.integer("WORLD_SIZE") != foreign.world_size:
@@ -103,7 +100,14 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
             f"{missing} is unset although {present} is set; expected both or neither",
             f"Set {missing} or unset {present}.",
         )
-    return RankIdentity(0, 1, 0, 1, 0, 1, LOOPBACK_ADDR, _master_port(view, 1, None, optional=True), "none")
+    if (
+        view.has("MPI_LOCALRANKID") and view.first_integer("PMI_SIZE", default=1) > 1
+    ):  # Hydra of MPICH and Intel MPI
+        view.fail(
+            f"PMI_SIZE is {view.text('PMI_SIZE')}, of an mpirun that dstrial does not know; expected Open MPI's",
+            "Take srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT for each rank.",
+        )
+    return RankIdentity(0, 1, 0, 1, 0, 1, LOOPBACK_ADDR, _master_port(view, 1), "none")
 
 
 def device_variable(identity: RankIdentity, device_idx: int) -> str:
@@ -183,7 +187,7 @@ def _from_explicit_variables(view: _EnvView) -> RankIdentity:
     )
     node_rank = view.first_integer(node_name, default=0 if one_node else None)
     addr = _master_addr(view, num_nodes)
-    port = _master_port(view, world_size, None)
+    port = _master_port(view, world_size)
     launcher: Launcher = "torchrun" if is_torchrun else "deepspeed"
     return RankIdentity(
         rank, world_size, local_rank, local_world_size, node_rank, num_nodes, addr, port, launcher
@@ -195,68 +199,37 @@ def _from_slurm(view: _EnvView) -> RankIdentity | None:
         return None
     if view.integer("SLURM_STEP_ID") % 2**32 >= _SLURM_FIRST_RESERVED_STEP_ID:
         return None
-    node_rank = view.first_integer("SLURM_NODEID", default=0)
     num_nodes = view.first_integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     world_size = view.first_integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    rank = view.integer("SLURM_PROCID")
-    local_world_size = _slurm_local_world_size(view, world_size, node_rank, num_nodes)
-    nodes = () if num_nodes == 1 or _given_master_addr(view) else _slurm_nodes(view, num_nodes)
-    addr = _master_addr(view, num_nodes) if not nodes else nodes[0]
-    if nodes and rank == 0:
-        # Rank 0 is not always on the first node. Heterogeneous steps and hostfiles place tasks in another order than the list.
-        addr = view.text("SLURMD_NODENAME") or addr
+    rank, addr = view.integer("SLURM_PROCID"), _master_addr(view, num_nodes, _slurm_first_node)
+    own = view.text("SLURMD_NODENAME")
+    if rank == 0 and num_nodes > 1 and own not in (None, addr) and not view.has("MASTER_ADDR"):
+        view.fail(
+            f"rank 0 is on {own}; expected the step's first node, {addr}",
+            f"Set MASTER_ADDR={own} for all ranks, as the step is heterogeneous or places tasks by a hostfile.",
+        )
     job_id = f"slurm.{view.text('SLURM_JOB_ID') or view.text('SLURM_JOBID')}.{view.text('SLURM_STEP_ID')}"
     return RankIdentity(
         rank=rank,
         world_size=world_size,
         local_rank=view.integer("SLURM_LOCALID"),
-        local_world_size=local_world_size,
-        node_rank=node_rank,
+        # Not the nodes' task counts: in a heterogeneous step, their order differs from SLURM_NODEID's (Slurm 22.05).
+        local_world_size=len((view.text("SLURM_GTIDS") or "").split(",")),
+        node_rank=view.first_integer("SLURM_NODEID", default=0),
         num_nodes=num_nodes,
         master_addr=addr,
-        master_port=_master_port(view, world_size, lambda: job_id),
+        master_port=_master_port(view, world_size, job_id),
         launcher="slurm",
-        nodes=nodes,
     )
 
 
-def _slurm_local_world_size(view: _EnvView, world_size: int, node_rank: int, num_nodes: int) -> int:
-    """Return the number of the step's tasks on this node.
-
-    ``SLURM_GTIDS`` lists the tasks. In a heterogeneous step, ``SLURM_NODEID`` cannot index the nodes' task counts, whose order
-    differs (Slurm 22.05: ``srun -w host3 : -w host1``).
-    """
-    own_tasks = view.text("SLURM_GTIDS")
-    if own_tasks is not None:
-        return len(own_tasks.split(","))
-    tasks_name = (
-        "SLURM_STEP_TASKS_PER_NODE" if view.has("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
-    )
-    tasks_text = view.text(tasks_name)
-    if tasks_text is None and num_nodes == 1:
-        tasks_text = str(world_size)
-    tasks_per_node = expand_counts(tasks_text or "")
-    if len(tasks_per_node) != num_nodes or not 0 <= node_rank < num_nodes:
-        view.fail(
-            f"{tasks_name} is {tasks_text!r}; expected counts for {num_nodes} nodes, SLURM_NODEID among them",
-            "Start the ranks with srun, which sets all of these.",
-        )
-    return tasks_per_node[node_rank]
-
-
-def _slurm_nodes(view: _EnvView, num_nodes: int) -> tuple[str, ...]:
-    name = "SLURM_STEP_NODELIST" if view.has("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
-    text = view.text(name)
+def _slurm_first_node(view: _EnvView) -> str | None:
+    """Return the node of rank 0, unless a heterogeneous step or a hostfile places rank 0 elsewhere."""
     try:
-        nodes = tuple(expand_nodes(text or ""))
+        text = view.text("SLURM_STEP_NODELIST") or view.text("SLURM_JOB_NODELIST") or ""
+        return next(iter(expand_nodes(text)), None)
     except ValueError:
-        nodes = ()
-    if len(nodes) != num_nodes:
-        view.fail(
-            f"{name} is {text!r}; expected the names of {num_nodes} nodes",
-            "Start the ranks with srun, which sets it, or set MASTER_ADDR to rank 0's address.",
-        )
-    return nodes
+        return None
 
 
 def _from_openmpi(view: _EnvView) -> RankIdentity | None:
@@ -276,56 +249,18 @@ def _from_openmpi(view: _EnvView) -> RankIdentity | None:
         num_nodes=num_nodes,
         master_addr=_master_addr(view, num_nodes),
         master_port=_master_port(
-            view, world_size, lambda: view.text("PMIX_NAMESPACE") or view.text("OMPI_MCA_ess_base_jobid")
+            view, world_size, view.text("PMIX_NAMESPACE") or view.text("OMPI_MCA_ess_base_jobid")
         ),
         launcher="openmpi",
     )
 
 
-def _from_hydra(view: _EnvView) -> RankIdentity | None:
-    if not (view.has("PMI_RANK") and view.has("MPI_LOCALRANKID")):
-        return None
-    rank, world_size = view.integer("PMI_RANK"), view.integer("PMI_SIZE")
-    local_world_size = view.integer("MPI_LOCALNRANKS")
-    num_nodes = _ceil_div(world_size, local_world_size)
-    node_rank = view.first_integer("HYDRA_BSTRAP_NODE_ID", default=_ceil_div(rank + 1, local_world_size) - 1)
-    return RankIdentity(
-        rank=rank,
-        world_size=world_size,
-        local_rank=view.integer("MPI_LOCALRANKID"),
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=_master_addr(view, num_nodes),
-        master_port=_master_port(
-            view, world_size, lambda: view.text("I_MPI_HYDRA_UUID") or _hydra_proxy_job_id()
-        ),
-        launcher="mpich",
-    )
-
-
-def _hydra_proxy_job_id(process_dir: Path = Path("/proc")) -> str | None:
-    """Return a job id from the Hydra proxy, the common ancestor of local ranks.
-
-    MPICH's Hydra sets no variable that identifies the job (observed with MPICH 5.0.2).
-    """
-    pid = "self"
-    for _ in range(64):
-        try:
-            status = (process_dir / pid / "status").read_text()
-        except OSError:
-            return None
-        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-        if fields.get("Name", "").startswith("hydra_pmi"):
-            return f"hydra.{fields['Pid']}"
-        pid = fields.get("PPid", "0")
-        if pid == "0":
-            return None
-    return None
-
-
-def _master_addr(view: _EnvView, num_nodes: int) -> str:
-    addr = _given_master_addr(view)
+def _master_addr(
+    view: _EnvView, num_nodes: int, find: Callable[[_EnvView], str | None] = lambda _: None
+) -> str:
+    addr = view.text("MASTER_ADDR") or view.text("DET_CHIEF_IP")
+    if addr is None and num_nodes > 1:
+        addr = find(view)
     if addr is None and num_nodes > 1:
         view.fail(
             f"MASTER_ADDR is unset; expected rank 0's address, for a job on {num_nodes} machines",
@@ -334,13 +269,7 @@ def _master_addr(view: _EnvView, num_nodes: int) -> str:
     return addr or LOOPBACK_ADDR
 
 
-def _given_master_addr(view: _EnvView) -> str | None:
-    return view.text("MASTER_ADDR") or view.text("DET_CHIEF_IP")
-
-
-def _master_port(
-    view: _EnvView, world_size: int, job_id: Callable[[], str | None] | None, *, optional: bool = False
-) -> int:
+def _master_port(view: _EnvView, world_size: int, job_id: str | None = None) -> int:
     if view.has("MASTER_PORT"):
         port = view.integer("MASTER_PORT")
         if not 0 < port < 2**16:
@@ -348,15 +277,14 @@ def _master_port(
                 f"MASTER_PORT is {port}; expected a TCP port between 1 and 65535", "Correct MASTER_PORT."
             )
         return port
-    if optional or world_size == 1:
+    if world_size == 1:
         return 0
-    name = job_id() if job_id is not None else None
-    if name is None:
+    if job_id is None:
         view.fail(
             "MASTER_PORT is unset; expected a TCP port, because no other variable identifies the job",
             "Set MASTER_PORT to the same free port for all ranks.",
         )
-    return _FIRST_DERIVED_PORT + zlib.crc32(name.encode()) % _NUM_DERIVED_PORTS
+    return _FIRST_DERIVED_PORT + zlib.crc32(job_id.encode()) % _NUM_DERIVED_PORTS
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:

@@ -20,9 +20,9 @@ from dstrial.engine.deepspeed_internals import process
 from dstrial.errors import RankError, RankTimeoutError
 from dstrial.fork_server import NVML_CHECK_VARIABLE
 from dstrial.ranks.channel import TIMEOUT_VARIABLE
-from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
+from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share
 from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
-from dstrial.ranks.rendezvous_store import as_init_method, located, open_store
+from dstrial.ranks.rendezvous_store import as_init_method, open_store
 from dstrial.ranks.sockets import free_port, loopback_only, raise_file_limit
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def prepare_accelerator() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
-def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
+def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     """Create torch's default process group through DeepSpeed, unless it exists.
 
     A no-op if torch.distributed is initialised or ``DET_MANUAL_INIT_DISTRIBUTED`` is set (Determined's
@@ -115,9 +115,6 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
         timeout_s: timeout in seconds of the rendezvous and, on most backends, of each collective operation; also the
         default for groups that are created later.
 
-    Returns:
-        ``identity``, with rank 0's address if it was unknown before.
-
     Raises:
         RankTimeoutError: a rank did not reach the rendezvous in time.
         RankError: the rendezvous port is taken, rank 0 cannot be reached, or the limit of open files is too low.
@@ -129,8 +126,7 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
     prepare_accelerator()
     ask_torch_for_free_memory()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL_INIT_VARIABLE):
-        return identity
-    identity = located(identity, timeout_s=timeout_s)
+        return
     addr, port = identity.master_addr, identity.master_port or free_port()
     own_device = device(identity)
     changes = {
@@ -158,7 +154,6 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
             "ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same for all ranks."
         ) from error
     _created = _Created(before, made_group=True, replaced=replaced)
-    return identity
 
 
 def _create_group(identity: RankIdentity, own_device: torch.device, timeout_s: float) -> _Replaced:
@@ -287,7 +282,6 @@ def device(identity: RankIdentity) -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")
-    refuse_instances(identity, os.environ)
     index = device_index(
         identity,
         int(accelerator.device_count()),

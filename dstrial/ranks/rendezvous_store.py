@@ -7,8 +7,6 @@ single rank needs no shared store. Other jobs use a ``TCPStore``, which listens 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import datetime
 import itertools
 import os
@@ -30,8 +28,6 @@ from dstrial.ranks.sockets import rendezvous_socket
 
 _SCHEME = "dstrial"
 _POLL_S = 0.01
-_SEARCH_S = 0.1
-_PROBE_S = 2.0
 # torch's type stubs do not export its stores.
 _stores = vars(torch.distributed)
 
@@ -69,31 +65,6 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
         store = _stores["PrefixStore"](f"dstrial-{number}", _tcp_store(identity, timeout_s))
     _await_all(store, identity, give_up_at_s, timeout_s)
     return store
-
-
-def located(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
-    """Return the identity with rank 0's address filled in.
-
-    If only Slurm's node list is known, the nodes are polled in turn for rank 0, for at most ``timeout_s``. Ranks: all, before
-    ``open_store``; not collective.
-    """
-    if identity.rank == 0 or not identity.nodes:
-        return identity
-    give_up_at_s = time.monotonic() + timeout_s
-    first, *others = identity.nodes
-    # Ranks start at different nodes, to spread the connections.
-    start = identity.rank % len(others) if others else 0
-    turns = itertools.cycle(others[start:] + others[:start])
-    while time.monotonic() < give_up_at_s:
-        for node in (first, next(turns)):
-            with contextlib.suppress(OSError), _connected(node, identity.master_port):
-                return dataclasses.replace(identity, master_addr=node, nodes=())
-        time.sleep(_SEARCH_S)
-    return identity
-
-
-def _connected(node: str, port: int) -> socket.socket:
-    return socket.create_connection((node, port), timeout=_PROBE_S)
 
 
 def as_init_method(store: Any, identity: RankIdentity) -> str:

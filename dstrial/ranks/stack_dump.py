@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import threading
 from typing import IO
 
 STACKS_FILE_VARIABLE = "DSTRIAL_STACKS_FILE"
@@ -36,11 +35,3 @@ def dump_stacks_on_signal() -> None:
     _kept.append(file)
     # Without chain, interrupted system calls are restarted (SA_RESTART, CPython Modules/faulthandler.c).
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
-
-
-def name_threads() -> None:
-    """Write the names of non-daemon threads, which delay the exit, to the stacks file."""
-    # Stack dumps of Python 3.13 and earlier have no thread names.
-    for thread in threading.enumerate():
-        if _kept and not thread.daemon and thread is not threading.main_thread():
-            _kept[-1].write(f"Thread 0x{thread.ident:016x} is named {thread.name}\n".encode())

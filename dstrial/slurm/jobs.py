@@ -7,6 +7,17 @@ import re
 
 from dstrial.slurm.script import notice_s
 
+_SCONTROL_FIELDS = (
+    "JobId",
+    "JobState",
+    "Reason",
+    "NodeList",
+    "ExitCode",
+    "Restarts",
+    "PreemptTime",
+    "StdOut",
+    "StartTime",
+)
 _FIELDS = ("JobID", "State", "Reason", "PreemptTime", "TimeLeft", "TimeLimit", "NodeList", "Name")
 # Commands whose output `parse_queue` and `parse_nodes` read. A job's name may contain any character, so it is the last field.
 SQUEUE = ("squeue", "--noheader", "--me", "--states=all", "-O", ",".join(f"{name}:|" for name in _FIELDS))
@@ -66,7 +77,7 @@ class Job:
         """The job's state for users, for example ``running on node1``."""
         text = self.state.lower().replace("_", " ")
         if self.is_waiting:
-            return f"{text} ({explained(self.reason)})" if self.reason else text
+            return f"{text} ({self.reason})" if self.reason else text
         if not self.is_over:
             return f"{text} on {self.nodes}" if self.nodes else text
         if self.signal or self.exit_code:
@@ -163,39 +174,3 @@ def parse_nodes(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> di
         if count:
             found[words[0]] = (count, words[1])
     return found
-
-
-_SCONTROL_FIELDS = (
-    "JobId",
-    "JobState",
-    "Reason",
-    "NodeList",
-    "ExitCode",
-    "Restarts",
-    "PreemptTime",
-    "StdOut",
-    "StartTime",
-)
-# Meaning of Slurm's reasons (squeue(1), "JOB REASON CODES").
-_EXPLAINED = {
-    "Resources": "waits for nodes to become free",
-    "Priority": "waits behind jobs of a higher priority",
-    "BeginTime": "may not begin yet",
-    "Dependency": "waits for another job",
-    "JobHeldUser": "held by its user; `scontrol release` lets it go",
-    "JobHeldAdmin": "held by an administrator",
-    "ReqNodeNotAvail": "waits for nodes that are down, drained or reserved",
-    "PartitionDown": "its partition is down",
-    "PartitionInactive": "its partition takes no jobs to run",
-    "PartitionConfig": "asks for more than its partition has",
-    "PartitionNodeLimit": "asks for more nodes than its partition has or lets a job have",
-    "PartitionTimeLimit": "asks for more time than its partition lets a job have",
-    "QOSMaxJobsPerUserLimit": "its user has as many jobs as may run at once",
-    "AssocMaxJobsLimit": "its account has as many jobs as may run at once",
-}
-
-
-def explained(reason: str) -> str:
-    """Append the meaning to Slurm's reason for a job's state, if the meaning is known."""
-    meaning = _EXPLAINED.get(reason.partition(",")[0])
-    return reason if meaning is None else f"{reason}: {meaning}"

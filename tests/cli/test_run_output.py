@@ -259,8 +259,6 @@ def test_out_of_memory_prints_usage_and_advice(project: Path, shared_master: Mas
     ended, _ = run(project, shared_master, "model_def:TooLarge")
     after = ended.stderr.partition("\nMemoryError\n")[2]
     assert after.startswith("This rank held ")
-    assert " parameters, " in after
-    assert "optimizer state" in after
     assert "lower train_micro_batch_size_per_gpu (4 now)" in after
     assert "raise zero_optimization.stage (0 now)" in after
 

@@ -59,7 +59,7 @@ def test_slurm_oversized_job_rejected_pending_job_explained(
 
     waits = master.create({})
     (trial,) = master.wait_for_trials(waits, 1)
-    master.wait_for_log(trial["id"], ": pending (Resources: waits for nodes to become free)")
+    master.wait_for_log(trial["id"], ": pending (Resources)")
     listed = master.det("job", "list")
     assert "pending (Resources" in listed
     assert "pending (Resources" in master.command("dstrial", "status").stdout

@@ -52,7 +52,7 @@ pathlib.Path(sys.argv[2], f"{identity.rank}.json").write_text(json.dumps(told))
 
 # Slow: ranks import torch in new processes. The exhaustive stand-in starts its ranks as forks.
 @pytest.mark.exhaustive(
-    "tests/trainer/test_stalls_of_two_launchers.py::test_only_launcher_of_straggler_ends_ranks"
+    "tests/trainer/test_stalls_of_two_launchers.py::test_stall_ends_ranks_of_both_launchers"
 )
 @pytest.mark.parametrize("who", ["dstrial", "torch"])
 def test_two_launchers_form_one_process_group(who: str, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -124,21 +123,15 @@ def test_lock_of_new_build_is_not_removed(tmp_path: Path, monkeypatch: pytest.Mo
     assert lock.exists()
 
 
-def test_recent_lock_is_not_removed(tmp_path: Path) -> None:
-    lock = tmp_path / "operator" / "lock"
+def test_recent_locks_and_other_files_are_kept(tmp_path: Path) -> None:
+    lock, built = tmp_path / "operator" / "lock", tmp_path / "operator" / "operator.so"
     lock.parent.mkdir()
     lock.touch()
-    assert remove_stale_locks(tmp_path) == []
-    assert lock.exists()
-
-
-def test_other_files_and_missing_directory_are_ignored(tmp_path: Path) -> None:
-    built = tmp_path / "operator" / "operator.so"
-    built.parent.mkdir()
     built.touch()
     _make_older(built)
     assert remove_stale_locks(tmp_path) == []
     assert remove_stale_locks(tmp_path / "nowhere") == []
+    assert lock.exists()
     assert built.exists()
 
 
@@ -169,7 +162,6 @@ def test_running_build_is_reported_once_with_workaround(tmp_path: Path) -> None:
         assert lock.exists()
         (line,) = told
         assert line.startswith("starting: compiling operator fused_adam since ")
-        assert f"by process {holder.pid};" in line
         assert f"the result is kept in {lock.parent} for the next start" in line
         assert 'set `"torch_adam": true` in optimizer.params' in line
     finally:
@@ -190,10 +182,3 @@ def test_lock_of_killed_build_does_not_block_ranks(tmp_path: Path) -> None:
         finally:
             waiter.kill()
             waiter.wait()
-
-
-def test_watched_start_leaves_no_thread() -> None:
-    before = threading.active_count()
-    with watched_start(list, print, every_s=60.0):
-        assert threading.active_count() == before + 1
-    assert threading.active_count() == before

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from dstrial.launch.start_watch import Activity, activity, is_due, watched_start
+from dstrial.launch.start_watch import is_due, oldest_phase, watched_start
 from dstrial.ranks.startup_phase import PHASE_FILE_VARIABLE, TRAINING, begin_phase, end_phases, read_phase
 
 
@@ -31,10 +31,10 @@ def test_is_due_counts_silence_across_short_phases() -> None:
 
 
 def test_activity_is_longest_phase_until_all_ranks_train() -> None:
-    assert activity([None, ("building", 20.0)], 10.0) == Activity("creating the processes", 10.0)
-    assert activity([("building", 20.0), ("importing", 15.0)], 10.0) == Activity("importing", 15.0)
-    assert activity([("", 30.0), ("building", 20.0)], 10.0) == Activity("building", 20.0)
-    assert activity([("", 30.0), ("", 31.0)], 10.0) is None
+    assert oldest_phase([None, ("building", 20.0)], 10.0) == ("creating the processes", 10.0)
+    assert oldest_phase([("building", 20.0), ("importing", 15.0)], 10.0) == ("importing", 15.0)
+    assert oldest_phase([("", 30.0), ("building", 20.0)], 10.0) == ("building", 20.0)
+    assert oldest_phase([("", 30.0), ("", 31.0)], 10.0) is None
 
 
 def test_phase_file_is_optional_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,22 +156,4 @@ def test_memory_shortage_is_recognized_in_exception_chain() -> None:
     assert is_memory_shortage(outer)
     assert not is_memory_shortage(ValueError("shape"))
     assert memory_advice(ValueError("shape")) == ""
-
-
-def test_memory_advice_lists_tensor_sizes_by_role() -> None:
-    model = torch.nn.Linear(1024, 1024, bias=False)
-    model(torch.zeros(1, 1024)).sum().backward()
-    optimizer = torch.optim.Adam(model.parameters())
-    optimizer.step()
-    advice = memory_advice(MemoryError())
-    assert "of host memory (" in advice
-    assert "lower train_micro_batch_size_per_gpu" in advice
-    sizes = {name: size for size, _, name in (part.split(" ", 2) for part in parts_of(advice))}
-    assert float(sizes["parameters"]) >= 4
-    assert float(sizes["gradients"]) >= 4
-    assert float(sizes["optimizer state"]) >= 8
-    assert len(optimizer.state) == 1
-
-
-def parts_of(advice: str) -> list[str]:
-    return advice.partition("(")[2].partition(")")[0].split(", ")
+    assert "of host memory; this machine has" in memory_advice(MemoryError())

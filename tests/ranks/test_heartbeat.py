@@ -13,7 +13,6 @@ import pytest
 
 from dstrial.ranks.heartbeat import (
     HEARTBEAT_VARIABLE,
-    SAVE_LANE,
     Phase,
     heartbeat,
     make_heartbeat_file,
@@ -31,17 +30,12 @@ def test_launcher_reads_heartbeat_of_rank(tmp_path: Path, monkeypatch: pytest.Mo
     assert heartbeat() is mine
     before_s = time.monotonic()
     mine.begin_batch(81)
-    mine.await_data()
     beat = read_beat(beats, 1)
     assert beat is not None
-    assert (beat.phase, beat.batch, beat.waits_for_data) == (Phase.BATCH, 81, True)
+    assert (beat.phase, beat.batch) == (Phase.BATCH, 81)
     assert before_s <= beat.since_s <= time.monotonic()
     assert (beat.pid, beat.start_ticks) == (os.getpid(), start_ticks(os.getpid()))
     assert beat.thread_id == threading.main_thread().ident
-    mine.end_wait()
-    after = read_beat(beats, 1)
-    assert after is not None
-    assert (after.waits_for_data, after.since_s) == (False, beat.since_s)
     assert read_beat(beats, 0) is None
     assert read_beat(beats, 2) is None
 
@@ -70,14 +64,6 @@ def test_heartbeat_keeps_longest_successful_phase_duration(
     trained = read_beat(beats, 0)
     assert trained is not None
     assert 0 < trained.longest_s[Phase.BATCH] < 60
-    mine.begin_save(10)
-    saving = read_beat(beats, 0, SAVE_LANE)
-    assert saving is not None
-    assert (saving.phase, saving.batch, saving.thread_id) == (Phase.SAVE, 10, threading.get_ident())
-    mine.end_save()
-    saved = read_beat(beats, 0, SAVE_LANE)
-    assert saved is not None
-    assert (saved.phase, saved.longest_s[Phase.SAVE] > 0) == (Phase.NONE, True)
 
 
 def test_heartbeat_without_launcher_is_no_op(monkeypatch: pytest.MonkeyPatch) -> None:

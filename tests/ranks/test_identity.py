@@ -45,9 +45,9 @@ SRUN = {
     "SLURM_NNODES": "1",
     "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_STEP_NUM_NODES": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_GTIDS": "0,1",
 }
-# Open MPI 5.0.11 and 4.1.8, MPICH 5.0.2 and Intel MPI, each started with -n 2 on one machine.
+# Open MPI 5.0.11 and 4.1.8, each started with -n 2 on one machine.
 OPENMPI_5 = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
@@ -70,25 +70,6 @@ OPENMPI_4 = {
     "PMIX_NAMESPACE": "1320550401",
     "PMIX_RANK": "1",
 }
-MPICH = {
-    "HYDI_CONTROL_FD": "7",
-    "MPI_LOCALNRANKS": "2",
-    "MPI_LOCALRANKID": "1",
-    "PMI_FD": "11",
-    "PMI_HOSTNAME": "vm",
-    "PMI_RANK": "1",
-    "PMI_SIZE": "2",
-    "MASTER_PORT": "20123",
-}
-INTEL_MPI = {
-    "HYDRA_BSTRAP_NODE_ID": "0",
-    "I_MPI_HYDRA_UUID": "54220000-7be6-1485-bd60-0600f1fc631b",
-    "MPI_LOCALNRANKS": "2",
-    "MPI_LOCALRANKID": "1",
-    "PMI_FD": "11",
-    "PMI_RANK": "1",
-    "PMI_SIZE": "2",
-}
 
 
 @pytest.mark.parametrize(
@@ -97,11 +78,10 @@ INTEL_MPI = {
         ({"PATH": "/bin"}, RankIdentity(0, 1, 0, 1, 0, 1, "127.0.0.1", 0, "none")),
         (TORCHRUN, RankIdentity(3, 4, 1, 2, 1, 2, "node0", 29400, "torchrun")),
         (DEEPSPEED, RankIdentity(1, 2, 1, 2, 0, 1, "127.0.0.1", 29500, "deepspeed")),
-        (MPICH, RankIdentity(1, 2, 1, 2, 0, 1, "127.0.0.1", 20123, "mpich")),
         (DETERMINED_TORCH, identify(TORCHRUN)),
         (DETERMINED_DEEPSPEED, identify(DEEPSPEED)),
     ],
-    ids=["none", "torchrun", "deepspeed", "mpich", "determined torch", "determined deepspeed"],
+    ids=["none", "torchrun", "deepspeed", "determined torch", "determined deepspeed"],
 )
 def test_identify_by_launcher(environ: dict[str, str], expected: RankIdentity) -> None:
     assert identify(environ) == expected
@@ -120,11 +100,11 @@ def test_torchrun_variables_override_slurm_step() -> None:
     assert identify({**SRUN, **TORCHRUN}).launcher == "torchrun"
 
 
-@pytest.mark.parametrize("environ", [SRUN, OPENMPI_5, OPENMPI_4, INTEL_MPI], ids=lambda e: sorted(e)[0])
+@pytest.mark.parametrize("environ", [SRUN, OPENMPI_5, OPENMPI_4], ids=lambda e: sorted(e)[0])
 def test_single_node_job_derives_address_and_port(environ: dict[str, str]) -> None:
     rank_1 = identify(environ)
     other_names = ("SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    other_names += ("OMPI_COMM_WORLD_NODE_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID")
+    other_names += ("OMPI_COMM_WORLD_NODE_RANK", "PMIX_RANK")
     rank_0 = identify({**environ, **{name: "0" for name in other_names if name in environ}})
     assert (rank_1.rank, rank_1.world_size, rank_1.local_rank, rank_1.local_world_size) == (1, 2, 1, 2)
     assert (rank_0.rank, rank_0.local_rank, rank_0.is_chief) == (0, 0, True)
@@ -138,54 +118,38 @@ def test_slurm_jobs_derive_distinct_ports() -> None:
     assert len(ports) > 45
 
 
-def test_srun_on_uneven_nodes_counts_local_ranks() -> None:
-    environ = {
-        **SRUN,
-        "SLURM_PROCID": "9",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "2",
-        "SLURM_STEP_NUM_TASKS": "10",
-        "SLURM_STEP_NUM_NODES": "3",
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
-        "MASTER_ADDR": "node0",
-    }
-    identity = identify(environ)
-    assert (identity.local_world_size, identity.node_rank, identity.num_nodes) == (2, 2, 3)
-    assert identify({**environ, "SLURM_NODEID": "1"}).local_world_size == 4
-
-
 def test_srun_multi_node_derives_master_address_from_nodelist() -> None:
     environ = {
         **SRUN,
         "SLURM_LOCALID": "0",
         "SLURM_NODEID": "1",
         "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_GTIDS": "1",
         "SLURM_STEP_NODELIST": "gpu[08-09]",
         "SLURMD_NODENAME": "gpu09",
         "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
     }
     identity = identify(environ)
-    assert (identity.master_addr, identity.nodes) == ("gpu08", ("gpu08", "gpu09"))
+    assert identity.master_addr == "gpu08"
     given = identify({**environ, "MASTER_ADDR": "10.0.0.8"})
-    assert (given.master_addr, given.nodes) == ("10.0.0.8", ())
+    assert given.master_addr == "10.0.0.8"
 
 
-def test_slurm_heterogeneous_step_finds_local_ranks_and_master() -> None:
-    # Slurm 22.05 for rank 0 of `srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2`: the first task count is host1's.
+def test_slurm_heterogeneous_step_needs_master_address() -> None:
+    # Slurm 22.05 for rank 0 of `srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2`.
     environ = {
         **SRUN,
         "SLURM_PROCID": "0",
         "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "0",
         "SLURM_GTIDS": "0",
         "SLURM_STEP_NUM_TASKS": "4",
         "SLURM_STEP_NUM_NODES": "3",
         "SLURM_STEP_NODELIST": "host[1-3]",
-        "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)",
         "SLURMD_NODENAME": "host3",
     }
-    identity = identify(environ)
+    with pytest.raises(RankIdentityError, match="Set MASTER_ADDR=host3 for all ranks"):
+        identify(environ)
+    identity = identify({**environ, "MASTER_ADDR": "host3"})
     assert (identity.local_world_size, identity.master_addr) == (1, "host3")
 
 
@@ -226,20 +190,11 @@ def test_exported_world_size_must_agree_with_srun() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is unset"),
         ({**DEEPSPEED, "MASTER_PORT": ""}, "MASTER_PORT is unset"),
         (
-            {**SRUN, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"},
-            "SLURM_JOB_NODELIST is None; expected the names of 2 nodes",
-        ),
-        (
-            {
-                **SRUN,
-                "SLURM_STEP_NUM_NODES": "2",
-                "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-                "SLURM_STEP_NODELIST": "host[1-3]",
-            },
-            "SLURM_STEP_NODELIST is 'host[1-3]'; expected the names of 2 nodes",
+            {**SRUN, "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0"},
+            "MASTER_ADDR is unset",
         ),
         ({**OPENMPI_5, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR is unset"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,2"}, "SLURM_STEP_TASKS_PER_NODE is '2,2'"),
+        ({"MPI_LOCALRANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE is 2, of an mpirun that"),
     ],
 )
 def test_contradictory_environment_names_variable_and_values(environ: dict[str, str], message: str) -> None:

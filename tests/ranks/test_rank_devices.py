@@ -12,7 +12,7 @@ import pytest
 from packaging.version import Version
 
 from dstrial.errors import RankError
-from dstrial.ranks.devices import device_index, is_shared, may_share, refuse_instances
+from dstrial.ranks.devices import device_index, is_shared, may_share
 from dstrial.ranks.identity import RankIdentity
 from dstrial.testing.ranks import run_function
 
@@ -54,15 +54,6 @@ def test_device_sharing_must_be_allowed_and_needed() -> None:
     assert not is_shared(identity(), 2, may_share=True)
     assert not is_shared(identity(0, 1), 1, may_share=True)
     assert is_shared(identity(0, 1, num_nodes=2), 1, may_share=True)  # the other node may have fewer devices
-
-
-def test_multiple_ranks_on_mig_instances_are_refused() -> None:
-    visible = {"CUDA_VISIBLE_DEVICES": "MIG-aaaa, MIG-bbbb"}
-    with pytest.raises(RankError, match="names 2 MIG instances for 2 ranks"):
-        refuse_instances(identity(), visible)
-    refuse_instances(identity(0, 1), visible)
-    refuse_instances(identity(), {"CUDA_VISIBLE_DEVICES": "0,1"})
-    refuse_instances(identity(), {**visible, "DSTRIAL_SHARE_DEVICE": "1"})
 
 
 def test_share_device_variable_accepts_0_or_1() -> None:

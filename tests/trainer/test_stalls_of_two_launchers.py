@@ -87,14 +87,9 @@ def launch_both(directory: Path, trial: str, stall_at: int = 5) -> list[str]:
     return outputs
 
 
-def test_only_launcher_of_straggler_ends_ranks(tmp_path: Path) -> None:
+def test_stall_ends_ranks_of_both_launchers(tmp_path: Path) -> None:
     waiting, stopped = launch_both(tmp_path, "stalling_trials:StoppedTrial")
-    assert "stalled: rank 2 is stopped (SIGSTOP) at batch 5 in train_batch" in stopped, stopped
     (line,) = re.findall("(stalled: .*Nothing has moved.*)", waiting)
     assert line.startswith("stalled: all 2 ranks are in all")
-    assert "stalled: the straggler may be on another machine" in waiting
-    # The launcher of the waiting ranks neither ends nor blames them for the stall.
-    assert "stalled: the ranks are ended, as data.dstrial.stall_action says" in stopped
-    assert "the ranks are ended, as data.dstrial.stall_action says" not in waiting
-    assert "failed first: 2 " in stopped
-    assert "RankStalledError" not in waiting
+    assert "Look at a rank on another machine" in line
+    assert "stalled: the ranks are ended, as data.dstrial.stall_action says" in waiting, stopped

@@ -51,7 +51,6 @@ class RankView:
         age_s: seconds since the heartbeat entered its current phase.
         state: state letter of the process (proc(5)).
         stopped_s: seconds since the process was stopped; 0 if it runs.
-        kernel_function: kernel function in which the process waits uninterruptibly; empty if none.
     """
 
     rank: int
@@ -59,7 +58,6 @@ class RankView:
     age_s: float
     state: str = "S"
     stopped_s: float = 0.0
-    kernel_function: str = ""
 
     @property
     def is_stopped(self) -> bool:
@@ -108,17 +106,10 @@ class Diagnosis:
     is_of_master: bool = False
 
 
-def find_longest(views: Sequence[RankView], longest_batch_s: float | None) -> dict[Phase, float]:
-    """Return phase -> longest duration so far, in seconds, over all ranks.
-
-    ``longest_batch_s`` is measured by the launcher, because ranks measure only few batches.
-    """
-    found = {} if longest_batch_s is None else {Phase.BATCH: longest_batch_s}
-    for view in views:
-        for phase, seconds in zip(Phase, view.beat.longest_s, strict=True):
-            if seconds > 0:
-                found[phase] = max(found.get(phase, 0.0), seconds)
-    return found
+def find_longest(views: Sequence[RankView]) -> dict[Phase, float]:
+    """Return phase -> longest duration so far, in seconds, over all ranks."""
+    longest_s = [max(each) for each in zip(*(view.beat.longest_s for view in views), strict=True)]
+    return {phase: seconds for phase, seconds in zip(Phase, longest_s, strict=False) if seconds > 0}
 
 
 def find_stall(
@@ -158,7 +149,7 @@ def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> Ra
     for is_straggler in (
         lambda view: view.is_stopped,
         lambda view: _is_blocked(view, places.get(view.rank)),
-        lambda view: _waits_for_data(view, places.get(view.rank)),
+        lambda view: _waits_for_data(places.get(view.rank)),
         lambda view: is_awaited and view.rank in places and not _waits(places[view.rank]),
         lambda view: view.rank not in places and len(places) == len(views) - 1,
     ):
@@ -201,9 +192,9 @@ def sentence(stall: Stall, diagnosis: Diagnosis) -> str:
     else:
         so_far = f"no {unit} has ended so far, and the first may take long"
     hint = f" {diagnosis.hint}" if diagnosis.hint else ""
-    # Training may continue while a checkpoint is written in the background.
-    what = "It has not ended" if stall.kind is Phase.SAVE else "Nothing has moved"
-    return f"{stall.prefix} {diagnosis.text}. {what} for {_seconds(stall.lasted_s)}; {so_far}.{hint}"
+    return (
+        f"{stall.prefix} {diagnosis.text}. Nothing has moved for {_seconds(stall.lasted_s)}; {so_far}.{hint}"
+    )
 
 
 def _diagnose_collectives(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosis:
@@ -247,12 +238,9 @@ def _state_of(view: RankView, place: Place | None) -> str:
     elif view.is_stopped:
         what, call = "is stopped (SIGSTOP)", ""
     elif _is_blocked(view, place):
-        function = f" ({view.kernel_function})" if view.kernel_function else ""
-        what = f"waits in the kernel for a device or a storage{function}"
-    elif _waits_for_data(view, place):
+        what = "waits in the kernel for a device or a storage"
+    elif wait is Wait.DATA:
         what = "waits for its data loader"
-        if place is not None and place.worker_pid:
-            call = f", whose worker (process {place.worker_pid}) is{call.removeprefix(',')}"
     elif wait is Wait.MASTER:
         what, call = "waits for a response of the master", ""
     elif wait is Wait.DEVICE:
@@ -275,7 +263,7 @@ def _hint(view: RankView, place: Place | None) -> str:
         return f"Continue it with `kill -CONT {view.beat.pid}`."
     if _is_blocked(view, place):
         return "Look at the storage and the kernel's log; no signal ends such a process."
-    if _waits_for_data(view, place):
+    if _waits_for_data(place):
         return "Look at what the data set waits for; a timeout of the loader would make this an error."
     if place is not None and place.wait is Wait.MASTER:
         return "Check with `dstrial status` whether the master runs or is stopped."
@@ -295,11 +283,8 @@ def _waits_for_ranks(place: Place | None) -> bool:
     return place is not None and place.wait is Wait.RANKS
 
 
-def _waits_for_data(view: RankView, place: Place | None) -> bool:
-    # A data loader that communicates, such as that of Hugging Face's Trainer, waits for ranks, not for data.
-    if _waits(place):
-        return False
-    return view.beat.waits_for_data or (place is not None and place.wait is Wait.DATA)
+def _waits_for_data(place: Place | None) -> bool:
+    return place is not None and place.wait is Wait.DATA
 
 
 def _name(ranks: Sequence[int]) -> str:

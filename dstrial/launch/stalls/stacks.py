@@ -14,15 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dstrial.process_state import catches, children, has_open
+from dstrial.process_state import catches
 from dstrial.ranks.stack_dump import STACKS_SIGNAL
 
 _DUMP_TIMEOUT_S = 5.0
 _QUIET_S = 0.15  # a dump is complete when its file has not grown for this time
-_MAX_WORKERS = 8
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)(?: \[.*\])? \(most recent call first\):")
-_NAME = re.compile(r"^Thread 0x([0-9a-fA-F]+) is named (.*)$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 # If the innermost calls are in these files, the rank waits for other ranks.
@@ -38,7 +36,6 @@ _WRAPPERS = frozenset({"wrapper", "_wait", "wait"})
 _ZERO_GATHERS = "/deepspeed/runtime/zero/partition_parameters.py"
 _ZERO_MODULES = "/deepspeed/runtime/zero/partitioned_param_coordinator.py"
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
-_FETCH = "/torch/utils/data/_utils/fetch.py"
 _MASTER = ("/determined/common/api/",)
 _REPORT_WRITER = "/dstrial/loop/metric_sinks.py"
 _DEVICE = ("/torch/cuda/", "/torch/accelerator/", "/deepspeed/accelerator/")
@@ -86,14 +83,13 @@ class Wait(enum.Enum):
 class Place:
     """Where a rank is in the code, and for what it waits.
 
-    ``frame`` is the innermost call of the user's code, else of dstrial's code. If ``worker_pid`` is not 0, the frame is in the
-    data loader's worker with this pid. ``gathers_weights``: whether ZeRO 3 gathers a module's weights in forward or backward.
+    ``frame`` is the innermost call of the user's code, else of dstrial's code. ``gathers_weights``: whether ZeRO 3 gathers a
+    module's weights in forward or backward.
     """
 
     wait: Wait
     operation: str = ""
     frame: Frame | None = None
-    worker_pid: int = 0
     gathers_weights: bool = False
 
     @property
@@ -153,14 +149,6 @@ def parse_stacks(text: str) -> list[ThreadStack]:
     return [ThreadStack(thread_id, tuple(frames)) for thread_id, frames in found]
 
 
-def thread_names(text: str) -> dict[int, str]:
-    """Return thread id -> name of the threads that delay a rank's exit.
-
-    ``text`` is the rank's stacks file.
-    """
-    return {int(number, 16): name for number, name in _NAME.findall(text)}
-
-
 def stack_of(stacks: Sequence[ThreadStack], thread_id: int) -> ThreadStack | None:
     """Return the stack of a thread, else of the oldest thread; None without stacks."""
     for stack in reversed(stacks):
@@ -200,23 +188,6 @@ def place_of(
     return Place(wait, operation, frame, gathers_weights=_has(stack.frames, _ZERO_MODULES))
 
 
-def place_in_worker(place: Place, rank_pid: int, path: Path) -> Place:
-    """Return where in the code a data loader's worker of the rank reads data.
-
-    ``place`` is the place of the rank itself; it is returned if no worker reads data. Workers are forks of the rank. Each worker
-    appends its stacks to ``path``, the rank's stacks file.
-    """
-    for pid in children(rank_pid)[:_MAX_WORKERS]:
-        # A child that is not a fork of the rank may use the signal for another purpose.
-        if not has_open(pid, path):
-            continue
-        for stack in reversed(parse_stacks(dump_stacks({pid: path}).get(pid, ""))):
-            if _has(stack.frames, _FETCH):
-                frame = next(filter(_is_users, stack.frames), None)
-                return dataclasses.replace(place, frame=frame, worker_pid=pid)
-    return place
-
-
 def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
     """Return (kind of wait, name of the collective) from calls, the most recent first."""
     num_inner = next((idx for idx, frame in enumerate(frames) if _is_users(frame)), len(frames))
@@ -231,7 +202,7 @@ def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
         if _is_in(frame, _DATA):
             return Wait.DATA, ""
     # User code of a data set, called by the loader in the rank itself.
-    if any("/torch/utils/data/" in frame.file for frame in frames[: num_inner + 12]):
+    if any(_is_in(frame, _DATA) for frame in frames[: num_inner + 12]):
         return Wait.DATA, ""
     if any(_is_in(frame, _DEVICE) for frame in inner):
         return Wait.DEVICE, ""

@@ -15,7 +15,6 @@ from dstrial.errors import DataError
 from dstrial.loop.data.order import BatchGeometry, GlobalBatches, ReplicaSampler, epoch_order
 from dstrial.loop.data.passes import LoaderPasses, ResumeMode, position_for
 from dstrial.loop.data.records import SeededRecords, loader_length, require_determined_loader, torch_loader
-from dstrial.ranks.heartbeat import heartbeat
 
 
 class CountingIterator:
@@ -30,7 +29,6 @@ class CountingIterator:
         self._items = items
         self._rank = rank
         self._per_batch = per_batch
-        self._heartbeat = heartbeat()
         self.drawn = drawn
         self.watch: Callable[[Any, float], None] | None = None
 
@@ -38,7 +36,6 @@ class CountingIterator:
         return self
 
     def __next__(self) -> Any:
-        self._heartbeat.await_data()
         began_s = time.perf_counter()
         try:
             item = next(self._items)
@@ -56,7 +53,6 @@ class CountingIterator:
                 f"{self.drawn // self._per_batch} ({error}); expected records. Look at what the data set waits for, or set the "
                 "loader's timeout or DSTRIAL_TIMEOUT_S (seconds)."
             ) from error
-        self._heartbeat.end_wait()
         self.drawn += 1
         if self.watch is not None:
             self.watch(item, time.perf_counter() - began_s)

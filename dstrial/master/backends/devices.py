@@ -28,8 +28,8 @@ class Slot:
     kind: SlotKind
     brand: str
     uuid: str  # permanent name of a device; ``cpu-N`` for a CPU slot
-    # value for ``CUDA_VISIBLE_DEVICES``: NVML's index, equal to CUDA's under
-    # ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index; "" if not NVIDIA's
+    # value for ``CUDA_VISIBLE_DEVICES``: NVML's index, equal to CUDA's under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the name of
+    # a MIG instance; "" if not NVIDIA's
     visible_as: str = ""
 
 
@@ -91,57 +91,24 @@ def _cuda() -> Iterator[Slot]:
 
 
 def nvml_slots(nvml: Any, visible: str | None) -> Iterator[Slot]:
-    """Yield a slot per NVIDIA device, and per instance of a GPU in MIG mode.
+    """Yield a slot per NVIDIA device, in NVML's index order.
 
-    ``nvml`` is the module pynvml; slots are in NVML's index order. ``visible`` is ``CUDA_VISIBLE_DEVICES``, with indices and
-    prefixes of UUIDs; None for all. The index of a GPU in MIG mode selects all its instances.
-
-    Source: NVIDIA's MIG user guide, "CUDA_VISIBLE_DEVICES".
+    ``nvml`` is the module pynvml. ``visible`` is ``CUDA_VISIBLE_DEVICES`` (indices, prefixes of UUIDs, MIG instances); None for
+    all devices.
     """
-    found: list[tuple[str, str, str, str]] = []
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        if not _is_divided(nvml, handle):
-            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-            found.append((str(index), uuid, _text(nvml.nvmlDeviceGetName(handle)), str(index)))
-            continue
-        instances = list(_instances(nvml, handle))
-        for instance in instances:
-            uuid = _text(nvml.nvmlDeviceGetUUID(instance))
-            found.append((str(index), uuid, _text(nvml.nvmlDeviceGetName(instance)), uuid))
-        if not instances:
-            logger.warning(
-                "GPU %d (%s) is in MIG mode and has no instances: it offers no slot. Make some with `nvidia-smi mig -cgi … -C`, "
-                "or end MIG mode with `nvidia-smi -i %d -mig 0`.",
-                index,
-                _text(nvml.nvmlDeviceGetName(handle)),
-                index,
-            )
-    if visible is not None:
-        words = [word.strip() for word in visible.split(",") if word.strip()]
-        found = [
-            device
-            for word in words
-            for device in found
-            if word == device[0] or (len(word) > 4 and device[1].startswith(word))
-        ]
-    for slot_id, (_, uuid, name, visible_as) in enumerate(found):
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    # (UUID, name, value for CUDA_VISIBLE_DEVICES)
+    devices = [
+        (nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle), str(index))
+        for index, handle in enumerate(handles)
+    ]
+    found = devices if visible is None else []
+    for word in filter(None, map(str.strip, (visible or "").split(","))):
+        if word.startswith("MIG-"):
+            found.append((word, "NVIDIA MIG instance", word))
+        found += [one for one in devices if word == one[2] or (len(word) > 4 and one[0].startswith(word))]
+    for slot_id, (uuid, name, visible_as) in enumerate(found):
         yield Slot(slot_id, "cuda", name, uuid, visible_as)
-
-
-def _is_divided(nvml: Any, handle: Any) -> bool:
-    try:
-        current, _pending = nvml.nvmlDeviceGetMigMode(handle)
-    except nvml.NVMLError:
-        return False  # the device or the driver does not support MIG
-    return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
-
-
-def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
-    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        # Numbers of instances have gaps.
-        with contextlib.suppress(nvml.NVMLError_NotFound):
-            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
 
 
 def _rocm() -> Iterator[Slot]:
@@ -158,10 +125,6 @@ def _rocm() -> Iterator[Slot]:
             name = (node / "name").read_text().strip() or "AMD GPU"
             yield Slot(index, "rocm", name, str(index))
             index += 1
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _cpu_brand() -> str:

@@ -67,7 +67,7 @@ class EngineJob:
     id: str  # assigned by the engine; has no characters that a shell interprets
     key: str  # key of the ``JobRequest`` for the job
     state: JobState
-    text: str  # state for users, with the engine's reason: ``job 12: pending (Resources: …)``
+    text: str  # state for users, with the engine's reason: ``job 12: pending (Resources)``
     parts: tuple[Part, ...] = ()  # in rank order; empty unless the state is running or leaving
 
 

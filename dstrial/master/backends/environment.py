@@ -208,17 +208,15 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
     kinds = {slot.kind for slot in request.slots}
     # Each device is listed once: CUDA ignores all devices after a repeated one.
     names = dict.fromkeys(slot.uuid for slot in request.slots)
-    uuids = ",".join(names)
     if "cuda" in kinds:
         shared = {SHARE_VARIABLE: "1"} if len(names) < len(request.slots) else {}
         # DeepSpeed parses them as integers (0.19.8 cuda_accelerator.py:188), with NVML's numbers: in PCI bus order, which CUDA
-        # uses only if CUDA_DEVICE_ORDER says so. MIG instances have only UUIDs; CUDA accepts indices or UUIDs, not both.
-        indices = dict.fromkeys(slot.visible_as for slot in request.slots)
-        visible = ",".join(indices) if all(index.isdecimal() for index in indices) else uuids
+        # uses only if CUDA_DEVICE_ORDER says so.
+        visible = ",".join(dict.fromkeys(slot.visible_as for slot in request.slots))
         return {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **shared}
     if "rocm" in kinds:
         # ROCR_VISIBLE_DEVICES stays unset: HIP's indices would refer to its devices.
-        return {"HIP_VISIBLE_DEVICES": uuids}
+        return {"HIP_VISIBLE_DEVICES": ",".join(names)}
     return {
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",

@@ -40,15 +40,10 @@ _FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<func
 _INSTALLED = re.compile(
     r"/(?:site|dist)-packages/|/lib/python\d|^<|/dstrial/(?:loop|trainer|launch|trial)[/.]"
 )
-_TORCHRUN_FAILURE = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
 _VARIABLE_PARTS = re.compile(
     r"0x[0-9a-fA-F]+|/tmp/\S+|\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b|\d+"
 )
 _MEANINGS = {
-    77: "a worker exited without notifying Determined's launcher",
-    78: "a worker died or never started, according to Determined's launcher",
-    79: "a worker died, according to Determined's launcher",
-    80: "the trial's output could not be forwarded",
     126: "the entrypoint could not be executed; is the file executable?",
     127: "the entrypoint's command was not found; is it on PATH, and is the package installed?",
 }
@@ -150,7 +145,7 @@ def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | No
             report.append(text.rstrip("\n"))
     if rank is None:
         return (
-            None if traceback is None or is_of_launcher(traceback) else _in_one_line(traceback.splitlines())
+            None if traceback is None or not _is_of_user(traceback) else _in_one_line(traceback.splitlines())
         )
     return f"rank {rank}: {_in_one_line(report)}" if any(report) else None
 
@@ -168,28 +163,6 @@ def _in_one_line(lines: Sequence[str]) -> str:
     own = [frame for frame in frames if not _INSTALLED.search(frame["file"])] or frames
     name = own[-1]["file"].rpartition("/")[2]
     return f"{message} ({name}:{own[-1]['line']}, in {own[-1]['function']})"
-
-
-def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return as text which local rank torchrun reports as failed first, and why.
-
-    None if torchrun printed no such report, or the exit code in the report has no known meaning.
-    """
-    for _, text in lines:
-        found = _TORCHRUN_FAILURE.search(text)
-        if found is not None:
-            code = int(found["code"])
-            meaning = explain_exit(256 + code if code < 0 else code)
-            return None if meaning is None else f"local rank {found['rank']}: {meaning}"
-    return None
-
-
-def is_of_launcher(traceback: str) -> bool:
-    """Return whether a launcher, not the trial's code, raised a traceback.
-
-    A launcher's traceback does not show why the trial failed.
-    """
-    return not _is_of_user(traceback)
 
 
 def _is_of_user(traceback: str) -> bool:

@@ -155,27 +155,15 @@ def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
     """Return the first bytes of a model definition's file, and the file's size.
 
     Raises:
-        RequestError: 400 for a path outside the directory, a directory, a link or a damaged archive; 404 for a missing file.
+        RequestError: 400 for a path outside the directory or a damaged archive; 404 for a missing file.
     """
     _require_inside(path)
-    wanted = str(PurePosixPath(path))
-    content: tuple[bytes, int] | None = None
-    for archive, member, found in _members(tgz):
-        if found != wanted and not (found or "").startswith(f"{wanted}/"):
-            continue
-        if found != wanted or not member.isreg():
-            what = "a directory" if member.isdir() or found != wanted else "no plain file"
-            raise RequestError(
-                400,
-                f"{path!r} of the model definition is {what}; expected a file. Name one that the tree of files shows.",
-            )
-        file = archive.extractfile(member)
-        content = b"" if file is None else file.read(num_bytes), member.size
-    if content is None:
+    found = read_starts(tgz, [str(PurePosixPath(path))], num_bytes)
+    if not found:
         raise RequestError(
             404, f"{path!r} is not in the model definition; expected a file that the tree of files shows."
         )
-    return content
+    return next(iter(found.values()))
 
 
 def read_starts(tgz: bytes, paths: Collection[str], num_bytes: int) -> dict[str, tuple[bytes, int]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dstrial.config.schema import compile_pattern
 from dstrial.errors import DstrialError
 from dstrial.master.backends.backend import AllocationExit, Output, RunRef, SlotsGoneError, run_of
-from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
+from dstrial.master.backends.failures import explain_failure, first_traceback
 from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
@@ -327,10 +327,6 @@ def _expired_grace_period(row: Allocation) -> str | None:
 def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
     """Return ``exit_`` with an explanation, and the traceback in the output or None."""
     traceback = first_traceback(printed(directory))
-    if traceback is None or is_of_launcher(traceback):
-        explanation = explain_rank(printed(directory))
-        if explanation is not None:
-            exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
     if exit_.explanation is None:
         exit_ = dataclasses.replace(exit_, explanation=explain_failure(printed(directory), traceback))
     return exit_, traceback

@@ -101,7 +101,7 @@ def test_fingerprint_ignores_addresses_ports_paths_and_pids() -> None:
 @pytest.mark.parametrize(
     ("code", "signal_number", "part"),
     [(137, 9, "out of host memory"), (137, None, "out of host memory"), (139, None, "SIGSEGV"),
-     (127, None, "not found"), (78, None, "Determined's launcher")],
+     (127, None, "not found")],
 )  # fmt: skip
 def test_explain_exit_describes_special_codes(code: int, signal_number: int | None, part: str) -> None:
     assert part in (explain_exit(code, signal_number) or "")

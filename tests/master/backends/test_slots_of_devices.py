@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,26 +16,15 @@ from dstrial.errors import MasterError
 from dstrial.master.backends.devices import Slot, nvml_slots, shared_slots
 from dstrial.master.backends.environment import cluster_info_files, trial_environment
 
-_MIG = "MIG-5c89852c-d268-c3f3-1b07-005d5ae1dc3{}"
-
 
 @dataclasses.dataclass
 class Gpu:
-    """A GPU or a MIG instance.
-
-    Attributes:
-        is_divided: whether the GPU is in MIG mode; None if it does not support MIG.
-        instances: MIG instances by index; the indices may have gaps.
-    """
-
     uuid: str
     name: str = "NVIDIA H200"
-    is_divided: bool | None = None
-    instances: dict[int, Gpu] = dataclasses.field(default_factory=dict)
 
 
 def fake_nvml(*gpus: Gpu) -> Any:
-    """Return a fake ``pynvml`` for these GPUs with the real errors and constants."""
+    """Return a fake ``pynvml`` for these GPUs ."""
     module: Any = ModuleType("pynvml")
 
     def nvmlDeviceGetCount() -> int:  # noqa: N802
@@ -48,48 +36,24 @@ def fake_nvml(*gpus: Gpu) -> Any:
     def nvmlDeviceGetUUID(handle: Gpu) -> str:  # noqa: N802
         return handle.uuid
 
-    def nvmlDeviceGetName(handle: Gpu) -> bytes:  # noqa: N802
-        return handle.name.encode()  # older pynvml versions return bytes
-
-    def nvmlDeviceGetMigMode(device: Gpu) -> list[int]:  # noqa: N802
-        if device.is_divided is None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return [int(device.is_divided), 0]
-
-    def nvmlDeviceGetMaxMigDeviceCount(device: Gpu) -> int:  # noqa: N802
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(device: Gpu, index: int) -> Gpu:  # noqa: N802
-        if index not in device.instances:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return device.instances[index]
+    def nvmlDeviceGetName(handle: Gpu) -> str:  # noqa: N802
+        return handle.name
 
     functions = [one for one in locals().values() if inspect.isfunction(one)]
     for function in functions:
         setattr(module, function.__name__, function)
-    for name in ("NVMLError", "NVMLError_NotFound", "NVML_DEVICE_MIG_ENABLE"):
-        setattr(module, name, getattr(pynvml, name))
     return module
 
 
 def test_fake_nvml_matches_installed_pynvml() -> None:
     functions = [name for name in vars(fake_nvml()) if name.startswith("nvml")]
-    assert len(functions) == 7
+    assert len(functions) == 4
     for name in functions:
         theirs, ours = (inspect.signature(getattr(one, name)) for one in (pynvml, fake_nvml()))
         assert list(ours.parameters) == list(theirs.parameters), name
-    assert pynvml.NVML_DEVICE_MIG_ENABLE == 1
-    with pytest.raises(pynvml.NVMLError_NotFound):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
 
-A, B = Gpu("GPU-aaaa1111"), Gpu("GPU-bbbb2222", is_divided=False)
-DIVIDED = Gpu(
-    "GPU-cccc3333",
-    is_divided=True,
-    instances={number: Gpu(_MIG.format(number), "NVIDIA H200 MIG 1g.18gb") for number in (0, 3)},
-)
-EMPTY = Gpu("GPU-dddd4444", is_divided=True)
+A, B = Gpu("GPU-aaaa1111"), Gpu("GPU-bbbb2222")
 
 
 def test_whole_gpus_are_slots_by_nvml_index() -> None:
@@ -99,36 +63,18 @@ def test_whole_gpus_are_slots_by_nvml_index() -> None:
     ]
 
 
-def test_mig_gpu_yields_one_slot_per_instance() -> None:
-    slots = list(nvml_slots(fake_nvml(A, DIVIDED, B), None))
-    assert [slot.id for slot in slots] == [0, 1, 2, 3]
-    assert [slot.uuid for slot in slots] == [A.uuid, _MIG.format(0), _MIG.format(3), B.uuid]
-    assert [slot.visible_as for slot in slots] == ["0", _MIG.format(0), _MIG.format(3), "2"]
-    assert [slot.brand for slot in slots][1:3] == ["NVIDIA H200 MIG 1g.18gb"] * 2
-
-
-def test_mig_gpu_without_instances_is_skipped_with_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        slots = list(nvml_slots(fake_nvml(EMPTY, A), None))
-    assert [slot.uuid for slot in slots] == [A.uuid]
-    (record,) = caplog.records
-    assert "GPU 0 (NVIDIA H200) is in MIG mode and has no instances" in record.message
-
-
 @pytest.mark.parametrize(
     ("visible", "uuids"),
     [
         ("", []),
-        ("1", [_MIG.format(0), _MIG.format(3)]),
-        ("2,0", [B.uuid, A.uuid]),
-        (f"{_MIG.format(3)}, GPU-aaaa", [_MIG.format(3), A.uuid]),
+        ("1,0", [B.uuid, A.uuid]),
+        ("GPU-bbbb, 0", [B.uuid, A.uuid]),
         ("7", []),
+        ("MIG-1,MIG-2", ["MIG-1", "MIG-2"]),
     ],
 )
 def test_cuda_visible_devices_selects_and_orders_slots(visible: str, uuids: list[str]) -> None:
-    slots = list(nvml_slots(fake_nvml(A, DIVIDED, B), visible))
+    slots = list(nvml_slots(fake_nvml(A, B), visible))
     assert [slot.uuid for slot in slots] == uuids
     assert [slot.id for slot in slots] == list(range(len(uuids)))
 
@@ -168,7 +114,6 @@ def test_find_slots_beyond_devices_requires_sharing(monkeypatch: pytest.MonkeyPa
 # Two of four GPUs, as seen by a master that was started with CUDA_VISIBLE_DEVICES=3,1.
 THIRD = Slot(0, "cuda", "NVIDIA", "GPU-3333", "3")
 FIRST = Slot(1, "cuda", "NVIDIA", "GPU-1111", "1")
-INSTANCES = tuple(Slot(i, "cuda", "NVIDIA MIG", f"MIG-{i}", f"MIG-{i}") for i in range(2))
 
 
 def test_deepspeed_finds_nvml_index_in_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,20 +133,16 @@ def test_deepspeed_finds_nvml_index_in_visible_devices(monkeypatch: pytest.Monke
     assert uuids == ["GPU-3333", "GPU-1111"]
 
 
-@pytest.mark.parametrize("slots", [INSTANCES, (THIRD, *INSTANCES)])
-def test_mig_free_memory_comes_from_torch(slots: tuple[Slot, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_by_uuid_comes_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     from dstrial.ranks.process_group import ask_torch_for_free_memory
 
-    env = environment(*slots)
-    assert env["CUDA_VISIBLE_DEVICES"] == ",".join(slot.uuid for slot in slots)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", env["CUDA_VISIBLE_DEVICES"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1111,GPU-3333")
     with pytest.raises(ValueError, match="invalid literal for int"):
         CUDA_Accelerator()._get_nvml_gpu_id(0)
     monkeypatch.setattr(CUDA_Accelerator, "available_memory", CUDA_Accelerator.available_memory)
-    # This machine has no MIG instance to query.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 + (device or 0), 5000))
 
     ask_torch_for_free_memory()

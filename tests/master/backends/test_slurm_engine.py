@@ -82,7 +82,7 @@ def test_job_state_and_text_include_slurm_reason() -> None:
         (
             Job("7", "PENDING", "Resources"),
             "pending",
-            ": pending (Resources: waits for nodes to become free)",
+            ": pending (Resources)",
         ),
         (Job("7", "CONFIGURING"), "pending", ": configuring"),
         (Job("7", "RUNNING", nodes="host1"), "running", ": running on host1"),

@@ -31,7 +31,7 @@ from dstrial.file_writes import remove_tree, replace_file
 from dstrial.harness_paths import ENDING_NAME
 from dstrial.hosts.remote import PREFIX, addresses
 from dstrial.hosts.transport import BEAT_S, LEASE_S, ORPHAN_S
-from dstrial.master.backends import local, supervisor, task_venv
+from dstrial.master.backends import local, supervisor
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.environment import choose_ports
@@ -47,7 +47,6 @@ _POLL_S = 0.1  # interval of checks for new output and exits
 _CHUNK_BYTES = 256 * 1024  # maximum output in one message
 _KEEP_TRACEBACKS_S = 30 * 86_400.0  # time after a trial's last traceback at which its tracebacks are deleted
 _BACKLOG = 128  # limit of trials' connections that are not accepted yet
-_COLLECT_PERIOD_S = 3600.0  # interval of deletions of unused environments
 _output = threading.Lock()
 
 
@@ -229,11 +228,6 @@ class Agent:
         self._streams.close()
         self._watch_lease()
 
-    def on_sigterm(self, *_: Any) -> None:
-        """Report a SIGTERM to the master; Slurm sends SIGTERM before it reclaims the node."""
-        why = "SIGTERM has come, as when it is preempted, cancelled or out of time"
-        _in_background(_send, {"leaving": why})
-
     def _submit(self, name: str, request: Mapping[str, Any], model_definition: bytes) -> None:
         try:
             plain = AllocationRequest.from_json(request["request"], model_definition)
@@ -293,12 +287,7 @@ class Agent:
             os._exit(1)
 
     def _poll_runs(self) -> None:
-        collected_s = 0.0
         while True:
-            if time.monotonic() > collected_s + _COLLECT_PERIOD_S:
-                collected_s = time.monotonic()
-                with contextlib.suppress(OSError):
-                    task_venv.collect(self._directory / "venvs", task_venv.UNUSED_S)
             with self._lock:
                 runs = list(self._runs.items())
                 self._fork_servers.poll(is_busy=bool(runs))
@@ -431,7 +420,8 @@ def main() -> None:
         except (DstrialError, OSError) as error:
             _send({"error": str(error)})
             sys.exit(1)
-        signal.signal(signal.SIGTERM, agent.on_sigterm)
+        # Slurm sends it to all processes of a job before it reclaims the nodes; the master learns that from squeue.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         agent.begin()
         for text in lines:
             try:

@@ -122,7 +122,6 @@ class HostLink:
         self._place = place
         ids = [slot_id_of(node_id, number) for number in host.slots] if slot_ids is None else slot_ids
         self._ids = dict(zip(host.slots, ids, strict=True))
-        self.leaving_reason: str | None = None  # from the agent: why Slurm or Ray will reclaim the host
         self._is_released = False
         self._lock = threading.RLock()
         self._runs: dict[str, RemoteRun] = {}
@@ -380,7 +379,7 @@ class HostLink:
             refusal = connection.refusal()
             return f"{visible_line(refusal.got)}. {refusal.fix}"
         facts = facts_of(answer)
-        interface = named_interface(os.environ, [facts])
+        interface = named_interface(os.environ)
         problems = fact_problems([self.host], [facts], own_versions(), environ=os.environ, interface=None)
         if problems:
             return "; ".join(f"{visible_line(problem.got)}. {problem.fix}" for problem in problems)
@@ -483,9 +482,6 @@ class HostLink:
             self._streams.take(frame)
         elif "open" in frame:
             self._open_stream(int(frame["open"]))
-        elif "leaving" in frame:
-            self.leaving_reason = visible_line(str(frame["leaving"]))
-            self._notify()
         else:
             with self._lock:
                 run = self._runs.get(frame["id"])

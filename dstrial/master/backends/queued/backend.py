@@ -58,7 +58,7 @@ logger = logging.getLogger("dstrial.master.engine")
 _JOB_NAME = "job.json"  # file in an allocation's directory with the job's id, for a restarted master
 _BEGIN_S = 8.0  # timeout of the first poll and of links to running allocations
 _POLL_S = 1.0  # interval of polls of the engine; a poll runs one or two commands
-_IDLE_POLL_S = 10.0  # interval of polls when nothing has changed for `_BUSY_S`
+_IDLE_POLL_S = 5.0  # interval of polls when nothing has changed for `_BUSY_S`
 _BUSY_S = 60.0
 _RETRY_S = 5.0  # backoff after the engine has not answered
 _NODES_PERIOD_S = 20.0  # interval of queries of all nodes, which are slow on a large cluster
@@ -187,7 +187,7 @@ class QueuedBackend(LinkedBackend):
     def leaving_reason(self, run: RunRef) -> str | None:
         with self._lock:
             job = self._find_job(run)
-            return None if job is None or job.end is not None else job.leaving_reason()
+            return job.seen.text if job is not None and job.state == "leaving" else None
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
         if not run.is_on_own_node:

@@ -56,10 +56,7 @@ class TrackedJob:
 
     @property
     def state(self) -> JobState:
-        if self.end is not None:
-            return "ended"
-        is_leaving = self.seen.state == "running" and self.leaving_reason() is not None
-        return "leaving" if is_leaving else self.seen.state
+        return "ended" if self.end is not None else self.seen.state
 
     @property
     def is_free(self) -> bool:
@@ -92,13 +89,6 @@ class TrackedJob:
         """
         is_new, self.is_cancelled, self.allocated = not self.is_cancelled, True, ()
         return is_new
-
-    def leaving_reason(self) -> str | None:
-        """Return why the job will soon lose its nodes; None if it will not."""
-        if self.seen.state == "leaving":
-            return self.seen.text
-        reason = next(filter(None, (link.leaving_reason for link in self.links.values())), None)
-        return None if reason is None else f"{self.name} is being ended: {reason}"
 
     def unusable_nodes(self) -> dict[int, str]:
         """Return node id -> reason, of the job's nodes that cannot start programs."""
