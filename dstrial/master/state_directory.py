@@ -13,6 +13,7 @@
     webhook.key       signing key of webhooks unless the settings contain one, mode 0600
     allocations/      one directory per allocation
     checkpoints/      the default checkpoint storage
+    venvs/            virtual environments of tasks that install packages, by digest
 
 This module imports only the standard library, to keep commands fast.
 """

@@ -189,6 +189,7 @@ def _command_with_hooks(request: AllocationRequest, directory: Path) -> list[str
     _write_private(
         specification,
         {
+            "root": str(request.venvs_path),
             "task": request.task_name,
             "directory": str(directory),
             "files": str(files),

@@ -75,6 +75,11 @@ class AllocationRequest:
         return cls(**fields, model_definition=model_definition)
 
     @property
+    def venvs_path(self) -> Path:
+        """Directory of virtual environments, shared by all allocations on the node."""
+        return self.directory.parent.with_name("venvs")
+
+    @property
     def task_name(self) -> str:
         return (
             f"trial {self.trial_id}"

@@ -1,32 +1,55 @@
-"""Run a task in its own virtual environment over the base Python.
+"""Run a task in a virtual environment over the base Python; cache installs.
 
-The base Python, which may lack dstrial, runs this file. Requirements, startup hooks and any later ``pip install`` install into
-``venv`` in the allocation's directory, which is deleted with the allocation.
+The base Python, which may lack dstrial, runs this file. Two environments extend it:
+
+- The shared one, ``<root>/DIGEST``, has the packages that requirements and startup hooks install. DIGEST is a hash of these
+  and of the base packages (``digest_of``). The first task fills the environment under an exclusive lock on ``DIGEST.lock``.
+  Once ``DIGEST/complete`` exists, the environment never changes; tasks use it under shared locks.
+- The task's own, ``venv`` in the allocation's directory, extends the shared one. A ``pip install`` during training installs
+  there, and so do the hooks, which run again in each later task.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
+import hashlib
 import importlib
 import importlib.util
 import json
 import os
+import re
 import shlex
+import shutil
 import site
 import subprocess
 import sys
+import time
 import venv
 from importlib import metadata
 from pathlib import Path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Iterable, Sequence
+    from typing import Any, NoReturn
 
 KEPT = ("torch", "deepspeed", "determined", "dstrial")
 """Packages that must keep the base Python's versions."""
+UNUSED_S = 14 * 24 * 3600.0
+"""Seconds after the last start of a task in a shared environment at which the environment is deleted."""
 
+_COMPLETE = "complete"
+_POLL_S = 0.1
+_LOG_PERIOD_S = 30.0  # interval of log lines of a task that waits for an environment
+_MIN_DESCRIPTOR = 64  # hooks may use lower descriptors for redirections
+# Suffixes of files that may affect which packages are installed, and so are part of the digest.
+_SUFFIXES = (".txt", ".in", ".toml", ".cfg", ".lock", ".sh", ".whl", ".gz", ".zip", ".bz2", "setup.py")
+# Requirements that name a local directory or another requirements file.
+_LOCAL_REQUIREMENT = re.compile(
+    r"^\s*(-[er]|--editable\b|--requirement\b|\.|(\S+\s*@\s*)?file:|(?!.*://)[^#\n]*/)", re.MULTILINE
+)
 # Valid as sh and as Python: an interpreter line allows no spaces and 127 bytes (pip 23.2.1 _vendor/distlib/scripts.py).
 _PIP = """#!/bin/sh
 '''exec' "{python}" "$0" "$@"
@@ -37,35 +60,49 @@ sys.exit(main())
 """
 
 
-def main(spec_path: str) -> None:
-    """Create the task's environment, install its requirements, run its hooks and command.
+def main(spec_path: str, filled: str = "", lock: str = "") -> None:
+    """Prepare the task's environments, run its hooks and execute its command.
+
+    To fill a shared environment, hooks run in a shell that then executes this file again, with ``filled`` and ``lock``.
 
     Args:
-        spec_path: a JSON file: ``task`` (its name), ``directory`` (of the allocation), ``files`` (the model definition),
-            ``hooks`` (paths of shell scripts), ``requirements`` (a path in ``files``, or null), ``shell``, ``command``.
+        spec_path: a JSON file: ``root`` (of shared environments), ``task`` (its name), ``directory`` (of the allocation),
+            ``files`` (the model definition), ``hooks`` (paths of shell scripts), ``requirements`` (a path in ``files``, or
+            null), ``shell``, ``command``.
+        filled: the shared environment that the hooks have just filled.
+        lock: the descriptor of the exclusive lock on ``filled``.
     """
     spec: dict[str, Any] = json.loads(Path(spec_path).read_text(encoding="utf-8"))
     # `python -I` excludes the user's site-packages, which the task itself sees.
     sys.path += [path for path in site_directories() if path not in sys.path]
-    own = Path(spec["directory"], "venv")
     try:
+        if lock:
+            _mark_complete(Path(filled), int(lock))
+            _run_in_own(spec, Path(filled), has_filled=True)
         _set_variables(Path(spec["directory"]))
-        make(own)
-        _enter(own)
+        if not spec["hooks"] and not spec["requirements"]:
+            _run_in_own(spec, None, has_filled=True)
+        shared = Path(spec["root"], digest_of(spec["hooks"], spec["requirements"], Path(spec["files"])))
+        descriptor, is_complete = acquire(shared, spec["task"])
+        _print_line(
+            f"environment {shared.name}: {'shared with' if is_complete else 'created for'} other tasks"
+        )
+        if not is_complete:
+            shutil.rmtree(shared, ignore_errors=True)
+            make(shared)
+            _enter(shared)
+            if spec["requirements"]:
+                _install(spec, shared)
+            if spec["hooks"]:
+                then = [sys.executable, "-I", __file__, spec_path, str(shared), str(descriptor)]
+                _run(spec, spec["hooks"], then)
+            _mark_complete(shared, descriptor)
+        _run_in_own(spec, shared, has_filled=not is_complete)
     except (OSError, subprocess.CalledProcessError) as error:
         sys.exit(
             f"error: an environment over {sys.executable} cannot be made for {spec['task']} ({error}); expected a Python with "
-            f"venv, and room on the disk of {own}. Install python3-venv, or make room."
+            f"venv, and room on the disk of {spec['root']}. Install python3-venv, or make room."
         )
-    if spec["requirements"]:
-        _install(spec, own)
-    command = list(spec["command"])
-    if command[0] == sys.executable:
-        command[0] = str(own / "bin" / "python3")
-    steps = ["set -e", *(f". {shlex.quote(hook)}" for hook in spec["hooks"]), "set +e", 'exec "$@"']
-    words = [spec["shell"], "-c", "; ".join(steps), "startup-hook", *command]
-    sys.stdout.flush()
-    os.execvpe(words[0], words, os.environ)  # noqa: S606 - the shell of the hooks
 
 
 def site_directories() -> list[str]:
@@ -77,23 +114,112 @@ def site_directories() -> list[str]:
     return found
 
 
-def make(environment: Path) -> None:
-    """Create a venv that sees the packages of the running Python.
+def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
+    """Return a shared environment's name.
 
-    The venv gets wrappers for the running Python's commands (for example ``torchrun``), which run them with the venv's Python.
+    The name is a hash of the hooks, the requirements and the base Python's packages.
     """
-    has_pip = importlib.util.find_spec("pip") is not None
+    found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
+    base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
+    digest = hashlib.sha256(json.dumps([sys.executable, sys.version, base, requirements]).encode())
+    for hook in hooks:
+        digest.update(hashlib.sha256(Path(hook).read_bytes()).digest())
+    for parent, directories, names in os.walk(files):
+        directories[:] = sorted(name for name in directories if name not in (".git", "__pycache__"))
+        for path in (Path(parent, name) for name in sorted(names) if name.endswith(_SUFFIXES)):
+            if path.is_file():
+                digest.update(os.fsencode(path.relative_to(files)) + b"\0")
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def acquire(environment: Path, task: str) -> tuple[int, bool]:
+    """Wait for and lock a shared environment: exclusively to fill it, else shared.
+
+    ``task`` names the task in messages to other waiting tasks.
+
+    Returns:
+        The descriptor of the lock, which the task's processes inherit, and whether the environment is complete.
+    """
+    environment.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    complete, path = environment / _COMPLETE, environment.with_name(f"{environment.name}.lock")
+    began_s = time.monotonic()
+    log_s = began_s + _POLL_S
+    while True:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD, _MIN_DESCRIPTOR)
+        os.close(opened)
+        is_complete = complete.exists()
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if is_complete else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            # Check again: `collect` may have deleted the lock file, or another task completed the environment.
+            if path.stat().st_ino == os.fstat(descriptor).st_ino and complete.exists() == is_complete:
+                os.utime(descriptor)
+                if not is_complete:
+                    os.ftruncate(descriptor, os.pwrite(descriptor, task.encode(), 0))
+                return descriptor, is_complete
+        os.close(descriptor)
+        if time.monotonic() > log_s:
+            log_s = time.monotonic() + _LOG_PERIOD_S
+            with contextlib.suppress(FileNotFoundError):
+                holder = path.read_text(encoding="utf-8", errors="replace") or "another task"
+                waited_s = time.monotonic() - began_s
+                _print_line(
+                    f"waiting for environment {environment.name}, which {holder} fills ({waited_s:.0f} s)"
+                )
+        time.sleep(_POLL_S)
+
+
+def collect(root: Path, unused_s: float) -> list[str]:
+    """Delete incomplete and unused environments that no task has locked.
+
+    Args:
+        root: directory of all shared environments.
+        unused_s: minimum number of seconds since a task started in an environment.
+
+    Returns:
+        Names of the deleted environments.
+    """
+    from dstrial.file_writes import remove_tree
+
+    deleted = []
+    for lock in sorted(root.glob("*.lock")):
+        environment = lock.with_suffix("")
+        descriptor = os.open(lock, os.O_RDWR)
+        # BlockingIOError: the environment is in use. After any error, go on with the next environment.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            age_s = time.time() - os.fstat(descriptor).st_mtime
+            if age_s > unused_s or not (environment / _COMPLETE).exists():
+                (environment / _COMPLETE).unlink(missing_ok=True)
+                remove_tree(environment)
+                lock.unlink()
+                deleted.append(environment.name)
+        os.close(descriptor)
+    return deleted
+
+
+def make(environment: Path, shared: Path | None = None, *, has_commands: bool = False) -> None:
+    """Create a venv that sees the packages of the running Python and of a shared venv.
+
+    With ``has_commands``, the new venv gets wrappers for the commands of both (for example ``torchrun``), which run them with
+    the new venv's Python.
+    """
+    has_pip = shared is not None or importlib.util.find_spec("pip") is not None
     venv.EnvBuilder(symlinks=True, with_pip=not has_pip).create(environment)
     (packages,) = environment.glob("lib/python*/site-packages")
     # `--system-site-packages` would show the packages of the Python from which a base venv was created.
-    lines = [f"import site; site.addsitedir({path!r})\n" for path in site_directories()]
+    visible = [] if shared is None else [str(path) for path in shared.glob("lib/python*/site-packages")]
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in [*visible, *site_directories()]]
     # This name sorts after .pth files of installed packages.
     (packages / "zz_dstrial.pth").write_text("".join(lines), encoding="utf-8")
     python = environment / "bin" / "python3"
     for name in ("pip", "pip3", f"pip{sys.version_info[0]}.{sys.version_info[1]}"):
         # Written even if the base has no pip, as later entries of PATH may have another Python's pip.
         _write_script(environment / "bin" / name, _PIP.format(python=python))
-    _wrap_commands(Path(sys.executable).parent, python)
+    if has_commands:
+        for source in ([] if shared is None else [shared / "bin"]) + [Path(sys.executable).parent]:
+            _wrap_commands(source, python)
 
 
 def _wrap_commands(source: Path, python: Path) -> None:
@@ -150,11 +276,12 @@ def _set_variables(directory: Path) -> None:
         os.environ.pop(name, None)
 
 
-def _enter(environment: Path) -> None:
+def _enter(environment: Path, shared: Path | None = None) -> None:
     """Activate an environment: set PATH, VIRTUAL_ENV and DET_PYTHON_EXECUTABLE."""
     entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    base = str(Path(sys.executable).parent)
-    entries.insert(entries.index(base) if base in entries else 0, str(environment / "bin"))
+    seen = [str(Path(sys.executable).parent), *([] if shared is None else [str(shared / "bin")])]
+    places = [place for place, entry in enumerate(entries) if entry in seen]
+    entries.insert(min(places, default=0), str(environment / "bin"))
     os.environ["PATH"] = os.pathsep.join(entries)
     os.environ["VIRTUAL_ENV"] = str(environment)
     os.environ["DET_PYTHON_EXECUTABLE"] = str(environment / "bin" / "python3")
@@ -178,6 +305,37 @@ def _install(spec: dict[str, Any], environment: Path) -> None:
             "(constraint), that is a package of the master's environment: agree with it, or name another Python by "
             "DET_PYTHON_EXECUTABLE."
         )
+
+
+def _mark_complete(environment: Path, lock: int) -> None:
+    (environment / _COMPLETE).touch()
+    fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+def _run_in_own(spec: dict[str, Any], shared: Path | None, *, has_filled: bool) -> NoReturn:
+    """Execute the command in the task's own environment; run hooks first if needed.
+
+    ``has_filled``: this task has just run the hooks and requirements for the shared environment; do not run them again.
+    """
+    own = Path(spec["directory"], "venv")
+    make(own, shared, has_commands=True)
+    _enter(own, shared)
+    if spec["requirements"] and not has_filled:
+        text = Path(spec["files"], spec["requirements"]).read_text(encoding="utf-8", errors="replace")
+        # Local directories are installed for each task: they may have changed, or link to files of an ended task.
+        if _LOCAL_REQUIREMENT.search(text):
+            _install(spec, own)
+    command = list(spec["command"])
+    if command[0] == sys.executable:
+        command[0] = str(own / "bin" / "python3")
+    _run(spec, () if has_filled else spec["hooks"], command)
+
+
+def _run(spec: dict[str, Any], hooks: Sequence[str], command: Sequence[str]) -> NoReturn:
+    steps = ["set -e", *(f". {shlex.quote(hook)}" for hook in hooks), "set +e", 'exec "$@"']
+    words = [spec["shell"], "-c", "; ".join(steps), "startup-hook", *command]
+    sys.stdout.flush()
+    os.execvpe(words[0], words, os.environ)  # noqa: S606 - the shell of the hooks
 
 
 def _print_line(text: str) -> None:

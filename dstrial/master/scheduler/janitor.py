@@ -12,6 +12,7 @@ from typing import Any
 
 from dstrial.errors import CheckpointError, DstrialError, MasterError
 from dstrial.file_writes import remove_tree
+from dstrial.master.backends import task_venv
 from dstrial.master.backends.environment import tracebacks_directory
 from dstrial.master.backends.local import remove
 from dstrial.master.lifecycle import checkpoint_gc
@@ -91,6 +92,7 @@ class Janitor:
         if time.monotonic() >= self._next_cleanup_s:
             self._next_cleanup_s = time.monotonic() + self._period_s
             self._forget_old_logs()
+            self._collect_venvs()
             self._copy_database()
         postponed = self._backoff.postponed()
         with self._database.read() as connection:
@@ -248,6 +250,11 @@ class Janitor:
         if row is None or cluster_id is None:
             return
         checkpoint_gc.delete_tensorboard_files(json.loads(row.config), cluster_id, experiment_id)
+
+    def _collect_venvs(self) -> None:
+        if self._venvs_path is not None:
+            for name in task_venv.collect(self._venvs_path, task_venv.UNUSED_S):
+                logger.info("environment %s is deleted: unused for long, or unfinished", name)
 
     def _copy_database(self) -> None:
         with self._database.read() as connection:

@@ -31,7 +31,7 @@ from dstrial.file_writes import remove_tree, replace_file
 from dstrial.harness_paths import ENDING_NAME
 from dstrial.hosts.remote import PREFIX, addresses
 from dstrial.hosts.transport import BEAT_S, LEASE_S, ORPHAN_S
-from dstrial.master.backends import local, supervisor
+from dstrial.master.backends import local, supervisor, task_venv
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.environment import choose_ports
@@ -47,6 +47,7 @@ _POLL_S = 0.1  # interval of checks for new output and exits
 _CHUNK_BYTES = 256 * 1024  # maximum output in one message
 _KEEP_TRACEBACKS_S = 30 * 86_400.0  # time after a trial's last traceback at which its tracebacks are deleted
 _BACKLOG = 128  # limit of trials' connections that are not accepted yet
+_COLLECT_PERIOD_S = 3600.0  # interval of deletions of unused environments
 _output = threading.Lock()
 
 
@@ -287,7 +288,12 @@ class Agent:
             os._exit(1)
 
     def _poll_runs(self) -> None:
+        collected_s = 0.0
         while True:
+            if time.monotonic() > collected_s + _COLLECT_PERIOD_S:
+                collected_s = time.monotonic()
+                with contextlib.suppress(OSError):
+                    task_venv.collect(self._directory / "venvs", task_venv.UNUSED_S)
             with self._lock:
                 runs = list(self._runs.items())
                 self._fork_servers.poll(is_busy=bool(runs))
