@@ -224,7 +224,7 @@ def _patch_pip(module: Any) -> None:
         sys.stderr.write(
             f"error: pip {command} runs in {sys.prefix}, the environment of the master; expected an environment of the "
             "task's own. Put it into startup-hook.sh beside the model definition, or name a file of requirements "
-            "in environment.requirements.\n"
+            "in data.dstrial.requirements.\n"
         )
         return 1
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.streams import text_table
 from dstrial.config.diagnostics import render
 from dstrial.config.documents import read_json, read_yaml
 from dstrial.config.experiment_config.config import load_experiment
@@ -30,15 +29,6 @@ from dstrial.launch.slots import slots_argument
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_DESTINATIONS = {
-    "json": JSON_NAME,
-    "yaml": YAML_NAME,
-    "variable": f"{YAML_NAME}, variable",
-    "left": "- (yours to do)",
-    "nowhere": "-",
-}
-"""Status of a key -> text in the column "went to" of the table, in display order."""
-
 _OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", "srun")
 
 
@@ -46,8 +36,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "convert",
         help="convert another tool's config to an experiment config",
-        description="Convert another tool's config to an experiment config and a DeepSpeed JSON. Print where "
-        "each key is in the new files.",
+        description="Convert another tool's config to an experiment config and a DeepSpeed JSON. Print settings "
+        "that are not converted.",
     )
     tools = parser.add_subparsers(dest="tool", metavar="TOOL", required=True)
     accelerate = tools.add_parser(
@@ -91,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         args.output / YAML_NAME: experiment_yaml(conversion, args.config.name),
     }
     _write(targets, force=args.force)
-    _print_keys(conversion)
+    sys.stdout.write("".join(f"note: not converted: {line}\n" for line in conversion.left))
     return _check(args.output / YAML_NAME, args.output, conversion)
 
 
@@ -144,15 +134,6 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
         except OSError as error:
             got, fix = f"not writable ({error.strerror})", "Name another one with -o."
             raise ConfigError([ConfigProblem(str(path), got, "a writable directory", fix)]) from error
-
-
-def _print_keys(conversion: Conversion) -> None:
-    order = list(_DESTINATIONS)
-    keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
-    rows = [(one.key, render(one.value), _DESTINATIONS[one.status], one.explanation) for one in keys]
-    sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
-    for one in (one for one in keys if one.status == "left"):
-        sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:

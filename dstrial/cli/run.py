@@ -50,7 +50,6 @@ from dstrial.cli.submit import (
 )
 from dstrial.config.documents import read_yaml
 from dstrial.config.dotted_keys import apply_overrides, dstrial_section
-from dstrial.config.experiment_config.check import unused_by_run
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
@@ -344,10 +343,9 @@ def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point
     warnings = list(experiment.warnings)
     if not args.slurm and (hint := slurm_job.unused_nodes_hint()) is not None:
         warnings.insert(0, hint)
-    if unused := unused_by_run(experiment.raw, has_slurm=args.slurm or _has_engine()):
+    if experiment.raw["checkpoint_storage"]["host_path"] is not None:
         warnings.append(
-            f"{experiment.path}: `dstrial run` does not use {', '.join(unused)}: ranks are processes "
-            "without containers, checkpoints lie in the run directory"
+            f"{experiment.path}: checkpoint_storage.host_path is not used: `dstrial run` stores checkpoints in the run directory"
         )
     kept = []
     if point is not None:
@@ -355,13 +353,6 @@ def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point
         kept = [note for note in experiment.notes if f"checkpoint {point.checkpoint.name}: " in note]
     lines = [f"warning: {warning}" for warning in warnings] + kept
     LossTolerantStream(sys.stderr).write("".join(f"{line}\n" for line in lines))
-
-
-def _has_engine() -> bool:
-    from dstrial.master.backends.status import shown_engine
-    from dstrial.master.state_directory import StateDirectory
-
-    return shown_engine(StateDirectory.choose().path) is not None
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:

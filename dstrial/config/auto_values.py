@@ -1,4 +1,4 @@
-"""Values with which transformers' Trainer or Accelerate replaces ``"auto"``. Pure.
+"""Where transformers' Trainer or Accelerate replaces ``"auto"``, and the batch sizes. Pure.
 
 The Trainer uses Accelerate, which rejects every ``"auto"`` that remains when Accelerate creates the engine. With these libraries,
 an ``"auto"`` at a key that is not listed here is therefore an error. Source: transformers 4.56 and 5.23
@@ -48,50 +48,42 @@ PAIRS = (
         also_removed=("warmup_ratio",),
     ),
 )
-_BY_TRAINER_ARGUMENT: Mapping[str, tuple[str, ...]] = {
-    **{key: (pair.argument,) for pair in PAIRS for key in pair.keys},
-    BETAS_KEY: BETAS,
-    "fp16.enabled": ("fp16",),
-    "bf16.enabled": ("bf16",),
-}
-_BY_TRAINER: Mapping[str, str] = {
-    "scheduler.params.warmup_min_lr": "the Trainer fills in 0",
-    "scheduler.params.total_num_steps": "the Trainer fills in the number of steps that it is going to train",
-}
-_HIDDEN_SIZE = "from the hidden size in the model's config"
-_BY_HIDDEN_SIZE = (
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
+_BY_BOTH = frozenset(
+    {
+        *BATCH_KEYS,
+        "steps_per_print",
+        "gradient_clipping",
+        "fp16.enabled",
+        "bf16.enabled",
+        "optimizer.params.lr",
+        "optimizer.params.weight_decay",
+        *(
+            f"scheduler.params.{name}"
+            for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+        ),
+        *(
+            f"zero_optimization.{name}"
+            for name in (
+                "stage",
+                "offload_optimizer.device",
+                "offload_optimizer.nvme_path",
+                "offload_param.device",
+                "offload_param.nvme_path",
+                "stage3_gather_16bit_weights_on_model_save",
+                "reduce_bucket_size",
+                "stage3_prefetch_bucket_size",
+                "stage3_param_persistence_threshold",
+            )
+        ),
+    }
 )
-_BY_PLUGIN: Mapping[str, str] = {
-    "steps_per_print": "infinity",
-    "zero_optimization.stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE, or 2",
-    "zero_optimization.offload_optimizer.device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE, or none",
-    "zero_optimization.offload_optimizer.nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH, or none",
-    "zero_optimization.offload_param.device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE, or none",
-    "zero_optimization.offload_param.nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH, or none",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL, or false",
-}
-_BY_ACCELERATE: Mapping[str, str] = {
-    _TOTAL: "the product of the two others and the ranks",
-    _MICRO: "the batch_size of the DataLoader that the script prepares",
-    _STEPS: "Accelerator(gradient_accumulation_steps=...), or 1",
-    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING, or 1.0",
-    "optimizer.params.lr": "the lr of the script's DummyOptim",
-    "optimizer.params.weight_decay": "the weight_decay of the script's DummyOptim",
-    "scheduler.params.warmup_min_lr": "0, with the script's DummyScheduler",
-    "scheduler.params.warmup_max_lr": "the lr of the script's DummyOptim, with its DummyScheduler",
-    "scheduler.params.warmup_num_steps": "the warmup_num_steps of the script's DummyScheduler",
-    "scheduler.params.total_num_steps": "the total_num_steps of the script's DummyScheduler",
-    "fp16.enabled": "Accelerator(mixed_precision=...)",
-    "bf16.enabled": "Accelerator(mixed_precision=...)",
-}
+_BY_TRAINER = frozenset({"optimizer.params.eps", BETAS_KEY})
+"""Keys at which the Trainer, but not Accelerate alone, replaces ``"auto"``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """Values with which a script's Trainer, or Accelerate alone, replaces ``"auto"``."""
+    """Replacement of ``"auto"`` by a script's Trainer, or by Accelerate alone."""
 
     name: str  # for messages
     is_trainer: bool
@@ -105,22 +97,9 @@ class AutoValues:
         is_trainer = script.library == "trainer"
         return cls("Hugging Face's Trainer" if is_trainer else "Accelerate", is_trainer, script.arguments)
 
-    def says(self, key: str) -> str | None:
-        """Return how the library replaces ``"auto"`` at a dotted key; None if it does not."""
-        if key in _BY_PLUGIN:
-            return f"Accelerate fills in {_BY_PLUGIN[key]}"
-        if key in _BY_HIDDEN_SIZE:
-            return f"{self._library} fills it in {_HIDDEN_SIZE}"
-        if not self.is_trainer:
-            return f"Accelerate fills in {_BY_ACCELERATE[key]}" if key in _BY_ACCELERATE else None
-        if key == _TOTAL:
-            return "the Trainer fills in the product of the two others and the ranks"
-        if key in SIZE_FLAGS:
-            default = f"{DEFAULT_MICRO_BATCH}" if key == _MICRO else "1"
-            return self._from_arguments((SIZE_FLAGS[key],), default)
-        if key in _BY_TRAINER_ARGUMENT:
-            return self._from_arguments(_BY_TRAINER_ARGUMENT[key], None)
-        return _BY_TRAINER.get(key)
+    def fills_in(self, key: str) -> bool:
+        """Return whether the library replaces ``"auto"`` at a dotted key."""
+        return key in _BY_BOTH or (self.is_trainer and key in _BY_TRAINER)
 
     def solve(
         self, sizes: Mapping[str, object], num_replicas: int, where: Mapping[str, str]
@@ -148,21 +127,3 @@ class AutoValues:
     def _number(self, flag: str) -> int | None:
         text = self.arguments.value(flag) or ""
         return int(text) or None if text.isdecimal() else None
-
-    @property
-    def _library(self) -> str:
-        return "the Trainer" if self.is_trainer else "Accelerate"
-
-    def _from_arguments(self, names: tuple[str, ...], default: str | None) -> str:
-        said = []
-        for name in names:
-            flag = self.arguments.find(name)
-            if flag is not None:
-                value = "true" if flag.value is None else flag.value
-                said.append(f"--{name} ({value} in the entrypoint)")
-            else:
-                otherwise = "" if default is None else f" of {default}"
-                said.append(
-                    f"--{name} (not in the entrypoint: the script's own or the Trainer's default{otherwise})"
-                )
-        return f"the Trainer fills it in from {' and '.join(said)}"

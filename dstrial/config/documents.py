@@ -48,8 +48,6 @@ class Document:
     label: str  # the file's name in messages
     value: Any  # dictionaries, lists and scalars
     lines: dict[KeyPath, str]  # `label:line` of every key and list item; the empty path is the file
-    # Scalars of a YAML text, by the keys that lead to them in `value`; for replacing them in the text.
-    scalars: Mapping[KeyPath, yaml.ScalarNode] = dataclasses.field(default_factory=dict)
 
 
 class _InvalidError(ValueError):
@@ -248,10 +246,10 @@ def read_yaml_text(text: str, label: str) -> Document:
     except (yaml.YAMLError, UnicodeEncodeError) as error:
         raise _not_yaml(error, text, label) from error
     reader = _YamlReader(label)
-    value = None if root is None else reader.value(root, (), ())
+    value = None if root is None else reader.value(root, ())
     if reader.problems:
         raise ConfigError(reader.problems)
-    return Document(label, value, reader.lines, reader.scalars)
+    return Document(label, value, reader.lines)
 
 
 def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
@@ -291,19 +289,14 @@ class _YamlReader:
 
     def __init__(self, label: str) -> None:
         self.lines: dict[KeyPath, str] = {(): f"{label}:1"}
-        self.scalars: dict[KeyPath, yaml.ScalarNode] = {}
         self.problems: list[ConfigProblem] = []
         self._label = label
         self._num_values = 0
         self._open: list[yaml.Node] = []  # path of nodes from the root
 
-    def value(self, node: yaml.Node, path: KeyPath, keys: KeyPath) -> Any:
-        """Return the value of a node; record the line of each of its descendants.
-
-        ``path`` has the keys above the node as texts, ``keys`` as parsed values such as 1 or true.
-        """
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+        """Return the value of a node at ``path``; record the line of each descendant."""
         if isinstance(node, yaml.ScalarNode):
-            self.scalars[keys] = node
             return self._scalar(node)
         self._begin(node)
         value: Any
@@ -311,12 +304,12 @@ class _YamlReader:
             value = []
             for index, item in enumerate(node.value):
                 self.lines[(*path, index)] = self._place(item)
-                value.append(self.value(item, (*path, index), (*keys, index)))
+                value.append(self.value(item, (*path, index)))
         else:
             value = {}
             for text, (name, key, item) in self._pairs(node, path).items():
                 self.lines[(*path, text)] = self._place(key)
-                value[name] = self.value(item, (*path, text), (*keys, name))
+                value[name] = self.value(item, (*path, text))
         self._open.pop()
         return value
 

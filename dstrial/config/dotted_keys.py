@@ -159,7 +159,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     if problems:
         raise ConfigError(problems)
     check_value(value, f"{document.label} with {OVERRIDE_LABEL}")
-    return dataclasses.replace(document, value=value, lines=lines, scalars={})
+    return dataclasses.replace(document, value=value, lines=lines)
 
 
 def _unknown_key(config: Any, path: KeyPath, label: str) -> ConfigProblem | None:

@@ -42,7 +42,6 @@ class Rule:
     max_items: int | None = None
     # Returns the expected value as text, or None if the value is valid. Called with values of any type.
     check: Callable[[Any], str | None] | None = None
-    parse: Callable[[Any], Any] | None = None  # converts a text short form to a mapping
     expected: str = ""  # for messages; overrides the text derived from the fields above
     fix: str = ""  # for messages, a sentence with an example
     about: str = ""  # one clause for the reference page and for editors
@@ -179,8 +178,6 @@ def _check_value(
         and not (rule.enum and AUTO in rule.enum)
     ):
         return _check_auto(rule, section, dialect, findings, path)
-    if rule.parse is not None and isinstance(value, str):
-        value = rule.parse(value)
     expected = rule.check(value) if rule.check is not None else None
     if expected is not None:
         findings.problem(path, render(value), expected, rule.fix or "Correct the value.")
@@ -227,9 +224,9 @@ def _check_auto(
     rule: Rule, section: Section, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> tuple[bool, Any]:
     filler = dialect.filler
-    if filler is not None and (says := filler.says(dotted(path))) is not None:
-        findings.note(path, f'is "auto": {says}')
-    elif filler is None and section.strict:
+    if filler is not None and filler.fills_in(dotted(path)):
+        return False, None
+    if filler is None and section.strict:
         default = "" if rule.section is not None else f" ({render(rule.default)})"
         findings.warn(
             path, f'is "auto", which {dialect.name} takes as its default{default} unless a tool fills it in'
@@ -355,7 +352,7 @@ def _json_value(rule: Rule) -> dict[str, Any]:
     schema: dict[str, Any] = {"description": rule.about} if rule.about else {}
     if "any" not in rule.types:
         # Null means that the key is missing.
-        types = {*rule.types, "null", *(["string"] if rule.parse is not None else [])}
+        types = {*rule.types, "null"}
         schema["type"] = sorted(_JSON_TYPES.get(name, name) for name in types)
     if rule.enum is not None:
         schema["enum"] = [*rule.enum, None]

@@ -173,12 +173,6 @@ def _itself(item: Any) -> Any:
     return item
 
 
-def _container_path(item: Any) -> Any:
-    if isinstance(item, Mapping):
-        return item.get("container_path")
-    return item.split(":")[1] if isinstance(item, str) and ":" in item else item
-
-
 def _proxy_port(item: Any) -> Any:
     return item.get("proxy_port") if isinstance(item, Mapping) else item
 
@@ -209,8 +203,6 @@ _SPECIAL: dict[KeyPath, Callable[[Any, Any], Any]] = {
     ("min_validation_period",): _replaced,
     ("min_checkpoint_period",): _replaced,
     ("labels",): _by(_itself),
-    ("bind_mounts",): _by(_container_path),
-    ("resources", "devices"): _by(_container_path),
     ("environment", "proxy_ports"): _by(_proxy_port),
     ("environment", "environment_variables"): joined_variables,
     ("environment", "image"): _image,

@@ -109,34 +109,14 @@ def _check_policy(value: Any) -> str | None:
     return None if has_name else "a mapping with pattern or name"
 
 
-def _check_memory_size(value: Any) -> str | None:
-    # Source: Determined 0.38.1 schemas/expconf/v0/resources.json.
-    size = r"([0-9]*\.)?[0-9]+ ?([kmgtp](i?b)?|b)?"
-    is_size = not isinstance(value, str) or re.fullmatch(size, value, re.ASCII | re.IGNORECASE)
-    return None if is_size else "a memory size"
-
-
 def _check_absolute(value: Any) -> str | None:
     return "an absolute path" if isinstance(value, str) and not value.startswith("/") else None
-
-
-def _check_mount_point(value: Any) -> str | None:
-    return "a path other than the working directory itself" if value == "." else None
 
 
 def _check_digest(value: Any) -> str | None:
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):
         return None
     return "the SHA-256 of a checkpoint's manifest, 64 hexadecimal digits, as the refusal of the checkpoint names it"
-
-
-def _parse_device(text: str) -> Any:
-    parts = text.split(":")
-    return (
-        dict(zip(("host_path", "container_path", "mode"), parts, strict=False))
-        if len(parts) in (2, 3)
-        else text
-    )
 
 
 def _rule(about: str, *types: str, **fields: Any) -> Rule:
@@ -285,19 +265,8 @@ _RESOURCES = _section(
     priority=_count("priority; a lower number is scheduled first", minimum=1, maximum=99),
     weight=_rule("without effect", "number", default=1, minimum=0),
     resource_pool=_text("name of the resource pool", default=""),
-    devices=_list_of(
-        _UNUSED,
-        dataclasses.replace(
-            _item(
-                ("host_path", "container_path"),
-                host_path=_text("path on the host"),
-                container_path=_text("path in the container"),
-                mode=_text("permissions of the device", default="mrw"),
-            ),
-            parse=_parse_device,
-        ),
-    ),
-    shm_size=_rule(_UNUSED, "integer", "string", check=_check_memory_size, fix="Write 1.5 gb, for example."),
+    devices=_rule(_UNUSED, "list", default=[]),
+    shm_size=_rule(_UNUSED, "integer", "string"),
     native_parallel=_flag("without effect"),
     is_single_node=_flag("whether all ranks of a trial run on one host", default=None),
     agent_label=_text("without effect"),
@@ -312,10 +281,6 @@ _ENVIRONMENT = _section(
         default=[],
     ),
     image=_rule(_UNUSED, "string", "mapping"),
-    # Determined's master rejects this key but accepts data.dstrial.requirements.
-    requirements=_text(
-        "pip requirements file in the model definition, installed before the trial starts; Determined refuses this key"
-    ),
     pod_spec=_rule(_UNUSED, _ANY),
     ports=_rule(_UNUSED, "mapping", default={}),
     registry_auth=_rule(_UNUSED, _ANY),
@@ -519,18 +484,7 @@ EXPERIMENT = Section(
         ),
         "checkpoint_storage": _STORAGE,
         "environment": _ENVIRONMENT,
-        "bind_mounts": _list_of(
-            _UNUSED,
-            _item(
-                ("host_path", "container_path"),
-                host_path=_text("path on the host", check=_check_absolute, fix="Write the full path."),
-                container_path=_text(
-                    "path in the container", check=_check_mount_point, fix="Name a directory in it."
-                ),
-                read_only=_flag("whether the mount is read-only"),
-                propagation=_text("mount propagation", default="rprivate"),
-            ),
-        ),
+        "bind_mounts": _rule(_UNUSED, "list", default=[]),
         "data": _rule(
             "free settings that the trial reads; `data.dstrial` has the settings of dstrial",
             "mapping",

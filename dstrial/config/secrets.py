@@ -10,14 +10,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import fnmatch
-import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.config.diagnostics import KeyPath
-from dstrial.config.documents import Document, read_yaml_text, yaml_text
+from dstrial.config.documents import read_yaml_text, yaml_text
 from dstrial.errors import ConfigError, ConfigProblem
 
 MASK = "********"
@@ -49,8 +48,6 @@ _HINT = re.compile(
     r"|registry_auth[\"']?\s*:\s*(?!\s|null|~)",
     re.IGNORECASE,
 )
-# YAML properties before a scalar: anchor and tag.
-_PROPERTIES = re.compile(r"(?:[&!]\S*\s+)*")
 _ASSIGNMENT = re.compile(r"""\b([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|[^\s;&|]+)""")
 
 
@@ -164,43 +161,26 @@ def masked(value: Any, names: SecretNames) -> Any:
 
 def masked_json(text: str, names: SecretNames) -> str:
     """Return a JSON config with its secrets masked."""
-    return _masked_text(_masked_json, text, names)
-
-
-def masked_yaml(text: str, names: SecretNames) -> str:
-    """Return a YAML config with its secrets masked, comments and order kept.
-
-    Invalid YAML that may contain secrets becomes an empty text.
-    """
-    return _masked_text(_masked_yaml, text, names)
-
-
-_MAX_CACHED_CHARS = 2**16  # a thousand larger texts would fill the memory
-
-
-def _masked_text(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
     if not names.patterns and not _HINT.search(text):
         return text
-    return _cached(mask, text, names) if len(text) <= _MAX_CACHED_CHARS else mask(text, names)
-
-
-@functools.lru_cache(maxsize=1024)
-def _cached(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
-    return mask(text, names)
-
-
-def _masked_json(text: str, names: SecretNames) -> str:
     value = json.loads(text)
     shown = masked(value, names)
     return text if shown is value else json.dumps(shown)
 
 
-def _masked_yaml(text: str, names: SecretNames) -> str:
+def masked_yaml(text: str, names: SecretNames) -> str:
+    """Return a YAML config with its secrets masked; without comments if it has secrets.
+
+    Invalid YAML that may contain secrets becomes an empty text.
+    """
+    if not names.patterns and not _HINT.search(text):
+        return text
     try:
-        document = read_yaml_text(text, "the config")
+        value = read_yaml_text(text, "the config").value
     except ConfigError:
         return ""  # invalid YAML, in which secrets cannot be found
-    return _replaced_yaml(text, document, [(secret, MASK) for secret in secrets_in(document.value, names)])
+    shown = masked(value, names)
+    return text if shown is value else yaml_text(shown)
 
 
 def masked_shell(text: str, names: SecretNames) -> str:
@@ -223,14 +203,15 @@ def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> A
 
 
 def unmasked_yaml(text: str, sources: Sequence[Any], where: str = "the config") -> str:
-    """Unmask a YAML text, keeping comments and order; return invalid YAML unchanged."""
+    """Return a YAML config with its masks replaced; invalid YAML is unchanged."""
     if MASK not in text:
         return text
     try:
-        document = read_yaml_text(text, where)
+        value = read_yaml_text(text, where).value
     except ConfigError:
         return text  # the config's check reports the syntax error
-    return _replaced_yaml(text, document, _put_back(document.value, sources, where))
+    real = unmasked(value, sources, where)
+    return text if real is value else yaml_text(real)
 
 
 def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secret, Any]]:
@@ -278,25 +259,3 @@ def _replaced(value: Any, changes: Sequence[tuple[Secret, Any]]) -> Any:
             inner = inner[key]
         inner[last] = f"{secret.prefix}{new}" if secret.prefix else new
     return result[""]
-
-
-def _replaced_yaml(text: str, document: Document, changes: Sequence[tuple[Secret, Any]]) -> str:
-    """Replace scalars in a YAML text, keeping everything else."""
-    if text.startswith("\ufeff") and changes:  # positions omit a BOM
-        return yaml_text(_replaced(document.value, changes))
-    spans: dict[tuple[int, int], str] = {}
-    for secret, new in changes:
-        node = document.scalars[secret.path]
-        # A JSON string is valid YAML and never has another type.
-        written = json.dumps(f"{secret.prefix}{new}" if secret.prefix else new, ensure_ascii=False)
-        scalar = text[node.start_mark.index : node.end_mark.index]
-        # Keep the anchor, because aliases may refer to it.
-        properties = _PROPERTIES.match(scalar)
-        start = node.start_mark.index + (properties.end() if properties is not None else 0)
-        end = node.start_mark.index + len(scalar.rstrip())
-        if node.style in ("|", ">"):
-            written, end = f"{written}\n", node.end_mark.index
-        spans[start, end] = written
-    for (start, end), written in sorted(spans.items(), reverse=True):
-        text = text[:start] + written + text[end:]
-    return text

@@ -273,16 +273,6 @@ def describe_optimizer(engine: DeepSpeedEngine) -> str:
     return f"{type(optimizer).__name__} ({', '.join(settings)})"
 
 
-def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
-    """Return whether the optimizer was created with ``value`` for setting ``name``.
-
-    Only the first parameter group is compared. If a scheduler has set ``initial_lr``, that is compared instead of ``lr``.
-    """
-    group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
-    started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
-    return bool(_as_tuple(started) == _as_tuple(value))
-
-
 def differing_settings(
     engine: DeepSpeedEngine, before: Sequence[Mapping[str, Any]], *, overrides: bool
 ) -> list[str]:

@@ -63,21 +63,3 @@ class NoSeedError(_Internal, ValueError):
 
     Also a ``ValueError``, and an ``InternalException`` of Determined.
     """
-
-
-for _class in (
-    InvalidTrialError,
-    MetricNamesError,
-    SearcherMetricError,
-    ForeignLoaderError,
-    FullDatasetError,
-    AccumulationError,
-    NotTrainingError,
-):
-    _class.__module__ = TrialContractError.__module__
-    _class.__name__ = _class.__qualname__ = TrialContractError.__name__
-NoSeedError.__module__, NoSeedError.__name__, NoSeedError.__qualname__ = (
-    "builtins",
-    "ValueError",
-    "ValueError",
-)

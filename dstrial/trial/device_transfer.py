@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from determined import pytorch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import data
 
 from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
+
+_SIGNATURE = inspect.signature(pytorch.DataLoader)
 
 
 class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships no types
@@ -23,42 +23,18 @@ class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships 
     ``determined.pytorch.DataLoader``, except for the default of ``pin_memory``.
     """
 
-    def __init__(
-        self,
-        dataset: data.Dataset[Any],
-        batch_size: int | None = 1,
-        shuffle: bool = False,
-        sampler: data.Sampler[Any] | None = None,
-        batch_sampler: data.BatchSampler | None = None,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool | None = None,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
-        generator: Any = None,
-        *,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-    ) -> None:
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            should_pin() if pin_memory is None else pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-        )
+    __signature__ = _SIGNATURE.replace(
+        parameters=[
+            one.replace(default=None) if one.name == "pin_memory" else one
+            for one in _SIGNATURE.parameters.values()
+        ]
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _SIGNATURE.bind(*args, **kwargs)
+        if given.arguments.get("pin_memory") is None:
+            given.arguments["pin_memory"] = should_pin()
+        super().__init__(*given.args, **given.kwargs)
 
 
 def should_pin() -> bool:
@@ -94,27 +70,10 @@ def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "fciub":
         return torch.from_numpy(value).to(device)
     if callable(getattr(value, "to", None)):
-        return _moved_by_itself(value, device)
+        return value.to(device)
     return pytorch.to_device(value, device, warned_types)  # returns the value and logs the warning
 
 
 def _is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:
     # False for copies to the CPU: the host could read the target before an asynchronous copy is complete.
     return device.type != "cpu" and tensor.device.type == "cpu" and tensor.is_pinned()
-
-
-def _moved_by_itself(value: Any, device: torch.device) -> Any:
-    """Return ``value.to(device)``; asynchronous for a mapping of pinned tensors."""
-    held = list(value.values()) if isinstance(value, Mapping) else []
-    if held:
-        tensors = [item for item in held if isinstance(item, torch.Tensor)]
-        if tensors and all(_is_pinned(tensor, device) for tensor in tensors) and _has_non_blocking(value.to):
-            return value.to(device, non_blocking=True)
-    return value.to(device)
-
-
-def _has_non_blocking(move: Callable[..., Any]) -> bool:
-    try:
-        return "non_blocking" in inspect.signature(move).parameters
-    except (TypeError, ValueError):
-        return False

@@ -43,7 +43,6 @@ def test_schema_accepts_shipped_config(path):
         {"max_restarts": -1},
         {"checkpoint_policy": "last"},
         {"labels": [1]},
-        {"bind_mounts": [{"host_path": "/a"}]},
         {"min_validation_period": {"steps": 3}},
         {"data": {"dstrial": {"pipeline_stage": 2}}},
     ],

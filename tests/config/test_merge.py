@@ -114,14 +114,6 @@ sections are merged:
 data are merged at every depth: [{data: {a: {b: 1, c: 2}}}, {data: {a: {c: 3}}}, {data: {a: {b: 1, c: 3}}}]
 an entrypoint is one: [{entrypoint: [a, b]}, {entrypoint: [c]}, {entrypoint: [c]}]
 labels are united: [{labels: [a, b]}, {labels: [b, c]}, {labels: [b, c, a]}]
-mounts are added by container path:
-- {bind_mounts: [{host_path: /z, container_path: /z}, {host_path: /no, container_path: /a}]}
-- {bind_mounts: [{host_path: /a, container_path: /a}]}
-- {bind_mounts: [{host_path: /a, container_path: /a}, {host_path: /z, container_path: /z}]}
-devices are added by container path, texts as well:
-- {resources: {devices: [{host_path: /z, container_path: /z}, "/no:/q:r"]}}
-- {resources: {devices: [{host_path: /a, container_path: /a}, "/q:/q"]}}
-- {resources: {devices: [{host_path: /a, container_path: /a}, "/q:/q", {host_path: /z, container_path: /z}]}}
 proxy ports are added by port:
 - {environment: {proxy_ports: [{proxy_port: 1, proxy_tcp: true}, {proxy_port: 2}]}}
 - {environment: {proxy_ports: [{proxy_port: 1}]}}

@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import dstrial
 from dstrial.loop.data.records import torch_loader
-from dstrial.trial import device_transfer
 from dstrial.trial.device_transfer import to_device
 
 CUDA = torch.device("cuda", 0)
@@ -60,28 +59,6 @@ def test_cpu_moves_are_blocking() -> None:
     assert pinned.asked == (torch.device("cpu"), False)
 
 
-class Encoding(collections.UserDict[str, Any]):
-    """Has a ``to`` method like transformers' ``BatchEncoding``."""
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoding:
-        return Encoding({k: v.to(device, non_blocking=non_blocking) for k, v in self.items()})
-
-
-class Plain:
-    def to(self, device: torch.device) -> tuple[str, torch.device]:
-        return "moved", device
-
-
-def test_objects_move_non_blocking_if_fully_pinned() -> None:
-    all_pinned, mixed = [tensor(True), tensor(True)], [tensor(True), tensor(False)]
-    for tensors in (all_pinned, mixed):
-        moved = to_device(Encoding(ids=tensors[0], mask=tensors[1]), CUDA, set())
-        assert isinstance(moved, Encoding)
-    assert [one.asked for one in all_pinned] == [(CUDA, True)] * 2
-    assert [one.asked for one in mixed] == [(CUDA, False)] * 2
-    assert to_device(Plain(), CUDA, set()) == ("moved", CUDA)
-
-
 def test_packed_sequences_stay_packed() -> None:
     packed = pack_padded_sequence(torch.ones(3, 2), torch.tensor([3, 2]))
     moved = to_device({"x": packed}, torch.device("meta"), set())["x"]
@@ -120,15 +97,6 @@ def test_loader_pins_memory_with_accelerator_by_default(
     assert dstrial.DataLoader(records).pin_memory is has_accelerator
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert dstrial.DataLoader(records).pin_memory is False
-
-
-def test_memory_is_not_pinned_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # otherwise torch queries NVML
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    assert device_transfer.should_pin() is False
 
 
 def test_cpu_loader_emits_no_warning() -> None:

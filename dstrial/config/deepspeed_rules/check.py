@@ -36,8 +36,7 @@ class CheckResult:
     # Every key that DeepSpeed reads: given, solved or default; a wrong value is replaced by the default.
     effective: dict[str, Any]
     batch: BatchSolution | None  # None if there is no solution, or if the script sets the sizes
-    notes: tuple[str, ...] = ()  # information about valid settings, as whole sentences
-    # Dotted key -> text: which library replaces `"auto"`, and where the library takes the value from.
+    # Dotted key -> text: which library replaces `"auto"`.
     filled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def raise_if_any(self) -> None:
@@ -76,7 +75,7 @@ def check_deepspeed(
     except ConfigError as error:
         # The check stopped at the maximum number of problems.
         checked = CheckResult(error.problems, (), {}, None)
-    return dataclasses.replace(checked, warnings=tuple(findings.warnings), notes=tuple(findings.notes))
+    return dataclasses.replace(checked, warnings=tuple(findings.warnings))
 
 
 def _check(
@@ -125,7 +124,7 @@ def _check(
         if key not in config:
             effective.pop(key, None)
     autos = [dotted(path) for path, value in leaves(config) if value == AUTO]
-    filled = {key: says for key in autos if filler is not None and (says := filler.says(key)) is not None}
+    filled = {key: f"{filler.name} fills it in" for key in autos if filler and filler.fills_in(key)}
     return CheckResult(tuple(findings.problems), (), effective, batch, filled=filled)
 
 
@@ -177,30 +176,13 @@ def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | No
             dataclasses.replace(problem, fix=f"{problem.fix}{hint}") for problem in error.problems
         ]
         return None
-    if filler is not None:
-        _note_sizes(given, solution, filler, findings)
-        return solution
     for key in BATCH_KEYS:
-        if given[key] == AUTO:
+        if filler is None and given[key] == AUTO:
             findings.warn(
                 key, f'is "auto", solved to {getattr(solution, key)}; DeepSpeed itself needs the number: '
                 "take the config from context.get_deepspeed_config()"
             )  # fmt: skip
     return solution
-
-
-def _note_sizes(
-    given: Mapping[str, Any], solution: BatchSolution | None, filler: AutoValues, findings: Diagnostics
-) -> None:
-    is_total_given = given[BATCH_KEYS[0]] not in (None, AUTO)
-    for key in BATCH_KEYS:
-        if given[key] != AUTO:
-            continue
-        if is_total_given and solution is not None:
-            who = "dstrial.dsat.get_hf_args_with_overwrites" if filler.is_trainer else "dstrial.launch"
-            findings.note(key, f'is "auto": {who} solves it to {getattr(solution, key)} for train_batch_size')
-        else:
-            findings.note(key, f'is "auto": {filler.says(key)}')
 
 
 DEFAULT_ORIGIN = "DeepSpeed's default"

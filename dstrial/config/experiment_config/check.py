@@ -7,16 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.dotted_keys import value_at
-from dstrial.config.keys import Dialect, check_keys
-from dstrial.config.schema import ENDED_SEARCHERS, EXPERIMENT, SEARCHER_COMMON, SEARCHERS, Length
-
-# Section -> keys that need containers, or that Determined 0.38.1 also ignores for DeepSpeed trials.
-_UNUSED = {
-    "": "bind_mounts data_layer internal optimizations pbs security tensorboard_storage",
-    "environment": "add_capabilities drop_capabilities force_pull_image image pod_spec ports registry_auth",
-    "resources": "agent_label devices native_parallel shm_size weight",
-}
+from dstrial.config.schema import ENDED_SEARCHERS, SEARCHER_COMMON, SEARCHERS, Length
 
 
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
@@ -72,40 +63,7 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diag
         findings.problem("searcher.source_checkpoint_uuid", got, "one of the two", fix)
 
 
-def unused_by_run(raw: Mapping[str, Any], *, has_slurm: bool) -> list[str]:
-    """Return dotted keys with non-default values that ``dstrial run`` does not use.
-
-    ``has_slurm``: whether the run is a Slurm job, which uses section ``slurm``.
-    """
-    storage = raw["checkpoint_storage"]
-    is_own = storage["type"] in (None, "shared_fs")  # checkpoints lie in the run directory
-    unused = [f"checkpoint_storage.{key}" for key in storage if is_own and not key.startswith("save_")]
-    unused += [f"{section}.{key}".lstrip(".") for section in _UNUSED for key in _UNUSED[section].split()]
-    if not has_slurm:
-        unused.append("slurm")
-    defaults = check_keys(EXPERIMENT, {}, Dialect(name=""), Diagnostics({}, ""))
-    return sorted(key for key in unused if value_at(raw, key) != value_at(defaults, key))
-
-
 def period(raw: Mapping[str, Any], key: str) -> Length | None:
     """Return the length at ``key`` of a checked config; None for a length of 0."""
     length = Length.from_config(raw[key])
     return length if length.value else None
-
-
-def check_profiling(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check that profiling begins before it ends; warn of keys without effect.
-
-    Source: Determined 0.38.1 reads only ``enabled`` (``pytorch/deepspeed/_deepspeed_trial.py:343``).
-    """
-    profiling = raw["profiling"]
-    begin, end = profiling["begin_on_batch"], profiling["end_after_batch"]
-    if end is not None and begin > end:
-        fix = "Exchange the two."
-        findings.problem("profiling.begin_on_batch", render(begin), f"at most end_after_batch ({end})", fix)
-    for key, usual in (("begin_on_batch", 0), ("end_after_batch", None), ("sync_timings", True)):
-        if profiling[key] != usual:
-            findings.warn(
-                f"profiling.{key}",
-                "has no effect: system metrics are collected as long as training lasts, and no device is waited for",
-            )

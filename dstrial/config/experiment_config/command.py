@@ -141,8 +141,6 @@ def check_command(
     raw = check_keys(_COMMAND, given, _DIALECT, findings)
     check_environment(raw, findings)
     check_variables(raw, findings)
-    if raw["environment"]["requirements"] is None:
-        del raw["environment"]["requirements"]
     resources = raw["resources"]
     if resources["slots_per_trial"] is None:
         del resources["slots_per_trial"]

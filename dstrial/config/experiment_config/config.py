@@ -20,11 +20,10 @@ from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_con
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import Document, read_yaml
 from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section
-from dstrial.config.experiment_config.check import check_profiling, check_searcher, period
+from dstrial.config.experiment_config.check import check_searcher, period
 from dstrial.config.experiment_config.dstrial_section import (
     HOOK_NAME,
     check_requirements,
-    check_shared_batch,
     check_slots,
     count_in,
     requirements_of,
@@ -34,7 +33,6 @@ from dstrial.config.experiment_config.environment import check_environment
 from dstrial.config.experiment_config.hyperparameters import concrete_values, normalised_specs
 from dstrial.config.experiment_config.loggers import check_loggers
 from dstrial.config.experiment_config.storage import check_storage
-from dstrial.config.experiment_config.trainer_flags import check_trainer_flags
 from dstrial.config.keys import check_keys
 from dstrial.config.parallel_dims import (
     DIM_KEYS,
@@ -186,9 +184,9 @@ def check_experiment(
         resumed = None
     engines = _read_engines(hyperparameters, document, path, context_dir, findings)
     deepspeed = engines.get(MAIN_KEY)
-    stages = _stages_of_source(source, hyperparameters, deepspeed, max(slots_per_trial, 1))
     merged = None if deepspeed is None else deepspeed.merged
-    sizes = _sizes(raw, merged, slots_per_trial, slots_key, source, stages, resumed, findings)
+    stages = _fewest_stages(merged or {}, max(slots_per_trial, 1)) if source.mentions_pipeline else None
+    sizes = _sizes(raw, merged, slots_per_trial, slots_key, stages, resumed, findings)
     kind = _device_kind()
     on_cpu = kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu"
     checks = {
@@ -197,12 +195,6 @@ def check_experiment(
     }
     if resumed is not None:
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
-    main = checks.get(MAIN_KEY)
-    if source.script is not None and source.script.library == "trainer":
-        check_trainer_flags(source.script, raw["searcher"], main, context_dir, findings)
-    if main is not None and main[1].batch is not None:
-        batch = main[1].batch.train_batch_size
-        check_shared_batch(dstrial_section(raw), slots_per_trial, batch, sizes.ranks_per_replica, findings)
     findings.raise_if_any()
     return ExperimentConfig(
         path=path,
@@ -314,7 +306,6 @@ def _check_engine(
         filler=AutoValues.of(source.script),
         on_cpu=on_cpu,
     )
-    findings.notes.extend(checked.notes)
     findings.problems.extend(checked.problems)
     findings.warnings.extend(checked.warnings)
     return checked
@@ -324,21 +315,9 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Dia
     searcher = given.get("searcher")
     check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
     check_storage(raw, given.get("checkpoint_storage"), findings)
-    check_profiling(raw, findings)
     check_slots(dstrial_section(raw), raw["resources"]["slots_per_trial"], findings)
-    _check_command_slots(raw, given, findings)
-
-
-def _check_command_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Warn if ``resources.slots`` is given without ``slots_per_trial``."""
-    resources = raw["resources"]
-    if resources["slots"] is None:
-        del resources["slots"]
-    elif (given.get("resources") or {}).get("slots_per_trial") is None:
-        findings.warn(
-            "resources.slots",
-            f"has no effect in an experiment; its trials take slots_per_trial, which is {resources['slots_per_trial']}",
-        )
+    if raw["resources"]["slots"] is None:
+        del raw["resources"]["slots"]  # a key of commands, which Determined accepts here too
 
 
 def _check_entrypoint(
@@ -374,7 +353,6 @@ def _sizes(
     config: Mapping[str, Any] | None,
     slots: int,
     slots_key: str,
-    source: TrialSource,
     stages: int | None,
     resumed: SavedRun | None,
     findings: Diagnostics,
@@ -383,7 +361,7 @@ def _sizes(
 
     Each dimension is read from the configs, else from the checkpoint ``resumed``, else from the trial's source. ``raw`` is the
     experiment config with defaults, ``config`` the main DeepSpeed config. ``slots`` is the trial's number of slots, from key or
-    flag ``slots_key``. ``stages`` is the number of pipeline stages in the source; None without a pipeline.
+    flag ``slots_key``. ``stages`` is the number of pipeline stages to assume; None if the source has no pipeline.
     """
     section = dstrial_section(raw)
     if clash := autotp_clash(count_in(section, "model_parallel_size"), config):
@@ -403,12 +381,8 @@ def _sizes(
         told["pp"] = stages
         if stages is not None:
             findings.notes.append(
-                f"data.dstrial.pipeline_stages is not given: assumed {stages}, by the source of the trial. Set it, because a "
-                "run solves the batch sizes by this key"
-            )
-        elif not source.has_only_data_parallelism:
-            findings.notes.append(
-                f"data.dstrial.{' and '.join(SECTION_KEYS)} are not given: assumed 1, so {world_size} data-parallel replicas"
+                f"data.dstrial.pipeline_stages is not given: assumed {stages}, the fewest that fit the batch sizes. Set it, "
+                "because a run solves the batch sizes by this key"
             )
     sizes = {field: number or 1 for field, number in told.items()}
     replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
@@ -432,24 +406,9 @@ def _sizes(
     return replica
 
 
-def _stages_of_source(
-    source: TrialSource,
-    hyperparameters: Mapping[str, Any],
-    main: DeepSpeedSource | None,
-    world_size: int,
-) -> int | None:
-    """Return a pipeline's number of stages, or None if the source has no pipeline.
-
-    If the source does not show ``num_stages``, the result is the smallest number for which the batch equation of ``main``, the
-    main DeepSpeed config, has a solution.
-    """
-    if not source.mentions_pipeline:
-        return None
-    for name in source.num_stages:
-        stages = hyperparameters.get(name) if isinstance(name, str) else name
-        if type(stages) is int and stages > 0:
-            return stages
-    total, micro, steps = (None if main is None else main.merged.get(key) for key in BATCH_KEYS)
+def _fewest_stages(config: Mapping[str, Any], world_size: int) -> int:
+    """Return the fewest pipeline stages with which the batch equation has a solution."""
+    total, micro, steps = (config.get(key) for key in BATCH_KEYS)
     for stages in range(1, world_size + 1):
         if world_size % stages == 0:
             try:

@@ -105,40 +105,6 @@ def check_slots(section: Mapping[str, Any], wish: Any, findings: Diagnostics) ->
         )
 
 
-def check_shared_batch(
-    section: Mapping[str, Any],
-    wish: int,
-    train_batch_size: int,
-    ranks_per_replica: int,
-    findings: Diagnostics,
-) -> None:
-    """Record a problem if the elastic range has no usable slot count but ``wish``.
-
-    A slot count is usable if the slots form whole replicas, whose number divides ``train_batch_size``. The range is
-    ``min_slots`` to ``max_slots`` of ``section`` (``data.dstrial``). ``wish`` is ``resources.slots_per_trial``.
-    """
-    elasticity = elasticity_of(section, wish)
-    most = elasticity.at_most
-    least = elasticity.at_least if elasticity.at_least is not None else wish
-    if least >= most:
-        return
-    if any(n != wish and shares(n, train_batch_size, ranks_per_replica) for n in range(least, most + 1)):
-        return
-    key = "min_slots" if elasticity.at_least is not None else "max_slots"
-    sizes = [
-        n
-        for n in range(1, train_batch_size * ranks_per_replica + 1)
-        if n != wish and shares(n, train_batch_size, ranks_per_replica)
-    ]
-    below, above = [n for n in sizes if n < wish][-2:], [n for n in sizes if n > wish][:2]
-    findings.problem(
-        f"data.dstrial.{key}",
-        f"{least} to {most} slots, none of which but {wish} can share a batch of {train_batch_size} records",
-        f"a range with one of {', '.join(map(str, below + above)) or 'them'}",
-        "Widen the range, or choose a train_batch_size with more divisors.",
-    )
-
-
 def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> bool:
     """Return whether the slots form whole replicas whose number divides the batch."""
     replicas, rest = divmod(num_slots, ranks_per_replica)
@@ -147,15 +113,8 @@ def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> boo
 
 def requirements_of(config: Mapping[str, Any]) -> str | None:
     """Return a config's requirements file, relative to the model definition, or None."""
-    name = _named(config)[1]
+    name = dstrial_section(config).get("requirements")
     return name if isinstance(name, str) else None
-
-
-def _named(config: Mapping[str, Any]) -> tuple[str, Any]:
-    environment = config.get("environment")
-    if isinstance(environment, Mapping) and environment.get("requirements"):
-        return "environment.requirements", environment["requirements"]
-    return "data.dstrial.requirements", dstrial_section(config).get("requirements")
 
 
 def may_install(text: str) -> bool:
@@ -163,21 +122,10 @@ def may_install(text: str) -> bool:
     return _INSTALLERS.search(text) is not None and _INSTALLING.search(text) is not None
 
 
-def check_requirements(raw: dict[str, Any], context_dir: Path, findings: Diagnostics) -> None:
-    """Check that the requirements file is in the model definition.
-
-    A null ``environment.requirements`` is deleted from ``raw``, the config with defaults.
-    """
-    if raw["environment"].get("requirements") is None:
-        # Clients compare configs with those that Determined's master completes.
-        raw["environment"].pop("requirements", None)
-    key, name = _named(raw)
-    other = dstrial_section(raw).get("requirements")
-    if key.startswith("environment") and other is not None and other != name:
-        findings.problem(
-            "data.dstrial.requirements", render(other), f"{render(name)}, as in {key}", "Keep one of the two."
-        )
-    if not isinstance(name, str):
+def check_requirements(raw: Mapping[str, Any], context_dir: Path, findings: Diagnostics) -> None:
+    """Check that the requirements file is in the model definition."""
+    key, name = "data.dstrial.requirements", requirements_of(raw)
+    if name is None:
         return
     if name.startswith("/") or ".." in PurePosixPath(name).parts:
         expected, fix = "a path in the model definition", "Write requirements.txt, for example."

@@ -22,12 +22,8 @@ _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # trl's trainers are subclasses of transformers' Trainer and take the same arguments.
 _TRAINER_MODULES = ("transformers", "trl")
 _TRAINER_ENDINGS = ("Trainer", "TrainingArguments", "HfArgumentParser")
-_MAX_SOURCE_BYTES = 2**18
-_MAX_SOURCE_WORDS = 40_000
-"""Maximum size of a parsed source, in words, because ``ast.parse`` holds the GIL and blocks the process."""
+_MAX_SOURCE_BYTES = 2**17  # ast.parse holds the GIL and blocks the process
 _MAX_MODULES = 50
-_WORD = re.compile(r"\w+|[^\w\s]")
-_PARALLEL_NAME = re.compile(r"pipe|mpu|parallel|megatron", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +33,6 @@ class ScriptSource:
     path: Path
     arguments: CommandLine  # arguments that the entrypoint passes to the script
     library: Library | None  # training library; None if the source does not show one
-    trees: tuple[ast.Module, ...]  # syntax trees of the script and the modules beside it that it imports
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,12 +41,7 @@ class TrialSource:
 
     trial: str | None  # `module:Class`
     mentions_pipeline: bool = False  # whether the class, or a definition that it uses, names `PipelineModule`
-    # Values passed as `num_stages`: numbers, and names that may be hyperparameters.
-    num_stages: tuple[int | str, ...] = ()
     script: ScriptSource | None = None  # None for a trial
-    has_only_data_parallelism: bool = (
-        False  # whether no name in the source suggests a pipeline or model parallelism
-    )
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
@@ -78,8 +68,8 @@ def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
         if before == "-m":
             path = path or _module_file(word, (context_dir,), "__main__.py")
         if path is not None:
-            trees = tuple(_trees(path, context_dir))
-            return ScriptSource(path, CommandLine.of(words[word_idx + 1 :]), _library(trees), trees)
+            library = _library([*_trees(path, context_dir)])
+            return ScriptSource(path, CommandLine.of(words[word_idx + 1 :]), library)
     return None
 
 
@@ -115,12 +105,7 @@ def check_entrypoint(
         got = f"{render(trial)}, and {path} has no {class_name}"
         findings.problem("entrypoint", got, "an existing class", fix)
     used = _definitions_used(tree, class_name)
-    is_pipeline = any("PipelineModule" in _names(node) for node in used)
-    is_plain = not any(
-        _PARALLEL_NAME.search(name) for one in _trees(path, context_dir) for name in _names(one)
-    )
-    num_stages = tuple(_num_stages(used)) if is_pipeline else ()
-    return TrialSource(trial, is_pipeline, num_stages, has_only_data_parallelism=is_plain)
+    return TrialSource(trial, any("PipelineModule" in _names(node) for node in used))
 
 
 def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> None:
@@ -237,8 +222,6 @@ def _parsed(path: Path) -> ast.Module | None:
     if "\0" in source:
         # Before Python 3.12, ast.parse raises ValueError instead.
         raise SyntaxError("source code string cannot contain null bytes", (str(path), 1, 1, ""))
-    if sum(1 for _ in _WORD.finditer(source)) > _MAX_SOURCE_WORDS:
-        return None
     try:
         return ast.parse(source, str(path))
     except (RecursionError, MemoryError):
@@ -278,24 +261,3 @@ def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
 def _names(root: ast.AST) -> set[str]:
     names = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(root)}
     return {one for one in names if isinstance(one, str)}
-
-
-def _num_stages(used: Sequence[ast.AST]) -> Iterator[int | str]:
-    """Yield numbers and names passed as ``num_stages`` in the syntax trees ``used``."""
-    nodes = [node for root in used for node in ast.walk(root)]
-    waiting = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "num_stages"]
-    values = {
-        target.id: node.value
-        for node in nodes
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    for value in waiting:
-        for node in ast.walk(value):
-            if isinstance(node, ast.Name) and node.id in values:
-                waiting.append(values.pop(node.id))
-            elif isinstance(node, ast.Attribute):
-                yield node.attr
-            elif isinstance(node, ast.Constant) and isinstance(node.value, (int, str)):
-                yield node.value

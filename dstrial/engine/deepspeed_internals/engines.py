@@ -279,11 +279,6 @@ def tied_layers_with_file(module: PipelineModule) -> set[str]:
     }
 
 
-def gradient_clipping(engine: DeepSpeedEngine) -> float:
-    """Return the norm at which gradients are clipped; 0 without clipping."""
-    return float(engine.gradient_clipping())
-
-
 def averages_sequence_gradients(engine: DeepSpeedEngine) -> bool:
     """Return whether ZeRO averages gradients over sequence-parallel ranks.
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from dstrial.config.batch import AUTO, BATCH_KEYS
+from dstrial.config.diagnostics import render
 from dstrial.config.documents import yaml_text
 from dstrial.config.dotted_keys import value_at
 from dstrial.errors import ConfigError, ConfigProblem
@@ -23,34 +24,10 @@ MARK = "CHOOSE"
 """Word in comments of the YAML, on each line whose value the user must choose."""
 
 _SECTION = "deepspeed_config"
-_SECTIONS = (_SECTION, "dynamo_config", "fp8_config", "parallelism_config")
 _DEFAULT_STAGE = 2  # default ZeRO stage of DeepSpeedPlugin, accelerate 1.15
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 
-Status = Literal["json", "yaml", "variable", "left", "nowhere"]
-"""What a key of the Accelerate config becomes. ``json``: a key of the DeepSpeed JSON. ``yaml``: a key of the experiment config.
-``variable``: an environment variable in the experiment config. ``left``: nothing, so the user must act. ``nowhere``: nothing,
-because the key has no effect or no counterpart."""
-
-_OTHER_TYPES: Mapping[str, str] = {
-    "FSDP": "torch's FSDP shards in another way than DeepSpeed; make a file with DeepSpeed, ZeRO stage 3",
-    "MEGATRON_LM": "Megatron-LM parallelism is set in code; make a file with DeepSpeed",
-    **dict.fromkeys(("XLA", "TPU", "MULTI_NEURON"), "DeepSpeed runs on no TPU and no Neuron device"),
-}
-_JSON_TARGETS: Mapping[str, str] = {
-    "mixed_precision": "fp16 or bf16",
-    f"{_SECTION}.deepspeed_config_file": "its whole content",
-    f"{_SECTION}.zero_stage": "zero_optimization.stage",
-    f"{_SECTION}.{_STEPS}": _STEPS,
-    f"{_SECTION}.gradient_clipping": "gradient_clipping",
-    f"{_SECTION}.zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    f"{_SECTION}.offload_optimizer_device": "zero_optimization.offload_optimizer; NVMe in stage 3 only, else cpu",
-    f"{_SECTION}.offload_param_device": "zero_optimization.offload_param",
-    f"{_SECTION}.offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    f"{_SECTION}.offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-}
 _VARIABLES: Mapping[str, str] = {
-    "use_cpu": "DS_ACCELERATOR",  # not ACCELERATE_USE_CPU, which disables DeepSpeed
     "debug": "ACCELERATE_DEBUG_MODE",
     "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
     "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
@@ -61,15 +38,16 @@ _VARIABLES: Mapping[str, str] = {
     f"{_SECTION}.zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
     f"{_SECTION}.deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
+_FILTER = "disable slots with `det slot disable`, or set CUDA_VISIBLE_DEVICES for dstrial up"
 _ACTIONS: Mapping[str, str] = {
-    f"{_SECTION}.deepspeed_exclusion_filter": "disable slots with `det slot disable`, or set CUDA_VISIBLE_DEVICES for dstrial up",
-    f"{_SECTION}.deepspeed_inclusion_filter": "disable slots with `det slot disable`, or set CUDA_VISIBLE_DEVICES for dstrial up",
+    f"{_SECTION}.deepspeed_exclusion_filter": _FILTER,
+    f"{_SECTION}.deepspeed_inclusion_filter": _FILTER,
     "num_machines": "`dstrial up` serves the slots of one machine; a Determined cluster deals them out over its machines",
     "gpu_ids": "the master deals out slots; CUDA_VISIBLE_DEVICES limits those of dstrial up",
     "fp8_config": "set Accelerate's variable ACCELERATE_FP8_… in environment.environment_variables",
     "parallelism_config": "set tensor_parallel or sequence parallelism in DeepSpeed's own JSON",
 }
-"""Key of the Accelerate config, or a section's name for all of the section's keys -> what the user must do instead."""
+"""Key of the Accelerate config that is not converted -> what the user must do instead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,21 +60,13 @@ class Choices:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ConvertedKey:
-    key: str  # key of the Accelerate config, as `section.key` or `key`
-    value: Any  # value in the Accelerate config
-    status: Status
-    explanation: str  # the target key, or the reason for the status
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Conversion:
     choices: Choices
     slots: int  # ranks of the job
     deepspeed: Mapping[str, Any]  # the DeepSpeed JSON
     variables: Mapping[str, str]  # environment variables
     overwrites: Mapping[str, Any]  # hyperparameter `overwrite_deepspeed_args`
-    keys: Sequence[ConvertedKey]  # one for each key of the Accelerate config
+    left: Sequence[str]  # settings that are not converted, each as a sentence
 
 
 def is_deepspeed(config: Mapping[str, Any]) -> bool:
@@ -122,50 +92,41 @@ def convert(
         ConfigError: the config is for FSDP, Megatron-LM, TPU, Neuron or a hosted service, has the old key ``fp16``, or has
             an invalid section, ZeRO stage, precision or number of processes.
     """
-    problems = list(_problems(config, label))
+    problems = [ConfigProblem(f"{label}: {key}", repr(got), *rest) for key, got, *rest in _problems(config)]
     if problems:
         raise ConfigError(problems)
-    section = (config.get(_SECTION) or {}) if is_deepspeed(config) else {}
-    file = deepspeed_file if is_deepspeed(config) else None
-    micro = choices.micro_batch_size
-    deepspeed = _deepspeed_json(config, section, micro) if file is None else dict(file)
-    overwrites = {} if file is None or micro in (None, file.get(_MICRO)) else {_MICRO: micro}
-    keys = []
-    for key, value in config.items():
-        inner = value.items() if isinstance(value, Mapping) and value else [("", value)]
-        for name, one in inner:
-            full = f"{key}.{name}" if name else key
-            keys.append(ConvertedKey(full, one, *_place_of(config, full, one, deepspeed, file)))
+    micro, overwrites = choices.micro_batch_size, {}
+    if deepspeed_file is not None and is_deepspeed(config):
+        deepspeed = dict(deepspeed_file)
+        if micro not in (None, deepspeed.get(_MICRO)):
+            overwrites = {_MICRO: micro}
+    else:
+        deepspeed = _deepspeed_json(config, micro)
     slots = max(int(config.get("num_processes") or 1), 1)
-    precision = _precision_of(config) if file is None else "no"  # the DeepSpeed file sets the precision
-    return Conversion(choices, slots, deepspeed, _variables(keys, precision), overwrites, keys)
+    variables = _variables(config, has_file=deepspeed_file is not None)
+    return Conversion(choices, slots, deepspeed, variables, overwrites, [*_left(config, deepspeed)])
 
 
-def _problems(config: Mapping[str, Any], label: str) -> Iterator[ConfigProblem]:
-    for key in _SECTIONS:
-        if not isinstance(config.get(key) or {}, Mapping):
-            yield ConfigProblem(f"{label}: {key}", repr(config[key]), "a mapping", "Write its keys below it.")
-            return
-    kind, slots = str(config.get("distributed_type")), config.get("num_processes")
-    slots = 1 if slots is None else slots
-    stage = (config.get(_SECTION) or {}).get("zero_stage", _DEFAULT_STAGE)
-    wrong = []
+def _problems(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
+    """Yield (key, value, expected, fix) of each value that cannot be converted."""
+    section, slots = config.get(_SECTION) or {}, config.get("num_processes")
+    if not isinstance(section, Mapping):
+        yield _SECTION, section, "a mapping", "Write its keys below it."
+        return
+    stage = section.get("zero_stage", _DEFAULT_STAGE)
     if config.get("compute_environment") not in (None, "LOCAL_MACHINE"):
         fix = "Make a file for a machine of your own with `accelerate config`."
-        wrong.append(("compute_environment", config["compute_environment"], "LOCAL_MACHINE", fix))
-    if kind in _OTHER_TYPES:
-        fix = "Run `accelerate config` and choose DeepSpeed."
-        wrong.append(("distributed_type", kind, f"DEEPSPEED ({_OTHER_TYPES[kind]})", fix))
-    if not _is_integer(slots) or (slots < 1 and slots != -1):
-        wrong.append(("num_processes", slots, "an integer of at least 1", "Correct it."))
+        yield "compute_environment", config["compute_environment"], "LOCAL_MACHINE", fix
+    if (kind := config.get("distributed_type")) in ("FSDP", "MEGATRON_LM", "XLA", "TPU", "MULTI_NEURON"):
+        yield "distributed_type", kind, "DEEPSPEED", "Run `accelerate config` and choose DeepSpeed."
+    if slots is not None and (not _is_integer(slots) or (slots < 1 and slots != -1)):
+        yield "num_processes", slots, "an integer of at least 1", "Correct it."
     if _precision_of(config) not in ("no", "fp16", "bf16", "fp8"):
-        wrong.append(("mixed_precision", config["mixed_precision"], "no, fp16, bf16 or fp8", "Correct it."))
+        yield "mixed_precision", config["mixed_precision"], "no, fp16, bf16 or fp8", "Correct it."
     if config.get("fp16") is True and "mixed_precision" not in config:
-        wrong.append(("fp16", True, "mixed_precision; fp16 is the old key", "Write mixed_precision: fp16."))
+        yield "fp16", True, "mixed_precision; fp16 is the old key", "Write mixed_precision: fp16."
     if is_deepspeed(config) and (not _is_integer(stage) or stage < 0):
-        wrong.append((f"{_SECTION}.zero_stage", stage, "an integer of at least 0", "Correct it."))
-    for key, got, expected, fix in wrong:
-        yield ConfigProblem(f"{label}: {key}", repr(got), expected, fix)
+        yield f"{_SECTION}.zero_stage", stage, "an integer of at least 0", "Correct it."
 
 
 def _asks(value: Any) -> bool:
@@ -181,13 +142,12 @@ def _precision_of(config: Mapping[str, Any]) -> str:
     return str(config.get("mixed_precision") or "no").lower()
 
 
-def _deepspeed_json(
-    config: Mapping[str, Any], section: Mapping[str, Any], micro: int | None
-) -> dict[str, Any]:
-    precision = _precision_of(config)
-    # Without DeepSpeed in the config, use ZeRO stage 0; with fp16 stage 1, because stage 0 has no loss scaling.
-    plain_stage = 1 if precision == "fp16" else 0
-    stage = section.get("zero_stage", _DEFAULT_STAGE) if is_deepspeed(config) else plain_stage
+def _deepspeed_json(config: Mapping[str, Any], micro: int | None) -> dict[str, Any]:
+    precision, section = _precision_of(config), config.get(_SECTION) or {}
+    stage = section.get("zero_stage", _DEFAULT_STAGE)
+    if not is_deepspeed(config):
+        # ZeRO stage 0; with fp16 stage 1, because stage 0 has no loss scaling.
+        section, stage = {}, 1 if precision == "fp16" else 0
     zero: dict[str, Any] = {"stage": stage}
     for name, minimum in (("offload_optimizer", 1), ("offload_param", 3)):
         device = section.get(f"{name}_device")
@@ -209,52 +169,33 @@ def _deepspeed_json(
     return found
 
 
-def _variables(keys: Sequence[ConvertedKey], precision: str) -> dict[str, str]:
-    found = {}
-    for one in keys:
-        if one.status == "variable":
-            value = str(one.value).lower() if isinstance(one.value, bool) else str(one.value)
-            found[one.explanation] = "cpu" if one.key == "use_cpu" else value
-    return {**found, "ACCELERATE_MIXED_PRECISION": "fp8"} if precision == "fp8" else found
+def _variables(config: Mapping[str, Any], *, has_file: bool) -> dict[str, str]:
+    # Not ACCELERATE_USE_CPU, which disables DeepSpeed.
+    found = {"DS_ACCELERATOR": "cpu"} if config.get("use_cpu") is True else {}
+    for key, variable in _VARIABLES.items():
+        value = value_at(config, key)
+        is_unused = key.startswith(_SECTION) and not is_deepspeed(config)
+        is_switched_off = value is False and ("." in key)
+        if not is_unused and (_asks(value) or is_switched_off):
+            found[variable] = str(value).lower() if isinstance(value, bool) else str(value)
+    if _precision_of(config) == "fp8" and not has_file:
+        found["ACCELERATE_MIXED_PRECISION"] = "fp8"
+    return found
 
 
-def _place_of(
-    config: Mapping[str, Any],
-    key: str,
-    value: Any,
-    deepspeed: Mapping[str, Any],
-    file: Mapping[str, Any] | None,
-) -> tuple[Status, str]:
-    section, _, name = key.rpartition(".")
-    zero, offload = deepspeed.get("zero_optimization") or {}, name.removesuffix("_device")
-    if section == _SECTION and not is_deepspeed(config):
-        return "left", f"accelerate ignores it under distributed_type {config['distributed_type']}"
-    if key == "num_processes":
-        return "yaml", "resources.slots_per_trial, which counts the slots of all machines; 1 if it is -1"
-    if key == "distributed_type" and is_deepspeed(config):
-        return "yaml", "hyperparameters.deepspeed_config"
-    if key == "distributed_type":
-        return "json", f"zero_optimization.stage {zero['stage']}"
-    if key in _JSON_TARGETS and file is not None and name != "deepspeed_config_file":
-        return "nowhere", "the file of deepspeed_config_file decides, and accelerate refuses both"
-    if offload != name and offload not in zero and _asks(value):
-        stages = "stage 3 only" if offload == "offload_param" else "stage 1, 2 or 3 only"
-        return "left", f"DeepSpeed offloads this in {stages}, and this is stage {zero['stage']}"
-    if key in _JSON_TARGETS:
-        target = _JSON_TARGETS[key]
-        is_in_json = value_at(deepspeed, target.partition(";")[0]) is not None
-        if key == "mixed_precision":
-            is_in_json = _precision_of(config) != "no"
-        elif name == "deepspeed_config_file":
-            is_in_json = file is not None
-        return ("json", target) if is_in_json else ("nowhere", "it asks for nothing in this ZeRO stage")
-    is_flag = section == "dynamo_config" or name == "zero3_init_flag"
-    if key in _VARIABLES and (_asks(value) or (is_flag and isinstance(value, bool))):
-        return "variable", _VARIABLES[key]
-    action = _ACTIONS.get(key) or _ACTIONS.get(section)
-    if action is not None and _asks(value) and (key, value) != ("num_machines", 1):
-        return "left", action
-    return "nowhere", "it asks for nothing, or has no counterpart here: dstrial.launch starts the ranks"
+def _left(config: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> Iterator[str]:
+    if not is_deepspeed(config) and config.get(_SECTION):
+        yield f"{_SECTION}: accelerate ignores it under distributed_type {config['distributed_type']}"
+        config = {**config, _SECTION: {}}
+    for key, action in _ACTIONS.items():
+        value = value_at(config, key)
+        if _asks(value) and (key, value) != ("num_machines", 1):
+            yield f"{key} {render(value)}: {action}"
+    zero = deepspeed.get("zero_optimization") or {}
+    for name in ("offload_optimizer", "offload_param"):
+        device = value_at(config, f"{_SECTION}.{name}_device")
+        if _asks(device) and (zero.get(name) or {}).get("device") != device:
+            yield f"{_SECTION}.{name}_device {device}: DeepSpeed has no such offload in ZeRO stage {zero.get('stage', 0)}"
 
 
 _TEMPLATE = """\

@@ -23,7 +23,6 @@ Source of the pairs of argument and key: transformers 4.56 and 5.23 ``integratio
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,47 +42,33 @@ from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_schema import deepspeed_rules
 from dstrial.config.deepspeed_source import OVERWRITE_KEY, DeepSpeedSource
-from dstrial.config.diagnostics import Diagnostics, key_path, nested_form, render
+from dstrial.config.diagnostics import Diagnostics, key_path, render
 from dstrial.config.dotted_keys import nested, value_at
 from dstrial.config.merge import merge_deepspeed
-from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.resume.batch import describe_batch, keep_batch
+from dstrial.errors import ConfigError
+from dstrial.resume.batch import keep_batch
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_sizes
 
 CONFIG_FLAG = "deepspeed"
 """Argument of the Trainer with the path of its DeepSpeed config."""
 
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
-_PRECISIONS = ("fp16", "bf16")
-_FLAGS = (*SIZE_FLAGS.values(), *(pair.argument for pair in PAIRS), *BETAS, LENGTH.argument)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
-    """A change that makes a Trainer argument and a DeepSpeed key agree."""
-
-    argument: str  # for example `--learning_rate`; "" if no argument is involved
-    text: (
-        str  # explanation; for a contradiction: both values, the winner, and how to make the other value win
-    )
-    is_contradiction: bool  # whether the user gave the argument and the key different values
 
 
 class ArgumentDraft:
-    """A command line and a DeepSpeed config while ``reconcile`` changes both."""
+    """A command line and a DeepSpeed config while ``reconcile`` changes both.
+
+    ``contradictions`` are sentences about arguments and keys to which the user gave different values.
+    """
 
     def __init__(self, arguments: CommandLine, source: DeepSpeedSource) -> None:
         self.source = source
         self.given = arguments
         self.arguments = arguments
         self.config: dict[str, Any] = copy.deepcopy(source.merged)
-        self.decisions: list[Decision] = []
+        self.contradictions: list[str] = []
         overwritten = {path: source.lines.get(path) or OVERWRITE_KEY for path in source.overwritten}
         self._places = Diagnostics({**source.lines, **overwritten}, source.label)
-
-    @property
-    def contradictions(self) -> list[Decision]:
-        return [decision for decision in self.decisions if decision.is_contradiction]
 
     def place(self, key: str) -> str:
         return self._places.place(key)
@@ -104,42 +89,31 @@ class ArgumentDraft:
         path = key_path(key)
         return any(path[:length] in self.source.overwritten for length in range(1, len(path) + 1))
 
-    def decide(self, argument: str, text: str, *, is_contradiction: bool = False) -> None:
-        self.decisions.append(Decision(f"--{argument}" if argument else "", text, is_contradiction))
-
     def set_key(self, key: str, value: Any) -> None:
         self.config = merge_deepspeed(self.config, nested({key: value}))
 
-    def set_argument(
-        self, name: str, value: str | None, winner: str, *, why: str = "", is_expected: bool = False
-    ) -> None:
-        """Set the argument ``--name`` to ``value`` (None removes it); record a decision.
+    def set_argument(self, name: str, value: str | None, winner: str, *, is_expected: bool = False) -> None:
+        """Set ``--name`` to the value of the DeepSpeed key ``winner``; None removes it.
 
-        ``winner`` is the DeepSpeed key that provides the value, ``why`` a text to append to the decision's text. The decision is
-        a contradiction if the user gave the argument, unless ``is_expected``.
+        This is a contradiction if the user gave the argument, unless ``is_expected``.
         """
-        flag, place = self.given.find(name), self.place(winner)
+        flag = self.given.find(name)
         self.arguments = (
             self.arguments.without(name) if value is None else self.arguments.with_value(name, value)
         )
-        outcome = f"--{name} is removed" if value is None else f"--{name} becomes {value}{why}"
-        if flag is None or is_expected:
-            self.decide(name, f"{outcome}, by {place}")
-            return
-        self.decide(
-            name,
-            f"{place} is {render(value_at(self.config, winner))} and --{name} is {flag.value or 'given'}: {winner} wins, "
-            f"{outcome}. For the argument to win, set overwrite_deepspeed_args: {{{nested_form(winner.split('.'), AUTO)}}}.",
-            is_contradiction=True,
-        )
+        if flag is not None and not is_expected:
+            outcome = "is removed" if value is None else f"becomes {value}"
+            self.contradictions.append(
+                f"{self.place(winner)} is {render(value_at(self.config, winner))} and --{name} is {flag.value or 'given'}: "
+                f'{winner} wins, --{name} {outcome}. For the argument to win, set {winner} to "{AUTO}".'
+            )
 
     def let_argument_win(self, keys: Sequence[str], names: Sequence[str]) -> None:
         """Set missing DeepSpeed ``keys`` to "auto" if an argument of ``names`` is given."""
-        given = next((name for name in names if self.given.find(name) is not None), None)
-        for key in keys:
-            if given is not None and value_at(self.config, key) is None and _is_read(self, key):
-                self.set_key(key, AUTO)
-                self.decide(given, f'{key} is missing: it becomes "{AUTO}", so that --{given} counts')
+        if any(self.given.find(name) is not None for name in names):
+            for key in keys:
+                if value_at(self.config, key) is None and _is_read(self, key):
+                    self.set_key(key, AUTO)
 
 
 def reconcile(
@@ -156,44 +130,32 @@ def reconcile(
         resumed: the run that wrote the checkpoint to resume from, whose batch size is kept; None for a new run.
 
     Returns:
-        The changed arguments and config, with the decisions.
+        The changed arguments and config, with the contradictions.
 
     Raises:
-        ConfigError: the batch sizes contradict each other or the number of ranks, or a flag is abbreviated.
+        ConfigError: the batch sizes contradict each other or the number of ranks.
     """
     draft = ArgumentDraft(CommandLine.of(arguments), source)
-    _refuse_abbreviations(arguments)
-    _settle_path(draft)
+    named = draft.given.value(CONFIG_FLAG)
+    if named is not None and (source.path is None or Path(named).resolve() != source.path.resolve()):
+        draft.contradictions.append(
+            f"--{CONFIG_FLAG} is {named} and hyperparameters.deepspeed_config is {source.label}: the hyperparameter wins. "
+            f"For the argument to win, set hyperparameters.deepspeed_config: {named}."
+        )
     _settle_batch(draft, world_size, resumed)
     for pair in PAIRS:
         _settle_number(draft, pair)
-    _settle_betas(draft)
+    betas = value_at(draft.config, BETAS_KEY)
+    if isinstance(betas, list) and len(betas) == len(BETAS):
+        for name, beta in zip(BETAS, betas, strict=True):
+            _set_number(draft, name, BETAS_KEY, beta)
+    else:
+        draft.let_argument_win((BETAS_KEY,), BETAS)
     _settle_length(draft)
     _settle_precision(draft)
     if value_at(draft.config, "zero_optimization") is None:
-        draft.set_key("zero_optimization.stage", 0)
-        draft.decide(
-            "",
-            "zero_optimization is missing, which Accelerate refuses: it becomes {stage: 0}, DeepSpeed's default",
-        )
+        draft.set_key("zero_optimization.stage", 0)  # DeepSpeed's default, without which Accelerate fails
     return draft
-
-
-def _refuse_abbreviations(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for abbreviated flags, which argparse would accept.
-
-    Flags that ``reconcile`` appends would override the abbreviated ones silently.
-    """
-    problems = []
-    for word in arguments:
-        given = word.partition("=")[0].replace("-", "_")
-        if word.startswith("--") and "_" in given[2:] and given[2:] not in _FLAGS:
-            names = [name for name in _FLAGS if name.startswith(given[2:])]
-            problems += [
-                ConfigProblem(word, "an abbreviation", f"--{name}", f"Write --{name}.") for name in names[:1]
-            ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def solve_sizes(
@@ -245,17 +207,6 @@ def _keeps(
     return (micro, steps) == began or then == engine.train_batch_size
 
 
-def _settle_path(draft: ArgumentDraft) -> None:
-    named, path = draft.given.value(CONFIG_FLAG), draft.source.path
-    if named is not None and (path is None or Path(named).resolve() != path.resolve()):
-        draft.decide(
-            CONFIG_FLAG,
-            f"--{CONFIG_FLAG} is {named} and hyperparameters.deepspeed_config is {draft.source.label}: the hyperparameter wins. "
-            f"For the argument to win, set hyperparameters.deepspeed_config: {named}.",
-            is_contradiction=True,
-        )
-
-
 def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | None) -> None:
     sizes = {key: None if (size := draft.config.get(key)) == AUTO else size for key in BATCH_KEYS}
     flags = {key: draft.flag_number(flag) for key, flag in SIZE_FLAGS.items()}
@@ -269,9 +220,6 @@ def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | Non
         for key, size in sizes.items()
     }
     solution, is_kept = solve_sizes(draft.given, sizes, world_size, resumed, where)
-    if is_kept and engine is not None and resumed is not None:
-        text = f"the batch of checkpoint {resumed.checkpoint} is kept: {describe_batch(engine, solution)}"
-        draft.decide("", text)
     # No contradiction if the arguments are unchanged since the run's start: `hyperparameters()` has then overwritten the sizes.
     first = flags[_MICRO] or DEFAULT_MICRO_BATCH, flags[_STEPS] or 1
     is_expected = is_kept or (
@@ -284,8 +232,9 @@ def _settle_batch(draft: ArgumentDraft, world_size: int, resumed: SavedRun | Non
     for key, flag in SIZE_FLAGS.items():
         value = getattr(solution, key)
         if flags[key] != value:
-            winner, why = (_TOTAL, f" ({solution.equation})") if sizes[key] is None else (key, "")
-            draft.set_argument(flag, str(value), winner, why=why, is_expected=is_expected)
+            draft.set_argument(
+                flag, str(value), _TOTAL if sizes[key] is None else key, is_expected=is_expected
+            )
 
 
 def _settle_number(draft: ArgumentDraft, pair: NumberPair) -> None:
@@ -297,25 +246,15 @@ def _settle_number(draft: ArgumentDraft, pair: NumberPair) -> None:
     value = numbers[winner]
     for key, other in numbers.items():
         if other != value:
-            text = (
-                f"{draft.place(key)} is {other!r} and {draft.place(winner)} is {value!r}, and the Trainer has "
-                f"one --{pair.argument} for both: {winner} wins, {key} becomes {value!r}. Set both to the same number."
-            )
             draft.set_key(key, value)
-            draft.decide(pair.argument, text, is_contradiction=True)
+            draft.contradictions.append(
+                f"{draft.place(key)} is {other!r} and {draft.place(winner)} is {value!r}, and the Trainer has one "
+                f"--{pair.argument} for both: {winner} wins. Set both to the same number."
+            )
     _set_number(draft, pair.argument, winner, value)
     for name in pair.also_removed:
         if draft.given.find(name) is not None:
             draft.set_argument(name, None, winner)
-
-
-def _settle_betas(draft: ArgumentDraft) -> None:
-    value = value_at(draft.config, BETAS_KEY)
-    if isinstance(value, list) and len(value) == len(BETAS):
-        for name, beta in zip(BETAS, value, strict=True):
-            _set_number(draft, name, BETAS_KEY, beta)
-    else:
-        draft.let_argument_win((BETAS_KEY,), BETAS)
 
 
 def _set_number(draft: ArgumentDraft, argument: str, key: str, value: float) -> None:
@@ -326,36 +265,21 @@ def _set_number(draft: ArgumentDraft, argument: str, key: str, value: float) -> 
 def _settle_length(draft: ArgumentDraft) -> None:
     """Set the scheduler's step count to "auto" unless it equals ``--max_steps``."""
     (key,) = LENGTH.keys
-    number, asked = draft.number(key), draft.flag_number(LENGTH.argument)
-    if number is None or asked == number:
+    number = draft.number(key)
+    if number is None or draft.flag_number(LENGTH.argument) == number:
         return
-    length = (
-        f"--{LENGTH.argument} is {asked:g}" if asked and asked > 0 else "the Trainer counts its steps itself"
-    )
-    text = (
-        f'{draft.place(key)} is {number} and {length}: the length of training wins, {key} becomes "{AUTO}". For the key '
-        f"to win, pass --{LENGTH.argument} {number}."
+    draft.contradictions.append(
+        f'{draft.place(key)} is {number}, unlike the length of training, which wins: {key} becomes "{AUTO}". For the key to '
+        f"win, pass --{LENGTH.argument} {number}."
     )
     draft.set_key(key, AUTO)
-    draft.decide(LENGTH.argument, text, is_contradiction=True)
 
 
 def _settle_precision(draft: ArgumentDraft) -> None:
-    keys = {precision: f"{precision}.enabled" for precision in _PRECISIONS}
-    if all(value_at(draft.config, key) is True for key in keys.values()):
-        overwritten = [precision for precision in _PRECISIONS if draft.is_overwritten(keys[precision])]
-        loser = next((precision for precision in _PRECISIONS if precision not in overwritten), None)
-        if overwritten and loser is not None:
-            text = (
-                f"{draft.place(keys[loser])} is true and {draft.place(keys[overwritten[0]])} is true: the overwrite wins, "
-                f"{keys[loser]} becomes false. For {loser} to win, take the overwrite away."
-            )
-            draft.set_key(keys[loser], False)
-            draft.decide(loser, text, is_contradiction=True)
+    keys = {precision: f"{precision}.enabled" for precision in ("fp16", "bf16")}
     said = {precision: value_at(draft.config, key) for precision, key in keys.items()}
-    for precision, other in zip(_PRECISIONS, reversed(_PRECISIONS), strict=True):
-        names = (precision, f"{precision}_full_eval")
-        asked = [name for name in names if draft.given.truth(name)]
+    for precision, other in (("fp16", "bf16"), ("bf16", "fp16")):
+        asked = [name for name in (precision, f"{precision}_full_eval") if draft.given.truth(name)]
         if said[precision] is True and not asked:
             draft.set_argument(precision, "True", keys[precision])
         elif said[precision] is False or (said[precision] is not True and said[other] is True):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.auto_values import MICRO_FLAG, STEPS_FLAG
 from dstrial.config.batch import BATCH_KEYS
-from dstrial.config.experiment_config.trainer_flags import TrainerLength, length_problems
 from dstrial.config.parallel_dims import ParallelDims
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.batch import keep_batch
@@ -15,6 +15,69 @@ from dstrial.resume.metadata import FILLED_KEY, EngineRecord, SavedRun, given_se
 
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
+
+
+_LENGTH_UNITS = ("batches", "epochs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainerLength:
+    """The length of training that the Trainer's arguments set."""
+
+    value: float
+    unit: str  # `batches` or `epochs`
+    argument: str  # the command-line argument that sets it
+
+    @classmethod
+    def of(cls, max_steps: int, num_train_epochs: float) -> TrainerLength:
+        """Return the length: ``max_steps`` if above 0, otherwise ``num_train_epochs``."""
+        if max_steps > 0:
+            return cls(max_steps, "batches", "--max_steps")
+        return cls(num_train_epochs, "epochs", "--num_train_epochs")
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.unit}"
+
+
+def length_problems(
+    searcher: Mapping[str, Any], length: TrainerLength, train_batch_size: int
+) -> list[ConfigProblem]:
+    """Return contradictions between the searcher's and the Trainer's length.
+
+    A ``max_time`` in another unit than batches or epochs is ignored. ``train_batch_size`` (over all ranks) converts records.
+    """
+    problems = []
+    max_length = searcher.get("max_length")
+    if isinstance(max_length, Mapping) and len(max_length) == 1:
+        unit, value = next(iter(max_length.items()))
+        if unit == "records":
+            unit, value = "batches", max(int(value) // train_batch_size, 1)
+        problems += _length_problem("searcher.max_length", f"{dict(max_length)}", str(unit), value, length)
+    elif max_length is not None:
+        unit = str(searcher.get("unit") or "batches")
+        problems += _length_problem("searcher.max_length", f"{max_length}", unit, max_length, length)
+    max_time, time_metric = searcher.get("max_time"), searcher.get("time_metric")
+    if max_time is not None and time_metric in _LENGTH_UNITS:
+        got = f"{max_time} with searcher.time_metric {time_metric}"
+        problems += _length_problem("searcher.max_time", got, str(time_metric), max_time, length)
+    return problems
+
+
+def _length_problem(
+    where: str, got: str, unit: str, value: Any, length: TrainerLength
+) -> list[ConfigProblem]:
+    if unit == length.unit and float(value) == float(length.value):
+        return []
+    flag = {"batches": "--max_steps", "epochs": "--num_train_epochs"}.get(unit, length.argument)
+    clear = " and leave --max_steps out" if unit == "epochs" and length.unit == "batches" else ""
+    return [
+        ConfigProblem(
+            where,
+            got,
+            f"the length of the Trainer, {length} ({length.argument})",
+            f"Pass {flag} {value}{clear}, or change {where}.",
+        )
+    ]
 
 
 def sizes_of(args: TrainingArguments) -> tuple[int, int]:

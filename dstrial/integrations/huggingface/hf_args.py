@@ -59,7 +59,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
         batch-size flags are set.
 
     Raises:
-        ConfigError: the DeepSpeed config is unreadable, a flag is abbreviated, or the batch sizes contradict each other or
+        ConfigError: the DeepSpeed config is unreadable, or the batch sizes contradict each other or
             the number of ranks.
 
     Ranks: all, with equal results; no communication.
@@ -175,12 +175,7 @@ def _resumed(info: Any) -> SavedRun | None:
 
 
 def _log(found: ArgumentDraft, path: Path) -> None:
-    contradictions = found.contradictions
-    if contradictions:
-        noun = "contradiction" if len(contradictions) == 1 else "contradictions"
-        lines = "\n".join(f"  - {decision.text}" for decision in contradictions)
-        logger.warning("%d %s between arguments and DeepSpeed config:\n%s", len(contradictions), noun, lines)
-    for decision in found.decisions:
-        if not decision.is_contradiction:
-            logger.info("%s", decision.text)
+    if found.contradictions:
+        lines = "\n".join(f"  - {text}" for text in found.contradictions)
+        logger.warning("contradictions between arguments and DeepSpeed config:\n%s", lines)
     logger.info("the effective DeepSpeed config is %s", path)

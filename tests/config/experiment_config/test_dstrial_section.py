@@ -1,14 +1,12 @@
 """Keys of ``data.dstrial``, ``integrations`` and ``profiling``, and their errors."""
 
 import pytest
-from bad_configs import EXPERIMENT
 
 from dstrial.config.experiment_config.dstrial_section import (
     Elasticity,
     TrainingChecks,
     elasticity_of,
     may_install,
-    requirements_of,
     shares,
 )
 from dstrial.errors import ConfigError
@@ -77,17 +75,8 @@ FOUR_SLOTS = "resources: {slots_per_trial: 4}\n"
         (section(requirements="../a.txt"), 'requirements is "../a.txt"; expected a path in the model definition'),
         (section(requirements=3), "requirements is 3; expected a path in the model definition"),
         (section(requirements="a.txt"), 'data.dstrial.requirements is "a.txt", which is not there'),
-        ("environment: {requirements: a.txt}\n", 'environment.requirements is "a.txt", which is not there'),
-        (
-            "environment: {requirements: exp.yaml}\n" + section(requirements="ds.json"),
-            'data.dstrial.requirements is "ds.json"; expected "exp.yaml", as in environment.requirements',
-        ),
         ("profiling: true\n", "profiling is true; expected a mapping"),
         ("profiling: {sampling: 5}\n", "profiling.sampling is not a key of profiling"),
-        (
-            "profiling: {begin_on_batch: 5, end_after_batch: 3}\n",
-            "profiling.begin_on_batch is 5; expected at most end_after_batch (3)",
-        ),
     ],
 )  # fmt: skip
 def test_wrong_value_gives_single_problem(problems, more, message):
@@ -128,25 +117,6 @@ def test_elasticity_has_defaults_and_slots_share_batch():
     assert [n for n in range(1, 13) if shares(n, 12, 2)] == [2, 4, 6, 8, 12]
 
 
-def test_slot_range_without_second_batch_divisor_is_rejected(problems):
-    def of_batch(num_records, **values):
-        return problems(FOUR_SLOTS + section(**values), {"train_batch_size": num_records})
-
-    (found,) = of_batch(20, min_slots=3)
-    assert "3 to 4 slots, none of which but 4 can share a batch of 20 records" in found
-    assert "a range with one of 1, 2, 5, 10" in found
-    (found,) = of_batch(12, max_slots=5)
-    assert found.partition(" is ")[0].endswith("data.dstrial.max_slots")
-    assert not of_batch(12, min_slots=3, max_slots=6)
-    assert not of_batch(20, min_slots=4), "it asks for no choice"
-
-
-def test_requirements_are_read_from_either_section(load):
-    for more in ("environment: {requirements: ds.json}\n", section(requirements="ds.json")):
-        assert requirements_of(load(more=more).raw) == "ds.json"
-    assert "requirements" not in load(EXPERIMENT).raw["environment"]
-
-
 @pytest.mark.parametrize(
     ("script", "installs"),
     [
@@ -159,14 +129,3 @@ def test_requirements_are_read_from_either_section(load):
 )
 def test_may_install_recognises_package_installation(script, installs):
     assert may_install(script) is installs
-
-
-def test_profiling_keys_without_effect_give_warnings(load):
-    given = "profiling: {enabled: true, begin_on_batch: 2, end_after_batch: 9, sync_timings: false}\n"
-    config = load(more=given)
-    assert config.profiling_enabled
-    ignored = [line for line in config.warnings if "profiling" in line]
-    assert len(ignored) == 3
-    assert all("has no effect" in line for line in ignored)
-    usual = load(more="profiling: {enabled: true, begin_on_batch: 0, sync_timings: true}\n")
-    assert not [line for line in usual.warnings if "profiling" in line]

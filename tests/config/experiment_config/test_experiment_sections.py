@@ -151,24 +151,6 @@ def test_replicas_are_slots_divided_by_stages(load):
     assert config.notes == ()
 
 
-@pytest.mark.parametrize(
-    ("source", "is_noted"),
-    [
-        ("class MyTrial:\n    net = make_gpt_pipe\n", True),
-        ("class MyTrial:\n    net = 1\n", False),
-        ("import layers\nclass MyTrial:\n    net = layers.GptPipe()\n", True),
-        ("class MyTrial:\n    def __init__(self, context):\n        context.set_mpu(1)\n", True),
-        ("raise SystemExit('was imported')\nclass MyTrial: ...\n", False),
-    ],
-)
-def test_assumed_sizes_are_noted_for_model_parallel_source(load, source, is_noted):
-    config = load(source=source, slots=4)
-
-    assert config.sizes.dp == 4
-    note = "data.dstrial.pipeline_stages and model_parallel_size are not given: assumed 1, so 4 data-parallel replicas"
-    assert config.notes == ((note,) if is_noted else ())
-
-
 PIPELINE_SOURCE = """\
 from deepspeed.pipe import PipelineModule
 def build():
@@ -180,30 +162,13 @@ class MyTrial(Ordinary):
 """
 
 
-@pytest.mark.parametrize(
-    ("stages", "stages_found"),
-    [
-        ("num_stages=2", 2),
-        ("num_stages=self.args.pipe_parallel_size", 4),
-        ('num_stages=self.context.get_hparam("pipe_parallel_size")', 4),
-        ('num_stages=self.context.get_hparams()["pipe_parallel_size"]', 4),
-        ("num_stages=num_stages", 4),
-        ("num_stages=self.counted_elsewhere", 2),
-        ("topology=self.topology", 2),
-    ],
-)
-def test_pipeline_stages_are_inferred_from_trial_source(load, stages, stages_found):
-    # The batch sizes are consistent only for 4 / ``stages_found`` replicas.
-    sizes = {"train_batch_size": 16 // stages_found, "train_micro_batch_size_per_gpu": 2}
-    deepspeed = DEEPSPEED | sizes | {"gradient_accumulation_steps": 2}
-    experiment = EXPERIMENT.replace("ds.json\n", "ds.json\n  pipe_parallel_size: 4\n")
-    source = PIPELINE_SOURCE.replace("PipelineModule([])", f"PipelineModule([], {stages})")
-    source = source.replace("build():", "build(self):\n    num_stages = self.args.pipe_parallel_size")
+def test_pipeline_assumes_fewest_stages_that_fit(load):
+    # The batch sizes are consistent only for 2 replicas on 4 slots.
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    config = load(deepspeed=DEEPSPEED | sizes, source=PIPELINE_SOURCE, slots=4)
 
-    config = load(experiment, deepspeed, source=source, slots=4)
-
-    assert (config.sizes.pp, config.sizes.dp) == (stages_found, 4 // stages_found)
-    assert config.notes[0].startswith(f"data.dstrial.pipeline_stages is not given: assumed {stages_found}")
+    assert (config.sizes.pp, config.sizes.dp) == (2, 2)
+    assert config.notes[0].startswith("data.dstrial.pipeline_stages is not given: assumed 2")
 
 
 def test_unrelated_pipeline_in_module_is_ignored(load):

@@ -1,4 +1,4 @@
-"""Fields that Determined accepts: command slots, ``gpu``, policies, ``shm_size``."""
+"""Fields that Determined accepts: command slots, ``gpu``, log policies."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ def test_slots_and_slots_per_trial_may_coexist(tmp_path: Path) -> None:
     assert submission.config["resources"]["slots_per_trial"] == 2
     assert "slots" not in submit(tmp_path).config["resources"]
     assert submission.warnings == ()
-    (warning,) = submit(tmp_path, resources={"slots": 3}).warnings
-    assert "resources.slots has no effect in an experiment" in warning
 
     command = check_command({"entrypoint": "true", "resources": both}, "COMMAND", num_slots=4)
     assert command.num_slots == 3
@@ -99,13 +97,3 @@ def test_policy_with_new_action_keeps_default_pattern(tmp_path: Path) -> None:
         "log_policies"
     ]
     assert found[0] == {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*", "action": "cancel_retries"}
-
-
-def test_shm_size_is_checked_in_experiments_and_commands(tmp_path: Path) -> None:
-    for size in (4, "1.5 gb", "1", "1219021 b", ".5T", "4GiB"):
-        assert submit(tmp_path, resources={"shm_size": size}).config["resources"]["shm_size"] == size
-    for size in ("giga", "1.gb", "1 gi", "1 i", "", "-1", "1 gb "):
-        with pytest.raises(ConfigError, match=r"resources\.shm_size is .*; expected a memory size"):
-            submit(tmp_path, resources={"shm_size": size})
-    with pytest.raises(ConfigError, match=r"resources\.shm_size is .*; expected a memory size"):
-        check_command({"entrypoint": "true", "resources": {"shm_size": "giga"}}, "COMMAND", num_slots=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,10 +76,10 @@ def test_reconcile_solves_batch_from_arguments(
 
     assert sizes(found) == expected
     assert flags(found) == (str(expected[1]), str(expected[2]))
-    listed = " ".join(decision.text for decision in found.contradictions)
+    listed = " ".join(found.contradictions)
     if STEPS in arguments and MICRO + "=4" in arguments:
         assert "train_batch_size is 32 and --gradient_accumulation_steps is 2" in listed
-        assert 'overwrite_deepspeed_args: {train_batch_size: "auto"}' in listed
+        assert 'set train_batch_size to "auto"' in listed
 
 
 def test_reconcile_leaves_unspecified_batch_auto() -> None:
@@ -116,8 +117,6 @@ def test_reconcile_resumed_run_keeps_unchanged_batch(
     assert sizes(found)[0] == int(expected[0]) * int(expected[1]) * world_size
     if STEPS in arguments:
         assert not found.contradictions
-    if config is AUTO_BATCH and overwrite is None and STEPS in arguments:
-        assert any("is kept: " in decision.text for decision in found.decisions)
 
 
 def adamw(**parameters: Any) -> dict[str, Any]:
@@ -129,6 +128,20 @@ def scheduler(kind: str, **parameters: Any) -> dict[str, Any]:
 
 
 ON, OFF = {"enabled": True}, {"enabled": False}
+
+
+def config_accepted_by_trainer(found: ArgumentDraft) -> None:
+    """Let transformers compare the arguments and the config, as ``Trainer`` does."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    words = [*found.arguments.words, "--use_cpu", "True"]
+    (args,) = parser.parse_args_into_dataclasses(words)
+    processed = HfTrainerDeepSpeedConfig(copy.deepcopy(found.config))
+    processed.trainer_config_process(args)
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=8))
+    processed.trainer_config_finalize(args, model, num_training_steps=100)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +185,12 @@ ON, OFF = {"enabled": True}, {"enabled": False}
         ),
         pytest.param(
             "--bf16",
-            {"bf16": ON},
-            {"fp16": ON},
+            {"bf16": OFF, "fp16": ON},
+            {},
             "--bf16 False --fp16 True",
             {"bf16": OFF, "fp16": ON},
-            ["--bf16", "--bf16"],
-            id="overwritten precision switches the other off",
+            ["--bf16"],
+            id="precision of the config wins",
         ),
         pytest.param(
             "--warmup_ratio 0.1 --seed 2",
@@ -211,7 +224,9 @@ def test_reconcile_precedence(
 
     assert " ".join(found.arguments.words) == words
     assert {key: found.config[key] for key in effective} == effective
-    assert [decision.argument for decision in found.contradictions] == contradictions
+    assert len(found.contradictions) == len(contradictions)
+    assert all(flag in text for flag, text in zip(contradictions, found.contradictions, strict=True))
+    config_accepted_by_trainer(found)
 
 
 def test_reconcile_rejects_unsolvable_batch() -> None:
@@ -222,11 +237,3 @@ def test_reconcile_rejects_unsolvable_batch() -> None:
     resumed = plain_saved_run(replicas=2, micro=4, accumulation=1)
     with pytest.raises(ConfigError, match="a-checkpoint"):
         reconciled("--per_device_train_batch_size 4", AUTO_BATCH, world_size=3, resumed=resumed)
-
-
-def test_reconcile_rejects_abbreviated_flags() -> None:
-    with pytest.raises(ConfigError) as raised:
-        reconciled("--per-device-train-batch=8 --learning_r 1 --learning_rate 2 --learn 3 --log_level x", {})
-    assert [str(one.got) for one in raised.value.problems] == ["an abbreviation"] * 2
-    assert "--per_device_train_batch_size" in str(raised.value)
-    assert "--learning_rate" in str(raised.value)

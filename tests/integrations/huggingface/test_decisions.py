@@ -10,10 +10,14 @@ import pytest
 from sample_layouts import plain_saved_run
 
 from dstrial.config.command_line import CommandLine
-from dstrial.config.experiment_config.trainer_flags import TrainerLength, length_problems
 from dstrial.errors import ConfigError, TrialContractError
 from dstrial.integrations.huggingface.argument_table import solve_sizes
-from dstrial.integrations.huggingface.arguments import batch_problems, given_by_arguments
+from dstrial.integrations.huggingface.arguments import (
+    TrainerLength,
+    batch_problems,
+    given_by_arguments,
+    length_problems,
+)
 from dstrial.integrations.huggingface.metrics import (
     LogKind,
     Throughput,

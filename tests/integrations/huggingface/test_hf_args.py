@@ -117,7 +117,7 @@ def test_hf_args_contradictions_warn_once_on_rank_0(
 
     (record,) = caplog.records
     text = record.getMessage()
-    assert text.startswith("2 contradictions between arguments and DeepSpeed config:\n")
+    assert text.startswith("contradictions between arguments and DeepSpeed config:\n")
     assert (
         "ds_config.json:1: train_micro_batch_size_per_gpu is 4 and --per_device_train_batch_size is 9" in text
     )

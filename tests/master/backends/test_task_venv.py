@@ -171,7 +171,7 @@ def test_concurrent_trials_install_shared_requirements_once(
     both = given(
         f"PIP_FIND_LINKS={tmp_path}",
         "SHOWN=slowdep",
-        environment={"requirements": "needs.txt"},
+        data={"dstrial": {"requirements": "needs.txt"}},
         searcher={"name": "grid", "metric": "score"},
         hyperparameters={"x": {"type": "categorical", "vals": [1, 2]}},
     )
@@ -215,10 +215,9 @@ def test_requirements_named_are_shared_local_are_per_task(
     local = {f"own/{path.name}": path.read_bytes() for path in (tmp_path / "localdep-1.0").iterdir()}
     local["more.txt"] = b"./own\n"
     variables, needs = ("SHOWN=tinydep,localdep",), f"tinydep==1.0\n{directory}\n"
-    of_environment = given(*variables, environment={"requirements": "needs.txt"})
-    of_data = given(*variables) | {"data": {"dstrial": {"requirements": "needs.txt"}}}
+    settings = given(*variables, data={"dstrial": {"requirements": "needs.txt"}})
 
-    logs = [ended(master, named, files={"needs.txt": needs, **local}) for named in (of_environment, of_data)]
+    logs = [ended(master, settings, files={"needs.txt": needs, **local}) for _ in range(2)]
 
     assert [shown(log)[0] for log in logs] == ["1.0", "1.0"]
     assert shown(logs[0]) == shown(logs[1])
@@ -237,7 +236,7 @@ def test_requirements_named_are_shared_local_are_per_task(
 def test_failed_requirements_install_shows_pip_error(
     master: MasterForTest, given: Callable[..., dict[str, Any]], needs: str, words: str
 ) -> None:
-    settings = given(environment={"requirements": "needs.txt"})
+    settings = given(data={"dstrial": {"requirements": "needs.txt"}})
 
     log = ended(master, settings, state="ERROR", files={"needs.txt": f"{needs}\n"})
 
