@@ -52,10 +52,8 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
     return EngineFiles(written=tuple(dict.fromkeys(written)), read=tuple(dict.fromkeys(read)))
 
 
-def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> str | None:
+def latest_tag(load_dir: str | pathlib.Path) -> str | None:
     """Return the tag that the file ``latest`` names; None if the file is missing.
-
-    ``is_universal``: whether to read ``latest_universal`` instead.
 
     Raises:
         CheckpointDamagedError: the tag is not a plain folder name. DeepSpeed does not check the tag: ``../../x`` would
@@ -63,7 +61,7 @@ def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> s
 
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine.load_checkpoint``.
     """
-    path = pathlib.Path(load_dir) / ("latest_universal" if is_universal else "latest")
+    path = pathlib.Path(load_dir) / "latest"
     if not path.is_file():
         return None
     tag = path.read_text(encoding="utf-8", errors="replace").strip()

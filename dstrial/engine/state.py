@@ -217,19 +217,18 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Any = None,
+        **options: Any,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        if tag is None:
-            tag = latest_tag(load_dir, is_universal=bool(engine.load_universal_checkpoint()))
+        tag = latest_tag(load_dir) if tag is None else tag
         loaded, client_state = type(engine).load_checkpoint(
             engine,
             load_dir,
-            tag=tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=False,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
+            tag,
+            load_module_strict,
+            False,
+            load_lr_scheduler_states,
+            load_module_only,
+            **options,
         )
         if loaded is not None and load_optimizer_states and not load_module_only:
             engines.load_zero_states(engine, load_dir, tag)

@@ -236,8 +236,6 @@ class CheckpointSaver:
             "window": self._state.window.state_dict(),
             "loop": dict(loop_state),
             "reducers": [reducer_state(wrapped.reducer) for wrapped in self._state.runtime.wrapped_reducers],
-            "collects_copies": context._collects_copies,
-            "reductions_of_absent_ranks": list(self._state.runtime.reductions_of_absent_ranks),
             "callbacks": self._state.callbacks.state_dict(),
             "engines": [engine_extra_state(engine) for engine in context.models],
             "random_states": RngState.read(context.device).to_saved(),

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import logging
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -130,21 +130,6 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
             continue
         state[name] = copied(value)
     return state
-
-
-def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Compute ``per_slot_reduce()`` of training reducers from another rank's state.
-
-    ``states`` has the ``reducer_state`` of the other rank's reducers, in the order of wrapping.
-    """
-    reductions = []
-    for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
-        if wrapped.for_training:
-            own = Snapshot([wrapped.reducer])
-            restore_reducer(wrapped.reducer, state)
-            reductions.append(copied(wrapped.per_slot_reduce()))
-            own.restore()
-    return reductions
 
 
 def restore_reducer(reducer: Any, state: Mapping[str, Any]) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, comm, load_ds_config
-from deepspeed.checkpoint import constants
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as TorchCheckpointEngine
@@ -66,7 +64,6 @@ ATTRIBUTES = frozenset(
         "global_steps",
         "has_moe_layers",
         "inside_no_sync_ctxt",
-        "load_universal_checkpoint",
         "lr_scheduler",
         "micro_steps",
         "mp_world_size",
@@ -146,22 +143,6 @@ def set_batch_sizes(
     engine.tput_timer.batch_size = engine.train_batch_size()
 
 
-@contextlib.contextmanager
-def ignoring_load_universal(loaded: Sequence[DeepSpeedEngine]) -> Iterator[None]:
-    """Make engines ignore the config's ``checkpoint.load_universal`` inside the block.
-
-    Source: ``runtime/config.py:549``; the engine reads the setting at each load.
-    """
-    before = [engine._config.load_universal_checkpoint for engine in loaded]
-    for engine in loaded:
-        engine._config.load_universal_checkpoint = False
-    try:
-        yield
-    finally:
-        for engine, is_universal in zip(loaded, before, strict=True):
-            engine._config.load_universal_checkpoint = is_universal
-
-
 def load_config_file(path: str) -> dict[str, Any]:
     """Read a config file with DeepSpeed's own function.
 
@@ -209,25 +190,6 @@ def expert_parameters(engine: DeepSpeedEngine) -> dict[int, int]:
         size = groups._get_expert_parallel_world_size(parameter.group_name)
         counts[size] = counts.get(size, 0) + parameter.numel() * parameter.requires_grad
     return counts
-
-
-def tensor_dim(parameter: torch.nn.Parameter) -> int | None:
-    """Return the dimension along which AutoTP slices a parameter.
-
-    None if each rank has the whole parameter; -1 if a slice is not one contiguous interval, as in fused weights.
-    Source: ``_set_param_uc_meta`` and ``_build_param_uc_conversion_meta`` of ``module_inject/layers.py``.
-    """
-    found = getattr(
-        parameter, getattr(constants, "DS_AUTOTP_UC_META", ""), None
-    )  # 0.19.0 has no such constant
-    if not found or found["replicated"]:
-        return None
-    details = found["conversion"]
-    is_fused = any(
-        details.get(key, True)  # earlier releases of 0.19 lack the keys: assume fused weights
-        for key in ("sub_param_shape", "sub_param_shard_widths", "unsupported_reason")
-    )
-    return -1 if is_fused or found["partition_dim"] is None else int(found["partition_dim"])
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
