@@ -21,7 +21,14 @@ import torch
 from determined import core
 
 import dstrial
-from dstrial.checkpoint.manifest import MANIFEST_DIGEST, MANIFEST_NAME, Manifest, hash_file, write_manifest
+from dstrial.checkpoint.manifest import (
+    MANIFEST_DIGEST,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    hash_file,
+    write_manifest,
+)
 from dstrial.errors import CheckpointError, DstrialError
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.ranks.heartbeat import heartbeat
@@ -118,22 +125,18 @@ def base_metadata(steps_completed: int) -> dict[str, Any]:
 
 def complete_manifest(
     root: pathlib.Path,
-    parts: Sequence[tuple[Mapping[str, Any], Sequence[str]]],
+    parts: Sequence[Mapping[str, FileEntry]],
     layouts: Sequence[Mapping[str, Any]],
     metadata: dict[str, Any],
 ) -> None:
     """Write a checkpoint's manifest; add its SHA-256 to ``metadata``. Ranks: rank 0.
 
-    ``parts`` has a pair for each rank: (file -> manifest entry) of the files that the rank hashed, and the files that the
-    rank reads at a resume. ``layouts`` has for each engine how its state is split over ranks.
+    ``parts`` has for each rank file -> manifest entry of the files that the rank hashed. ``layouts`` has for each engine how its
+    state is split over ranks.
     """
-    files = {name: entry for part, _ in parts for name, entry in part.items()}
-    readers: dict[str, list[int]] = {}
-    for reader, (_, names) in enumerate(parts):
-        for name in names:
-            readers.setdefault(name, []).append(reader)
+    files = {name: entry for part in parts for name, entry in part.items()}
     steps = int(metadata["steps_completed"])
-    write_manifest(root, Manifest.build(steps_completed=steps, layouts=layouts, files=files, readers=readers))
+    write_manifest(root, Manifest.build(steps_completed=steps, layouts=layouts, files=files))
     metadata[MANIFEST_DIGEST] = hash_file(root / MANIFEST_NAME).sha256
 
 

@@ -101,6 +101,7 @@ class CheckpointLoader:
             trusts = trusts_code(runtime.core, uuid, path, list(manifest.files), runtime.exp_conf)
             self._is_trusted = trusts
             stack.enter_context(vouched_for(context.models, trusts_code=trusts))
+            stack.enter_context(engines.ignoring_load_universal(context.models))
             saved = list(layouts_of(manifest, path))
             now = [Layout.from_json(values) for values in self._state.layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
@@ -131,7 +132,6 @@ class CheckpointLoader:
             return {}, False
         _require_same_data(uuid, state, expected_epoch_length, expected_records)
         self._continue_counts(state)
-        self._state.last_code = path / "code"
         return dict(state["loop"]), True
 
     def _load_engines(

@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import filecmp
 import io
 import json
 import logging
-import os
 import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,8 +21,8 @@ import torch
 from determined import constants, core
 
 from dstrial.checkpoint.file_roles import rank_state_name
-from dstrial.checkpoint.manifest import hash_files, share_of
-from dstrial.engine.files import engine_files, missing_files
+from dstrial.checkpoint.manifest import FileEntry, hash_files, share_of
+from dstrial.engine.files import missing_files
 from dstrial.engine.frozen_parameters import leave_out_frozen, leaves_out_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
@@ -65,7 +63,6 @@ class _Copied:
 
     Attributes:
         engine_files: files, relative to ``path``, that must exist after writing.
-        read_files: files that this rank reads at a resume in the same rank layout.
         configuration: content of ``load_data.json`` on rank 0; empty on other ranks.
     """
 
@@ -73,7 +70,6 @@ class _Copied:
     batches_trained: int
     copies: StateCopies
     engine_files: tuple[str, ...]
-    read_files: tuple[str, ...]
     configuration: str
     layouts: Sequence[Mapping[str, Any]]
     metadata: dict[str, Any]
@@ -219,7 +215,6 @@ class CheckpointSaver:
             batches_trained=self._state.progress.batches_trained,
             copies=copies,
             engine_files=expected,
-            read_files=tuple(self._files_i_read()),
             configuration=self._configuration() if is_chief else "",
             layouts=layouts,
             metadata=metadata,
@@ -263,12 +258,6 @@ class CheckpointSaver:
         }
         return json.dumps(load_data, default=str)
 
-    def _files_i_read(self) -> list[str]:
-        names = [rank_state_name(self._state.context.distributed.rank)]
-        for engine_idx, engine in enumerate(self._state.context.models):
-            names += engine_files(engine, self._state.trial._engine_tag(engine_idx)).read
-        return names
-
     # ---- the thread ----------------------------------------------------------------------------------
 
     def _complete(
@@ -310,18 +299,15 @@ class CheckpointSaver:
             (copied.path / "load_data.json").write_text(copied.configuration)
             model = pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY)
             if self._state.runtime.core.info is not None and model.is_dir():
-                code = copied.path / "code"
-                _copy_code(model, code, self._state.last_code)
-                self._state.last_code = code
+                shutil.copytree(model, copied.path / "code")
+                (copied.path / "code").chmod(0o755)  # a directory that can be deleted
 
-    def _hash(self, copied: _Copied) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def _hash(self, copied: _Copied) -> dict[str, FileEntry]:
         distributed = self._state.context.distributed
         mine = share_of(_files_in(copied.path), distributed.local_rank, distributed.local_size)
-        return hash_files(copied.path, mine), copied.read_files
+        return hash_files(copied.path, mine)
 
-    def _write_manifest(
-        self, copied: _Copied, parts: Sequence[tuple[dict[str, Any], tuple[str, ...]]]
-    ) -> None:
+    def _write_manifest(self, copied: _Copied, parts: Sequence[Mapping[str, FileEntry]]) -> None:
         if self._state.context.distributed.rank == 0:
             complete_manifest(copied.path, parts, copied.layouts, copied.metadata)
             self._reports.wait()
@@ -403,21 +389,3 @@ def _require_picklable(state: Mapping[str, Any]) -> None:
                 f"{name} cannot be pickled ({type(error).__name__}: {error}); expected what torch.save can write. Have "
                 "state_dict or on_checkpoint_save_start leave it out."
             ) from None
-
-
-def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path | None) -> None:
-    """Copy directory ``model`` to ``code``; hard-link files equal to ``last_code``'s."""
-
-    def copy(source: str, target: str) -> str:
-        if last_code is not None:
-            known = last_code / pathlib.Path(target).relative_to(code)
-            with contextlib.suppress(OSError):  # no such file, or hard links are impossible
-                if filecmp.cmp(source, known, shallow=False):
-                    os.link(known, target)
-                    return target
-        shutil.copy2(source, target)
-        os.chmod(target, os.stat(source).st_mode & 0o555)  # noqa: PTH101, PTH116  # later checkpoints link to the file
-        return target
-
-    shutil.copytree(model, code, copy_function=copy)
-    code.chmod(0o755)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -34,7 +33,6 @@ class RunState:
     Attributes:
         trial: object that saves and loads the engines: the user's trial, or an adapter of another library's objects.
         trial_id: id of the running trial; from another trial's checkpoint, only weights are loaded.
-        last_code: directory ``code/`` of the previous checkpoint; None before the first checkpoint.
     """
 
     trial: Checkpointable
@@ -43,7 +41,6 @@ class RunState:
     progress: Progress
     window: MetricWindow
     trial_id: int
-    last_code: pathlib.Path | None = dataclasses.field(default=None, init=False)
     _layouts: list[dict[str, Any]] | None = dataclasses.field(default=None, init=False)
     _frozen_checksums: list[dict[str, str]] | None = dataclasses.field(default=None, init=False)
     _frozen: list[set[str]] = dataclasses.field(default_factory=list, init=False)

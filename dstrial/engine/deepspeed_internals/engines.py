@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +142,22 @@ def set_batch_sizes(
     engine._config.train_micro_batch_size_per_gpu = micro_batch_size
     engine._config.gradient_accumulation_steps = accumulation_steps
     engine.tput_timer.batch_size = engine.train_batch_size()
+
+
+@contextlib.contextmanager
+def ignoring_load_universal(loaded: Sequence[DeepSpeedEngine]) -> Iterator[None]:
+    """Make engines ignore the config's ``checkpoint.load_universal`` inside the block.
+
+    Source: ``runtime/config.py:549``; the engine reads the setting at each load.
+    """
+    before = [engine._config.load_universal_checkpoint for engine in loaded]
+    for engine in loaded:
+        engine._config.load_universal_checkpoint = False
+    try:
+        yield
+    finally:
+        for engine, is_universal in zip(loaded, before, strict=True):
+            engine._config.load_universal_checkpoint = is_universal
 
 
 def load_config_file(path: str) -> dict[str, Any]:

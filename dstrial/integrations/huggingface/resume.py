@@ -156,6 +156,7 @@ def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, di
         differences = plan_load(opened_checkpoint.root, [saved], [now])
         stack.enter_context(without_frozen(engine, saved, now, distributed.allgather))
         if not differences:
+            stack.enter_context(engines.ignoring_load_universal([engine]))
             _load_as_it_is(engine, opened_checkpoint)
             return
         if distributed.rank == 0:
