@@ -11,7 +11,7 @@ import pathlib
 from deepspeed import DeepSpeedEngine, PipelineEngine, comm
 
 from dstrial.engine.deepspeed_internals import engines, optimizers
-from dstrial.errors import CheckpointDamagedError
+from dstrial.errors import CheckpointDamagedError, CheckpointError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +74,14 @@ def latest_tag(load_dir: str | pathlib.Path) -> str | None:
 
 def missing_files(root: str | pathlib.Path, paths: tuple[str, ...]) -> list[str]:
     return [path for path in paths if not (pathlib.Path(root) / path).is_file()]
+
+
+def require_written(root: str | pathlib.Path, paths: tuple[str, ...], rank: str) -> None:
+    if missing := missing_files(root, paths):
+        raise CheckpointError(
+            f"checkpoint {root} is without {', '.join(missing)} after DeepSpeed's save_checkpoint on {rank}; expected it to "
+            "write them. Check that the directory is writable by every rank."
+        )
 
 
 def describe_rank(engine: DeepSpeedEngine) -> str:

@@ -22,7 +22,7 @@ from determined import constants, core
 
 from dstrial.checkpoint.file_roles import rank_state_name
 from dstrial.checkpoint.manifest import FileEntry, hash_files, share_of
-from dstrial.engine.files import missing_files
+from dstrial.engine.files import require_written
 from dstrial.engine.frozen_parameters import leave_out_frozen, leaves_out_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
@@ -94,25 +94,13 @@ class CheckpointSaver:
         self._files_are_seen = any(
             state.callbacks.overrides(name) for name in ("on_checkpoint_end", "on_checkpoint_write_end")
         )
-        self._in_background = in_background and self._can_be_in_background()
+        distributed = state.context.distributed
+        # Other contexts than a ControlChannel cannot be used in two threads at a time.
+        can_share = distributed.size == 1 or isinstance(distributed, ControlChannel)
+        self._in_background = in_background and can_share
         if leaves_out_frozen(state.runtime.exp_conf):
             for engine in state.context.models:
                 leave_out_frozen(engine)
-
-    def _can_be_in_background(self) -> bool:
-        """Return whether a thread can run saves; log what training must wait for."""
-        distributed = self._state.context.distributed
-        can = distributed.size == 1 or isinstance(distributed, ControlChannel)
-        why = None
-        if not can:
-            why = f"all of a checkpoint: the distributed context is {type(distributed).__name__}, which is no other thread's"
-        elif self._saves_itself:
-            why = f"the files of a checkpoint, which {type(self._state.trial).__name__}.save writes"
-        elif self._files_are_seen:
-            why = "the files of a checkpoint, which a callback sees"
-        if why is not None and distributed.rank == 0:
-            logger.info("training waits for %s", why)
-        return can
 
     # ---- the main thread -----------------------------------------------------------------------------
 
@@ -152,25 +140,11 @@ class CheckpointSaver:
             progress.last_checkpoint = previous
             raise
         self._job = SaveJob(
-            copied.path,
-            str(uuid),
-            copied.batches_trained,
-            previous,
-            lambda: self._complete(block, channel, copied),
+            str(uuid), copied.batches_trained, previous, lambda: self._complete(block, channel, copied)
         )
-        if self._in_background:
-            self._job.start()
-        else:
-            self._run_here(self._job)
+        if not self._in_background:
+            self.finish()
         return str(uuid)
-
-    def _run_here(self, job: SaveJob) -> None:
-        job.run()
-        self._job = None
-        if job.error is not None:
-            self._state.progress.last_checkpoint = job.previous_batches
-            raise job.error
-        self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def _channel(self) -> core.DistributedContext:
         """Return the saves' channel, created at first use. Ranks: all, collectively."""
@@ -288,13 +262,7 @@ class CheckpointSaver:
             copied.copies.write()
         except RuntimeError as error:  # raised by torch's C++ writer if the disk is full
             raise CheckpointError(self._describe(copied.path, copied.batches_trained, error)) from error
-        missing = missing_files(copied.path, copied.engine_files)
-        if missing:
-            raise CheckpointError(
-                f"checkpoint {copied.path} is without {', '.join(missing)} after DeepSpeed's save_checkpoint on rank "
-                f"{self._state.context.distributed.rank}; expected it to write them. "
-                "Check that the directory is writable by every rank."
-            )
+        require_written(copied.path, copied.engine_files, f"rank {self._state.context.distributed.rank}")
         if self._state.context.distributed.rank == 0:
             (copied.path / "load_data.json").write_text(copied.configuration)
             model = pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY)
