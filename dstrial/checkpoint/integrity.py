@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker
-from dstrial.checkpoint.file_roles import FileRole, layouts_of, rank_state_name, role_of
+from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
 from dstrial.checkpoint.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
@@ -24,8 +24,6 @@ from dstrial.errors import CheckpointDamagedError, CheckpointError
 
 _MAX_READERS = 4
 _IGNORED = frozenset({MANIFEST_NAME, MARKER_NAME, METADATA_NAME})
-_MAX_SHOWN_RANKS = 8
-_OTHER = FileRole("other")
 
 FaultKind = Literal["missing", "truncated", "longer", "changed", "unreadable", "unexpected", "incomplete"]
 
@@ -34,29 +32,16 @@ FaultKind = Literal["missing", "truncated", "longer", "changed", "unreadable", "
 class Fault:
     """One difference between a checkpoint's files and its manifest.
 
-    ``got`` and ``expected`` are display text. ``reader_ranks`` are the ranks that would load the file.
+    ``got`` and ``expected`` are display text.
     """
 
     path: str
     kind: FaultKind
     got: str
     expected: str
-    reader_ranks: tuple[int, ...] = ()
-    role: FileRole = _OTHER
 
     def __str__(self) -> str:
-        holds: list[str] = [] if self.role.kind == "other" else [self.role.kind]
-        if self.role.writer_rank is not None:
-            holds.append(f"of rank {self.role.writer_rank}")
-        if self.role.engine_idx is not None and holds:
-            holds.append(f"of engine {self.role.engine_idx}")
-        what = f" ({' '.join(holds)})" if holds else ""
-        readers = ""
-        if self.reader_ranks:
-            shown = ", ".join(map(str, self.reader_ranks[:_MAX_SHOWN_RANKS]))
-            more = ", …" if len(self.reader_ranks) > _MAX_SHOWN_RANKS else ""
-            readers = f"; read by rank{'s' if len(self.reader_ranks) > 1 else ''} {shown}{more}"
-        return f"{self.path}{what} is {self.kind}: {self.got}; expected {self.expected}{readers}"
+        return f"{self.path} is {self.kind}: {self.got}; expected {self.expected}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,8 +150,7 @@ def check_integrity(
         if name not in manifest.files and name not in _IGNORED:
             size = f"{(path / name).lstat().st_size:,} bytes"
             faults.append(Fault(name, "unexpected", size, "no such file"))
-    described = tuple(dataclasses.replace(fault, role=role_of(fault.path, layouts)) for fault in faults)
-    return IntegrityReport(len(manifest.files), bytes_to_read(manifest), described)
+    return IntegrityReport(len(manifest.files), bytes_to_read(manifest), tuple(faults))
 
 
 def _fault_of(
@@ -175,7 +159,7 @@ def _fault_of(
     path = root / name
 
     def fault(kind: FaultKind, got: str, expected: str = f"{entry.num_bytes:,} bytes") -> Fault:
-        return Fault(name, kind, got, expected, entry.reader_ranks)
+        return Fault(name, kind, got, expected)
 
     try:
         if not path.resolve().is_relative_to(root.resolve()):

@@ -34,11 +34,8 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size and checksum of a file, and the ranks that load it on an unchanged layout."""
-
     num_bytes: int
     sha256: str
-    reader_ranks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +47,6 @@ class Manifest:
         created: creation time, ISO 8601 in UTC.
         layouts: the ``Layout`` of each engine, as JSON values.
         files: path relative to the checkpoint -> entry, for all files except manifest, metadata and completion mark.
-        uuid: the checkpoint's uuid; None if unknown when the manifest was written.
         format: version of the manifest's format.
     """
 
@@ -58,53 +54,24 @@ class Manifest:
     created: str
     layouts: tuple[Mapping[str, Any], ...]
     files: Mapping[str, FileEntry]
-    uuid: str | None = None
     format: int = FORMAT
 
     @classmethod
     def build(
-        cls,
-        *,
-        steps_completed: int,
-        layouts: Sequence[Mapping[str, Any]],
-        files: Mapping[str, FileEntry],
-        readers: Mapping[str, Sequence[int]] | None = None,
-        uuid: str | None = None,
-        created: datetime.datetime | None = None,
+        cls, *, steps_completed: int, layouts: Sequence[Mapping[str, Any]], files: Mapping[str, FileEntry]
     ) -> Manifest:
-        """Build a manifest; ``created`` is the current time by default.
-
-        ``readers`` maps a path to the ranks that load the file on an unchanged layout.
-        """
-        readers = {} if readers is None else readers
-        when = datetime.datetime.now(datetime.timezone.utc) if created is None else created
-        return cls(
-            steps_completed=steps_completed,
-            created=when.astimezone(datetime.timezone.utc).isoformat(timespec="seconds"),
-            layouts=tuple(layouts),
-            files={
-                path: dataclasses.replace(files[path], reader_ranks=tuple(sorted(readers[path])))
-                if path in readers
-                else files[path]
-                for path in sorted(files)
-            },
-            uuid=uuid,
-        )
+        """Build a manifest of the current time."""
+        created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        return cls(steps_completed, created, tuple(layouts), dict(sorted(files.items())))
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format": self.format,
-            "uuid": self.uuid,
             "created": self.created,
             "steps_completed": self.steps_completed,
             "layouts": [dict(layout) for layout in self.layouts],
             "files": {
-                path: {
-                    "bytes": entry.num_bytes,
-                    "sha256": entry.sha256,
-                    "reader_ranks": list(entry.reader_ranks),
-                }
-                for path, entry in self.files.items()
+                path: {"bytes": entry.num_bytes, "sha256": entry.sha256} for path, entry in self.files.items()
             },
         }
 
@@ -239,7 +206,7 @@ def _damaged(path: pathlib.Path, got: str) -> CheckpointDamagedError:
 
 
 def _manifest_of(path: pathlib.Path, values: Mapping[str, Any]) -> Manifest:
-    def take(holder: Mapping[str, Any], where: str, key: str, kind: type | tuple[type, ...]) -> Any:
+    def take(holder: Mapping[str, Any], where: str, key: str, kind: type) -> Any:
         value = holder.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise _damaged(path, f"without a usable {where}{key} ({value!r})")
@@ -254,13 +221,11 @@ def _manifest_of(path: pathlib.Path, values: Mapping[str, Any]) -> Manifest:
         files[name] = FileEntry(
             num_bytes=take(entry, where, "bytes", int),
             sha256=take(entry, where, "sha256", str),
-            reader_ranks=tuple(take(entry, where, "reader_ranks", list)),
         )
     return Manifest(
         steps_completed=take(values, "", "steps_completed", int),
         created=take(values, "", "created", str),
         layouts=tuple(take(values, "", "layouts", list)),
         files=files,
-        uuid=take(values, "", "uuid", (str, type(None))),
         format=take(values, "", "format", int),
     )

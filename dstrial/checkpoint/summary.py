@@ -1,4 +1,4 @@
-"""Summarise a checkpoint from its manifest, and compare two checkpoints."""
+"""Summarise an engine's layout, and compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dstrial.checkpoint.file_roles import KINDS, role_of
 from dstrial.checkpoint.layout import Layout, ParameterPlace
-from dstrial.checkpoint.manifest import Manifest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,28 +63,6 @@ def count_parameters(layout: Layout) -> ParameterCounts:
         num_not_optimized=sum(place.trainable and place.group_idx is None for place in places),
         tied=tied_names(layout),
     )
-
-
-def size_by_kind(manifest: Manifest, layouts: Sequence[Layout]) -> dict[str, dict[str, int]]:
-    """Return kind of file -> number of files (``files``) and total size (``bytes``)."""
-    sizes: dict[str, dict[str, int]] = {}
-    for kind in KINDS:
-        of_kind = [
-            entry.num_bytes for path, entry in manifest.files.items() if role_of(path, layouts).kind == kind
-        ]
-        if of_kind:
-            sizes[kind] = {"files": len(of_kind), "bytes": sum(of_kind)}
-    return sizes
-
-
-def size_by_rank(manifest: Manifest, layouts: Sequence[Layout]) -> dict[int, int]:
-    """Return rank -> number of bytes that it wrote, without files of unknown writers."""
-    sizes: dict[int, int] = {}
-    for path, entry in manifest.files.items():
-        rank = role_of(path, layouts).writer_rank
-        if rank is not None:
-            sizes[rank] = sizes.get(rank, 0) + entry.num_bytes
-    return dict(sorted(sizes.items()))
 
 
 def layout_fields(layout: Layout) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.checkpoint.file_roles import role_of
+from dstrial.checkpoint.file_roles import engine_folder, rank_state_name
 from dstrial.checkpoint.integrity import damaged_error, verify_files
 from dstrial.cli.checkpoint import (
     CheckpointSource,
@@ -66,11 +66,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--format",
         choices=("safetensors", "torch", "hf", "adapter"),
-        help="format of OUTPUT (default: adapter if the run has trained a PEFT adapter and --merged is not given, else "
-        "safetensors)",
-    )
-    parser.add_argument(
-        "--merged", action="store_true", help="add a LoRA adapter to the weights of its base model"
+        help="format of OUTPUT (default: adapter if the run has trained a PEFT adapter, else safetensors)",
     )
     parser.add_argument(
         "--dtype",
@@ -114,16 +110,12 @@ def main(args: argparse.Namespace) -> int:
             given = f"with --format {args.format}" if args.format else "without --format"
             sys.stderr.write(f"{option} is given {given}; expected --format hf.\n")
             return 2
-    if args.merged and args.format == "adapter":
-        sys.stderr.write("--merged is given with --format adapter; expected safetensors, torch or hf.\n")
-        return 2
     output = Path(args.output).absolute()
     opened = open_checkpoint(args.checkpoint, args)
     require_new(output)
     engine_idx = _engine_idx(opened, args.engine)
     if args.format is None:
-        has_adapter = bool(opened.layouts[engine_idx].adapter) and not args.merged
-        args.format = "adapter" if has_adapter else "safetensors"
+        args.format = "adapter" if opened.layouts[engine_idx].adapter else "safetensors"
     _check_files(opened, engine_idx, verifies=not args.no_verify, is_plain=args.no_progress)
     weights = _weights(opened, engine_idx, args)
     if weights.unequal:
@@ -170,17 +162,17 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
 
 def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_plain: bool) -> None:
     """Raise unless an engine's weights exist and, if ``verifies``, match the manifest."""
-    roles = {path: role_of(path, opened.layouts) for path in opened.manifest.files}
-    if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles.values()):
+    layout, files = opened.layouts[engine_idx], opened.manifest.files
+    folder = layout.folder or engine_folder(files, engine_idx)
+    names = [name for name in files if name.startswith(f"{folder}/")]
+    if not any(name.endswith("_states.pt") for name in names):
         raise CheckpointLayoutError(
             f"checkpoint {opened.path} holds no weights of engine {engine_idx} in DeepSpeed's form, because its trial writes its "
             "checkpoints itself; expected what DeepSpeedTrial.save writes. Export them with the trial's own code."
         )
     if not verifies:
         return
-    names = [
-        path for path, role in roles.items() if role.engine_idx == engine_idx or role.kind == "rank state"
-    ]
+    names += [name for name in map(rank_state_name, range(layout.world_size)) if name in files]
     total = sum(opened.manifest.files[name].num_bytes for name in names)
     with bytes_bar("verifying", total, is_plain=is_plain) as advance:
         damages = verify_files(opened.path, opened.manifest, names, advance)
@@ -198,9 +190,7 @@ def _weights(opened: OpenCheckpoint, engine_idx: int, args: argparse.Namespace) 
     layout = opened.layouts[engine_idx]
     saved = open_saved_engine(opened.path, engine_idx, layout, trusts_code=args.trust_code)
     kind = export.AdapterWeights if args.format == "adapter" else export.ModelWeights
-    return (export.MergedWeights if args.merged else kind)(
-        saved, None if name is None else getattr(torch, name)
-    )
+    return kind(saved, None if name is None else getattr(torch, name))
 
 
 def _write(

@@ -15,8 +15,6 @@ from dstrial.checkpoint.summary import (
     configuration_of,
     count_parameters,
     layout_fields,
-    size_by_kind,
-    size_by_rank,
 )
 from dstrial.cli.checkpoint import OpenCheckpoint, add_action, add_shared_options, open_checkpoint
 from dstrial.cli.streams import field_lines, text_table
@@ -74,7 +72,7 @@ def _contents(opened: OpenCheckpoint, *, with_parameters: bool, trusts_code: boo
         engines.append(engine)
     return {
         "path": str(source.path),
-        "uuid": manifest.uuid or (source.record or {}).get("uuid") or source.path.name,
+        "uuid": (source.record or {}).get("uuid") or source.path.name,
         "is_complete": is_complete(source.path) or not source.needs_mark,
         "created": manifest.created,
         "steps_completed": manifest.steps_completed,
@@ -84,8 +82,6 @@ def _contents(opened: OpenCheckpoint, *, with_parameters: bool, trusts_code: boo
         "run_directory": None if source.run_directory is None else str(source.run_directory.path),
         "num_files": len(manifest.files),
         "num_bytes": sum(entry.num_bytes for entry in manifest.files.values()),
-        "bytes_by_kind": size_by_kind(manifest, layouts),
-        "bytes_by_rank": {str(rank): size for rank, size in size_by_rank(manifest, layouts).items()},
         "hyperparameters": configuration.get("hparams"),
         "engines": engines,
     }
@@ -151,18 +147,6 @@ def _text(contents: Mapping[str, Any]) -> str:
     ]
     for engine_idx, engine in enumerate(contents["engines"]):
         parts.append(_engine_text(engine_idx, engine))
-    kinds = contents["bytes_by_kind"]
-    parts.append(
-        text_table(
-            ["kind", "files", "size"],
-            [[kind, sizes["files"], size_text(sizes["bytes"])] for kind, sizes in kinds.items()],
-            right=(1, 2),
-        )
-    )
-    ranks = contents["bytes_by_rank"]
-    if ranks:
-        rows = [[rank, size_text(num_bytes)] for rank, num_bytes in ranks.items()]
-        parts.append(text_table(["rank", "wrote"], rows, right=(0, 1)))
     for engine_idx, engine in enumerate(contents["engines"]):
         if "parameter_table" in engine:
             parts.append(_table_text(engine_idx, engine["parameter_table"]))

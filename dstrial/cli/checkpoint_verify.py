@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
 from dstrial.checkpoint.completion_marker import read_marker
-from dstrial.checkpoint.integrity import Fault, IntegrityReport, bytes_to_read, check_integrity
+from dstrial.checkpoint.integrity import IntegrityReport, bytes_to_read, check_integrity
 from dstrial.checkpoint.manifest import (
     MANIFEST_DIGEST,
     MANIFEST_NAME,
@@ -72,19 +72,13 @@ def main(args: argparse.Namespace) -> int:
                 "num_files": report.num_files,
                 "num_bytes": report.num_bytes,
                 "registration": dataclasses.asdict(registration),
-                "faults": [_fault_fields(fault) for fault in report.faults],
+                "faults": [dataclasses.asdict(fault) for fault in report.faults],
             }
         )
     else:
         _print_text(source, report)
         sys.stdout.write(f"{registration}\n")
     return 0 if report.is_intact and registration.state != "changed" else 1
-
-
-def _fault_fields(fault: Fault) -> dict[str, object]:
-    fields = dataclasses.asdict(fault)
-    role = fields.pop("role")
-    return {**fields, "holds": role["kind"], "engine": role["engine_idx"], "writer_rank": role["writer_rank"]}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pathlib
 from deepspeed import DeepSpeedEngine, PipelineEngine, comm
 
 from dstrial.engine.deepspeed_internals import engines, optimizers
-from dstrial.errors import CheckpointDamagedError
+from dstrial.errors import CheckpointDamagedError, CheckpointError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,10 +52,8 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
     return EngineFiles(written=tuple(dict.fromkeys(written)), read=tuple(dict.fromkeys(read)))
 
 
-def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> str | None:
+def latest_tag(load_dir: str | pathlib.Path) -> str | None:
     """Return the tag that the file ``latest`` names; None if the file is missing.
-
-    ``is_universal``: whether to read ``latest_universal`` instead.
 
     Raises:
         CheckpointDamagedError: the tag is not a plain folder name. DeepSpeed does not check the tag: ``../../x`` would
@@ -63,7 +61,7 @@ def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> s
 
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine.load_checkpoint``.
     """
-    path = pathlib.Path(load_dir) / ("latest_universal" if is_universal else "latest")
+    path = pathlib.Path(load_dir) / "latest"
     if not path.is_file():
         return None
     tag = path.read_text(encoding="utf-8", errors="replace").strip()
@@ -76,6 +74,14 @@ def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> s
 
 def missing_files(root: str | pathlib.Path, paths: tuple[str, ...]) -> list[str]:
     return [path for path in paths if not (pathlib.Path(root) / path).is_file()]
+
+
+def require_written(root: str | pathlib.Path, paths: tuple[str, ...], rank: str) -> None:
+    if missing := missing_files(root, paths):
+        raise CheckpointError(
+            f"checkpoint {root} is without {', '.join(missing)} after DeepSpeed's save_checkpoint on {rank}; expected it to "
+            "write them. Check that the directory is writable by every rank."
+        )
 
 
 def describe_rank(engine: DeepSpeedEngine) -> str:

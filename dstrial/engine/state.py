@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, checkpoin
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.checkpoint_reader.saved_engine import is_equal
 from dstrial.engine.deepspeed_internals import engines, optimizers
-from dstrial.engine.files import describe_rank, engine_files, latest_tag, missing_files
+from dstrial.engine.files import describe_rank, engine_files, latest_tag, missing_files, require_written
 from dstrial.engine.parameter_names import named_buffers
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
@@ -37,17 +36,10 @@ def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
         engine.save_checkpoint(str(path), tag=tag)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"checkpoint {path} could not be written by {describe_rank(engine)}: {error} "
-            f"({_free_space(path)}). Make room or choose another directory, "
-            "and resume from the previous checkpoint."
+            f"checkpoint {path} could not be written by {describe_rank(engine)}: {error}. Make room or choose another "
+            "directory, and resume from the previous checkpoint."
         ) from error
-    missing = missing_files(path, engine_files(engine, tag).written)
-    if missing:
-        raise CheckpointError(
-            f"checkpoint {path} is without {', '.join(missing)} after DeepSpeed's save_checkpoint on "
-            f"{describe_rank(engine)}; expected it to write them. "
-            "Check that the directory is writable by every rank."
-        )
+    require_written(path, engine_files(engine, tag).written, describe_rank(engine))
 
 
 def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
@@ -217,19 +209,18 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Any = None,
+        **options: Any,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        if tag is None:
-            tag = latest_tag(load_dir, is_universal=bool(engine.load_universal_checkpoint()))
+        tag = latest_tag(load_dir) if tag is None else tag
         loaded, client_state = type(engine).load_checkpoint(
             engine,
             load_dir,
-            tag=tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=False,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
+            tag,
+            load_module_strict,
+            False,
+            load_lr_scheduler_states,
+            load_module_only,
+            **options,
         )
         if loaded is not None and load_optimizer_states and not load_module_only:
             engines.load_zero_states(engine, load_dir, tag)
@@ -342,13 +333,6 @@ def _grad_scalers(engine: DeepSpeedEngine) -> dict[str, Any]:
         "optimizer": optimizers.gradient_scaler(engine.optimizer),
     }
     return {name: scaler for name, scaler in found.items() if scaler is not None}
-
-
-def _free_space(path: str | pathlib.Path) -> str:
-    existing = pathlib.Path(path).absolute()
-    while not existing.is_dir():
-        existing = existing.parent
-    return f"{shutil.disk_usage(existing).free:,} bytes free in {existing}"
 
 
 def _on_cpu(value: Any) -> Any:

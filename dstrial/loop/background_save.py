@@ -14,23 +14,28 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import determined
 import torch
 from determined import core
 
 import dstrial
-from dstrial.checkpoint.manifest import MANIFEST_DIGEST, MANIFEST_NAME, Manifest, hash_file, write_manifest
-from dstrial.errors import CheckpointError, DstrialError
+from dstrial.checkpoint.manifest import (
+    MANIFEST_DIGEST,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    hash_file,
+    write_manifest,
+)
+from dstrial.errors import CheckpointError
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.storage_guard import is_storage_gone
 
 logger = logging.getLogger("dstrial.loop")
 
 _LOG_WAITING_S = 30.0
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class SaveStatus:
 
 
 class SaveJob:
-    """Writes and registers one checkpoint whose state is already copied.
+    """Writes and registers one checkpoint whose state is already copied, in a thread.
 
     Args:
         batches_trained: finished batches when the state was copied.
@@ -54,51 +59,33 @@ class SaveJob:
     """
 
     def __init__(
-        self,
-        path: pathlib.Path,
-        uuid: str,
-        batches_trained: int,
-        previous_batches: int | None,
-        complete: Callable[[], None],
+        self, uuid: str, batches_trained: int, previous_batches: int | None, complete: Callable[[], None]
     ) -> None:
-        self.path = path
         self.uuid = uuid
         self.batches_trained = batches_trained
         self.previous_batches = previous_batches
         self.error: BaseException | None = None
-        self._complete: Callable[[], None] | None = complete
-        self._is_done = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Run the save in a daemon thread; ``wait`` joins the thread."""
-        self._thread = threading.Thread(target=self.run, name="dstrial-save", daemon=True)
+        # A daemon thread, because a save that hangs must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, args=(complete,), name="dstrial-save", daemon=True)
         self._thread.start()
 
-    def run(self) -> None:
-        """Run the save in the calling thread; an exception is stored in ``error``."""
-        complete, self._complete = self._complete, None
-        assert complete is not None, "a save runs once"
+    def _run(self, complete: Callable[[], None]) -> None:
         try:
             complete()
         except BaseException as error:  # noqa: BLE001  # a thread cannot raise to the loop, which raises the error later
             self.error = error
-        finally:
-            del complete
-            self._is_done.set()
 
     def wait(self) -> None:
         """Wait until the save has ended, without a timeout: each step of a save has one."""
-        while not self._is_done.wait(_LOG_WAITING_S):
-            logger.info("waiting for the checkpoint at batch %d to be written", self.batches_trained)
-        if self._thread is not None:
-            self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(_LOG_WAITING_S)
+            if self._thread.is_alive():
+                logger.info("waiting for the checkpoint at batch %d to be written", self.batches_trained)
 
     @property
     def status(self) -> SaveStatus:
-        is_done = self._is_done.is_set()
-        if not is_done or self.error is None:
-            return SaveStatus(is_done, None)
+        if self._thread.is_alive() or self.error is None:
+            return SaveStatus(not self._thread.is_alive(), None)
         return SaveStatus(True, str(self.error) or type(self.error).__name__)
 
 
@@ -114,22 +101,18 @@ def base_metadata(steps_completed: int) -> dict[str, Any]:
 
 def complete_manifest(
     root: pathlib.Path,
-    parts: Sequence[tuple[Mapping[str, Any], Sequence[str]]],
+    parts: Sequence[Mapping[str, FileEntry]],
     layouts: Sequence[Mapping[str, Any]],
     metadata: dict[str, Any],
 ) -> None:
     """Write a checkpoint's manifest; add its SHA-256 to ``metadata``. Ranks: rank 0.
 
-    ``parts`` has a pair for each rank: (file -> manifest entry) of the files that the rank hashed, and the files that the
-    rank reads at a resume. ``layouts`` has for each engine how its state is split over ranks.
+    ``parts`` has for each rank file -> manifest entry of the files that the rank hashed. ``layouts`` has for each engine how its
+    state is split over ranks.
     """
-    files = {name: entry for part, _ in parts for name, entry in part.items()}
-    readers: dict[str, list[int]] = {}
-    for reader, (_, names) in enumerate(parts):
-        for name in names:
-            readers.setdefault(name, []).append(reader)
+    files = {name: entry for part in parts for name, entry in part.items()}
     steps = int(metadata["steps_completed"])
-    write_manifest(root, Manifest.build(steps_completed=steps, layouts=layouts, files=files, readers=readers))
+    write_manifest(root, Manifest.build(steps_completed=steps, layouts=layouts, files=files))
     metadata[MANIFEST_DIGEST] = hash_file(root / MANIFEST_NAME).sha256
 
 
@@ -161,9 +144,6 @@ class PendingReports:
     Determined's client has no public method for this. Without a master, waiting is a no-op.
 
     Source: ``determined/core/_metrics.py`` of determined 0.38.1: a queue, and a thread that posts one report at a time.
-
-    Raises:
-        DstrialError: Determined's client has an unknown structure.
     """
 
     def __init__(self, train: Any) -> None:
@@ -173,13 +153,7 @@ class PendingReports:
             train = train.cluster
         if type(train) is not core.TrainContext:
             return
-        shipper: Any = getattr(getattr(train, "_metrics", None), "_shipper", None)
-        if not hasattr(shipper, "_queue") or not hasattr(shipper, "_post_metrics"):
-            raise DstrialError(
-                f"the metrics client of determined {determined.__version__} is unknown; expected that of 0.38.1, whose reports a "
-                "checkpoint can wait for. Install determined==0.38.1."
-            )
-        self._shipper = shipper
+        self._shipper = shipper = train._metrics._shipper
         post = shipper._post_metrics
         # Number of reports that were posted before ``post_and_count`` started to count.
         self._num_before = shipper._queue.unfinished_tasks - shipper._queue.qsize()
@@ -202,13 +176,9 @@ class PendingReports:
         wanted = int(shipper._queue.unfinished_tasks) - self._num_before
         give_up_at_s = time.monotonic() + deadline_s
         while self._num_posted < wanted:
-            if not shipper.is_alive():
-                return False  # the client raises its thread's error at the next report
-            if time.monotonic() > give_up_at_s:
-                missing = wanted - self._num_posted
-                logger.warning(
-                    "the master has not taken %d metric reports within %.0f s", missing, deadline_s
-                )
+            # If its thread has ended, the client raises the thread's error at the next report.
+            if not shipper.is_alive() or time.monotonic() > give_up_at_s:
+                logger.warning("the master has not taken %d metric reports", wanted - self._num_posted)
                 return False
             time.sleep(_POLL_S)
         return True

@@ -212,32 +212,6 @@ def due(
     return found
 
 
-def next_due(
-    periods: Mapping[Boundary, Period | None],
-    batches_trained: int,
-    batches_total: int,
-    epoch_length: int | None,
-) -> int:
-    """Return the next batch count at which ``due`` must be called.
-
-    No action is due at an earlier count. A period with ``positions`` is checked after every batch or epoch, so that possibly
-    nothing is due at the result.
-    """
-    found = batches_total
-    for period in periods.values():
-        if period is None:
-            continue
-        size = 1
-        if period.unit == "epochs":
-            if epoch_length is None:
-                continue
-            size = epoch_length
-        if period.every is not None:
-            size *= period.every
-        found = min(found, (batches_trained // size + 1) * size)
-    return found
-
-
 def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
     if not isinstance(length, (pytorch.Batch, pytorch.Epoch)) or not isinstance(length.value, int):
         raise TypeError(f"max_length is {length!r}; expected Batch(int) or Epoch(int). Pass one of them.")

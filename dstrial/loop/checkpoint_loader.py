@@ -12,7 +12,6 @@ user has written this SHA-256 to ``data.dstrial.trust_checkpoint_code``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -36,7 +35,6 @@ from dstrial.checkpoint.manifest import (
 )
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.adapters.batch_sizes import recount_micro_batches
-from dstrial.engine.checkpoint_reader.merged_engine import read_for_rank
 from dstrial.engine.checkpoint_reader.open import read_rank_state
 from dstrial.engine.checkpoint_reader.safe_load import (
     load,
@@ -58,8 +56,7 @@ from dstrial.engine.state import (
     restore_engine_extra_state,
 )
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
-from dstrial.loop.metrics import merge_windows, rescale_window
-from dstrial.loop.run_state import RunState, restore_reducer, training_reductions
+from dstrial.loop.run_state import RunState, restore_reducer
 from dstrial.resume.plan import plan_load, require_same_batch
 from dstrial.trial.trial import Checkpointable
 
@@ -67,6 +64,9 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger("dstrial.loop")
+
+WINDOW_KEYS = ("window_seconds", "window_start")
+"""Keys of a loop state: when the batches of the next report began."""
 
 TRUST_KEY = "trust_checkpoint_code"
 """Key of ``data.dstrial``: the SHA-256 of the checkpoint whose code the user trusts."""
@@ -106,23 +106,20 @@ class CheckpointLoader:
             now = [Layout.from_json(values) for values in self._state.layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
             _require_ranks(path, manifest.files, saved_size)
-            # If ``autotp_size`` has changed, all ranks of a replica continue the random states of one saved rank.
-            sizes = [one[0].model_parallel_size for one in (saved, now) if one]
-            source = context.distributed.rank
-            if len(set(sizes)) > 1:
-                source = source // sizes[1] * sizes[0]
-            name = rank_state_name(source % saved_size)
+            rank = context.distributed.rank
+            name = rank_state_name(rank % saved_size)
             state: dict[str, Any] = load(path / name, map_location=self._place, trusts_code=trusts)
             continues = state["trial_id"] == self._state.trial_id
+            is_reshaped = self._must_reshape(path, saved, now)
             if continues:
                 require_same_batch(path, saved, now)
-            is_reshaped = self._must_reshape(path, saved, now)
             if is_reshaped:
-                self._reshape_rank_state(path, state, saved_size, source, is_recut=len(set(sizes)) > 1)
+                self._reshape_rank_state(path, state, saved_size)
+            if is_reshaped or saved[0].micro_batches_per_batch != now[0].micro_batches_per_batch:
+                # Ranks add metrics more or less often per batch: the next report only has batches from now on.
+                state["window"], state["reducers"] = None, []
+                state["loop"] = {key: state["loop"][key] for key in state["loop"] if key not in WINDOW_KEYS}
             state["loop"] = rescale_micro_batches(state["loop"], saved, now)
-            state["window"] = rescale_window(
-                state["window"], self._calls_per_batch(now) / self._calls_per_batch(saved)
-            )
             self._state.callbacks.call("on_checkpoint_load_start", state)
             self._load_engines(path, state, saved, now, is_reshaped=is_reshaped)
         self._state.callbacks.load_state_dict(state["callbacks"])
@@ -135,7 +132,6 @@ class CheckpointLoader:
             return {}, False
         _require_same_data(uuid, state, expected_epoch_length, expected_records)
         self._continue_counts(state)
-        self._state.last_code = path / "code"
         return dict(state["loop"]), True
 
     def _load_engines(
@@ -173,8 +169,8 @@ class CheckpointLoader:
     def _continue_counts(self, state: Mapping[str, Any]) -> None:
         context, runtime = self._state.context, self._state.runtime
         self._state.progress.load_state_dict(state["progress"])
-        self._state.window.load_state_dict(state["window"], context.device)
-        runtime.reductions_of_absent_ranks[:] = state["reductions_of_absent_ranks"]
+        if state["window"] is not None:
+            self._state.window.load_state_dict(state["window"], context.device)
         for wrapped, saved in zip(runtime.wrapped_reducers, state["reducers"], strict=False):
             restore_reducer(wrapped.reducer, saved)
 
@@ -192,53 +188,15 @@ class CheckpointLoader:
             logger.info("checkpoint %s is brought into another layout: %s", path.name, "; ".join(differences))
         return bool(differences)
 
-    def _calls_per_batch(self, layouts: Sequence[Layout]) -> float:
-        """Return how often all replicas together call ``train_batch`` per batch."""
-        first = layouts[0]
-        is_whole = first.engine_kind == "pipeline" or self._state.runtime.accumulates_itself
-        return first.data_parallel_size * (1 if is_whole else first.micro_batches_per_batch)
-
-    def _reshape_rank_state(
-        self, path: pathlib.Path, state: dict[str, Any], saved_size: int, source: int, *, is_recut: bool
-    ) -> None:
-        """Convert ``state``, a saved ``dstrial_rank<r>.pt``, to this run's rank layout.
-
-        Changes ``state`` in place. ``source`` is the saved rank whose random states this rank continues. ``is_recut``: whether
-        ``autotp_size`` has changed. Ranks: all, collectively.
-        """
-        context, runtime = self._state.context, self._state.runtime
+    def _reshape_rank_state(self, path: pathlib.Path, state: dict[str, Any], saved_size: int) -> None:
+        """Convert ``state``, a saved ``dstrial_rank<r>.pt``, to this run's rank layout, in place."""
         # The files are memory-mapped, because only a small part of other ranks' state is used.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
-        reporting = context.distributed.allgather(runtime.mpu.should_report_metrics)
-        reporters = [rank for rank, reports in enumerate(reporting) if reports]
-        windows = [one["window"] for one in states if one["window"]["num_calls"]]
-        rank = context.distributed.rank
-        mine = windows[reporters.index(rank) :: len(reporters)] if rank in reporters else []
-        state["window"] = merge_windows(mine)
         state["all_engines"] = [one["engines"] for one in states]
-        if source >= saved_size:
+        if self._state.context.distributed.rank >= saved_size:
             # The checkpoint has no state for this rank, which keeps the random states from its seed.
             state["random_states"] = None
-        absent_states = states[context.distributed.size :][rank :: context.distributed.size]
-        if is_recut:
-            absent_states = states if rank == 0 else []
-        if is_recut or rank >= saved_size:
-            state["reducers"] = []
-            state["reductions_of_absent_ranks"] = []
-        for absent in absent_states:
-            state["reductions_of_absent_ranks"] += absent["reductions_of_absent_ranks"]
-            if absent.get("collects_copies"):
-                continue
-            if len(absent["reducers"]) == len(runtime.wrapped_reducers):
-                state["reductions_of_absent_ranks"].append(training_reductions(runtime, absent["reducers"]))
-            else:
-                logger.warning(
-                    "the checkpoint is of a trial with %d reducers, this one wraps %d: values that they had collected since the "
-                    "last report are lost",
-                    len(absent["reducers"]),
-                    len(runtime.wrapped_reducers),
-                )
 
     def _load_reshaped(
         self,
@@ -250,9 +208,10 @@ class CheckpointLoader:
         for engine_idx, engine in enumerate(self._state.context.models):
             tied = merged_tied_modules([of_rank[engine_idx] for of_rank in extras])
             tag = self._state.trial._engine_tag(engine_idx)
-            read = functools.partial(SavedEngine, path, tag, tied=tied, trusts_code=self._is_trusted)
-            part, after = engines.checkpoint_part(engine), now[engine_idx]
-            load_reshaped(engine, read_for_rank(read, saved[engine_idx], after, part), after)
+            own = saved[engine_idx].for_rank(engines.checkpoint_part(engine))
+            load_reshaped(
+                engine, SavedEngine(path, tag, own, tied, trusts_code=self._is_trusted), now[engine_idx]
+            )
 
     def _extra_state(
         self, state: Mapping[str, Any], engine_idx: int, saved: list[Layout], now: list[Layout]

@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import filecmp
 import io
 import json
 import logging
-import os
 import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,8 +21,8 @@ import torch
 from determined import constants, core
 
 from dstrial.checkpoint.file_roles import rank_state_name
-from dstrial.checkpoint.manifest import hash_files, share_of
-from dstrial.engine.files import engine_files, missing_files
+from dstrial.checkpoint.manifest import FileEntry, hash_files, share_of
+from dstrial.engine.files import require_written
 from dstrial.engine.frozen_parameters import leave_out_frozen, leaves_out_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
@@ -65,7 +63,6 @@ class _Copied:
 
     Attributes:
         engine_files: files, relative to ``path``, that must exist after writing.
-        read_files: files that this rank reads at a resume in the same rank layout.
         configuration: content of ``load_data.json`` on rank 0; empty on other ranks.
     """
 
@@ -73,7 +70,6 @@ class _Copied:
     batches_trained: int
     copies: StateCopies
     engine_files: tuple[str, ...]
-    read_files: tuple[str, ...]
     configuration: str
     layouts: Sequence[Mapping[str, Any]]
     metadata: dict[str, Any]
@@ -91,32 +87,20 @@ class CheckpointSaver:
     def __init__(self, state: RunState, *, in_background: bool) -> None:
         self._state = state
         self._reports = PendingReports(state.runtime.core.train)
-        self._buffers = HostBuffers(state.context.distributed.local_size, device=state.context.device)
+        self._buffers = HostBuffers(state.context.distributed.local_size)
         self._job: SaveJob | None = None
         self._own_channel: ControlChannel | None = None
         self._saves_itself = type(state.trial).save is not Checkpointable.save
         self._files_are_seen = any(
             state.callbacks.overrides(name) for name in ("on_checkpoint_end", "on_checkpoint_write_end")
         )
-        self._in_background = in_background and self._can_be_in_background()
+        distributed = state.context.distributed
+        # Other contexts than a ControlChannel cannot be used in two threads at a time.
+        can_share = distributed.size == 1 or isinstance(distributed, ControlChannel)
+        self._in_background = in_background and can_share
         if leaves_out_frozen(state.runtime.exp_conf):
             for engine in state.context.models:
                 leave_out_frozen(engine)
-
-    def _can_be_in_background(self) -> bool:
-        """Return whether a thread can run saves; log what training must wait for."""
-        distributed = self._state.context.distributed
-        can = distributed.size == 1 or isinstance(distributed, ControlChannel)
-        why = None
-        if not can:
-            why = f"all of a checkpoint: the distributed context is {type(distributed).__name__}, which is no other thread's"
-        elif self._saves_itself:
-            why = f"the files of a checkpoint, which {type(self._state.trial).__name__}.save writes"
-        elif self._files_are_seen:
-            why = "the files of a checkpoint, which a callback sees"
-        if why is not None and distributed.rank == 0:
-            logger.info("training waits for %s", why)
-        return can
 
     # ---- the main thread -----------------------------------------------------------------------------
 
@@ -156,25 +140,11 @@ class CheckpointSaver:
             progress.last_checkpoint = previous
             raise
         self._job = SaveJob(
-            copied.path,
-            str(uuid),
-            copied.batches_trained,
-            previous,
-            lambda: self._complete(block, channel, copied),
+            str(uuid), copied.batches_trained, previous, lambda: self._complete(block, channel, copied)
         )
-        if self._in_background:
-            self._job.start()
-        else:
-            self._run_here(self._job)
+        if not self._in_background:
+            self.finish()
         return str(uuid)
-
-    def _run_here(self, job: SaveJob) -> None:
-        job.run()
-        self._job = None
-        if job.error is not None:
-            self._state.progress.last_checkpoint = job.previous_batches
-            raise job.error
-        self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def _channel(self) -> core.DistributedContext:
         """Return the saves' channel, created at first use. Ranks: all, collectively."""
@@ -219,7 +189,6 @@ class CheckpointSaver:
             batches_trained=self._state.progress.batches_trained,
             copies=copies,
             engine_files=expected,
-            read_files=tuple(self._files_i_read()),
             configuration=self._configuration() if is_chief else "",
             layouts=layouts,
             metadata=metadata,
@@ -236,8 +205,6 @@ class CheckpointSaver:
             "window": self._state.window.state_dict(),
             "loop": dict(loop_state),
             "reducers": [reducer_state(wrapped.reducer) for wrapped in self._state.runtime.wrapped_reducers],
-            "collects_copies": context._collects_copies,
-            "reductions_of_absent_ranks": list(self._state.runtime.reductions_of_absent_ranks),
             "callbacks": self._state.callbacks.state_dict(),
             "engines": [engine_extra_state(engine) for engine in context.models],
             "random_states": RngState.read(context.device).to_saved(),
@@ -264,12 +231,6 @@ class CheckpointSaver:
             "hparams": self._state.runtime.given_hparams,
         }
         return json.dumps(load_data, default=str)
-
-    def _files_i_read(self) -> list[str]:
-        names = [rank_state_name(self._state.context.distributed.rank)]
-        for engine_idx, engine in enumerate(self._state.context.models):
-            names += engine_files(engine, self._state.trial._engine_tag(engine_idx)).read
-        return names
 
     # ---- the thread ----------------------------------------------------------------------------------
 
@@ -301,29 +262,20 @@ class CheckpointSaver:
             copied.copies.write()
         except RuntimeError as error:  # raised by torch's C++ writer if the disk is full
             raise CheckpointError(self._describe(copied.path, copied.batches_trained, error)) from error
-        missing = missing_files(copied.path, copied.engine_files)
-        if missing:
-            raise CheckpointError(
-                f"checkpoint {copied.path} is without {', '.join(missing)} after DeepSpeed's save_checkpoint on rank "
-                f"{self._state.context.distributed.rank}; expected it to write them. "
-                "Check that the directory is writable by every rank."
-            )
+        require_written(copied.path, copied.engine_files, f"rank {self._state.context.distributed.rank}")
         if self._state.context.distributed.rank == 0:
             (copied.path / "load_data.json").write_text(copied.configuration)
             model = pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY)
             if self._state.runtime.core.info is not None and model.is_dir():
-                code = copied.path / "code"
-                _copy_code(model, code, self._state.last_code)
-                self._state.last_code = code
+                shutil.copytree(model, copied.path / "code")
+                (copied.path / "code").chmod(0o755)  # a directory that can be deleted
 
-    def _hash(self, copied: _Copied) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def _hash(self, copied: _Copied) -> dict[str, FileEntry]:
         distributed = self._state.context.distributed
         mine = share_of(_files_in(copied.path), distributed.local_rank, distributed.local_size)
-        return hash_files(copied.path, mine), copied.read_files
+        return hash_files(copied.path, mine)
 
-    def _write_manifest(
-        self, copied: _Copied, parts: Sequence[tuple[dict[str, Any], tuple[str, ...]]]
-    ) -> None:
+    def _write_manifest(self, copied: _Copied, parts: Sequence[Mapping[str, FileEntry]]) -> None:
         if self._state.context.distributed.rank == 0:
             complete_manifest(copied.path, parts, copied.layouts, copied.metadata)
             self._reports.wait()
@@ -405,21 +357,3 @@ def _require_picklable(state: Mapping[str, Any]) -> None:
                 f"{name} cannot be pickled ({type(error).__name__}: {error}); expected what torch.save can write. Have "
                 "state_dict or on_checkpoint_save_start leave it out."
             ) from None
-
-
-def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path | None) -> None:
-    """Copy directory ``model`` to ``code``; hard-link files equal to ``last_code``'s."""
-
-    def copy(source: str, target: str) -> str:
-        if last_code is not None:
-            known = last_code / pathlib.Path(target).relative_to(code)
-            with contextlib.suppress(OSError):  # no such file, or hard links are impossible
-                if filecmp.cmp(source, known, shallow=False):
-                    os.link(known, target)
-                    return target
-        shutil.copy2(source, target)
-        os.chmod(target, os.stat(source).st_mode & 0o555)  # noqa: PTH101, PTH116  # later checkpoints link to the file
-        return target
-
-    shutil.copytree(model, code, copy_function=copy)
-    code.chmod(0o755)

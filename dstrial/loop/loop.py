@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
@@ -19,7 +18,6 @@ from dstrial.loop.boundaries import (
     LoopSettings,
     Progress,
     due,
-    next_due,
     total_batches,
 )
 from dstrial.loop.callbacks import Callbacks
@@ -60,14 +58,6 @@ def exits_refused(where: Callable[[], str]) -> Iterator[None]:
             f"user code ends the rank with exit code 0 {where()}; expected training to go on to its end. To stop it early, call "
             "context.set_stop_requested(True) or exit with another code."
         ).with_traceback(exit_.__traceback__) from None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _FirstBatch:
-    """Monotonic time and first engine's micro batch count before the first batch."""
-
-    began_s: float
-    stepped_before: int
 
 
 class TrainingLoop:
@@ -113,16 +103,7 @@ class TrainingLoop:
             if settings.has_telemetry
             else None
         )
-        self._reports = ReportExchange(
-            context,
-            self._callbacks,
-            self._progress,
-            self._window,
-            self._sync_points,
-            self._saver,
-            metric_sinks,
-            self._instruments,
-        )
+        self._reports = ReportExchange(state, self._sync_points, self._saver, metric_sinks, self._instruments)
         self._stream: TrainingStream | None = None
         self._has_own_loaders = False  # whether any rank's training loader is not dstrial.DataLoader
         self._validation: Validation | None = None
@@ -198,43 +179,50 @@ class TrainingLoop:
         Between two events the loop neither communicates nor synchronises a device. The first event is after the first batch.
         Stop requests are polled at sync points; with a single rank, after every batch.
         """
-        context, runtime, progress, window = self._context, self._runtime, self._progress, self._window
-        batch_idx, batches_total = progress.batches_trained, self._batches_total
+        runtime, progress, window = self._runtime, self._progress, self._window
+        batches_total, profiler = self._batches_total, self._context.profiler
         self._begin_training()
-        if batch_idx >= batches_total:
+        if progress.batches_trained >= batches_total:
             return None
         calls, iterator = range(runtime.train_calls_per_batch), self._iterator
         reports_metrics = runtime.mpu.should_report_metrics
-        begin_batch = self._heartbeat.begin_batch
-        is_single_rank = self._sync_points.is_single_rank
-        is_stop_requested = self._sync_points.is_stop_requested
-        next_event, epoch_idx = self._resume(), progress.epoch_idx
-        first_batch: _FirstBatch | None
-        first_batch, train_batch = self._observe_first_batch()
-        while batch_idx < batches_total:
-            begin_batch(batch_idx)
-            runtime.current_batch_idx = batch_idx
+        end_first_batch: Callable[[], None] | None
+        train_batch, end_first_batch = self._observe_first_batch()
+        self._resume()
+        while (batch_idx := progress.batches_trained) < batches_total:
+            self._heartbeat.begin_batch(batch_idx)
+            runtime.current_batch_idx, epoch_idx = batch_idx, progress.epoch_idx
             for _ in calls:
                 returned = train_batch(iterator, epoch_idx, batch_idx)
                 if reports_metrics:
                     window.add(as_mapping(returned, "train_batch"))
-            batch_idx += 1
-            progress.batches_trained = batch_idx
-            if context.profiler is not None:
-                context.profiler.step()
-            if batch_idx < next_event and not (is_single_rank and is_stop_requested()):
+            progress.batches_trained = batch_idx + 1
+            if profiler is not None:
+                profiler.step()
+            found = self._due()
+            if end_first_batch is None and not (found or progress.is_epoch_start or self._is_sync_point()):
                 continue
-            if first_batch is not None:
-                self._end_first_batch(first_batch)
-                first_batch = None
-            self._pause()
-            stop = self._handle_events()
+            if end_first_batch is not None:
+                end_first_batch()
+                end_first_batch, train_batch = None, self._trial.train_batch
+            stop = self._handle_events(found)
             if stop is not None:
                 return stop
-            if batch_idx < batches_total:
-                next_event, epoch_idx = self._resume(), progress.epoch_idx
-                train_batch = self._trial.train_batch
+            self._resume()
         return None
+
+    def _due(self) -> set[Boundary]:
+        progress = self._progress
+        found = due(self._periods, progress.batches_trained, self._batches_total, progress.epoch_length)
+        if self._settings.reports_epochs and progress.is_epoch_start:
+            found.add(Boundary.REPORT)
+        return found
+
+    def _is_sync_point(self) -> bool:
+        points = self._sync_points
+        return self._progress.batches_trained >= points.next_batch or (
+            points.is_single_rank and points.is_stop_requested()
+        )
 
     def _begin_training(self) -> None:
         progress = self._progress
@@ -252,31 +240,31 @@ class TrainingLoop:
             self._reports.submit_progress()
         begin_phase(FIRST_BATCH)
 
-    def _observe_first_batch(self) -> tuple[_FirstBatch, Callable[..., Any]]:
-        """Return time and counter before the first batch, and a wrapped ``train_batch``.
+    def _observe_first_batch(self) -> tuple[Callable[..., Any], Callable[[], None]]:
+        """Return ``train_batch`` for the first batch, and the function to call afterwards.
 
-        The wrapper is for the first batch only: it measures the batch, and raises an error if ZeRO drops gradients.
+        The wrapped ``train_batch`` measures the batch, and raises an error if ZeRO drops gradients. The function reports the
+        first batch's time and accepts stop signals; all ranks call it, collectively.
         """
-        first_batch = _FirstBatch(time.monotonic(), self._adapter.micro_batches_stepped)
+        began_s, stepped_before = time.monotonic(), self._adapter.micro_batches_stepped
         train_batch: Callable[..., Any] = self._trial.train_batch
         if self._instruments is not None:
             train_batch = self._instruments.first_batch(train_batch)
-        return first_batch, observe_engines(LostGradientCheck())(train_batch)
 
-    def _end_first_batch(self, first_batch: _FirstBatch) -> None:
-        """Report the first batch's time and accept stop signals. Ranks: all, collectively."""
-        runtime = self._runtime
-        begin_phase(TRAINING)
-        if runtime.stop_signals is not None:
-            runtime.stop_signals.listen()
-        if self._instruments is not None:
-            seconds = time.monotonic() - first_batch.began_s
-            self._instruments.end_first_batch(self._progress.batches_trained, seconds)
-        if self._has_own_loaders and not self._sync_points.is_single_rank:
-            self._compare_reading()
-        if runtime.accumulates_itself:
+        def end() -> None:
+            runtime = self._runtime
+            begin_phase(TRAINING)
+            if runtime.stop_signals is not None:
+                runtime.stop_signals.listen()
+            if self._instruments is not None:
+                self._instruments.end_first_batch(self._progress.batches_trained, time.monotonic() - began_s)
             self._heartbeat.begin(Phase.BETWEEN, self._progress.batches_trained)  # waits for all ranks
-            self._require_whole_batch(self._adapter.micro_batches_stepped - first_batch.stepped_before)
+            if self._has_own_loaders and not self._sync_points.is_single_rank:
+                self._compare_reading()
+            if runtime.accumulates_itself:
+                self._require_whole_batch(self._adapter.micro_batches_stepped - stepped_before)
+
+        return observe_engines(LostGradientCheck())(train_batch), end
 
     def _compare_reading(self) -> None:
         """Warn if replicas read equal records, or ranks of one replica different ones.
@@ -289,71 +277,43 @@ class TrainingLoop:
             if self._is_chief:
                 logger.warning("%s", problem)
 
-    def _resume(self) -> int:
-        """Call epoch-start callbacks if due; return the batch count at the next event."""
+    def _resume(self) -> None:
         progress = self._progress
-        batches = progress.batches_trained
+        if progress.batches_trained >= self._batches_total:
+            return
         if progress.is_epoch_start:
-            with self._heartbeat.during(Phase.CALLBACK, batches):
+            with self._heartbeat.during(Phase.CALLBACK, progress.batches_trained):
                 self._callbacks.epoch_start(progress.epoch_idx)
         if self._instruments is not None:
             self._instruments.switch(True)
-        if self._reports.is_under_way:
-            return batches + 1
-        events = [
-            next_due(self._periods, batches, self._batches_total, progress.epoch_length),
-            self._sync_points.next_batch,
-        ]
-        if progress.epoch_length:
-            events.append((progress.epoch_idx + 1) * progress.epoch_length)
-        return max(min(events), batches + 1)
 
-    def _pause(self) -> None:
+    def _handle_events(self, found: set[Boundary]) -> StopReason | None:
+        """Execute the due actions; return the stop reason or None. Ranks: all, collectively."""
+        progress = self._progress
         if self._instruments is not None:
             self._instruments.switch(False)
-        self._heartbeat.begin(Phase.BETWEEN, self._progress.batches_trained)
-
-    def _handle_events(self) -> StopReason | None:
-        """Handle due events; return the stop reason or None. Ranks: all, collectively."""
-        progress = self._progress
-        batches = progress.batches_trained
-        stop = self._reports.end() if self._reports.is_under_way else None
-        found = due(self._periods, batches, self._batches_total, progress.epoch_length)
-        if progress.epoch_length and batches % progress.epoch_length == 0:
-            with self._heartbeat.during(Phase.CALLBACK, batches):
+        self._heartbeat.begin(Phase.BETWEEN, progress.batches_trained)
+        if progress.is_epoch_start:
+            with self._heartbeat.during(Phase.CALLBACK, progress.batches_trained):
                 self._callbacks.call("on_training_epoch_end", progress.epoch_idx - 1)
-            if self._settings.reports_epochs:
-                found.add(Boundary.REPORT)
-        is_stopped_alone = self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
-        is_sync_point = batches >= self._sync_points.next_batch or is_stopped_alone
-        if found or (is_sync_point and stop is None):
-            stop = self._act(found, is_stopping=stop is not None) or stop
-        if stop is None or batches >= self._batches_total:
-            return None
-        if self._is_chief:
-            logger.warning("stopping after batch %d (%s), with a checkpoint", batches, stop.value)
-        if not progress.checkpoint_is_current:
-            self._checkpoint(is_last=True)
-        return stop
-
-    def _act(self, found: set[Boundary], *, is_stopping: bool) -> StopReason | None:
-        """Execute the due actions ``found``; return the reason to stop, or None.
-
-        If only a report is due, its exchange between ranks may end after the next batch (``ReportExchange.may_defer``). Ranks:
-        all, collectively.
-        """
-        reports = Boundary.REPORT in found or (Boundary.END in found and self._reports.has_unreported)
-        if not is_stopping and not found - {Boundary.REPORT} and self._reports.may_defer:
-            self._reports.begin(reports=reports, defers=True)
-            return None
-        self._reports.begin(reports=reports)
-        stop = self._reports.end()
-        if found & {Boundary.VALIDATE, Boundary.END} and not self._progress.validation_is_current:
+        stop = None
+        if found or self._is_sync_point():
+            reports = Boundary.REPORT in found or (Boundary.END in found and self._reports.has_unreported)
+            stop = self._reports.exchange(reports=reports)
+        if found & {Boundary.VALIDATE, Boundary.END} and not progress.validation_is_current:
             self._validate()
-        if Boundary.CHECKPOINT in found and not self._progress.checkpoint_is_current:
+        if Boundary.CHECKPOINT in found and not progress.checkpoint_is_current:
             self._checkpoint()
         if found - {Boundary.REPORT}:
-            self._sync_points.start(self._progress.batches_trained)
+            self._sync_points.start(progress.batches_trained)
+        if stop is None or Boundary.END in found:
+            return None
+        if self._is_chief:
+            logger.warning(
+                "stopping after batch %d (%s), with a checkpoint", progress.batches_trained, stop.value
+            )
+        if not progress.checkpoint_is_current:
+            self._checkpoint(is_last=True)
         return stop
 
     def _finish(self) -> None:

@@ -6,8 +6,9 @@ order, each once. If the thread fails, all ranks raise an error at their next sy
 
 from __future__ import annotations
 
-import collections
+import concurrent.futures
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +27,6 @@ T = TypeVar("T")
 _UPLOAD_INTERVAL_S = 5.0
 
 CAPACITY = 32  # maximum number of queued jobs; if the queue is full, the loop waits
-
-# The thread polls, because waking it for each report would take the GIL, and often the CPU core, from the training thread.
-POLL_S = 0.05
-
-_LOG_WAITING_S = 30.0
 
 
 class MetricSink(Protocol):
@@ -152,18 +148,10 @@ class ReportWriter:
 
     def __init__(self, *, deadline_s: float, capacity: int = CAPACITY) -> None:
         self._deadline_s = deadline_s
-        self._capacity = capacity
-        # (Job, whether the job also runs after another job has failed); None ends the thread.
-        self._jobs: collections.deque[tuple[Callable[[], None], bool] | None] = collections.deque()
-        self._is_awaited = threading.Event()
-        self._num_submitted = 0
-        self._num_done = 0
-        self._has_done = threading.Condition()
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(capacity)  # None ends the thread
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_raised = False
-
-    # ---- called by the loop --------------------------------------------------------------------------
 
     def submit(self, job: Callable[[], None]) -> None:
         """Queue a job; block only while the queue is full.
@@ -171,27 +159,36 @@ class ReportWriter:
         Raises:
             DstrialError: the queue is still full after ``deadline_s``.
         """
-        self._put(job, is_always_run=False)
+
+        def run_unless_failed() -> None:
+            if self._error is None:
+                try:
+                    job()
+                except BaseException as error:  # noqa: BLE001  # the loop raises the error later
+                    self._error = error
+
+        self._put(run_unless_failed)
 
     def call(self, job: Callable[[], T]) -> T:
         """Run a job on the thread, also after other jobs failed; return the job's result.
 
         An error of the job is raised here.
+
+        Raises:
+            DstrialError: the job has not finished after ``deadline_s``.
         """
-        outcomes: list[tuple[T | None, BaseException | None]] = []
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def keep() -> None:
+        def run() -> None:
             try:
-                outcomes.append((job(), None))
-            except BaseException as error:  # noqa: BLE001  # raised below, on the calling thread
-                outcomes.append((None, error))
+                future.set_result(job())
+            except BaseException as error:  # noqa: BLE001  # raised on the calling thread
+                future.set_exception(error)
 
-        self._put(keep, is_always_run=True)
-        self.flush()
-        ((result, error),) = outcomes
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]  # without an error, the result is a T
+        self._put(run)
+        if not concurrent.futures.wait([future], self._deadline_s).done:
+            raise self._unwritten()
+        return future.result()
 
     def flush(self) -> None:
         """Wait until all queued jobs have finished, failed or been skipped.
@@ -199,7 +196,8 @@ class ReportWriter:
         Raises:
             DstrialError: jobs are still queued or running after ``deadline_s``.
         """
-        self._wait_for(self._num_submitted)
+        if self._thread is not None:
+            self.call(lambda: None)
 
     @property
     def failure(self) -> str | None:
@@ -216,64 +214,37 @@ class ReportWriter:
 
     def close(self) -> None:
         """Run the queued jobs and end the thread; log ``failure`` if there is one."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        if self._thread is None:
             return
         try:
             self.flush()
         except DstrialError as error:
             logger.error("%s", error)  # a hanging job has no traceback
             return
-        self._jobs.append(None)
-        self._is_awaited.set()
-        thread.join()
+        self._jobs.put(None)
+        self._thread.join()
+        self._thread = None
         if self.failure is not None:
             logger.error("a report could not be written: %s", self.failure, exc_info=self.take_error())
 
-    def _put(self, job: Callable[[], None], *, is_always_run: bool) -> None:
-        if self._num_submitted - self._num_done >= self._capacity:
-            self._wait_for(self._num_submitted - self._capacity + 1)
-        self._num_submitted += 1
-        self._jobs.append((job, is_always_run))
+    def _put(self, job: Callable[[], None]) -> None:
         if self._thread is None:
             # A daemon thread, because a sink that hangs must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="dstrial-reports", daemon=True)
             self._thread.start()
+        try:
+            self._jobs.put(job, timeout=self._deadline_s)
+        except queue.Full:
+            raise self._unwritten() from None
 
-    def _wait_for(self, num_done: int) -> None:
-        if self._num_done >= num_done:
-            return
-        self._is_awaited.set()
-        give_up_at_s = time.monotonic() + self._deadline_s
-        with self._has_done:
-            while self._num_done < num_done:
-                left_s = give_up_at_s - time.monotonic()
-                if left_s <= 0:
-                    raise DstrialError(
-                        f"{num_done - self._num_done} reports of metrics and progress are not written after "
-                        f"{self._deadline_s:g} s; expected the record and every metric sink to take them. Look at what hangs "
-                        "there: a sink of your own, the master, or the disk of the run directory."
-                    )
-                if not self._has_done.wait(min(left_s, _LOG_WAITING_S)) and left_s > _LOG_WAITING_S:
-                    logger.info("waiting for %d reports to be written", num_done - self._num_done)
-
-    # ---- the thread ----------------------------------------------------------------------------------
+    def _unwritten(self) -> DstrialError:
+        return DstrialError(
+            f"reports of metrics and progress are not written after {self._deadline_s:g} s; expected the record and every "
+            "metric sink to take them. Look at what hangs there: a sink of your own, the master, or the disk of the run "
+            "directory."
+        )
 
     def _run(self) -> None:
-        while True:
-            while not self._jobs:
-                self._is_awaited.wait(POLL_S)
-                self._is_awaited.clear()
-            queued = self._jobs.popleft()
-            if queued is None:
-                return
-            job, is_always_run = queued
-            if self._error is None or is_always_run:
-                try:
-                    job()
-                except BaseException as error:  # noqa: BLE001  # the loop raises the error later
-                    self._error = error
-            del queued, job
-            with self._has_done:
-                self._num_done += 1
-                self._has_done.notify_all()
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job

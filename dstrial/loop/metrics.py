@@ -5,23 +5,17 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from determined import pytorch
 
 from dstrial.trial.determined_errors import InvalidTrialError, MetricNamesError
-
-_MAX_LOSSES_HELD = 4096
-"""Number of newest losses held until the next report, which checks whether any is finite."""
-
-_MAX_BYTES_HELD = 64  # a kept loss that references a larger storage is copied
 
 _IMMUTABLE = (float, int, str, bool, type(None))
 
@@ -32,24 +26,13 @@ class MetricTotals:
 
     Attributes:
         values: metric name -> total (weighted sum, sum, minimum or maximum); None if any value is not a number.
-        weights: metric name -> sum of weights, by which the total is divided for a mean.
-        finite: loss name -> whether any of the loss's values is finite; empty unless losses are watched.
+        weight: sum of weights, by which totals are divided for a mean.
+        finite: loss name -> whether the mean or the newest value is finite; empty unless losses are watched.
     """
 
     values: dict[str, float | None]
-    weights: dict[str, float]
+    weight: float
     finite: dict[str, bool] = dataclasses.field(default_factory=dict)
-
-    def pack(self) -> PackedTotals:
-        """Return the totals as builtins, which unpickle ten times as fast as dataclasses."""
-        return self.values, self.weights, self.finite
-
-    @classmethod
-    def unpack(cls, packed: PackedTotals) -> MetricTotals:
-        return cls(*packed)
-
-
-PackedTotals: TypeAlias = tuple[dict[str, float | None], dict[str, float], dict[str, bool]]
 
 
 def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
@@ -94,14 +77,10 @@ def _host_number(value: Any) -> float | None:
         return None
 
 
-def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
-
-
 def _combine_on_device(
     held: torch.Tensor | float | None, amount: torch.Tensor, reducer: pytorch.Reducer, weight: float
 ) -> torch.Tensor:
-    dtype = _accumulation_dtype(amount)
+    dtype = torch.float64
     if reducer is pytorch.Reducer.AVG:
         if isinstance(held, torch.Tensor):
             return held.add_(amount, alpha=weight)
@@ -120,69 +99,11 @@ def losses_among(names: Iterable[str]) -> list[str]:
     return [name for name in all_names if "loss" in name.lower()] or all_names
 
 
-def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
-    """Return ``amount``, or a clone if ``amount`` references a large storage."""
-    if isinstance(amount, torch.Tensor) and amount.untyped_storage().nbytes() > _MAX_BYTES_HELD:
-        return amount.clone()
-    return amount
-
-
-def _has_finite(losses: Iterable[torch.Tensor | float], total: float | None) -> bool:
-    """Return whether any loss is finite; ``total``, if finite, proves that all are."""
-    if total is not None and math.isfinite(total):
-        return True
-    tensors = [loss.double() for loss in losses if isinstance(loss, torch.Tensor)]
-    numbers = [loss for loss in losses if not isinstance(loss, torch.Tensor)]
-    return any(map(math.isfinite, [*numbers, *(torch.stack(tensors).tolist() if tensors else ())]))
-
-
 ReducerOf = Callable[[str], pytorch.Reducer]
 
 
 def average(_name: str) -> pytorch.Reducer:
     return pytorch.Reducer.AVG
-
-
-class AsyncTotals:
-    """One rank's metric totals while an asynchronous copy moves them to the host."""
-
-    def __init__(self, held: Mapping[str, Any], weight: float, losses: Mapping[str, Sequence[Any]]) -> None:
-        self._held = dict(held)
-        self._weight = weight
-        self._losses = losses
-        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, total in held.items():
-            if isinstance(total, torch.Tensor):
-                by_device.setdefault(total.device, {})[name] = total
-        self._copies = [
-            (list(tensors), *_start_copy(torch.stack(list(tensors.values()))))
-            for tensors in by_device.values()
-        ]
-
-    def wait(self) -> MetricTotals:
-        """Wait until the copy has finished; return the totals."""
-        moved: dict[str, float] = {}
-        for names, totals, is_copied in self._copies:
-            if is_copied is not None:
-                is_copied.synchronize()
-            moved.update(zip(names, totals.tolist(), strict=True))
-        values = {name: moved.get(name, held) for name, held in self._held.items()}
-        finite = {
-            name: _has_finite(losses, values.get(name)) for name, losses in self._losses.items() if losses
-        }
-        return MetricTotals(values, dict.fromkeys(values, self._weight), finite)
-
-
-def _start_copy(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Start to copy a tensor to the host; return the copy and its completion event."""
-    if tensor.device.type != "cuda":
-        return tensor, None  # the later ``tolist`` copies and blocks
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    with torch.cuda.device(tensor.device):
-        host.copy_(tensor, non_blocking=True)
-        is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        is_copied.record()
-    return host, is_copied
 
 
 class MetricWindow:
@@ -205,10 +126,8 @@ class MetricWindow:
     ) -> None:
         self.where = where
         self._watches_losses = watches_losses
-        self._losses: dict[str, collections.deque[torch.Tensor | float]] = {}
-        self._newest_losses: list[torch.Tensor | float] = []
+        self._newest_losses: dict[str, torch.Tensor | float | None] = {}
         self._reducer_of = reducer_of
-        self._is_average = reducer_of is average
         self._keep_batches = keep_batches
         self._totals: dict[str, Any] = {}
         self._weight = 0.0
@@ -230,10 +149,8 @@ class MetricWindow:
             TrialContractError: the metric names differ from those of earlier calls.
         """
         totals = self._totals
-        if self._watches_losses and not self._losses:
-            self._losses = {
-                name: collections.deque(maxlen=_MAX_LOSSES_HELD) for name in losses_among(metrics)
-            }
+        if self._watches_losses and not self._num_calls:
+            self._newest_losses = dict.fromkeys(losses_among(metrics))
         if self._num_calls and (len(metrics) != len(totals) or metrics.keys() != totals.keys()):
             # Determined's message, 0.38.1 _deepspeed_trial.py.
             rule = "Validation metric names must match across all batches of data: "
@@ -250,14 +167,11 @@ class MetricWindow:
             else:
                 amount = value.detach()
                 if amount.ndim:
-                    amount = amount.to(_accumulation_dtype(amount)).mean()
-            if name in self._losses and amount is not None:
-                self._losses[name].append(_held_alone(amount))
-            held = totals.get(name)
-            if self._is_average and held.__class__ is float and amount.__class__ is float:
-                totals[name] = held + amount * weight  # fast path: numbers on the CPU
-            else:
-                self._accumulate(name, amount, weight)
+                    amount = amount.double().mean()
+            if name in self._newest_losses:
+                # A clone, because the tensor may be a view of a large one.
+                self._newest_losses[name] = amount.clone() if isinstance(amount, torch.Tensor) else amount
+            self._accumulate(name, amount, weight)
         self._weight += weight
         self._num_calls += 1
         if self._keep_batches:
@@ -285,11 +199,19 @@ class MetricWindow:
 
     def totals(self) -> MetricTotals:
         """Move all totals to the host, with one copy and synchronisation per device."""
-        return self.async_totals().wait()
-
-    def async_totals(self) -> AsyncTotals:
-        """Start copying all totals to the host; call ``wait`` before adding metrics."""
-        return AsyncTotals(self._totals, self._weight, dict(self._losses))
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, total in self._totals.items():
+            if isinstance(total, torch.Tensor):
+                by_device.setdefault(total.device, {})[name] = total
+        values = dict(self._totals)
+        for tensors in by_device.values():
+            values.update(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
+        finite = {
+            name: math.isfinite(math.nan if values[name] is None else values[name]) or math.isfinite(loss)
+            for name, loss in self._newest_losses.items()
+            if loss is not None
+        }
+        return MetricTotals(values, self._weight, finite)
 
     def batches(self) -> list[dict[str, Any]]:
         """Return the metrics of each ``add`` since ``reset``; [] unless ``keep_batches``.
@@ -306,20 +228,14 @@ class MetricWindow:
         self._weight = 0.0
         self._num_calls = 0
         self._batches = []
-        self._newest_losses = self._losses_now()
-        self._losses = {}
 
     def newest_is_finite(self) -> bool | None:
         """Return whether any loss's newest value is finite; None if no loss is known.
 
-        If nothing was added since ``reset``, the last losses before ``reset`` are used. The call synchronises the device.
+        Losses from before the last ``reset`` count too. The call synchronises the device.
         """
-        newest = self._losses_now()
+        newest = [loss for loss in self._newest_losses.values() if loss is not None]
         return any(math.isfinite(float(loss)) for loss in newest) if newest else None
-
-    def _losses_now(self) -> list[torch.Tensor | float]:
-        newest = [losses[-1] for losses in self._losses.values() if losses]
-        return newest or self._newest_losses
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals since the last report, for a checkpoint."""
@@ -342,36 +258,6 @@ class MetricWindow:
         self._weight = float(state["weight"])
         self._num_calls = int(state["num_calls"])
         self._batches = list(state["batches"])
-
-
-def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge several ranks' ``MetricWindow.state_dict``; all metrics must be means."""
-    totals: dict[str, Any] = {}
-    filled = [state for state in states if state["num_calls"]]
-    for state in filled:
-        for name, held in state["totals"].items():
-            if name not in totals:
-                totals[name] = held
-            elif held is None or totals[name] is None:
-                totals[name] = None
-            else:
-                totals[name] = totals[name] + held
-    return {
-        "totals": totals,
-        "weight": sum(float(state["weight"]) for state in filled),
-        "num_calls": max((int(state["num_calls"]) for state in filled), default=0),
-        "batches": [],
-    }
-
-
-def rescale_window(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return a ``MetricWindow.state_dict`` with totals and weight times ``factor``.
-
-    If the number of replicas changes at a resume, ranks add metrics more or less often per batch. ``factor`` gives the saved
-    batches the same weight in the next report as later batches.
-    """
-    totals = {name: None if held is None else held * factor for name, held in state["totals"].items()}
-    return {**state, "totals": totals, "weight": float(state["weight"]) * factor}
 
 
 def combine(
@@ -405,7 +291,7 @@ def combine(
         if len(numbers) < len(amounts):
             combined[name] = None
         elif reducer is pytorch.Reducer.AVG:
-            weight = sum(share.weights[name] for _, share in reporting)
+            weight = sum(share.weight for _, share in reporting)
             combined[name] = sum(numbers) / weight if weight else None
         elif reducer is pytorch.Reducer.SUM:
             combined[name] = sum(numbers)

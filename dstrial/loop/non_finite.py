@@ -16,6 +16,7 @@ from dstrial.errors import NonFiniteError
 logger = logging.getLogger("dstrial.loop")
 
 _LOWER = "Lower the learning rate, look at the records of that batch"
+_STEP = "Call engine.step() after every engine.backward() in train_batch"
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,14 +24,14 @@ class _Streak:
     """Consecutive bad reports: their number, and their first batch, counted from 1."""
 
     length: int = 0
-    since: int | None = None
+    since: int = 0
     has_warned: bool = False
 
 
 class NonFiniteGuard:
     """Raises an error or warns after ``patience`` consecutive bad reports.
 
-    A report is bad if no loss was finite on any rank, if no engine took an optimizer step, or if an engine skipped all of its
+    A report is bad if no loss is finite on any rank, if no engine took an optimizer step, or if an engine skipped all of its
     steps.
 
     Args:
@@ -54,8 +55,7 @@ class NonFiniteGuard:
         self._counts = tuple(counts)
         self._losses = _Streak()
         self._steps = _Streak()
-        self._has_good_loss = is_resumed
-        self._has_step = is_resumed
+        self._had_good = {"loss": is_resumed, "step": is_resumed}
 
     def judge(
         self,
@@ -69,7 +69,7 @@ class NonFiniteGuard:
         """Check one report. Ranks: all, with the same arguments; no communication.
 
         Args:
-            finite: for each rank that reports metrics: loss name -> whether any of its values is finite.
+            finite: for each rank that reports metrics: loss name -> whether the loss is finite.
             averages: metric name -> reported value.
             counts: step counts of every engine; empty if unknown.
             start: finished batches at the previous report.
@@ -79,62 +79,44 @@ class NonFiniteGuard:
         Raises:
             NonFiniteError: ``mode`` is ``fail``, and the run fails; raised on all ranks.
         """
-        self._judge_losses(finite, start)
-        self._judge_steps(counts, start)
-        if self._mode == "ignore" or not (self._losses.length or self._steps.length):
-            return
-        name = _shown_loss(finite)
-        self._act(
-            self._losses,
-            f"no finite loss ({name} is {averages.get(name)!r})",
-            is_last=is_last,
-            is_hopeless=is_last and not self._has_good_loss,
-        )
-        skipped = sum(count.num_skipped for count in counts)
-        why = f"{skipped} of {sum(count.num_steps for count in counts)} were skipped, as gradients were not finite"
-        self._act(
-            self._steps,
-            f"no optimizer step ({why if skipped else 'engine.step() ends no accumulation'})",
-            is_last=is_last,
-            is_hopeless=is_last and not self._has_step,
-            fix=_LOWER if skipped else "Call engine.step() after every engine.backward() in train_batch",
-        )
+        losses = {name: has_finite for of_rank in finite for name, has_finite in of_rank.items()}
+        is_good = not losses or any(any(of_rank.values()) for of_rank in finite)
+        self._losses = self._continued(self._losses, "loss", start, is_good=is_good)
+        if counts:
+            is_good = self._steps_are_good(counts)
+            self._counts = tuple(counts)
+            self._steps = self._continued(self._steps, "step", start, is_good=is_good)
+        name = "loss" if "loss" in losses or not losses else next(iter(losses))
+        what = f"no finite loss ({name} is {averages.get(name)!r})"
+        self._act(self._losses, what, _LOWER, is_last=is_last, has_good=self._had_good["loss"])
+        skipped, steps = sum(one.num_skipped for one in counts), sum(one.num_steps for one in counts)
+        what, fix = "no optimizer step (engine.step() ends no accumulation)", _STEP
+        if skipped:
+            what = f"no optimizer step ({skipped} of {steps} were skipped, as gradients were not finite)"
+            fix = _LOWER
+        self._act(self._steps, what, fix, is_last=is_last, has_good=self._had_good["step"])
 
-    def _judge_losses(self, finite: Sequence[Mapping[str, bool]], start: int) -> None:
-        every = [has_finite for of_rank in finite for has_finite in of_rank.values()]
-        if not every or any(every):
-            self._has_good_loss = True
-            self._losses = _Streak()
-            return
-        if self._losses.since is None:
-            self._losses.since = start + 1
-        self._losses.length += 1
+    def _continued(self, streak: _Streak, kind: str, start: int, *, is_good: bool) -> _Streak:
+        if is_good:
+            self._had_good[kind] = True
+            return _Streak()
+        since = streak.since or start + 1
+        return _Streak(streak.length + 1, since, streak.has_warned)
 
-    def _judge_steps(self, counts: Sequence[StepCounts], start: int) -> None:
-        if not counts:
-            return  # the step counts are unknown
-        before, self._counts = self._counts, tuple(counts)
+    def _steps_are_good(self, counts: Sequence[StepCounts]) -> bool:
+        pairs = list(zip(self._counts, counts, strict=True))
         changes = [
-            (now.num_steps - then.num_steps, now.num_skipped - then.num_skipped)
-            for then, now in zip(before, counts, strict=True)
+            (now.num_steps - then.num_steps, now.num_skipped - then.num_skipped) for then, now in pairs
         ]
-        has_none = not any(num_steps > num_skipped for num_steps, num_skipped in changes)
-        is_bad = has_none or any(num_steps and num_steps == num_skipped for num_steps, num_skipped in changes)
+        has_step = any(num_steps > num_skipped for num_steps, num_skipped in changes)
+        skips_all = any(num_steps and num_steps == num_skipped for num_steps, num_skipped in changes)
         # Dynamic loss scaling begins with too large a scale, and skips steps until the scale is low enough.
-        is_scaling = any(now.loss_scale < then.loss_scale for then, now in zip(before, counts, strict=True))
-        if not is_bad or is_scaling:
-            self._has_step = True
-            self._steps = _Streak()
-            return
-        if self._steps.since is None:
-            self._steps.since = start + 1
-        self._steps.length += 1
+        is_scaling = any(now.loss_scale < then.loss_scale for then, now in pairs)
+        return is_scaling or (has_step and not skips_all)
 
-    def _act(
-        self, streak: _Streak, what: str, *, is_last: bool, is_hopeless: bool, fix: str = _LOWER
-    ) -> None:
-        is_over = streak.length >= self._patience or (is_hopeless and streak.length > 0)
-        if not streak.length or not (is_over or is_last):
+    def _act(self, streak: _Streak, what: str, fix: str, *, is_last: bool, has_good: bool) -> None:
+        is_over = streak.length >= self._patience or (is_last and not has_good)
+        if self._mode == "ignore" or not streak.length or not (is_over or is_last):
             return
         rows = "1 report" if streak.length == 1 else f"{streak.length} reports in a row"
         found = f"training has {what} since batch {streak.since}: {rows}"
@@ -146,11 +128,6 @@ class NonFiniteGuard:
         if self._is_chief and not streak.has_warned:
             logger.warning("%s", found)
         streak.has_warned = True
-
-
-def _shown_loss(finite: Sequence[Mapping[str, bool]]) -> str:
-    names = [name for of_rank in finite[:1] for name in of_rank]
-    return "loss" if "loss" in names or not names else names[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,7 +1,4 @@
-"""Exchange metrics and stop requests between ranks; report the reduced metrics.
-
-If only a report is due, the loop trains the next batch during the exchange. Rank 0 then submits averages to ``ReportWriter``.
-"""
+"""Exchange metrics and stop requests between ranks; report the reduced metrics."""
 
 from __future__ import annotations
 
@@ -17,55 +14,47 @@ from determined import pytorch, util
 
 from dstrial.engine.finite_weights import StepCounts
 from dstrial.loop import sync_point
-from dstrial.loop.boundaries import Progress, asks_for_checkpoint
-from dstrial.loop.callbacks import Callbacks
+from dstrial.loop.background_save import SaveStatus
+from dstrial.loop.boundaries import asks_for_checkpoint
 from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks, ReportWriter
-from dstrial.loop.metrics import AsyncTotals, MetricTotals, MetricWindow, combine, copied
+from dstrial.loop.metrics import MetricTotals, combine, copied
 from dstrial.loop.non_finite import NonFiniteGuard
+from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.heartbeat import Phase, heartbeat
-from dstrial.telemetry.instruments import AsyncSample, Instruments, TelemetryReports
+from dstrial.telemetry.instruments import Instruments, TelemetryReports
 from dstrial.telemetry.samples import GROUP, RankSample
-from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
+from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.determined_errors import SearcherMetricError
 
 logger = logging.getLogger("dstrial.loop")
 
 
-@dataclasses.dataclass(slots=True)
-class Exchange:
-    """One exchange of metrics and stop requests between ranks.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Payload:
+    """What one rank sends in an exchange.
 
     Attributes:
-        batches: finished batches at the start of the exchange.
-        start: finished batches at the previous report.
-        seconds: training time between ``start`` and ``batches``.
         totals: metrics of this rank; None without a report, or if this rank reports no metrics.
         counts: optimizer steps of every engine; empty without a report.
-        reports: whether metrics are reported.
-        is_deferred: whether the next batch is trained before the exchange ends.
-        is_sent: whether this rank has sent its payload.
-        sample: this rank's telemetry; None if telemetry is off.
+        save: state of the background save; None without one.
+        failure: why this rank could not write its reports; None if it could.
+        sample: this rank's telemetry; None without a report or telemetry.
     """
 
-    batches: int
-    start: int
-    seconds: float
-    totals: AsyncTotals | None
+    totals: MetricTotals | None
     counts: list[StepCounts]
-    reports: bool
-    is_deferred: bool
-    is_sent: bool = False
-    sample: AsyncSample | None = None
+    save: SaveStatus | None
+    failure: str | None
+    sample: RankSample | None
 
 
 class ReportExchange:
     """Exchanges metrics and stop requests between ranks; reports the averages.
 
     Args:
-        window: this rank's metrics since the last report.
         sync_points: schedule of the exchanges.
         saver: the checkpoint saver; each exchange also finishes a background save that has ended on all ranks.
         sinks: receivers of metrics besides Determined's Core API and TensorBoard.
@@ -79,26 +68,23 @@ class ReportExchange:
 
     def __init__(
         self,
-        context: DeepSpeedTrialContext,
-        callbacks: Callbacks,
-        progress: Progress,
-        window: MetricWindow,
+        state: RunState,
         sync_points: SyncPoints,
         saver: CheckpointSaver,
         sinks: Sequence[MetricSink],
         instruments: Instruments | None = None,
     ) -> None:
-        self._context = context
-        self._runtime = runtime_of(context)
+        self._context = state.context
+        self._runtime = state.runtime
         self._core = self._runtime.core
-        self._distributed = context.distributed
+        self._distributed = state.context.distributed
         self._is_chief = self._runtime.is_chief
-        self._callbacks = callbacks
-        self._progress = progress
-        self._window = window
+        self._callbacks = state.callbacks
+        self._progress = state.progress
+        self._window = state.window
         self._sync_points = sync_points
         self._saver = saver
-        self._sinks = MetricSinks(context, sinks)
+        self._sinks = MetricSinks(state.context, sinks)
         self._instruments = instruments
         self._telemetry: TelemetryReports | None = None
         self.writer = ReportWriter(deadline_s=timeout_from_environ())
@@ -109,7 +95,6 @@ class ReportExchange:
         self._window_start = 0
         self._mark_s = 0.0
         self._has_reported = False
-        self._pending: Exchange | None = None
 
     # ---- run -----------------------------------------------------------------------------------------
 
@@ -169,63 +154,15 @@ class ReportExchange:
     # ---- exchange ------------------------------------------------------------------------------------
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether ``begin`` was called and not yet ``end``; equal on all ranks."""
-        return self._pending is not None
-
-    @property
     def has_unreported(self) -> bool:
         return self._progress.batches_trained > self._window_start
-
-    @property
-    def may_defer(self) -> bool:
-        """Whether an exchange may end one batch late, because batches are short.
-
-        False if the user has a reducer or a callback for reports, which must run at the report's batch.
-        """
-        is_alone = self._sync_points.is_single_rank and self._context.device.type == "cpu"
-        return not (is_alone or self._reports_at_once) and self._sync_points.may_wait
-
-    @functools.cached_property
-    def _reports_at_once(self) -> bool:
-        return bool(self._training_reducers) or self._callbacks.overrides("on_training_workload_end")
 
     @property
     def _training_reducers(self) -> list[Any]:
         return [wrapped for wrapped in self._runtime.wrapped_reducers if wrapped.for_training]
 
-    def begin(self, *, reports: bool, defers: bool = False) -> None:
-        """Start an exchange. Ranks: all, collectively.
-
-        Args:
-            reports: whether the payload contains the totals of a report.
-            defers: whether the next batch is trained before ``end``. Totals are then copied while the device trains. With an
-                accelerator, the payload is sent only at ``end``, because sending waits for this copy.
-        """
-        now_s = time.monotonic()
-        trained_s, self._mark_s = now_s - self._mark_s, now_s
-        self._window_seconds += trained_s
-        if self._instruments is not None:
-            self._instruments.trained(trained_s)
-        has_totals = reports and self._runtime.mpu.should_report_metrics and len(self._window)
-        self._pending = exchange = Exchange(
-            self._progress.batches_trained,
-            self._window_start,
-            self._window_seconds,
-            self._window.async_totals() if has_totals else None,
-            step_counts(self._context) if reports else [],
-            reports=reports,
-            is_deferred=defers,
-        )
-        if reports and self._instruments is not None:
-            exchange.sample = self._instruments.sample(exchange.batches)
-        if defers and reports:
-            self._close_window()
-        if not defers or self._context.device.type == "cpu":
-            self._send(exchange)
-
-    def end(self) -> StopReason | None:
-        """Finish the exchange and report; return the reason to stop, or None.
+    def exchange(self, *, reports: bool) -> StopReason | None:
+        """Exchange with all ranks; report if ``reports``; return the reason to stop or None.
 
         Raises:
             NonFiniteError: losses or steps fail the checks of ``guard``.
@@ -234,81 +171,76 @@ class ReportExchange:
 
         Ranks: all, collectively.
         """
-        exchange = self._pending
-        assert exchange is not None, "an exchange begins before it ends"
-        if not exchange.is_sent:
-            self._send(exchange)
-        self._pending = None
-        result = self._sync_points.end()
-        failures = [failure for _, _, _, failure, _ in result.payloads]
+        trained_s, batches = self.elapsed_s, self._progress.batches_trained
+        self._window_seconds += trained_s
+        if self._instruments is not None:
+            self._instruments.trained(trained_s)
+        result = self._sync_points.agree(batches, self._payload(batches, reports=reports))
+        payloads: list[_Payload] = result.payloads
+        failures = [payload.failure for payload in payloads]
         if not any(failures):
-            self._saver.settle([status for _, _, status, _, _ in result.payloads])
-        totals = [packed and MetricTotals.unpack(packed) for packed, _, _, _, _ in result.payloads]
-        averages = combine(totals, self._window.where) if exchange.reports else {}
-        if exchange.reports:
-            self._report(dict(averages), exchange)
-            self._report_telemetry([sample for _, _, _, _, sample in result.payloads], exchange)
+            self._saver.settle([payload.save for payload in payloads])
+        start, counts = self._window_start, payloads[0].counts
+        if reports:
+            averages = combine([payload.totals for payload in payloads], self._window.where)
+            self._report(dict(averages), batches)
+            self._report_telemetry([payload.sample for payload in payloads], batches, counts)
         self._raise_unwritten(failures)
-        if exchange.reports and self.guard is not None:
-            self._judge(self.guard, totals, averages, result.payloads[0][1], exchange)
+        if reports and self.guard is not None:
+            taken, skipped = sum_steps(counts)
+            if skipped and self._is_chief and (kept := self._runtime.kept_reports) is not None:
+                self.writer.submit(functools.partial(kept.note_steps, taken, skipped))
+            self.guard.judge(
+                [payload.totals.finite for payload in payloads if payload.totals is not None],
+                averages,
+                counts,
+                start,
+                is_last=self.batches_total is not None and batches >= self.batches_total,
+            )
         self.submit_progress()
-        if not exchange.is_deferred:
-            self.start_clock()
+        self.start_clock()
         return result.stop
 
-    def _send(self, exchange: Exchange) -> None:
-        totals = None if exchange.totals is None else exchange.totals.wait().pack()
-        sample = None if exchange.sample is None else exchange.sample.wait().pack()
-        counts = exchange.counts if self._is_chief else []
-        payload = (totals, counts, self._saver.status(), self.writer.failure, sample)
-        self._sync_points.begin(exchange.batches, payload)
-        exchange.is_sent = True
-
-    def _judge(
-        self,
-        guard: NonFiniteGuard,
-        totals: Sequence[MetricTotals | None],
-        averages: Mapping[str, Any],
-        chief_counts: Sequence[StepCounts],
-        exchange: Exchange,
-    ) -> None:
-        kept, (taken, skipped) = self._runtime.kept_reports, sum_steps(exchange.counts)
-        if skipped and self._is_chief and kept is not None:
-            self.writer.submit(functools.partial(kept.note_steps, taken, skipped))
-        guard.judge(
-            [of_rank.finite for of_rank in totals if of_rank is not None],
-            averages,
-            chief_counts,
-            exchange.start,
-            is_last=self.batches_total is not None and exchange.batches >= self.batches_total,
+    def _payload(self, batches: int, *, reports: bool) -> _Payload:
+        has_totals = reports and self._runtime.mpu.should_report_metrics and len(self._window)
+        measures = reports and self._instruments is not None
+        return _Payload(
+            self._window.totals() if has_totals else None,
+            step_counts(self._context) if reports else [],
+            self._saver.status(),
+            self.writer.failure,
+            self._instruments.sample(batches).wait() if measures and self._instruments is not None else None,
         )
 
     # ---- report --------------------------------------------------------------------------------------
 
-    def _report(self, averages: dict[str, Any], exchange: Exchange) -> None:
-        batches = exchange.batches
-        if not exchange.is_deferred and self._training_reducers:
+    def _report(self, averages: dict[str, Any], batches: int) -> None:
+        if self._training_reducers:
             reduced = self._context.reduce_metrics(for_training=True)
             averages.update(pytorch._convert_metrics_to_numpy(reduced))
         if not self._callbacks.is_empty:
-            batch_metrics = [] if exchange.is_deferred else self._window.batches()
-            with heartbeat().during(Phase.CALLBACK, self._progress.batches_trained):
+            with heartbeat().during(Phase.CALLBACK, batches):
                 self._callbacks.call(
-                    "on_training_workload_end", avg_metrics=dict(averages), batch_metrics=batch_metrics
+                    "on_training_workload_end",
+                    avg_metrics=dict(averages),
+                    batch_metrics=self._window.batches(),
                 )
         if self._is_chief:
-            metrics = dict(averages)
-            seconds = max(exchange.seconds, 1e-9)
-            metrics.setdefault("batches_per_second", (batches - exchange.start) / seconds)
-            metrics.setdefault("samples_per_second", self._count_records(exchange.start, batches) / seconds)
+            metrics, start = dict(averages), self._window_start
+            seconds = max(self._window_seconds, 1e-9)
+            metrics.setdefault("batches_per_second", (batches - start) / seconds)
+            metrics.setdefault("samples_per_second", self._count_records(start, batches) / seconds)
             self.submit_training(batches, metrics)
             if not self._has_reported:
                 self.writer.flush()  # the first report imports TensorBoard, during which user code should not run
             self._has_reported = True
         if self._sinks.is_upload_due():
             self.upload()
-        if not exchange.is_deferred:
-            self._close_window()
+        self._window.reset()
+        for wrapped in self._training_reducers:
+            wrapped.reset()
+        self._window_seconds = 0.0
+        self._window_start = batches
 
     def submit_training(self, batches: int, metrics: Mapping[str, Any]) -> None:
         """Queue a report of training metrics for the writer thread. Ranks: rank 0."""
@@ -367,15 +299,14 @@ class ReportExchange:
         self._progress.last_validation = batches
         return bool(saves)
 
-    def _report_telemetry(self, samples: Sequence[str | None], exchange: Exchange) -> None:
-        if self._telemetry is None or None in samples:
-            return
-        found = [RankSample.unpack(sample) for sample in samples if sample is not None]
-        num_records = self._count_records(exchange.batches - found[0].num_batches, exchange.batches)
-        _, skipped = sum_steps(exchange.counts)
-        self.writer.submit(
-            functools.partial(self._telemetry.write, found, exchange.batches, num_records, skipped)
-        )
+    def _report_telemetry(
+        self, samples: Sequence[RankSample | None], batches: int, counts: Sequence[StepCounts]
+    ) -> None:
+        found = [sample for sample in samples if sample is not None]
+        if self._telemetry is not None and len(found) == len(samples):
+            num_records = self._count_records(batches - found[0].num_batches, batches)
+            _, skipped = sum_steps(counts)
+            self.writer.submit(functools.partial(self._telemetry.write, found, batches, num_records, skipped))
 
     def _record_telemetry(self, batches: int, metrics: dict[str, Any]) -> None:
         self._core.train.report_metrics(GROUP, steps_completed=batches, metrics=metrics)
@@ -393,14 +324,6 @@ class ReportExchange:
         if self._telemetry is not None and self._instruments is not None:
             self.writer.flush()
             self._telemetry.finish(self._instruments.measured_peak)
-
-    def _close_window(self) -> None:
-        self._window.reset()
-        for wrapped in self._training_reducers:
-            wrapped.reset()
-        self._runtime.reductions_of_absent_ranks.clear()
-        self._window_seconds = 0.0
-        self._window_start = self._progress.batches_trained
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
         """Raise an error if any rank has failed to write a report."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ class RunState:
     Attributes:
         trial: object that saves and loads the engines: the user's trial, or an adapter of another library's objects.
         trial_id: id of the running trial; from another trial's checkpoint, only weights are loaded.
-        last_code: directory ``code/`` of the previous checkpoint; None before the first checkpoint.
     """
 
     trial: Checkpointable
@@ -43,7 +41,6 @@ class RunState:
     progress: Progress
     window: MetricWindow
     trial_id: int
-    last_code: pathlib.Path | None = dataclasses.field(default=None, init=False)
     _layouts: list[dict[str, Any]] | None = dataclasses.field(default=None, init=False)
     _frozen_checksums: list[dict[str, str]] | None = dataclasses.field(default=None, init=False)
     _frozen: list[set[str]] = dataclasses.field(default_factory=list, init=False)
@@ -130,21 +127,6 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
             continue
         state[name] = copied(value)
     return state
-
-
-def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Compute ``per_slot_reduce()`` of training reducers from another rank's state.
-
-    ``states`` has the ``reducer_state`` of the other rank's reducers, in the order of wrapping.
-    """
-    reductions = []
-    for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
-        if wrapped.for_training:
-            own = Snapshot([wrapped.reducer])
-            restore_reducer(wrapped.reducer, state)
-            reductions.append(copied(wrapped.per_slot_reduce()))
-            own.restore()
-    return reductions
 
 
 def restore_reducer(reducer: Any, state: Mapping[str, Any]) -> None:

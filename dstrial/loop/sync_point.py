@@ -1,7 +1,7 @@
 """Sync points: batches after which all ranks exchange payloads and stop requests.
 
 A sync point is one all-gather of payloads (metrics if a report is due), stop requests, and rank 0's choice of the next sync
-point. ``begin`` does not block; the loop may train the next batch before ``end``.
+point.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from typing import Any
 from determined import core
 
 from dstrial.errors import PeerFailedError
-from dstrial.ranks.channel import PendingGather
-from dstrial.ranks.control_channel import ControlChannel
 from dstrial.visible_text import cut_text
 
 INTERVAL_S = 5.0  # intended time between sync points, which a stop request may have to wait
 
 # Maximum factor between two distances, so that one fast batch does not postpone the next sync point by minutes.
 _MAX_GROWTH = 8
-
-FAST_BATCHES = 8  # minimum distance, in batches, at which an exchange may end one batch late
 
 
 class StopReason(enum.Enum):
@@ -73,9 +69,6 @@ class SyncPoints:
         self._distance = 1
         self._next: int | None = None
         self._mark: tuple[int, float] | None = None
-        self._own: Any = None
-        self._gather: PendingGather | None = None
-        self._begun_at = 0
 
     def start(self, batches_trained: int) -> None:
         """Start timing batches; call at the start of training and after each pause."""
@@ -89,44 +82,16 @@ class SyncPoints:
         assert self._next is not None, "start() comes first"
         return self._next
 
-    @property
-    def may_wait(self) -> bool:
-        """Whether the exchange at a sync point may end one batch late; equal on all ranks.
-
-        False if batches are slow, because a stop request would wait long; also without a ``ControlChannel``, unless there is
-        only one rank.
-        """
-        is_channel = self.is_single_rank or isinstance(self._distributed, ControlChannel)
-        return self._distance >= FAST_BATCHES and is_channel
-
     def is_stop_requested(self) -> bool:
         return self._stop_request() is not None
 
     def agree(self, batches_trained: int, payload: Any = None) -> SyncResult:
         """Exchange payloads and stop requests with all ranks. Ranks: all, collectively."""
-        self.begin(batches_trained, payload)
-        return self.end()
-
-    def begin(self, batches_trained: int, payload: Any = None) -> None:
-        """Start the exchange with all ranks; ``end`` returns the result.
-
-        Does not block: a ``ControlChannel`` starts an all-gather; without a channel, all communication is in ``end``. Ranks: all,
-        collectively.
-        """
-        is_chief = self._distributed.rank == 0
-        proposal = self._proposed_distance(batches_trained) if is_chief else 0
-        self._begun_at = batches_trained
+        proposal = self._proposed_distance(batches_trained) if self._distributed.rank == 0 else 0
         self._mark = (batches_trained, self._clock())
-        self._own = (payload, self._stop_request(), proposal)
-        if isinstance(self._distributed, ControlChannel):
-            self._gather = self._distributed.begin_allgather(self._own)
-
-    def end(self) -> SyncResult:
-        """Wait for the exchange and return its result. Ranks: all, collectively."""
-        gather, self._gather = self._gather, None
-        gathered = self._distributed.allgather(self._own) if gather is None else gather.wait()
+        gathered = self._distributed.allgather((payload, self._stop_request(), proposal))
         self._distance = gathered[0][2]
-        self._next = self._begun_at + self._distance
+        self._next = batches_trained + self._distance
         stop_requests = [request for _, request, _ in gathered if request is not None]
         return SyncResult(
             [payload for payload, _, _ in gathered], stop_requests[0] if stop_requests else None

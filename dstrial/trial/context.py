@@ -125,8 +125,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
         """Return the metrics of the wrapped reducers, reduced over all ranks.
 
-        ``for_training`` selects the training reducers instead of the validation reducers. If the run resumed with fewer ranks,
-        training metrics include the saved values of the missing ranks.
+        ``for_training`` selects the training reducers instead of the validation reducers.
 
         Returns:
             Metric name -> result of ``cross_slot_reduce``, equal on every rank.
@@ -141,8 +140,6 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         if not reducers:
             return {}
         mine = [] if self._collects_copies else [[wrapped.per_slot_reduce() for wrapped in reducers]]
-        if for_training:
-            mine += self._runtime.reductions_of_absent_ranks
         gathered = [reductions for of_rank in self.distributed.allgather(mine) for reductions in of_rank]
         metrics: dict[str, Any] = self.run_cross_slot_reduction(reducers, gathered)
         return metrics

@@ -77,8 +77,6 @@ class TrialRuntime:
         engines: the wrapped engines, in the order of wrapping; the same list as ``context.models``.
         given_settings: for each engine, the batch sizes, parallel sizes and class names given in its config.
         wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
-        reductions_of_absent_ranks: if the run resumed with fewer ranks, saved values of the missing ranks' training reducers,
-            for the next report.
         given_hparams: hyperparameters as given by the user; None if not given.
         hparams: like ``given_hparams``, but with batch sizes that keep the resumed checkpoint's.
         trial_seed: the trial's seed; None if not configured.
@@ -106,7 +104,6 @@ class TrialRuntime:
     writes_tensorboard: bool
     adapters: list[EngineAdapter] = dataclasses.field(default_factory=list)
     given_settings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    reductions_of_absent_ranks: list[list[Any]] = dataclasses.field(default_factory=list)
     repro_checks_disabled: bool = False
     accumulates_itself: bool = False
     tensorboard_writer: Any = None

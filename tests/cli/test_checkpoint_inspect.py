@@ -77,12 +77,7 @@ def test_inspect_sizes_match_files_on_disk(checkpoints: Any, dstrial_command: Co
     beside = {"manifest.json", "COMPLETE", "metadata.json"}
     on_disk = {file: file.stat().st_size for file in path.rglob("*") if file.is_file()}
     expected = sum(size for file, size in on_disk.items() if file.name not in beside)
-    assert sum(kind["bytes"] for kind in contents["bytes_by_kind"].values()) == expected
     assert contents["num_bytes"] == expected
-    own = {f"{rank}": (path / f"dstrial_rank{rank}.pt").stat().st_size for rank in (0, 1)}
-    assert contents["bytes_by_kind"]["rank state"]["bytes"] == sum(own.values())
-    assert contents["bytes_by_rank"].keys() == own.keys()
-    assert all(contents["bytes_by_rank"][rank] > size for rank, size in own.items())
 
 
 def test_parameter_table_has_shape_group_and_stage(checkpoints: Any, dstrial_command: Command) -> None:

@@ -73,16 +73,24 @@ def imported(node: ast.AST) -> list[str]:
     return [name for name in found if name.split(".")[0] == "deepspeed"]
 
 
+def names_in(*sources: str) -> set[str]:
+    """Return the public attributes that DeepSpeed's modules define."""
+    root = Path(deepspeed.__file__).parent / "runtime"
+    text = "".join((root / source).read_text(encoding="utf-8") for source in sources)
+    return {name for name in re.findall(r"(?:self\.|def )(\w+)", text) if not name.startswith("_")}
+
+
 # Variables called engine may also be an ``EngineRecord``, the description in a checkpoint.
-ENGINE_NAMES = {*engines.DOCUMENTED, *engines.ATTRIBUTES, *engines.PIPELINE_ATTRIBUTES}
-ENGINE_NAMES |= {field.name for field in dataclasses.fields(EngineRecord)} | set(dir(EngineRecord))
+ENGINE_NAMES = names_in("engine.py", "pipe/engine.py") | set(dir(torch.nn.Module())) | set(dir(EngineRecord))
+ENGINE_NAMES |= {field.name for field in dataclasses.fields(EngineRecord)}
+GRID_NAMES = names_in("pipe/topology.py")
 KNOWN = {
     "engine": ENGINE_NAMES,
     "optimizer": {"param_groups", "state", "get"},
-    "engine.module": engines.PIPELINE_MODULE_ATTRIBUTES | set(dir(torch.nn.Module())),
-    "grid": engines.GRID_METHODS,
-    "mpu": engines.GRID_METHODS | {field.name for field in dataclasses.fields(ModelParallelUnit)},
-    "topology": engines.GRID_METHODS,
+    "engine.module": names_in("pipe/module.py") | set(dir(torch.nn.Module())),
+    "grid": GRID_NAMES,
+    "mpu": GRID_NAMES | {field.name for field in dataclasses.fields(ModelParallelUnit)},
+    "topology": GRID_NAMES,
 }
 """Attributes that may be read from variables with these names."""
 SAID = ("deepspeed", ".ds_", *(f"{name}." for name in KNOWN))

@@ -13,7 +13,6 @@ from dstrial.loop.boundaries import (
     Period,
     asks_for_checkpoint,
     due,
-    next_due,
     searcher_length,
     total_batches,
     train_unit,
@@ -63,28 +62,6 @@ def test_each_boundary_is_due_at_own_period(report, validate, checkpoint, total)
     assert fired[Boundary.VALIDATE] == list(range(validate, total + 1, validate))
     assert fired[Boundary.CHECKPOINT] == list(range(checkpoint, total + 1, checkpoint))
     assert fired[Boundary.END] == [total]
-
-
-@given(
-    st.integers(1, 12),
-    st.sampled_from([("batches", 7), ("epochs", 2)]),
-    st.sets(st.integers(1, 60)),
-    st.integers(1, 60),
-    st.sampled_from([None, 5, 9]),
-)
-def test_nothing_is_due_before_next_due(report, validate, listed, total, epoch_length):
-    periods = {
-        Boundary.REPORT: Period("batches", every=report),
-        Boundary.VALIDATE: Period(validate[0], every=validate[1]),
-        Boundary.CHECKPOINT: Period("batches", positions=listed) if listed else None,
-    }
-    batches = 0
-    while batches < total:
-        following = next_due(periods, batches, total, epoch_length)
-        assert batches < following <= total
-        for between in range(batches + 1, following):
-            assert not due(periods, between, total, epoch_length)
-        batches = following
 
 
 def test_total_batches_converts_epochs():

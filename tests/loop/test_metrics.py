@@ -8,7 +8,7 @@ import torch
 from determined import pytorch
 
 from dstrial.errors import TrialContractError
-from dstrial.loop.metrics import MetricTotals, MetricWindow, _combine_on_device, as_mapping, combine
+from dstrial.loop.metrics import MetricWindow, _combine_on_device, as_mapping, combine
 
 
 def window_of(*sets, **options):
@@ -49,14 +49,6 @@ def test_combine_averages_losses_of_two_ranks():
         window_of({"loss": torch.tensor(5.0)}).totals(),
     ]
     assert combine(totals, "train_batch") == {"loss": 3.0}
-
-
-def test_totals_survive_pack_and_unpack():
-    window = MetricWindow("train_batch", watches_losses=True)
-    window.add({"loss": torch.tensor(math.nan), "note": "words"})
-    totals = window.totals()
-    unpacked = MetricTotals.unpack(totals.pack())
-    assert (repr(unpacked), unpacked.finite) == (repr(totals), {"loss": False})
 
 
 def test_nested_lists_are_averaged_and_text_is_none():
@@ -165,16 +157,3 @@ def test_batches_are_kept_only_on_request():
     assert window_of({"loss": 1.0}).batches() == []
     kept = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(2.0)}, keep_batches=True)
     assert [float(batch["loss"]) for batch in kept.batches()] == [1.0, 2.0]
-
-
-def test_async_totals_exclude_later_metrics():
-    window = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(math.nan)}, watches_losses=True)
-    window._totals["held"] = torch.tensor(4.0, dtype=torch.float64)  # like the totals on an accelerator
-    leaving = window.async_totals()
-    window.reset()
-    window.add({"loss": torch.tensor(8.0)})
-    totals = leaving.wait()
-    assert (math.isnan(totals.values["loss"]), totals.values["held"]) == (True, 4.0)
-    assert totals.weights == {"loss": 2.0, "held": 2.0}
-    assert totals.finite == {"loss": True}
-    assert window.totals().values == {"loss": 8.0}

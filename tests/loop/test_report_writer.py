@@ -70,20 +70,20 @@ def test_submit_does_not_block_on_hanging_write(sink, writer):
 
 def test_submit_blocks_while_queue_is_full(sink, writer):
     sink.may_go_on.clear()
-    submit(sink, writer, 1, 2, 3, 4)
+    submit(sink, writer, 1, 2, 3, 4, 5)  # one runs, four are queued
     threading.Timer(0.3, sink.may_go_on.set).start()
     began_s = time.monotonic()
-    submit(sink, writer, 5)
+    submit(sink, writer, 6)
     assert time.monotonic() - began_s > 0.2
     writer.flush()
-    assert sink.recorded == [1, 2, 3, 4, 5]
+    assert sink.recorded == [1, 2, 3, 4, 5, 6]
 
 
 def test_flush_has_deadline(sink):
     writer = ReportWriter(deadline_s=0.2)
     sink.may_go_on.clear()
     submit(sink, writer, 1, 2)
-    with pytest.raises(DstrialError, match=r"2 reports .* not written after 0.2 s"):
+    with pytest.raises(DstrialError, match=r"not written after 0.2 s"):
         writer.flush()
     sink.may_go_on.set()
     writer.close()

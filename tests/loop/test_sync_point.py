@@ -58,16 +58,7 @@ def test_agree_returns_payloads_by_rank():
     assert points.agree(1, payload={"a": 1}).payloads == [{"a": 1}]
 
 
-def test_begin_and_end_equal_agree():
-    points = SyncPoints(core.DummyDistributedContext(), lambda: StopReason.REQUESTED, Clock())
-    points.start(0)
-    points.begin(1, payload="mine")
-    agreement = points.end()
-    assert (agreement.payloads, agreement.stop) == (["mine"], StopReason.REQUESTED)
-    assert points.next_batch == 9
-
-
-def test_begin_and_end_use_determined_context():
+def test_agree_uses_determined_context():
     """A user may pass Determined's DistributedContext to `init(distributed=...)`."""
 
     def exchange(rank):
@@ -79,26 +70,8 @@ def test_begin_and_end_use_determined_context():
         ) as distributed:  # fmt: skip
             points = SyncPoints(distributed, lambda: StopReason.REQUESTED if rank == 1 else None, Clock())
             points.start(0)
-            points.begin(1, payload=rank)
-            agreement = points.end()
-            return agreement.payloads, agreement.stop, points.may_wait
+            agreement = points.agree(1, payload=rank)
+            return agreement.payloads, agreement.stop, points.next_batch
 
     with concurrent.futures.ThreadPoolExecutor(2) as ranks:
-        assert list(ranks.map(exchange, range(2))) == [([0, 1], StopReason.REQUESTED, False)] * 2
-
-
-def test_may_wait_is_true_only_for_fast_batches():
-    def may_wait(seconds_per_batch):
-        clock = Clock()
-        points = SyncPoints(core.DummyDistributedContext(), lambda: None, clock)
-        points.start(0)
-        seen = [points.may_wait]
-        for batches in range(1, 12):
-            clock.now_s += seconds_per_batch
-            if batches >= points.next_batch:
-                points.agree(batches)
-                seen.append(points.may_wait)
-        return seen
-
-    assert may_wait(0.01)[:2] == [False, True]
-    assert not any(may_wait(1.0))
+        assert list(ranks.map(exchange, range(2))) == [([0, 1], StopReason.REQUESTED, 9)] * 2

@@ -99,7 +99,7 @@ class Common(DeepSpeedTrial):
 
             setattr(distributed, name, watched)
 
-        for name in ("allgather", "begin_allgather", "gather", "broadcast"):
+        for name in ("allgather", "gather", "broadcast"):
             watch(name, getattr(distributed, name))
 
     def disturb(self, batch_idx):

@@ -1,9 +1,9 @@
 """Every undocumented name of DeepSpeed that dstrial reads, calls or replaces.
 
-``engines`` covers engines and pipelines; ``optimizers`` covers optimizers, their parameters and the classes in their saved state;
-``process`` covers DeepSpeed's global state in a process. No other module of dstrial imports a submodule of DeepSpeed beyond
-``PUBLIC_MODULES``, reads an undocumented attribute of an engine that ``engines.ATTRIBUTES`` lacks, or replaces anything in
-DeepSpeed. These modules import nothing of dstrial, so that ``dstrial.ranks`` may use them too. Config keys are in
+``engines`` covers engines and pipelines; ``optimizers`` covers optimizers, their parameters and the classes in their saved
+state; ``process`` covers DeepSpeed's global state in a process. No other module of dstrial imports a submodule of DeepSpeed
+beyond ``PUBLIC_MODULES``, reads a private attribute of an engine, or replaces anything in DeepSpeed. These modules import
+nothing of dstrial, so that ``dstrial.ranks`` may use them too. Config keys are in
 ``dstrial.config``, checkpoint files in ``dstrial.checkpoint.file_roles`` and ``dstrial.engine.checkpoint_reader.saved_engine``,
 and texts of DeepSpeed's messages in ``engines.REMEDIES``.
 

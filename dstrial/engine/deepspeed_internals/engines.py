@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, comm, load_ds_config
-from deepspeed.checkpoint import constants
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as TorchCheckpointEngine
@@ -22,106 +21,6 @@ from deepspeed.runtime.config_utils import (
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.utils import partition_uniform
 from deepspeed.utils import groups
-
-DOCUMENTED = frozenset(
-    {
-        "backward",
-        "destroy",
-        "eval_batch",
-        "get_global_grad_norm",
-        "get_lr",
-        "gradient_accumulation_steps",
-        "is_first_stage",
-        "is_gradient_accumulation_boundary",
-        "is_last_stage",
-        "load_checkpoint",
-        "module",
-        "optimizer",
-        "reset_activation_shape",
-        "save_checkpoint",
-        "set_dataiterator",
-        "set_train_batch_size",
-        "set_train_micro_batch_size",
-        "step",
-        "train",
-        "train_batch",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-    }
-)
-"""Documented attributes of DeepSpeed engines and torch modules."""
-
-ATTRIBUTES = frozenset(
-    {
-        "bfloat16_enabled",
-        "checkpoint_engine",
-        "client_lr_scheduler",
-        "client_optimizer",
-        "config",
-        "curriculum_learning_enabled",
-        "data_parallel_group",
-        "device",
-        "fp16_enabled",
-        "global_samples",
-        "global_steps",
-        "has_moe_layers",
-        "inside_no_sync_ctxt",
-        "load_universal_checkpoint",
-        "lr_scheduler",
-        "micro_steps",
-        "mp_world_size",
-        "random_ltd_enabled",
-        "save_non_zero_checkpoint",
-        "save_zero_checkpoint",
-        "seq_dp_world_size",
-        "sequence_parallel_size",
-        "skipped_steps",
-        "training_dataloader",
-        "zero_offload_optimizer",
-        "zero_offload_param",
-        "zero_optimization",
-        "zero_optimization_partition_weights",
-        "zero_optimization_stage",
-    }
-)
-"""Undocumented attributes of engines that dstrial reads directly (``runtime/engine.py:530`` and following)."""
-
-PIPELINE_ATTRIBUTES = frozenset(
-    {
-        "data_iterator",
-        "grid",
-        "is_data_parallel",
-        "micro_batch_size",
-        "micro_batches",
-        "mpu",
-        "num_stages",
-        "stage_id",
-    }
-)
-"""Undocumented attributes of pipeline engines (``runtime/pipe/engine.py:92`` and following)."""
-
-PIPELINE_MODULE_ATTRIBUTES = frozenset(
-    {
-        "dynamic_shape",
-        "micro_offset",
-        "seed_layers",
-        "tied_modules",
-    }
-)
-"""Undocumented attributes of a pipeline engine's ``module``, a ``PipelineModule`` (``runtime/pipe/module.py``)."""
-
-GRID_METHODS = frozenset(
-    {
-        "get_data_parallel_group",
-        "get_data_parallel_id",
-        "get_data_parallel_rank",
-        "get_data_parallel_world_size",
-        "get_pipe_parallel_rank",
-        "get_pipe_parallel_world_size",
-        "get_slice_parallel_rank",
-    }
-)
-"""Used methods of a pipeline engine's ``grid`` (also its ``mpu``), a ``PipelineParallelGrid`` (``runtime/pipe/topology.py``)."""
 
 
 def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
@@ -209,25 +108,6 @@ def expert_parameters(engine: DeepSpeedEngine) -> dict[int, int]:
         size = groups._get_expert_parallel_world_size(parameter.group_name)
         counts[size] = counts.get(size, 0) + parameter.numel() * parameter.requires_grad
     return counts
-
-
-def tensor_dim(parameter: torch.nn.Parameter) -> int | None:
-    """Return the dimension along which AutoTP slices a parameter.
-
-    None if each rank has the whole parameter; -1 if a slice is not one contiguous interval, as in fused weights.
-    Source: ``_set_param_uc_meta`` and ``_build_param_uc_conversion_meta`` of ``module_inject/layers.py``.
-    """
-    found = getattr(
-        parameter, getattr(constants, "DS_AUTOTP_UC_META", ""), None
-    )  # 0.19.0 has no such constant
-    if not found or found["replicated"]:
-        return None
-    details = found["conversion"]
-    is_fused = any(
-        details.get(key, True)  # earlier releases of 0.19 lack the keys: assume fused weights
-        for key in ("sub_param_shape", "sub_param_shard_widths", "unsupported_reason")
-    )
-    return -1 if is_fused or found["partition_dim"] is None else int(found["partition_dim"])
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:

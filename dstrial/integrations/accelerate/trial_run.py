@@ -105,14 +105,7 @@ class TrialRun:
         )
         self._watch = LoopWatch(self._instruments)
         self._reports = ReportExchange(
-            context,
-            callbacks,
-            tracker.progress,
-            self._window,
-            self._sync_points,
-            self._saver,
-            self._loggers.sinks,
-            self._instruments,
+            state, self._sync_points, self._saver, self._loggers.sinks, self._instruments
         )
 
     # ---- start and end -------------------------------------------------------------------------------
@@ -259,8 +252,7 @@ class TrialRun:
         """Exchange stop requests and, if due, metrics. Ranks: all, collectively."""
         tracker = self._tracker
         reports = tracker.is_report_due or (tracker.is_at_end and self._reports.has_unreported)
-        self._reports.begin(reports=reports)
-        stop = self._reports.end()
+        stop = self._reports.exchange(reports=reports)
         if (
             self._is_chief and not reports and tracker.batches_total is not None
         ):  # a report includes the progress

@@ -22,9 +22,8 @@ from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import hash_files, share_of
+from dstrial.checkpoint.manifest import FileEntry, hash_files, share_of
 from dstrial.checkpoint.summary import own_places
-from dstrial.engine.files import engine_files
 from dstrial.engine.frozen_parameters import frozen_checksums, leave_out_frozen, leaves_out_frozen
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.peft_adapter import is_peft_model
@@ -163,15 +162,14 @@ class TrainerCheckpoints:
             root = pathlib.Path(path)
             mine = self._mine(listings)
 
-            def put() -> tuple[dict[str, Any], tuple[str, ...]]:
+            def put() -> dict[str, FileEntry]:
                 for name in mine:
                     target = root / directory.name / name
                     _link(directory / name, target, os.link if self._shares else shutil.copy2)
                 names = [f"{directory.name}/{name}" for name in mine]
                 if self._distributed.rank == 0:
                     names += self._write_beside(root, directory.name)
-                read = () if engine is None or layout is None else engine_files(engine, layout.folder).read
-                return hash_files(root, names), read
+                return hash_files(root, names)
 
             def describe(error: Exception) -> str:
                 what = f"{directory} in checkpoint {root}"

@@ -19,9 +19,6 @@ from torch.utils import data
 from dstrial.engine.random_state import RngState
 from dstrial.errors import DataError
 
-# Number of record indices that are converted from a tensor to Python numbers at a time.
-_BLOCK_RECORDS = 4096
-
 EpochOrder = Callable[[int], "Sequence[Any]"]
 
 
@@ -166,9 +163,6 @@ class GlobalBatches:
         self._order = order
         self._epoch_idx = -1
         self._records: Sequence[Any] = ()
-        self._block_size = max(_BLOCK_RECORDS // size, 1) * size
-        self._block_start = -1
-        self._block: list[Any] = []
 
     def records(self, batch_idx: int) -> list[Any]:
         """Return a global batch's records (the sampler's items), in order."""
@@ -176,14 +170,8 @@ class GlobalBatches:
         if epoch_idx != self._epoch_idx:
             self._records = self._order(epoch_idx)
             self._epoch_idx = epoch_idx
-            self._block_start = -1
-        size = self.geometry.train_batch_size
-        start = batch_in_epoch * size
-        block_start = start - start % self._block_size
-        if block_start != self._block_start:
-            self._block = list(self._records[block_start : block_start + self._block_size])
-            self._block_start = block_start
-        return self._block[start - block_start : start - block_start + size]
+        start = batch_in_epoch * self.geometry.train_batch_size
+        return list(self._records[start : start + self.geometry.train_batch_size])
 
     def num_records(self, first_batch: int, end_batch: int) -> int:
         """Return the number of records in batches ``first_batch`` to ``end_batch - 1``."""

@@ -67,12 +67,8 @@ class LoaderPasses(Iterator[Any]):
         self._items: Iterator[Any] | None = None
         self._start: dict[str, Any] | None = None
         self._restored: Mapping[str, Any] | None = None
-        self._digests: dict[
-            int, int | None
-        ] = {}  # micro batch's number in the pass, if a power of two -> checksum
-        self._digests_of_workers: list[int | None] = []
+        self._pass_digest: int | None = None  # checksum of the current pass's first micro batch
         is_iterable = isinstance(getattr(loader, "dataset", None), data.IterableDataset)
-        self._num_workers = int(getattr(loader, "num_workers", 0)) if is_iterable else 0
         is_plain_map_style = isinstance(loader, data.DataLoader) and not is_iterable
         self._reads_to_end = self._stateful is not None or not is_plain_map_style
         self.pass_idx = 0
@@ -89,7 +85,11 @@ class LoaderPasses(Iterator[Any]):
                 item = next(self._items, _END)
                 if item is not _END:
                     self.in_pass += 1
-                    self._take_digest(item)
+                    if self.in_pass == 1 or not self._has_drawn:
+                        found = digest(item)  # before training can change the micro batch
+                        self._pass_digest = found if self.in_pass == 1 else self._pass_digest
+                        self.first_digest = self.first_digest if self._has_drawn else found
+                    self._has_drawn = True
                     return item
                 if self.in_pass == 0:
                     raise StopIteration
@@ -108,24 +108,6 @@ class LoaderPasses(Iterator[Any]):
         set_epoch(self._loader, self.pass_idx)
         self._start = {"random_states": RngState.read().to_saved(), "generators": self._generator_states()}
         self._items = iter(self._loader)
-        self._digests = {}
-
-    def _take_digest(self, item: Any) -> None:
-        """Store the micro batch's checksum if needed, before training can change ``item``.
-
-        Needed are micro batches 1, 2, 4, 8 and so on of a pass, the first one drawn, and the first one of each worker.
-        """
-        in_pass = self.in_pass
-        is_compared = _is_power_of_two(in_pass)
-        if not is_compared and self._has_drawn and in_pass > self._num_workers:
-            return
-        found = digest(item)
-        if is_compared:
-            self._digests[in_pass] = found
-        if not self._has_drawn:
-            self._has_drawn, self.first_digest = True, found
-        if in_pass <= self._num_workers:
-            self._compare_workers(found)
 
     def _read_to_end(self) -> None:
         """Read the loader to its end, which resets it; warn if it exceeds ``__len__``."""
@@ -142,21 +124,6 @@ class LoaderPasses(Iterator[Any]):
                 self.in_pass + self._rest,
             )
 
-    def _compare_workers(self, newest: int | None) -> None:
-        """Warn if workers of an iterable data set begin with the same micro batch."""
-        if self.pass_idx or self._num_workers < 2:
-            return
-        if newest is not None and newest in self._digests_of_workers:
-            logger.warning(
-                "%s: micro batch %d repeats an earlier one, because each of its %d workers reads the whole data set. Divide it "
-                "in __iter__ by torch.utils.data.get_worker_info(), or use num_workers=0",
-                self._name,
-                self.in_pass - 1,
-                self._num_workers,
-            )
-            self._num_workers = 0
-        self._digests_of_workers.append(newest)
-
     def close(self) -> None:
         """Release the loader, so that its workers end."""
         self._loader = self._items = self._stateful = None
@@ -172,7 +139,7 @@ class LoaderPasses(Iterator[Any]):
             "in_pass": self.in_pass,
             "start": self._start,
             "generators": self._generator_states(),
-            "digests": dict(self._digests),
+            "digest": self._pass_digest,
             "state": self._stateful.state_dict() if self._stateful is not None and self.in_pass else None,
         }
         if not self._has_drawn and self._restored is not None:  # nothing was read since the restore
@@ -207,7 +174,7 @@ class LoaderPasses(Iterator[Any]):
             self._set_generators(saved["generators"])
             return
         set_epoch(self._loader, self.pass_idx)
-        self._start, self._digests = saved["start"], dict(saved.get("digests", {}))
+        self._start, self._pass_digest = saved["start"], saved["digest"]
         with random_state_kept():
             if self._start is not None:
                 RngState.from_saved(self._start["random_states"]).restore()
@@ -242,7 +209,6 @@ class LoaderPasses(Iterator[Any]):
         began_s = time.monotonic()
         logger.info("%s reads and drops %d micro batches of pass %d", self._name, self.in_pass, self.pass_idx)
         self._items = iter(self._loader)
-        other: int | None = None
         for idx in range(self.in_pass):
             item = next(self._items, _END)
             if item is _END:
@@ -250,19 +216,13 @@ class LoaderPasses(Iterator[Any]):
                     f"{self._name} ended after {idx} micro batches of pass {self.pass_idx}, and the checkpoint was written "
                     f"after {self.in_pass}; expected the same data. Restore it, or start a new run."
                 )
-            if _is_power_of_two(idx + 1):
-                expected, found = self._digests.get(idx + 1), digest(item)
-                self._digests[idx + 1] = found
-                if other is None and None not in (expected, found) and found != expected:
-                    other = idx
-        if other is not None:
-            logger.warning(
-                "%s does not repeat itself: micro batch %d of pass %d is another one than before the checkpoint, so records may "
-                "be trained twice or never. Seed its order, or give it state_dict and load_state_dict",
-                self._name,
-                other,
-                self.pass_idx,
-            )
+            if idx == 0 and digest(item) != self._pass_digest:
+                logger.warning(
+                    "%s does not repeat itself: pass %d begins with another micro batch than before the checkpoint, so records "
+                    "may be trained twice or never. Seed its order, or give it state_dict and load_state_dict",
+                    self._name,
+                    self.pass_idx,
+                )
         logger.info("%s: read again in %.1f s", self._name, time.monotonic() - began_s)
 
     def _generator_states(self) -> list[torch.Tensor]:
@@ -314,10 +274,6 @@ def random_state_kept() -> Iterator[None]:
 
 
 # ---- checksums of micro batches -------------------------------------------------------------------------
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def digest(item: Any) -> int | None:
@@ -397,7 +353,7 @@ def position_for(
         mode: ``data.dstrial.resume_data``; ``restart`` is replaced by ``exact`` if ``division`` has not changed.
 
     Raises:
-        DataError: ``division`` has changed, and ``mode`` cannot convert the positions. Every rank raises the same error.
+        DataError: ``division`` has changed, and ``mode`` is not ``restart``. Every rank raises the same error.
     """
     first = saved[0]
     written = tuple(first["division"])
@@ -407,18 +363,8 @@ def position_for(
     if mode == "restart":
         return own or first, mode
     sizes = ["{} x {} x {}".format(*numbers) for numbers in (written, division)]
-    if mode == "exact":
-        raise DataError(
-            f"the checkpoint's training loaders read {sizes[0]} records per batch (replicas x micro batches x records), and now "
-            f"{sizes[1]}; expected the same, because a loader that is not dstrial.DataLoader divides its records itself. Resume "
-            "with the former number of replicas, or set data.dstrial.resume_data: reread if the replicas take turns in one "
-            "stream of records, restart to begin the pass again."
-        )
-    in_pass, left = divmod(first["in_pass"] * written[0] * written[2], division[0] * division[2])
-    if left or len({(one["pass"], one["in_pass"]) for one in saved}) > 1:
-        raise DataError(
-            f"the checkpoint's training loaders, which read {sizes[0]} records per batch, are at positions in their passes that "
-            f"{sizes[1]} records per batch cannot take up; expected one position of all replicas on a boundary of micro batches. "
-            "Resume with the former number of replicas, or set data.dstrial.resume_data: restart."
-        )
-    return {**(own or first), "in_pass": in_pass, "digests": {}, "state": None}, mode
+    raise DataError(
+        f"the checkpoint's training loaders read {sizes[0]} records per batch (replicas x micro batches x records), and now "
+        f"{sizes[1]}; expected the same, because a loader that is not dstrial.DataLoader divides its records itself. Resume "
+        "with the former number of replicas, or set data.dstrial.resume_data: restart to begin the pass again."
+    )

@@ -1,7 +1,6 @@
 """Data positions of a checkpoint that resumes with another layout."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from sample_layouts import PLAIN_LAYOUT
 from dstrial.errors import CheckpointLayoutError
 from dstrial.loop.checkpoint_loader import position_of, rescale_micro_batches
 from dstrial.loop.data.passes import digest
-from dstrial.loop.data.training import TrainingStream
 
 
 def with_accumulation(steps):
@@ -38,30 +36,6 @@ def test_other_accumulation_rescales_micro_batches():
 def test_position_inside_new_micro_batch_is_rejected():
     with pytest.raises(CheckpointLayoutError, match="after 3 micro batches of 6 records"):
         rescale_micro_batches({"micro_batches_drawn": 3}, with_accumulation(4), with_accumulation(2))
-
-
-def stream_of(replica, replicas, accumulation):
-    adapter = SimpleNamespace(
-        data_parallel_rank=replica,
-        data_parallel_world_size=replicas,
-        micro_batches_per_batch=accumulation,
-        micro_batch_size=2,
-    )
-    return TrainingStream(list(range(16 // replicas)), adapter, replica, 0, True, "reread")
-
-
-@pytest.mark.parametrize("batches", [1, 4])
-def test_converted_position_is_saved_with_new_division(batches):
-    before = stream_of(0, 2, 2)
-    items = before.open(0)
-    for _ in range(2 * batches):
-        next(items)
-    (written,) = before.positions()
-    after = stream_of(1, 4, 1)
-    after.open(batches, [written])
-    (position,) = after.positions()
-    assert (position["replica"], position["division"]) == (1, (4, 1, 2))
-    assert (position["pass"], position["in_pass"]) in ((0, batches), (1, 0))
 
 
 def test_digest_ignores_tensors_without_bytes():
