@@ -10,7 +10,6 @@ import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dstrial import object_storage
@@ -40,7 +39,7 @@ from dstrial.scratch import scratch_directory
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-ACTIONS = ("inspect", "verify", "diff", "export", "reshape", "download")
+ACTIONS = ("inspect", "verify", "export", "reshape", "download")
 """Actions; the module ``checkpoint_<action>`` of each has ``add_parser(actions)`` and ``main(args)``."""
 
 _EPILOG = """\
@@ -50,7 +49,6 @@ checkpoint of the running master or of a run below --runs-dir; best, for the bes
 examples:
   dstrial checkpoint inspect runs/gpt2/20260101T120000Z-1a2b3c
   dstrial checkpoint verify 6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11
-  dstrial checkpoint diff BEFORE AFTER --optimizer
   dstrial checkpoint export CHECKPOINT model.safetensors --format safetensors
   dstrial checkpoint reshape CHECKPOINT for-4-slots --slots 4 --zero-stage 3
   dstrial checkpoint download CHECKPOINT -o a-copy
@@ -64,8 +62,8 @@ _CHECKPOINT_FILES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "checkpoint",
-        help="inspect, verify, compare, export, reshape and download checkpoints",
-        description="Inspect, verify, compare, export, reshape and download checkpoints. No action needs an accelerator.",
+        help="inspect, verify, export, reshape and download checkpoints",
+        description="Inspect, verify, export, reshape and download checkpoints. No action needs an accelerator.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -130,12 +128,8 @@ def add_action(
     help: str,  # noqa: A002 - argparse's name
     description: str,
     epilog: str,
-    checkpoints: Mapping[str, str] = MappingProxyType({"checkpoint": "CHECKPOINT"}),
 ) -> argparse.ArgumentParser:
-    """Add the parser of an action such as ``verify``, and return it.
-
-    ``checkpoints`` maps the name of each checkpoint argument to its metavar.
-    """
+    """Add the parser of an action such as ``verify``, with CHECKPOINT; return it."""
     parser = actions.add_parser(
         name,
         help=help,
@@ -143,26 +137,21 @@ def add_action(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for dest, metavar in checkpoints.items():
-        parser.add_argument(
-            dest,
-            metavar=metavar,
-            help="directory of a checkpoint or a run, a UUID, or best (see `dstrial checkpoint --help`)",
-        )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="directory of a checkpoint or a run, a UUID, or best (see `dstrial checkpoint --help`)",
+    )
     return parser
 
 
-def add_shared_options(
-    parser: argparse.ArgumentParser, *, json: bool = False, progress: bool = False, trust: bool = True
-) -> None:
+def add_shared_options(parser: argparse.ArgumentParser, *, json: bool = False, trust: bool = True) -> None:
     """Add ``--runs-dir`` and ``--state-dir``, in which UUIDs are looked up.
 
-    ``json`` adds ``--json``, ``progress`` adds ``--no-progress``, and ``trust`` adds ``--trust-code``.
+    ``json`` adds ``--json``, ``trust`` adds ``--trust-code``.
     """
     if json:
         parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
-    if progress:
-        parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
     if trust:
         parser.add_argument(
             "--trust-code",

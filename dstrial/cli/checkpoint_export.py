@@ -21,7 +21,7 @@ from dstrial.cli.checkpoint import (
     add_shared_options,
     open_checkpoint,
 )
-from dstrial.cli.streams import bytes_bar, count_argument
+from dstrial.cli.streams import count_argument
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 from dstrial.visible_text import size_text
 
@@ -96,7 +96,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare the files with their checksums first"
     )
-    add_shared_options(parser, progress=True)
+    add_shared_options(parser)
 
 
 def size_argument(text: str) -> int:
@@ -124,7 +124,7 @@ def main(args: argparse.Namespace) -> int:
     if args.format is None:
         has_adapter = bool(opened.layouts[engine_idx].adapter) and not args.merged
         args.format = "adapter" if has_adapter else "safetensors"
-    _check_files(opened, engine_idx, verifies=not args.no_verify, is_plain=args.no_progress)
+    _check_files(opened, engine_idx, verifies=not args.no_verify)
     weights = _weights(opened, engine_idx, args)
     if weights.unequal:
         sys.stderr.write(
@@ -168,7 +168,7 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
     return asked
 
 
-def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_plain: bool) -> None:
+def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool) -> None:
     """Raise unless an engine's weights exist and, if ``verifies``, match the manifest."""
     roles = {path: role_of(path, opened.layouts) for path in opened.manifest.files}
     if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles.values()):
@@ -181,9 +181,7 @@ def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_
     names = [
         path for path, role in roles.items() if role.engine_idx == engine_idx or role.kind == "rank state"
     ]
-    total = sum(opened.manifest.files[name].num_bytes for name in names)
-    with bytes_bar("verifying", total, is_plain=is_plain) as advance:
-        damages = verify_files(opened.path, opened.manifest, names, advance)
+    damages = verify_files(opened.path, opened.manifest, names)
     if damages:
         raise damaged_error(opened.path, damages)
 
@@ -208,16 +206,13 @@ def _write(
 ) -> None:
     from dstrial.engine import export
 
-    with (
-        _atomic_output(output) as temporary,
-        bytes_bar("writing", weights.num_bytes, is_plain=args.no_progress) as advance,
-    ):
+    with _atomic_output(output) as temporary:
         if args.format == "safetensors":
-            export.write_safetensors(weights, temporary, on_bytes=advance)
+            export.write_safetensors(weights, temporary)
         elif args.format == "torch":
-            export.write_torch(weights, temporary, on_bytes=advance)
+            export.write_torch(weights, temporary)
         elif isinstance(weights, export.AdapterWeights):
-            export.write_adapter(weights, temporary, advance)
+            export.write_adapter(weights, temporary)
         else:
             export.write_hugging_face(
                 weights,
@@ -228,7 +223,6 @@ def _write(
                     for path in export.find_model_files(_file_directories(args.files_from, source, folder))
                     if not _resolves_outside(path, source.path)
                 ],
-                on_bytes=advance,
             )
 
 

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
 from dstrial.checkpoint.completion_marker import read_marker
-from dstrial.checkpoint.integrity import Fault, IntegrityReport, bytes_to_read, check_integrity
+from dstrial.checkpoint.integrity import Fault, IntegrityReport, check_integrity
 from dstrial.checkpoint.manifest import (
     MANIFEST_DIGEST,
     MANIFEST_NAME,
     hash_file,
     is_own_manifest,
-    read_manifest,
 )
 from dstrial.cli.checkpoint import CheckpointSource, add_action, add_shared_options, find_checkpoint
-from dstrial.cli.streams import bytes_bar
 from dstrial.errors import CheckpointError, RequestError
 from dstrial.master.state_directory import StateDirectory
 from dstrial.visible_text import size_text
@@ -50,14 +48,14 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "recorded when the checkpoint was saved.",
         epilog=_EPILOG,
     )
-    add_shared_options(parser, json=True, progress=True, trust=False)
+    add_shared_options(parser, json=True, trust=False)
 
 
 def main(args: argparse.Namespace) -> int:
     """Verify a checkpoint's files and manifest; return 0 if intact, else 1."""
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     try:
-        report = verify_with_progress(source, is_plain=args.no_progress or args.as_json)
+        report = check_integrity(source.path, needs_mark=source.needs_mark)
     except CheckpointError as error:
         if not args.as_json:
             raise
@@ -140,13 +138,6 @@ def _uuid_of(path: Path) -> str:
     except CheckpointError:
         name = None
     return quote(name if isinstance(name, str) else path.name, safe="")
-
-
-def verify_with_progress(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
-    """Verify every file of a checkpoint; show a progress bar unless ``is_plain``."""
-    manifest = read_manifest(source.path)
-    with bytes_bar("verifying", bytes_to_read(manifest), is_plain=is_plain) as advance:
-        return check_integrity(source.path, manifest, needs_mark=source.needs_mark, on_bytes=advance)
 
 
 def _print_text(source: CheckpointSource, report: IntegrityReport) -> None:
