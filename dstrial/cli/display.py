@@ -230,8 +230,7 @@ def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
     with contextlib.suppress(
         DstrialError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
     ):
-        predicted = read_json(run_directory.memory_path) or {}
-        return summary_rows(read_json(run_directory.telemetry_path) or {}, predicted.get("stages", ()))
+        return summary_rows(read_json(run_directory.telemetry_path) or {})
     return []  # the file is damaged; the rest of the summary is still shown
 
 

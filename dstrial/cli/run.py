@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import shutil
 import signal
@@ -49,11 +48,8 @@ from dstrial.cli.submit import (
     submit,
 )
 from dstrial.config.documents import read_yaml
-from dstrial.config.dotted_keys import apply_overrides, dstrial_section
 from dstrial.config.experiment_config.check import unused_by_run
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
-from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
-from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.context_directory import list_context
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 from dstrial.hosts.hostfile import Host, add_host_arguments, given_slots, hosts_of, placement_lines, python_of
@@ -119,12 +115,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="with --resume: load the checkpoint even if its pickles have classes that dstrial does not know; such classes can "
         "run any code, so trust the checkpoint's author",
     )
-    parser.add_argument(
-        "--override-optimizer",
-        action="store_true",
-        help="when a checkpoint is loaded, keep the optimizer settings (lr, weight_decay, betas, ...) of this run's config "
-        "instead of those in the checkpoint",
-    )
     kind.add_argument(
         "--test",
         action="store_true",
@@ -134,18 +124,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--run-dir",
         metavar="DIR",
         help="directory of this run; if DIR has a checkpoint, the run resumes from the newest checkpoint",
-    )
-    parser.add_argument(
-        "--logger",
-        choices=tuple(LOGGERS),
-        action="append",
-        default=[],
-        help="report metrics also to this logger, in addition to TensorBoard and the loggers of EXP.yaml; repeatable",
-    )
-    parser.add_argument(
-        "--predict-memory",
-        action="store_true",
-        help="predict memory before training, as `dstrial memory` does; the summary shows predicted and measured memory",
     )
     parser.add_argument(
         "--debug",
@@ -179,12 +157,6 @@ def main(args: argparse.Namespace) -> int:
         path=own_path,
     )
     with run_directory.lock(), _record_end_on_error(run_directory):
-        if args.predict_memory:
-            from dstrial.cli.memory import predict_run
-
-            problem = predict_run(run_directory, request.experiment, request.num_slots)
-            if problem is not None:
-                sys.stdout.write(f"the use of memory is not predicted: {problem}\n")
         if args.debug:
             return _debug(request, run_directory)
         return _train(request, run_directory, allocation)
@@ -273,7 +245,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
 
 
 def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return config overrides (``key=value``) from ``--config``, ``--logger`` etc."""
+    """Return config overrides (``key=value``) from ``--config`` and ``--trust-code``."""
     overrides = list(args.config)
     if args.trust_code:
         manifest = None if point is None else point.checkpoint / MANIFEST_NAME
@@ -289,13 +261,6 @@ def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]
             raise ConfigError([problem])
         # Only these files are trusted: checkpoints that the run writes later are not.
         overrides.append(f"data.dstrial.trust_checkpoint_code='{hash_file(manifest).sha256}'")
-    if args.logger:
-        document = apply_overrides(read_yaml(Path(args.experiment), args.experiment), args.config)
-        loggers = with_loggers(dstrial_section(document.value).get("loggers"), args.logger)
-        if loggers is not None:
-            overrides.append(f"{LOGGERS_KEY}={json.dumps(loggers)}")
-    if args.override_optimizer:
-        overrides.append("data.dstrial.override_optimizer=true")
     return overrides
 
 

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from dstrial.cli.app import main
-from dstrial.cli.memory import predict_run
-from dstrial.config.experiment_config.config import load_experiment
-from dstrial.local.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = [str(ROOT / "experiment_configs" / "digits.yaml"), str(ROOT / "model_defs" / "digits")]
@@ -112,11 +109,11 @@ def test_memory_of_accelerate_script_names_measured_run(capsys: pytest.CaptureFi
     (row,) = json.loads(capsys.readouterr().out)["devices"]
     assert row["problem"] == (
         "the dry run is stopped at train.py:31: a loop with Reporter cannot be dry-run; expected a trial class, or a script that "
-        "calls deepspeed.initialize. Train some batches, and read what the run has measured by `dstrial memory RUN_DIR`."
+        "calls deepspeed.initialize. Train some batches: the summary of `dstrial run` shows the measured memory."
     )
 
 
-INSTEAD = ("python3 -m dstrial.launch SCRIPT", "dstrial memory RUN_DIR")
+INSTEAD = ("python3 -m dstrial.launch SCRIPT", "the summary of `dstrial run`")
 AUTOTP = "hyperparameters.overwrite_deepspeed_args.tensor_parallel.autotp_size=2"
 
 
@@ -143,20 +140,3 @@ def test_memory_rejects_unsupported_arguments(
     assert main(["memory", *arguments]) == 1
     said = capsys.readouterr().err
     assert all(part in said for part in parts), said
-
-
-@pytest.mark.process
-@pytest.mark.timeout(600)
-def test_predict_run_saves_prediction_in_run_directory(tmp_path: Path) -> None:
-    experiment = load_experiment(*DIGITS, require_entrypoint=True, slots=1)
-    run = RunDirectory.create(
-        tmp_path, name="digits", context_dir=experiment.context_dir, command=["test"], config=experiment.raw
-    )
-    assert predict_run(run, experiment, 1) is None
-    (stage,) = json.loads(run.memory_path.read_text())["stages"]
-    assert stage["gradients"] == stage["parameters"] < stage["activations"] < stage["peak"]
-
-    run.memory_path.unlink()
-    other = load_experiment(*SCRIPT, ["entrypoint=torchrun train.py"], require_entrypoint=True, slots=1)
-    assert "cannot be dry-run" in (predict_run(run, other, 1) or "")
-    assert not run.memory_path.exists()

@@ -522,7 +522,9 @@ def test_trial_is_tested_stopped_and_resumed(
     faster = {"optimizer": {"type": "Adam", "params": {"lr": 0.002, "torch_adam": True}}}
     (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG | faster))
     until = f"searcher.max_length={{batches: {length}}}"
-    ended = project.run("--resume", "latest", "--config", until, "--override-optimizer")
+    ended = project.run(
+        "--resume", "latest", "--config", until, "--config", "data.dstrial.override_optimizer=true"
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "lr 0.002, in the checkpoint 0.001; this run's settings count" in ended.stdout + ended.stderr
     assert f"completed at batch {length} of {length}" in ended.stdout

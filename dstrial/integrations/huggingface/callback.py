@@ -376,12 +376,11 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._preemption.acknowledge()
         elif self._in_training and self._has_finished:
             self._reporter.finish(step, max_steps)
-            self._telemetry.close(is_complete=True)
         self._in_training = False
         self.close()
 
     def close(self) -> None:
         """Close telemetry, heartbeat and the checkpoint to resume from. Idempotent."""
         self._heartbeat.end()
-        self._telemetry.close(is_complete=False)
+        self._telemetry.close()
         self.startup.close()
