@@ -58,25 +58,21 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
     With ``is_forced``, the contents of read-only directories are deleted too. If an entry cannot be deleted, OSError is raised
     after all other entries are deleted.
     """
-    problems: list[OSError] = []
     if directory.is_symlink():
         directory.unlink()
         return
+    problems: list[OSError] = []
     try:
-        for parent, names, _ in os.walk(directory) if is_forced else ():
-            for path in (Path(parent), *(Path(parent, name) for name in names)):
-                if not path.is_symlink():
-                    with contextlib.suppress(OSError):
-                        path.chmod(0o700)
         shutil.rmtree(directory, onerror=lambda _function, _path, info: problems.append(info[1]))
     except RecursionError:  # about 1000 levels, before Python 3.13
-        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        problems.append(OSError(errno.ENAMETOOLONG, "directories are nested too deep", str(directory)))
+    problems = [one for one in problems if not isinstance(one, FileNotFoundError)]
+    if problems and (is_forced or problems[-1].errno == errno.ENAMETOOLONG):
+        commands = [["chmod", "-R", "u+rwx"]] if is_forced else []
+        for command in (*commands, ["rm", "-rf"]):
             subprocess.run([*command, "--", str(directory)], capture_output=True, check=False)
-        if directory.exists():
-            raise OSError(errno.EIO, "it cannot be deleted by rm -rf", str(directory)) from None
-        return
-    if found := next((one for one in problems if not isinstance(one, FileNotFoundError)), None):
-        raise found
+    if problems and directory.exists():
+        raise problems[0]
 
 
 def _write(path: Path, content: str | bytes, flag: int, *, sync: bool, is_private: bool) -> None:
