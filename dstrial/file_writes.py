@@ -9,6 +9,7 @@ import secrets
 import shutil
 import subprocess
 from pathlib import Path
+from typing import cast
 
 
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_private: bool = False) -> None:
@@ -63,7 +64,9 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
         return
     problems: list[OSError] = []
     try:
-        shutil.rmtree(directory, onerror=lambda _function, _path, info: problems.append(info[1]))
+        shutil.rmtree(
+            directory, onerror=lambda _function, _path, info: problems.append(cast(OSError, info[1]))
+        )
     except RecursionError:  # about 1000 levels, before Python 3.13
         problems.append(OSError(errno.ENAMETOOLONG, "directories are nested too deep", str(directory)))
     problems = [one for one in problems if not isinstance(one, FileNotFoundError)]

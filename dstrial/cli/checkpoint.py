@@ -30,7 +30,6 @@ from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.run_directory import RunDirectory, default_runs_dir
-from dstrial.master.client import Client
 from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
 from dstrial.master.state_directory import StateDirectory
 from dstrial.object_storage import recorded_storage
@@ -80,22 +79,11 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """The checkpoint of a CHECKPOINT argument: directory, run, and master if queried."""
+    """The checkpoint of a CHECKPOINT argument: directory, run, and master's record."""
 
     path: Path  # absolute
-    run_directory: RunDirectory | None = None  # None if the checkpoint is not in a run directory
-    record: Mapping[str, Any] | None = (
-        None  # the master's ``v1Checkpoint``; None, like ``client``, if no master was queried
-    )
-    client: Client | None = None
-
-    @property
-    def needs_mark(self) -> bool:
-        """Whether a missing completion marker means that the checkpoint is incomplete.
-
-        Only checkpoints in run directories have markers.
-        """
-        return self.run_directory is not None
+    run_directory: RunDirectory | None = None  # only checkpoints in run directories need a completion marker
+    record: Mapping[str, Any] | None = None  # the master's ``v1Checkpoint``; None if no master was queried
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -303,7 +291,7 @@ def _from_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSou
     if object_storage.is_object_storage(storage):
         target = _new_directory(asked)
         client.extract(f"/checkpoints/{asked}", target)
-        return CheckpointSource(target, record=answer, client=client)
+        return CheckpointSource(target, record=answer)
     try:
         path = checkpoint_directory(storage, asked)
     except MasterError as error:
@@ -318,4 +306,4 @@ def _from_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSou
             "files. Name a checkpoint that is not deleted."
         )
     found = _in_directory(path.resolve(), asked)
-    return dataclasses.replace(found, record=answer, client=client)
+    return dataclasses.replace(found, record=answer)
