@@ -1,4 +1,4 @@
-"""Show the progress of ``dstrial run`` as lines, then its summary."""
+"""Show the progress of ``dstrial run`` as a bar or plain lines, then its summary."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from typing import TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream, text_table
@@ -38,7 +43,7 @@ def _is_phase(text: str) -> bool:
 
 
 class Display:
-    """Shows one attempt at a run as lines, one per report.
+    """Shows one attempt at a run as plain lines, one per report.
 
     Args:
         out: standard output.
@@ -87,9 +92,59 @@ class Display:
             if report.group in ("training", "validation"):
                 self.message(report_line(report, view.batches_total, self._metric))
 
+    def close(self) -> None:
+        """End the display; later output is printed below it."""
+
     def _write(self, text: str, stream: LossTolerantStream) -> None:
         self._written_s = time.monotonic()
         stream.write(visible(text) + "\n")
+
+
+class BarDisplay(Display):
+    """Shows an attempt as a progress bar in the last line, below all other output."""
+
+    def __init__(
+        self, out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None
+    ) -> None:
+        super().__init__(out, err, num_ranks=num_ranks, metric=metric)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TextColumn("time left"),
+            TimeRemainingColumn(),
+            console=Console(file=cast(TextIO, out), highlight=False),
+            refresh_per_second=5,
+        )
+        self._task: TaskID = self._progress.add_task("starting", total=None, numbers="")
+        self._has_begun = False
+        self._progress.start()
+
+    def starting(self, text: str, age_s: float) -> None:
+        if not self._has_begun:
+            self._progress.update(self._task, description=f"{text[:60]}, {age_s:.0f} s")
+
+    def view(self, view: RunView) -> None:
+        if view.batches_trained is None or view.batches_total is None:
+            return
+        parts = [f"{view.batches_trained}/{view.batches_total} batches"]
+        for prefix, pair in (("", view.loss), ("val ", view.validation)):
+            if pair is not None:
+                parts.append(f"{prefix}{pair[0]} {number(pair[1])}")
+        if view.samples_per_second is not None:
+            parts.append(f"{number(view.samples_per_second)} samples/s")
+        total, completed = view.batches_total, view.batches_trained
+        if not self._has_begun:
+            # The batches before a resume must not count as speed.
+            self._has_begun = True
+            self._progress.reset(self._task, total=total, completed=completed, description="training")
+        self._progress.update(self._task, total=total, completed=completed, numbers="  ".join(parts))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def _write(self, text: str, stream: LossTolerantStream) -> None:  # noqa: ARG002 - a terminal shows both
+        self._progress.console.print(Text(visible(text)), soft_wrap=True)
 
 
 def summary(

@@ -97,6 +97,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
     )
+    parser.add_argument(
+        "--no-progress", action="store_true", help="print plain lines instead of a progress bar"
+    )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--resume",
@@ -423,8 +426,10 @@ class _Attempt:
         self._out, self._err = out, err
         num_ranks = 1 if request.entrypoint.starts_ranks else max(request.num_slots, 1)
         metric = request.experiment.metric
-        self._monitor = RunMonitor(run_directory, since=utc_now())
-        self._display = display.Display(out, err, num_ranks=num_ranks, metric=metric)
+        self._monitor = RunMonitor(run_directory, metric=metric, since=utc_now())
+        has_bar = not request.args.no_progress and not request.is_search and out.isatty()
+        kind = display.BarDisplay if has_bar else display.Display
+        self._display = kind(out, err, num_ranks=num_ranks, metric=metric)
         self._waited_until_s = time.time()
         self._progress = ""
         self._view = RunView()
@@ -432,28 +437,31 @@ class _Attempt:
     def follow(self, signals: list[signal.Signals], job: slurm_job.BatchJob | None) -> int:
         """Submit the run, show it until it ends, and return the exit status."""
         request, master, print_line = self._request, self._master, self._display.message
-        print_line(f"run directory: {shown_path(self._run_directory.path)}")
-        if request.checkpoint is not None:
-            print_line(f"resuming from checkpoint {request.checkpoint}")
-        print_line(f"context:       {context_text(request.context)}")
-        experiment_id, known = submit(request, master, self._run_directory)
-        if not master.is_own:
-            address = master.record.address
-            print_line(
-                f"experiment:    {experiment_id} ({det_for(address)} experiment describe {experiment_id})"
+        try:
+            print_line(f"run directory: {shown_path(self._run_directory.path)}")
+            if request.checkpoint is not None:
+                print_line(f"resuming from checkpoint {request.checkpoint}")
+            print_line(f"context:       {context_text(request.context)}")
+            experiment_id, known = submit(request, master, self._run_directory)
+            if not master.is_own:
+                address = master.record.address
+                print_line(
+                    f"experiment:    {experiment_id} ({det_for(address)} experiment describe {experiment_id})"
+                )
+                print_line(f"page:          {page_of(address, experiment_id)}")
+            log = LogTail(master, self._display.line, known)
+            followed = follow(
+                master,
+                experiment_id,
+                signals,
+                on_poll=self._show_search if request.is_search else functools.partial(self._show, log),
+                on_stop=lambda: print_line(self._stop_text()),
+                print_line=print_line,
+                has_many_trials=request.is_search,
             )
-            print_line(f"page:          {page_of(address, experiment_id)}")
-        log = LogTail(master, self._display.line, known)
-        followed = follow(
-            master,
-            experiment_id,
-            signals,
-            on_poll=self._show_search if request.is_search else functools.partial(self._show, log),
-            on_stop=lambda: print_line(self._stop_text()),
-            print_line=print_line,
-            has_many_trials=request.is_search,
-        )
-        self._poll_run()
+            self._poll_run()
+        finally:
+            self._display.close()
         verdict, lines, failure = self._end(followed, job)
         if followed.is_detached and master.is_own:
             daemon.request_stop(master.record, is_kill=True)

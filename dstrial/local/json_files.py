@@ -75,12 +75,19 @@ def read_json(path: Path) -> Any:
         DstrialError: the file is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise DstrialError(
-            f"{path} is not JSON ({error}); expected a document written by dstrial. Restore the file or remove it."
+            f"{path} is not text ({error}); expected a document written by dstrial. Restore the file or remove it."
+        ) from error
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DstrialError(
+            f"{path}:{error.lineno} is not JSON ({error.msg}); expected a document written by dstrial. "
+            "Restore the file or remove it."
         ) from error
 
 
@@ -119,8 +126,12 @@ def repair_json_lines(path: Path) -> bool:
     if not content or content.endswith(b"\n"):
         return False
     start = content.rfind(b"\n") + 1
+    try:
+        is_whole = isinstance(json.loads(content[start:]), dict)
+    except ValueError:
+        is_whole = False
     with path.open("r+b") as file:
-        if _object_of(content[start:]) is not None:
+        if is_whole:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:
@@ -130,10 +141,10 @@ def repair_json_lines(path: Path) -> bool:
     return True
 
 
-def read_json_lines(path: Path, *, containing: bytes = b"") -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines; [] if the file does not exist.
 
-    Lines without the bytes ``containing``, and a last line without line break, are left out.
+    A last line without line break is left out.
 
     Raises:
         DstrialError: a complete line is no JSON object.
@@ -144,10 +155,11 @@ def read_json_lines(path: Path, *, containing: bytes = b"") -> list[dict[str, An
         return []
     rows: list[dict[str, Any]] = []
     for line_idx, line in enumerate(content.split(b"\n")[:-1]):
-        if containing not in line:
-            continue
-        row = _object_of(line)
-        if row is None:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
             shown = line[:60].decode(errors="replace")
             raise DstrialError(
                 f"{path}:{line_idx + 1} is {shown!r}; expected a JSON object. Remove the line to go on."
@@ -162,30 +174,35 @@ class JsonLinesTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset_bytes = 0
-        self._inode: int | None = None
+        self._file_id: tuple[int, int] | None = None
 
-    def poll(self) -> list[dict[str, Any]]:
-        """Return the rows since the last call; all rows if the file was replaced.
+    def poll(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return whether the file was replaced or truncated, and the new rows.
 
-        Lines that are no JSON object are left out.
+        New rows are those since the last call. After a replacement all rows of the file are new. Lines that are no JSON object
+        are left out.
         """
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset_bytes:
-                    self._offset_bytes, self._inode = 0, status.st_ino
+                file_id = (status.st_dev, status.st_ino)
+                is_void = self._file_id not in (None, file_id) or status.st_size < self._offset_bytes
+                if is_void:
+                    self._offset_bytes = 0
+                self._file_id = file_id
                 file.seek(self._offset_bytes)
                 content = file.read()
         except FileNotFoundError:
-            return []
+            is_void, self._offset_bytes, self._file_id = self._file_id is not None, 0, None
+            return is_void, []
         end = content.rfind(b"\n") + 1
         self._offset_bytes += end
-        return [row for line in content[:end].splitlines() if (row := _object_of(line)) is not None]
-
-
-def _object_of(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+        rows = []
+        for line in content[:end].splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+        return is_void, rows

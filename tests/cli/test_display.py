@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from dstrial.cli.display import Display, progress_line, search_summary, summary
+from dstrial.cli.display import BarDisplay, Display, progress_line, search_summary, summary
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
@@ -28,17 +30,34 @@ OTHER = Report("system", 10, {"free": 1.0})
 
 
 def view(batches_trained: int = 10, reports: tuple[Report, ...] = ()) -> RunView:
-    return RunView(batches_trained, 100, reports)
+    return RunView(batches_trained, 100, ("loss", 0.123456), ("accuracy", 0.75), 2000.0, reports)
 
 
 def streams() -> tuple[LossTolerantStream, LossTolerantStream]:
     return LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> LossTolerantStream:
+    for name, value in (("COLUMNS", "200"), ("TERM", "xterm"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    return LossTolerantStream(Terminal())
+
+
+def printed_on(terminal: LossTolerantStream) -> str:
+    return cast(Terminal, terminal._stream).getvalue()
+
+
 def test_plain_display_shows_one_line_per_report(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(*streams(), num_ranks=1, metric="accuracy")
     display.view(view(reports=(TRAINING, VALIDATION, OTHER)))
     display.view(view())
+    display.close()
     assert capsys.readouterr().out.splitlines() == [
         "batch 10/100  loss 0.1235  2000 samples/s",
         "batch 10/100  validation  accuracy 0.75",
@@ -55,6 +74,20 @@ def test_plain_display_keeps_stream_and_prefixes_several_ranks(
     captured = capsys.readouterr()
     assert captured.out == "[alone]\n[rank 0] a\n"
     assert captured.err == "[rank 1] b\n"
+
+
+def test_bar_shows_progress_below_lines_of_ranks(terminal: LossTolerantStream) -> None:
+    display = BarDisplay(terminal, terminal, num_ranks=2, metric="accuracy")
+    display.view(RunView())
+    display.line("[bold]not markup[/bold]", 1, "stderr")
+    display.view(view(40))
+    display.view(view(41))
+    display.close()
+    text = printed_on(terminal)
+    assert "[rank 1] [bold]not markup[/bold]" in text
+    last = text[text.rindex("training") :]
+    assert "41/100 batches  loss 0.1235  val accuracy 0.75  2000 samples/s" in last
+    assert "time left" in last
 
 
 def test_plain_display_shows_each_phase_once(
@@ -82,6 +115,20 @@ def test_plain_display_shows_each_phase_once(
         "dstrial.launch: starting: still importing model_def, for 30 s",
         "waiting for 2 slots: 1 of 2 is in use",
     ]
+
+
+def test_bar_shows_phase_and_other_launcher_lines(terminal: LossTolerantStream) -> None:
+    display = BarDisplay(terminal, terminal, num_ranks=1, metric=None)
+    display.starting("compiling operator x", 9.0)
+    display.message("dstrial.launch: starting: importing model_def, for 7 s")
+    display.message("dstrial.launch: starting: compiling operator x since 10:00:00")
+    display.message("dstrial.launch: SIGTERM received")
+    display.close()
+    text = printed_on(terminal)
+    assert "compiling operator x, 9 s" in text
+    assert "importing model_def" not in text
+    assert "compiling operator x since 10:00:00" in text
+    assert "SIGTERM received" in text
 
 
 def summary_of(

@@ -23,6 +23,7 @@ import threading
 import deepspeed
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from dstrial import DataLoader, DeepSpeedTrial, PyTorchCallback
 
@@ -83,6 +84,8 @@ class Watched(Good):
     def __init__(self, context):
         super().__init__(context)
         self.num_validations = 0
+        for _ in tqdm(range(3), desc="reading the table"):
+            pass
 
     def build_validation_data_loader(self):
         return DataLoader(Records(False), batch_size=16)
@@ -157,6 +160,8 @@ resources: {slots_per_trial: 1}
 searcher: {name: single, metric: accuracy, smaller_is_better: false, max_length: {batches: 8}}
 min_validation_period: {batches: 2}
 min_checkpoint_period: {batches: 2}
+# An unknown variable prevents a fork of the preloaded process: tqdm reads its variables at import.
+environment: {environment_variables: [IMPORTS_ITSELF=1]}
 """
 SCHEDULED = """
 {"train_micro_batch_size_per_gpu": 4,
@@ -186,7 +191,7 @@ def run(
     project: Path, master: MasterForTest, entrypoint: str, slots: int = 1, batches: int = 4
 ) -> tuple[subprocess.CompletedProcess[str], RunDirectory]:
     words = ("run", str(write_config(project, entrypoint, slots, batches)), str(project / "context"))
-    options = ("--runs-dir", str(project / "runs"))
+    options = ("--runs-dir", str(project / "runs"), "--no-progress")
     ended = master.dstrial(*words, *options, cwd=project, deadline_s=DEADLINE_S)
     (record,) = (project / "runs").glob("*/*/run.json")
     return ended, RunDirectory(record.parent)
@@ -326,13 +331,17 @@ def test_run_hides_library_noise_and_names_best_checkpoint(
 ) -> None:
     (project / "context" / "scheduled.json").write_text(SCHEDULED)
     (project / "exp.yaml").write_text(WATCHED_CONFIG)
-    found = shared_master.dstrial("run", "exp.yaml", "context", cwd=project, deadline_s=DEADLINE_S)
+    found = shared_master.dstrial(
+        "run", "exp.yaml", "context", "--no-progress", cwd=project, deadline_s=DEADLINE_S
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     (record,) = (project / "runs").glob("*/*/run.json")
     run_directory = RunDirectory(record.parent)
     for noise in (
         "validated ",
         "learning rate from scheduler before it has started",
+        "reading the table",
+        "it/s",
     ):
         assert noise not in found.stdout + found.stderr
     text = found.stdout[found.stdout.index("state: ") :]

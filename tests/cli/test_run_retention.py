@@ -42,7 +42,9 @@ def test_run_and_det_create_keep_same_checkpoints(tmp_path: Path, shared_master:
         "resources: {slots_per_trial: 1}\nsearcher: {name: single, metric: loss, max_length: {batches: 7}}\n"
         f"checkpoint_storage: {{type: shared_fs, host_path: {tmp_path / 'storage'}, {SECTION}}}\n"
     )
-    ended = shared_master.dstrial("run", "exp.yaml", "context", cwd=tmp_path, deadline_s=DEADLINE_S)
+    ended = shared_master.dstrial(
+        "run", "exp.yaml", "context", "--no-progress", cwd=tmp_path, deadline_s=DEADLINE_S
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (record,) = (tmp_path / "runs").glob("*/*/run.json")
     run_directory = RunDirectory(record.parent)
@@ -113,7 +115,7 @@ def test_resumed_run_keeps_checkpoints_of_earlier_experiment(
     longer = ("--resume", "latest", "--config", "searcher.max_length={batches: 6}")
     for words in ((), longer):
         ended = shared_master.dstrial(
-            "run", "exp.yaml", "context", *words, cwd=tmp_path, deadline_s=DEADLINE_S
+            "run", "exp.yaml", "context", "--no-progress", *words, cwd=tmp_path, deadline_s=DEADLINE_S
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
     (record,) = (tmp_path / "runs").glob("*/*/run.json")

@@ -48,7 +48,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
 
 def start_run(master: MasterForTest, project: Path, config: str) -> subprocess.Popen[str]:
     return warm_start.Popen(
-        [sys.executable, "-m", "dstrial.cli", "run", config, "context"],
+        [sys.executable, "-m", "dstrial.cli", "run", config, "context", "--no-progress"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -150,7 +150,7 @@ def test_compiled_operator_is_shown_in_output_and_status(project: Path, master: 
     ):
         assert part in told
     assert starting(master) == []
-    again = master.dstrial("run", config, "context", cwd=project, deadline_s=DEADLINE_S)
+    again = master.dstrial("run", config, "context", "--no-progress", cwd=project, deadline_s=DEADLINE_S)
     assert again.returncode == 0
     assert "compiling operator" not in again.stdout + again.stderr
     assert [path.name for path in (project / "operators").iterdir()] == ["cpu_adam"]

@@ -327,7 +327,7 @@ def test_verify_compares_manifest_with_master_registration(
     assert answer["metadata"]["manifest_sha256"] == digest
 
     def verified(path: Path) -> tuple[int, str]:
-        ended = dstrial("checkpoint", "verify", path, env=shared_master.env)
+        ended = dstrial("checkpoint", "verify", path, "--no-progress", env=shared_master.env)
         return ended.returncode, ended.stdout + ended.stderr
 
     code, output = verified(checkpoint)

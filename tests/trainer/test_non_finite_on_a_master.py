@@ -57,7 +57,9 @@ def test_dstrial_run_reports_skipped_steps_and_fails(shared_master: MasterForTes
     path = tmp_path / "exp.yaml"
     path.write_text(yaml.safe_dump(skipping))
     runs = tmp_path / "runs"
-    ended = shared_master.dstrial("run", str(path), str(DEFINITIONS), "--runs-dir", str(runs))
+    ended = shared_master.dstrial(
+        "run", str(path), str(DEFINITIONS), "--runs-dir", str(runs), "--no-progress"
+    )
     text = ended.stdout + ended.stderr
     assert ended.returncode == 1, text
     assert "state:         failed" in text

@@ -98,7 +98,7 @@ def test_run_of_search_names_stalled_trial(shared_master: MasterForTest, tmp_pat
     config["searcher"] |= {"name": "random", "max_trials": 1}
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config))
     printed = tmp_path / "printed"
-    command = [sys.executable, "-m", "dstrial.cli", "run", "exp.yaml", str(DEFINITIONS)]
+    command = [sys.executable, "-m", "dstrial.cli", "run", "exp.yaml", str(DEFINITIONS), "--no-progress"]
     with printed.open("w") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=shared_master.env, cwd=tmp_path

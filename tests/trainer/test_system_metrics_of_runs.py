@@ -132,7 +132,9 @@ def test_dstrial_run_and_master_keep_system_metrics(shared_master: MasterForTest
     path = tmp_path / "exp.yaml"
     path.write_text(yaml.safe_dump(config_of(**PROFILING)))
     runs = tmp_path / "runs"
-    ended = shared_master.dstrial("run", str(path), str(DEFINITIONS), "--runs-dir", str(runs))
+    ended = shared_master.dstrial(
+        "run", str(path), str(DEFINITIONS), "--runs-dir", str(runs), "--no-progress"
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
     (directory,) = runs.glob("*/*")

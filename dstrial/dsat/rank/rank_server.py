@@ -102,7 +102,7 @@ class RankServer:
             task: dict[str, Any] | None = {}
             give_up_at_s = time.monotonic() + _MAX_IDLE_S
             while self.rank == 0 and not task and time.monotonic() < give_up_at_s:
-                rows = tail.poll()  # at most one: the search writes the next task after this result
+                rows = tail.poll()[1]  # at most one: the search writes the next task after this result
                 state = read_state(search_pid)
                 if state is None or state.has_ended or state.start_ticks != search_ticks:
                     task = None
