@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker
@@ -79,14 +79,17 @@ def verify_files(
     root: str | os.PathLike[str],
     manifest: Manifest,
     only: Iterable[str] | None = None,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> list[Fault]:
     """Compare files with the manifest; return one fault per damaged or missing file.
 
-    ``only`` lists the paths to compare (None: all).
+    ``only`` lists the paths to compare (None: all). ``on_bytes`` is called with the number of bytes read since its last call.
     """
     wanted = manifest.files.keys() if only is None else set(only)
     found = (
-        _fault_of(pathlib.Path(root), path, entry) for path, entry in manifest.files.items() if path in wanted
+        _fault_of(pathlib.Path(root), path, entry, on_bytes)
+        for path, entry in manifest.files.items()
+        if path in wanted
     )
     return [fault for fault in found if fault is not None]
 
@@ -125,15 +128,22 @@ def damaged_error(root: str | os.PathLike[str], faults: Sequence[Fault]) -> Chec
     )
 
 
+def bytes_to_read(manifest: Manifest) -> int:
+    """Return the number of bytes that ``check_integrity`` reads, for progress bars."""
+    return sum(entry.num_bytes for entry in manifest.files.values())
+
+
 def check_integrity(
     root: str | os.PathLike[str],
     manifest: Manifest | None = None,
     *,
     needs_mark: bool = False,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> IntegrityReport:
     """Compare every file of a checkpoint with the manifest; report all differences.
 
-    Reports damaged, missing and unexpected files, and, with ``needs_mark``, a missing completion mark.
+    Reports damaged, missing and unexpected files, and, with ``needs_mark``, a missing completion mark. ``on_bytes`` is called
+    from several threads with the number of bytes read since its last call.
     """
     path = pathlib.Path(root)
     manifest = read_manifest(path) if manifest is None else manifest
@@ -148,7 +158,7 @@ def check_integrity(
     ]
     by_size = sorted(manifest.files, key=lambda name: -manifest.files[name].num_bytes)
     with concurrent.futures.ThreadPoolExecutor(min(_MAX_READERS, os.cpu_count() or 1)) as readers:
-        found = readers.map(lambda name: verify_files(path, manifest, [name]), by_size)
+        found = readers.map(lambda name: verify_files(path, manifest, [name], on_bytes), by_size)
         damaged = {fault.path: fault for of_file in found for fault in of_file}
     faults += [damaged[name] for name in manifest.files if name in damaged]
     for name in sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir()):
@@ -156,11 +166,12 @@ def check_integrity(
             size = f"{(path / name).lstat().st_size:,} bytes"
             faults.append(Fault(name, "unexpected", size, "no such file"))
     described = tuple(dataclasses.replace(fault, role=role_of(fault.path, layouts)) for fault in faults)
-    num_bytes = sum(entry.num_bytes for entry in manifest.files.values())
-    return IntegrityReport(len(manifest.files), num_bytes, described)
+    return IntegrityReport(len(manifest.files), bytes_to_read(manifest), described)
 
 
-def _fault_of(root: pathlib.Path, name: str, entry: FileEntry) -> Fault | None:
+def _fault_of(
+    root: pathlib.Path, name: str, entry: FileEntry, on_bytes: Callable[[int], None] | None
+) -> Fault | None:
     path = root / name
 
     def fault(kind: FaultKind, got: str, expected: str = f"{entry.num_bytes:,} bytes") -> Fault:
@@ -174,7 +185,7 @@ def _fault_of(root: pathlib.Path, name: str, entry: FileEntry) -> Fault | None:
             return fault("missing", "no file")
         if num_bytes != entry.num_bytes:
             return fault("truncated" if num_bytes < entry.num_bytes else "longer", f"{num_bytes:,} bytes")
-        sha256 = hash_file(path).sha256
+        sha256 = hash_file(path, on_bytes).sha256
     except FileNotFoundError:
         return fault("missing", "no file")
     except OSError as error:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dstrial.checkpoint import checksum
@@ -211,14 +211,19 @@ def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, 
     return {path: hash_file(pathlib.Path(root) / path) for path in paths}
 
 
-def hash_file(path: str | os.PathLike[str]) -> FileEntry:
-    """Return a file's size and SHA-256."""
+def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | None = None) -> FileEntry:
+    """Return a file's size and SHA-256.
+
+    ``on_bytes`` is called with the number of bytes read since its last call.
+    """
     digest = hashlib.sha256()
     num_bytes = 0
     with pathlib.Path(path).open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             digest.update(chunk)
             num_bytes += len(chunk)
+            if on_bytes is not None:
+                on_bytes(len(chunk))
     return FileEntry(num_bytes=num_bytes, sha256=digest.hexdigest())
 
 

@@ -21,7 +21,7 @@ from dstrial.cli.checkpoint import (
     add_shared_options,
     open_checkpoint,
 )
-from dstrial.cli.streams import count_argument
+from dstrial.cli.streams import bytes_bar, count_argument
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 from dstrial.visible_text import size_text
 
@@ -181,7 +181,9 @@ def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool) -> 
     names = [
         path for path, role in roles.items() if role.engine_idx == engine_idx or role.kind == "rank state"
     ]
-    damages = verify_files(opened.path, opened.manifest, names)
+    total = sum(opened.manifest.files[name].num_bytes for name in names)
+    with bytes_bar("verifying", total) as advance:
+        damages = verify_files(opened.path, opened.manifest, names, advance)
     if damages:
         raise damaged_error(opened.path, damages)
 
@@ -206,13 +208,16 @@ def _write(
 ) -> None:
     from dstrial.engine import export
 
-    with _atomic_output(output) as temporary:
+    with (
+        _atomic_output(output) as temporary,
+        bytes_bar("writing", weights.num_bytes) as advance,
+    ):
         if args.format == "safetensors":
-            export.write_safetensors(weights, temporary)
+            export.write_safetensors(weights, temporary, on_bytes=advance)
         elif args.format == "torch":
-            export.write_torch(weights, temporary)
+            export.write_torch(weights, temporary, on_bytes=advance)
         elif isinstance(weights, export.AdapterWeights):
-            export.write_adapter(weights, temporary)
+            export.write_adapter(weights, temporary, advance)
         else:
             export.write_hugging_face(
                 weights,
@@ -223,6 +228,7 @@ def _write(
                     for path in export.find_model_files(_file_directories(args.files_from, source, folder))
                     if not _resolves_outside(path, source.path)
                 ],
+                on_bytes=advance,
             )
 
 

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from dstrial.checkpoint.completion_marker import read_marker
-from dstrial.checkpoint.integrity import Fault, IntegrityReport, check_integrity
+from dstrial.checkpoint.integrity import Fault, IntegrityReport, bytes_to_read, check_integrity
 from dstrial.checkpoint.manifest import (
     MANIFEST_DIGEST,
     MANIFEST_NAME,
     hash_file,
     is_own_manifest,
+    read_manifest,
 )
 from dstrial.cli.checkpoint import CheckpointSource, add_action, add_shared_options, find_checkpoint
+from dstrial.cli.streams import bytes_bar
 from dstrial.errors import CheckpointError, RequestError
 from dstrial.master.state_directory import StateDirectory
 from dstrial.visible_text import size_text
@@ -55,7 +57,11 @@ def main(args: argparse.Namespace) -> int:
     """Verify a checkpoint's files and manifest; return 0 if intact, else 1."""
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     try:
-        report = check_integrity(source.path, needs_mark=source.run_directory is not None)
+        manifest = read_manifest(source.path)
+        with bytes_bar("verifying", bytes_to_read(manifest), is_plain=args.as_json) as advance:
+            report = check_integrity(
+                source.path, manifest, needs_mark=source.run_directory is not None, on_bytes=advance
+            )
     except CheckpointError as error:
         if not args.as_json:
             raise

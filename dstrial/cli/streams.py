@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -109,6 +110,34 @@ def field_lines(fields: Sequence[tuple[str, object]]) -> str:
     shown = [(name, value) for name, value in fields if value is not None]
     width = max((len(name) for name, _ in shown), default=0) + 3
     return "".join(f"{name + ':':<{width}}{visible_line(str(value))}\n" for name, value in shown)
+
+
+_SMALL_BYTES = 64 << 20  # no bar for smaller totals, which take a moment
+
+
+@contextlib.contextmanager
+def bytes_bar(what: str, num_bytes: int, *, is_plain: bool = False) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar in bytes; yield a thread-safe function that advances it.
+
+    ``what`` is the bar's label. The bar is hidden with ``is_plain``, without a terminal, and for small totals.
+    """
+    if is_plain or num_bytes < _SMALL_BYTES or not sys.stderr.isatty():
+        yield lambda _num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        refresh_per_second=5,
+        transient=True,
+    ) as progress:
+        task = progress.add_task(what, total=num_bytes)
+        yield lambda num_bytes: progress.advance(task, num_bytes)
 
 
 def context_text(context: Context) -> str:

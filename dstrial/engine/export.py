@@ -18,8 +18,8 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import torch
 
@@ -39,6 +39,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
+OnBytes = Callable[[int], None]
 """Callback that receives the number of bytes written since the callback's last call."""
 
 
@@ -292,24 +293,23 @@ def write_safetensors(
     weights: ModelWeights,
     path: pathlib.Path,
     specs: Sequence[TensorSpec] | None = None,
+    on_bytes: OnBytes | None = None,
 ) -> None:
     """Write a new safetensors file of ``specs``, by default of all tensors.
 
-    The metadata maps aliases of tied weights to names in the file.
+    The metadata maps aliases of tied weights to names in the file. ``on_bytes`` is called with the number of bytes written since
+    its last call.
     """
     ordered = in_file_order(weights.specs if specs is None else specs)
     names = {spec.name for spec in ordered}
     aliases = {alias: name for alias, name in weights.aliases.items() if name in names}
     with path.open("xb") as file:
         file.write(header_bytes(ordered, {"format": "pt", **aliases}))
-        for spec in ordered:
-            for piece in weights.pieces(spec):
-                file.write(piece)
-        file.flush()
+        _write_tensors(file, weights, ordered, on_bytes)
         os.fsync(file.fileno())
 
 
-def write_torch(weights: ModelWeights, path: pathlib.Path) -> None:
+def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
     """Write a ``state_dict`` for ``torch.load``, in which tied weights share storage.
 
     All tensors are in memory at once.
@@ -319,6 +319,8 @@ def write_torch(weights: ModelWeights, path: pathlib.Path) -> None:
         whole = bytearray()
         for piece in weights.pieces(spec):
             whole += piece
+            if on_bytes is not None:
+                on_bytes(len(piece))
         flat = (
             torch.frombuffer(whole, dtype=DTYPES[spec.dtype])
             if whole
@@ -338,6 +340,7 @@ def write_hugging_face(
     *,
     max_shard_bytes: int,
     files: Sequence[pathlib.Path] = (),
+    on_bytes: OnBytes | None = None,
 ) -> None:
     """Write a new model directory in the format of Transformers' ``save_pretrained``.
 
@@ -353,7 +356,7 @@ def write_hugging_face(
         name = "model.safetensors"
         if len(shards) > 1:
             name = f"model-{idx + 1:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(weights, directory / name, shard)
+        write_safetensors(weights, directory / name, shard, on_bytes)
         weight_map |= {spec.name: name for spec in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": weights.num_bytes}, "weight_map": weight_map}
@@ -363,12 +366,23 @@ def write_hugging_face(
         shutil.copyfile(file, directory / file.name)
 
 
-def write_adapter(weights: AdapterWeights, directory: pathlib.Path) -> None:
+def write_adapter(weights: AdapterWeights, directory: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
     """Write a new adapter directory, which ``PeftModel.from_pretrained`` loads."""
     directory.mkdir()
-    write_safetensors(weights, directory / "adapter_model.safetensors")
+    write_safetensors(weights, directory / "adapter_model.safetensors", on_bytes=on_bytes)
     text = json.dumps(weights.config, indent=2, sort_keys=True) + "\n"
     (directory / "adapter_config.json").write_text(text, encoding="utf-8")
+
+
+def _write_tensors(
+    file: BinaryIO, weights: ModelWeights, specs: Sequence[TensorSpec], on_bytes: OnBytes | None
+) -> None:
+    for spec in specs:
+        for piece in weights.pieces(spec):
+            file.write(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
+    file.flush()
 
 
 def _spec(name: str, shape: Sequence[int], own: torch.dtype, asked: torch.dtype | None) -> TensorSpec:

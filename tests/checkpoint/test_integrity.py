@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dstrial.checkpoint.completion_marker import write_marker
-from dstrial.checkpoint.integrity import check_integrity, damaged_error, verify_files
+from dstrial.checkpoint.integrity import bytes_to_read, check_integrity, damaged_error, verify_files
 from dstrial.checkpoint.manifest import Manifest, hash_files, read_manifest, write_manifest
 from dstrial.errors import CheckpointNotFoundError
 
@@ -86,10 +86,12 @@ def test_any_single_flipped_bit_is_found(root: pathlib.Path, name: str, where: i
     (root / name).write_bytes(FILES[name])
 
 
-def test_check_integrity_of_intact_checkpoint_counts_bytes(root: pathlib.Path) -> None:
-    found = check_integrity(root)
+def test_check_integrity_reads_every_byte_once(root: pathlib.Path) -> None:
+    seen: list[int] = []
+    found = check_integrity(root, on_bytes=seen.append)
     assert found.is_intact
-    assert (found.num_files, found.num_bytes) == (3, 9005)
+    assert (found.num_files, found.num_bytes, sum(seen)) == (3, 9005, 9005)
+    assert bytes_to_read(read_manifest(root)) == 9005
 
 
 def test_faults_are_in_manifest_order_unexpected_last(root: pathlib.Path) -> None:
