@@ -87,7 +87,7 @@ coverage: venv ## print which branches the quick tests take; all tests: COVERED=
 test-hf4: $(HF4)/.package ## run the tests that train with transformers or accelerate with 4.56 and 1.11, in .venv-hf4/
 	$(HF4)/bin/python $(call pytest,not gpu) $(HF_TESTS)
 
-test-loggers: $(LOGGERS_VENV)/.loggers ## run the tests that log to W&B, MLflow and Trackio, offline, in .venv-loggers/
+test-loggers: $(LOGGERS_VENV)/.loggers ## run the tests that log to W&B and MLflow, offline, in .venv-loggers/
 # Where MLflow is installed DeepSpeed imports it, and with it a library that starts a thread: nothing can be forked then.
 	DS_ACCELERATOR=cpu TEST_FORKS=0 $(LOGGERS_VENV)/bin/python $(call pytest,loggers) tests/loggers
 
@@ -181,8 +181,8 @@ $(DEEPSPEED_OLDEST_VENV)/.package: CONSTRAINTS := $(DEEPSPEED_OLDEST)
 	@touch $@
 
 %/.loggers: %/.package
-	@tools/phase.sh "installing wandb, mlflow and trackio" \
-		$*/bin/python -m pip install --constraint $*/constraints.txt --editable ".[wandb,mlflow,trackio]"
+	@tools/phase.sh "installing wandb and mlflow" \
+		$*/bin/python -m pip install --constraint $*/constraints.txt --editable ".[wandb,mlflow]"
 	$(require-same-torch)
 	@touch $@
 

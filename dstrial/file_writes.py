@@ -6,9 +6,10 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
+import subprocess
 from pathlib import Path
-
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+from typing import cast
 
 
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_private: bool = False) -> None:
@@ -55,64 +56,26 @@ def sync_path(path: Path) -> None:
 def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
     """Delete a directory tree of any depth, if it exists; do not follow links.
 
-    ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). With ``is_forced``, the contents of
-    read-only directories are deleted too. If an entry cannot be deleted, OSError is raised after all other entries are deleted.
+    With ``is_forced``, the contents of read-only directories are deleted too. If an entry cannot be deleted, OSError is raised
+    after all other entries are deleted.
     """
-    problem: OSError | None = None
-    try:
-        here = os.open(directory.parent, _DIRECTORY | os.O_PATH)
-    except FileNotFoundError:
+    if directory.is_symlink():
+        directory.unlink()
         return
-    # Two stacks from the top directory to the current one: `left` has the names that remain in each directory; `above` has the
-    # name of each opened directory and the stat of its parent.
-    left, above = [[directory.name]], list[tuple[str, os.stat_result]]()
+    problems: list[OSError] = []
     try:
-        while left[-1] or above:
-            is_empty = not left[-1]
-            if is_empty:
-                # Return to the parent by "..": an open descriptor per level could exceed the process's limit.
-                below, here = here, os.open("..", _DIRECTORY | os.O_PATH, dir_fd=here)
-                os.close(below)
-                left.pop()
-                name, parent = above.pop()
-                if not os.path.samestat(os.fstat(here), parent):
-                    raise OSError(errno.EBUSY, "the directory was moved during its deletion", str(directory))
-            else:
-                name = left[-1].pop()
-            try:
-                if is_empty:
-                    os.rmdir(name, dir_fd=here)
-                elif (opened := _delete_or_open(name, here, is_forced)) is not None:
-                    above.append((name, os.fstat(here)))
-                    left.append([])
-                    os.close(here)
-                    here = opened
-                    with os.scandir(here) as entries:
-                        left[-1] = [entry.name for entry in entries]
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                problem = problem or error
-    finally:
-        os.close(here)
-    if problem is not None:
-        raise problem
-
-
-def _delete_or_open(name: str, here: int, is_forced: bool) -> int | None:
-    """Open a directory and return its descriptor; delete any other entry, return None."""
-    try:
-        path = os.open(name, _DIRECTORY | os.O_PATH | os.O_NOFOLLOW, dir_fd=here)
-    except NotADirectoryError:
-        os.unlink(name, dir_fd=here)
-        return None
-    try:
-        if is_forced:
-            with contextlib.suppress(OSError):
-                Path(f"/proc/self/fd/{path}").chmod(0o700)
-        return os.open(".", _DIRECTORY, dir_fd=path)
-    finally:
-        os.close(path)
+        shutil.rmtree(
+            directory, onerror=lambda _function, _path, info: problems.append(cast(OSError, info[1]))
+        )
+    except RecursionError:  # about 1000 levels, before Python 3.13
+        problems.append(OSError(errno.ENAMETOOLONG, "directories are nested too deep", str(directory)))
+    problems = [one for one in problems if not isinstance(one, FileNotFoundError)]
+    if problems and (is_forced or problems[-1].errno == errno.ENAMETOOLONG):
+        commands = [["chmod", "-R", "u+rwx"]] if is_forced else []
+        for command in (*commands, ["rm", "-rf"]):
+            subprocess.run([*command, "--", str(directory)], capture_output=True, check=False)
+    if problems and directory.exists():
+        raise problems[0]
 
 
 def _write(path: Path, content: str | bytes, flag: int, *, sync: bool, is_private: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
@@ -44,22 +43,7 @@ def scratch_directory(prefix: str) -> Iterator[Path]:
     there is no shell process, because the master deletes the trial's whole temporary directory.
     """
     with tempfile.TemporaryDirectory(prefix=prefix) as name, _deletion_after_exit(name):
-        lock = lock_directory(Path(name))
-        try:
-            yield Path(name)
-        finally:
-            os.close(lock)
-
-
-def lock_directory(directory: Path) -> int:
-    """Lock a directory against systemd's cleaner of /tmp; return the descriptor.
-
-    Closing the descriptor releases the lock. Source: tmpfiles.d(5): the cleaner skips directories with a BSD lock.
-    """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # the file system has no BSD locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
+        yield Path(name)
 
 
 @contextlib.contextmanager

@@ -192,8 +192,8 @@ class Trainer:
             checkpoint_policy: which validations are followed by a checkpoint: ``all``, ``none``, or ``best``: those that
                 improve ``searcher.metric`` over all earlier validations of the experiment (without a master: of this run).
             latest_checkpoint: uuid of the checkpoint to continue from; without a master, also its directory or ``latest``.
-                Without a master, a uuid is searched for in this run, in runs of this process, in runs beside this run, and in
-                the default directory of runs.
+                Without a master, a uuid is searched for in this run, in runs beside this run, and in the default directory of
+                runs.
             step_zero_validation: whether to validate before the first batch.
             test_mode: train and validate one batch each; not allowed under a master.
             profiling_enabled: whether to collect system metrics of each node until the core context ends; ignored in test mode.

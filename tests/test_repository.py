@@ -266,7 +266,7 @@ EXTRAS = {
 }
 """Extra -> modules that may import its distributions, unlike all other modules."""
 
-LOGGERS = {name: f"dstrial/loggers/{name}_logger.py" for name in ("wandb", "mlflow", "trackio")}
+LOGGERS = {name: f"dstrial/loggers/{name}_logger.py" for name in ("wandb", "mlflow")}
 """Extra whose only distribution has its name -> module (``make test-loggers``)."""
 
 NOT_IMPORTED = {

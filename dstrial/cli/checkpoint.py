@@ -10,7 +10,6 @@ import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dstrial import object_storage
@@ -31,7 +30,6 @@ from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.run_directory import RunDirectory, default_runs_dir
-from dstrial.master.client import Client
 from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
 from dstrial.master.state_directory import StateDirectory
 from dstrial.object_storage import recorded_storage
@@ -40,7 +38,7 @@ from dstrial.scratch import scratch_directory
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-ACTIONS = ("inspect", "verify", "diff", "export", "reshape", "download")
+ACTIONS = ("inspect", "verify", "export", "reshape", "download")
 """Actions; the module ``checkpoint_<action>`` of each has ``add_parser(actions)`` and ``main(args)``."""
 
 _EPILOG = """\
@@ -50,7 +48,6 @@ checkpoint of the running master or of a run below --runs-dir; best, for the bes
 examples:
   dstrial checkpoint inspect runs/gpt2/20260101T120000Z-1a2b3c
   dstrial checkpoint verify 6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11
-  dstrial checkpoint diff BEFORE AFTER --optimizer
   dstrial checkpoint export CHECKPOINT model.safetensors --format safetensors
   dstrial checkpoint reshape CHECKPOINT for-4-slots --slots 4 --zero-stage 3
   dstrial checkpoint download CHECKPOINT -o a-copy
@@ -64,8 +61,8 @@ _CHECKPOINT_FILES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "checkpoint",
-        help="inspect, verify, compare, export, reshape and download checkpoints",
-        description="Inspect, verify, compare, export, reshape and download checkpoints. No action needs an accelerator.",
+        help="inspect, verify, export, reshape and download checkpoints",
+        description="Inspect, verify, export, reshape and download checkpoints. No action needs an accelerator.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -82,22 +79,11 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """The checkpoint of a CHECKPOINT argument: directory, run, and master if queried."""
+    """The checkpoint of a CHECKPOINT argument: directory, run, and master's record."""
 
     path: Path  # absolute
-    run_directory: RunDirectory | None = None  # None if the checkpoint is not in a run directory
-    record: Mapping[str, Any] | None = (
-        None  # the master's ``v1Checkpoint``; None, like ``client``, if no master was queried
-    )
-    client: Client | None = None
-
-    @property
-    def needs_mark(self) -> bool:
-        """Whether a missing completion marker means that the checkpoint is incomplete.
-
-        Only checkpoints in run directories have markers.
-        """
-        return self.run_directory is not None
+    run_directory: RunDirectory | None = None  # only checkpoints in run directories need a completion marker
+    record: Mapping[str, Any] | None = None  # the master's ``v1Checkpoint``; None if no master was queried
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,12 +116,8 @@ def add_action(
     help: str,  # noqa: A002 - argparse's name
     description: str,
     epilog: str,
-    checkpoints: Mapping[str, str] = MappingProxyType({"checkpoint": "CHECKPOINT"}),
 ) -> argparse.ArgumentParser:
-    """Add the parser of an action such as ``verify``, and return it.
-
-    ``checkpoints`` maps the name of each checkpoint argument to its metavar.
-    """
+    """Add the parser of an action such as ``verify``, with CHECKPOINT; return it."""
     parser = actions.add_parser(
         name,
         help=help,
@@ -143,26 +125,21 @@ def add_action(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for dest, metavar in checkpoints.items():
-        parser.add_argument(
-            dest,
-            metavar=metavar,
-            help="directory of a checkpoint or a run, a UUID, or best (see `dstrial checkpoint --help`)",
-        )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="directory of a checkpoint or a run, a UUID, or best (see `dstrial checkpoint --help`)",
+    )
     return parser
 
 
-def add_shared_options(
-    parser: argparse.ArgumentParser, *, json: bool = False, progress: bool = False, trust: bool = True
-) -> None:
+def add_shared_options(parser: argparse.ArgumentParser, *, json: bool = False, trust: bool = True) -> None:
     """Add ``--runs-dir`` and ``--state-dir``, in which UUIDs are looked up.
 
-    ``json`` adds ``--json``, ``progress`` adds ``--no-progress``, and ``trust`` adds ``--trust-code``.
+    ``json`` adds ``--json``, ``trust`` adds ``--trust-code``.
     """
     if json:
         parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
-    if progress:
-        parser.add_argument("--no-progress", action="store_true", help="draw no progress bar")
     if trust:
         parser.add_argument(
             "--trust-code",
@@ -314,7 +291,7 @@ def _from_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSou
     if object_storage.is_object_storage(storage):
         target = _new_directory(asked)
         client.extract(f"/checkpoints/{asked}", target)
-        return CheckpointSource(target, record=answer, client=client)
+        return CheckpointSource(target, record=answer)
     try:
         path = checkpoint_directory(storage, asked)
     except MasterError as error:
@@ -329,4 +306,4 @@ def _from_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSou
             "files. Name a checkpoint that is not deleted."
         )
     found = _in_directory(path.resolve(), asked)
-    return dataclasses.replace(found, record=answer, client=client)
+    return dataclasses.replace(found, record=answer)

@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     shutil.copytree(source.path, target)
     text = "without a manifest, so nothing is verified"
     if (target / MANIFEST_NAME).is_file():
-        report = check_integrity(target, needs_mark=source.needs_mark)
+        report = check_integrity(target, needs_mark=source.run_directory is not None)
         if not report.is_intact:
             raise damaged_error(target, report.faults)
         text = f"{report.num_files} files, {size_text(report.num_bytes)}, verified"

@@ -92,7 +92,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare the files with their checksums first"
     )
-    add_shared_options(parser, progress=True)
+    add_shared_options(parser)
 
 
 def size_argument(text: str) -> int:
@@ -115,8 +115,9 @@ def main(args: argparse.Namespace) -> int:
     require_new(output)
     engine_idx = _engine_idx(opened, args.engine)
     if args.format is None:
-        args.format = "adapter" if opened.layouts[engine_idx].adapter else "safetensors"
-    _check_files(opened, engine_idx, verifies=not args.no_verify, is_plain=args.no_progress)
+        has_adapter = bool(opened.layouts[engine_idx].adapter) and not args.merged
+        args.format = "adapter" if has_adapter else "safetensors"
+    _check_files(opened, engine_idx, verifies=not args.no_verify)
     weights = _weights(opened, engine_idx, args)
     if weights.unequal:
         sys.stderr.write(
@@ -160,7 +161,7 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
     return asked
 
 
-def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_plain: bool) -> None:
+def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool) -> None:
     """Raise unless an engine's weights exist and, if ``verifies``, match the manifest."""
     layout, files = opened.layouts[engine_idx], opened.manifest.files
     folder = layout.folder or engine_folder(files, engine_idx)
@@ -174,7 +175,7 @@ def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool, is_
         return
     names += [name for name in map(rank_state_name, range(layout.world_size)) if name in files]
     total = sum(opened.manifest.files[name].num_bytes for name in names)
-    with bytes_bar("verifying", total, is_plain=is_plain) as advance:
+    with bytes_bar("verifying", total) as advance:
         damages = verify_files(opened.path, opened.manifest, names, advance)
     if damages:
         raise damaged_error(opened.path, damages)
@@ -200,7 +201,7 @@ def _write(
 
     with (
         _atomic_output(output) as temporary,
-        bytes_bar("writing", weights.num_bytes, is_plain=args.no_progress) as advance,
+        bytes_bar("writing", weights.num_bytes) as advance,
     ):
         if args.format == "safetensors":
             export.write_safetensors(weights, temporary, on_bytes=advance)

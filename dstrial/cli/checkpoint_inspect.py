@@ -73,7 +73,7 @@ def _contents(opened: OpenCheckpoint, *, with_parameters: bool, trusts_code: boo
     return {
         "path": str(source.path),
         "uuid": (source.record or {}).get("uuid") or source.path.name,
-        "is_complete": is_complete(source.path) or not source.needs_mark,
+        "is_complete": is_complete(source.path) or source.run_directory is None,
         "created": manifest.created,
         "steps_completed": manifest.steps_completed,
         "experiment": (configuration.get("experiment_config") or {}).get("name"),

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import copy
-import os
-import secrets
-import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +26,9 @@ from dstrial.cli.checkpoint import (
 from dstrial.cli.checkpoint_export import require_new
 from dstrial.cli.experiment_arguments import parse_entrypoint
 from dstrial.config.documents import yaml_text
-from dstrial.config.dotted_keys import nested
+from dstrial.config.dotted_keys import dstrial_section, nested
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.merge import merge_deepspeed
-from dstrial.context_directory import is_marked
 from dstrial.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -41,20 +37,20 @@ from dstrial.errors import (
 )
 from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import newest_checkpoint
-from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, RunDirectory
-from dstrial.local.script_variables import EXPERIMENT_VARIABLE, write_experiment
-from dstrial.resume.metadata import RESUME_VARIABLE
+from dstrial.local.run_directory import REWRITE_VARIABLE, RunDirectory
+from dstrial.local.script_variables import AROUND_FIT_KEY
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 
+_RESUME_INSTEAD = "Resume the run on the new number of slots: it is reshaped then."
 _RESERVED_PREFIXES = ("DSTRIAL_", "DET_")  # of variables that the experiment config cannot set
 
 _EPILOG = """\
 The command starts ranks on the CPUs of this machine with the trial's own model definition. The ranks load the checkpoint
 in the new layout, compare every value bit by bit, save the result as OUTPUT and exit before the first batch.
-The model definition comes from --context, else from the run, the checkpoint or the running master.
+The model definition comes from --context, else from the run or the checkpoint. The trial must be a trial class.
 OUTPUT is an ordinary checkpoint: `dstrial run EXP.yaml --resume OUTPUT --slots N` resumes from it in the same layout.
 
 examples:
@@ -93,13 +89,13 @@ def main(args: argparse.Namespace) -> int:
         if layout.precision == "fp16":
             raise CheckpointLayoutError(
                 f"engine {engine_idx} of checkpoint {opened.path} computes in fp16; expected fp32 or bf16, for DeepSpeed has no "
-                "fp16 on CPUs. Resume the run on the new number of slots: it is reshaped then."
+                f"fp16 on CPUs. {_RESUME_INSTEAD}"
             )
     is_trusted = args.trust_code or has_trusted_code(opened.source)
+    context_dir = _context_dir(args.context, opened.source, is_trusted=is_trusted)
     with _workspace(output) as workspace:
-        context_dir = _context_dir(args.context, opened.source, workspace, is_trusted=is_trusted)
         experiment = _experiment(args, opened, context_dir, workspace, is_trusted=is_trusted)
-        written = _rewrite(opened, experiment, workspace, args.slots, is_trusted=is_trusted)
+        written = _rewrite(opened, experiment, workspace, args.slots)
         stage = _require_layout(written, opened.layouts, args.slots, args.zero_stage)
         require_new(output)
         written.rename(output)
@@ -111,25 +107,22 @@ def main(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _workspace(output: Path) -> Iterator[Path]:
     """Yield a temporary directory beside ``output``, on the same file system."""
-    workspace = output.with_name(f".{output.name}.{secrets.token_hex(4)}.reshaping")
     try:
-        workspace.mkdir()
+        made = tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".reshaping", dir=output.parent)
     except OSError as error:
         raise CheckpointError(
             f"OUTPUT is {str(output)!r}, where nothing can be written ({error.strerror}); expected a directory of your own. "
             "Name another one."
         ) from error
-    try:
-        yield workspace
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)
+    with made as name:
+        yield Path(name)
 
 
-def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_trusted: bool) -> Path:
-    """Return a directory with the model definition; raise ``CheckpointError`` if none.
+def _context_dir(asked: str | None, source: CheckpointSource, *, is_trusted: bool) -> Path:
+    """Return the directory of the model definition.
 
-    The first of these is used: ``asked`` (``--context``); the run's context directory; the checkpoint's copy; a copy downloaded
-    from the master to ``workspace``. The second and third require a trusted checkpoint.
+    The first of these is used: ``asked`` (``--context``); the run's context directory; the checkpoint's copy. The last two
+    require a trusted checkpoint, because reshaping runs their code.
     """
     if asked is not None:
         if not Path(asked).is_dir():
@@ -137,27 +130,18 @@ def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *
                 f"--context is {asked!r}; expected the directory of the model definition. Correct the path."
             )
         return Path(asked).resolve()
-    if source.run_directory is not None and is_trusted:
-        run_context_dir = Path(source.run_directory.read_record().context_dir)
-        if run_context_dir.is_dir():
-            return run_context_dir
-    if (source.path / "code").is_dir() and is_trusted:
-        return source.path / "code"
-    if source.client is not None and source.record is not None:
-        from dstrial.master.backends.model_definition import unpack
-
-        experiment_id = source.record["training"]["experimentId"]
-        answer = source.client.get(f"/api/v1/experiments/{experiment_id}/model_def")
-        directory = workspace / "model_def"
-        directory.mkdir()
-        unpack(base64.b64decode(answer["b64Tgz"]), directory)
-        return directory
     if not is_trusted:
         raise UntrustedCheckpointError(
             f"checkpoint {source.path} is not known to be written by this account; expected a model definition that does not "
             "come with it, for reshaping runs it. Name its directory with --context, or add --trust-code if you trust who wrote "
             "it."
         )
+    found = [source.path / "code"]
+    if source.run_directory is not None:
+        found.insert(0, Path(source.run_directory.read_record().context_dir))
+    for path in found:
+        if path.is_dir():
+            return path
     raise CheckpointError(
         f"checkpoint {source.path} has no model definition beside it; expected the trial's own, which makes the engines. Name "
         "its directory with --context."
@@ -181,24 +165,21 @@ def _experiment(
     if not isinstance(config, Mapping) or not isinstance(hparams, Mapping):
         raise CheckpointError(
             f"{opened.path / 'load_data.json'} has no experiment_config and hparams; expected the trial's configuration, as "
-            "`dstrial run` keeps it. Resume the run on the new number of slots: it is reshaped then."
+            f"`dstrial run` keeps it. {_RESUME_INSTEAD}"
         )
     path = workspace / "experiment.yaml"
     values = _config_for(config, hparams, args.slots, args.zero_stage, opened.manifest.steps_completed)
     if not is_trusted:
         # Both can run code: variables such as LD_PRELOAD, and the name of a function that the ranks call.
-        from dstrial.local.script_variables import AROUND_FIT_KEY
-
         values.pop("environment", None)
         values["hyperparameters"].pop(AROUND_FIT_KEY, None)
-    _set_trust(values, opened.path, trusts=args.trust_code)
+    section = values["data"]["dstrial"]
+    section.pop("trust_checkpoint_code", None)
+    if args.trust_code:
+        section["trust_checkpoint_code"] = hash_file(opened.path / MANIFEST_NAME).sha256
     path.write_text(yaml_text(values), encoding="utf-8")
     return load_experiment(
-        path,
-        context_dir,
-        require_entrypoint=True,
-        slots=args.slots,
-        resumed=read_saved_run(opened.path),
+        path, context_dir, require_entrypoint=True, slots=args.slots, resumed=read_saved_run(opened.path)
     )
 
 
@@ -216,9 +197,8 @@ def _config_for(
         overwrite = hyperparameters.get("overwrite_deepspeed_args") or {}
         hyperparameters["overwrite_deepspeed_args"] = merge_deepspeed(nested(overwrite), asked)
         for key, value in hyperparameters.items():
-            if (key == "deepspeed_config" or key.endswith("_deepspeed_config")) and isinstance(
-                value, Mapping
-            ):
+            is_config = key == "deepspeed_config" or key.endswith("_deepspeed_config")
+            if is_config and isinstance(value, Mapping):
                 hyperparameters[key] = merge_deepspeed(value, asked)
     searcher = config.get("searcher") or {}
     if searcher.get("name") != "single" or searcher.get("max_length") is None:
@@ -231,57 +211,31 @@ def _config_for(
         for key, value in config.items()
         if value is not None and key not in ("checkpoint_storage", "bind_mounts", "profiling")
     }
+    data = values.get("data") if isinstance(values.get("data"), Mapping) else {}
     return {
         **values,
+        "data": {**data, "dstrial": dict(dstrial_section(config))},
         "hyperparameters": hyperparameters,
         "resources": {"slots_per_trial": num_slots},
         "searcher": copy.deepcopy(dict(searcher)),
     }
 
 
-def _set_trust(values: dict[str, Any], checkpoint: Path, *, trusts: bool) -> None:
-    """Set in experiment config ``values`` whether ranks may unpickle any class."""
-    data = values.get("data")
-    section = data.get("dstrial") if isinstance(data, Mapping) else None
-    kept = {**section} if isinstance(section, Mapping) else {}
-    kept.pop("trust_checkpoint_code", None)
-    if trusts:
-        kept["trust_checkpoint_code"] = hash_file(checkpoint / MANIFEST_NAME).sha256
-    values["data"] = {**(data if isinstance(data, Mapping) else {}), "dstrial": kept}
-
-
-def _rewrite(
-    opened: OpenCheckpoint,
-    experiment: ExperimentConfig,
-    workspace: Path,
-    num_slots: int,
-    *,
-    is_trusted: bool,
-) -> Path:
+def _rewrite(opened: OpenCheckpoint, experiment: ExperimentConfig, workspace: Path, num_slots: int) -> Path:
     """Load the checkpoint on CPU ranks and save it in ``workspace``; return its path.
 
     Raises:
-        CheckpointError: the trial is a script that cannot stop before the first batch.
+        CheckpointError: the trial is a script, which cannot be told to stop before its first batch.
         LaunchError: the ranks failed or were stopped.
-        UntrustedCheckpointError: the trial is a script of an untrusted checkpoint.
     """
     from dstrial.launch.local_ranks import run_ranks
-    from dstrial.launch.rank_main import script_command, trial_command
+    from dstrial.launch.rank_main import trial_command
 
     entrypoint = parse_entrypoint(experiment.entrypoint, str(opened.path / "load_data.json"))
-    words = " ".join(entrypoint.words)
-    is_of_hf_trainer = any(layout.folder.startswith("checkpoint-") for layout in opened.layouts)
-    if entrypoint.trial is None and not is_of_hf_trainer:
+    if entrypoint.trial is None:
         raise CheckpointError(
-            f"the trial's entrypoint is the command {words!r}; expected a trial class (module:Class) or "
-            "a script with Hugging Face's Trainer, which can be told to end before the first batch. Resume the run on the new "
-            "number of slots: it is reshaped then."
-        )
-    if entrypoint.trial is None and not is_trusted:
-        raise UntrustedCheckpointError(
-            f"the entrypoint of checkpoint {opened.path}, which is not known to be written by this account, is the command "
-            f"{words!r}; expected a trial class (module:Class), for reshaping runs it. Add --trust-code if "
-            "you trust who wrote it."
+            f"the trial's entrypoint is the command {' '.join(entrypoint.words)!r}; expected a trial class (module:Class). "
+            f"{_RESUME_INSTEAD}"
         )
     run_directory = RunDirectory.create(
         workspace / "runs",
@@ -290,31 +244,19 @@ def _rewrite(
         command=sys.argv,
         config=experiment.raw,
     )
-    variables = _variables(opened.path, experiment)
-    with contextlib.ExitStack() as stack:
-        if entrypoint.trial is None:
-            stack.enter_context(_in_working_copy(experiment.context_dir, workspace))
-            experiment_file = run_directory.path / "known_experiment.json"
-            write_experiment(experiment_file, experiment.raw, experiment.hyperparameters)
-            variables[EXPERIMENT_VARIABLE] = str(experiment_file)
-            variables[RUN_DIR_VARIABLE] = str(run_directory.path)
-            variables[RESUME_VARIABLE] = str(opened.path)
-            command = script_command(entrypoint.words, directory=Path())
-        else:
-            command = trial_command(
-                entrypoint.trial,
-                context_dir=experiment.context_dir,
-                config=experiment.path,
-                run_dir=run_directory.path,
-                resume=str(opened.path),
-            )
-        outcome = run_ranks(
-            command,
-            num_ranks=num_slots,
-            env=variables,
-            log_dir=run_directory.attempt_logs_path(1),
-            serves_store=entrypoint.trial is None,
-        )
+    outcome = run_ranks(
+        trial_command(
+            entrypoint.trial,
+            context_dir=experiment.context_dir,
+            config=experiment.path,
+            run_dir=run_directory.path,
+            resume=str(opened.path),
+        ),
+        num_ranks=num_slots,
+        env=_variables(opened.path, experiment),
+        log_dir=run_directory.attempt_logs_path(1),
+        serves_store=False,
+    )
     newest = newest_checkpoint(run_directory.checkpoints_path)
     if outcome.exit_code != 0 or newest is None:
         stopped = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "failed"
@@ -322,23 +264,6 @@ def _rewrite(
             f"the ranks that reshape {opened.path} {stopped}; nothing was written.\n{outcome.describe().strip()}"
         )
     return newest.path
-
-
-@contextlib.contextmanager
-def _in_working_copy(context_dir: Path, workspace: Path) -> Iterator[None]:
-    """Change into a copy of the model definition, as scripts write files there."""
-    before = Path.cwd()
-    copied = workspace / "context"
-    shutil.copytree(
-        context_dir,
-        copied,
-        ignore=lambda parent, names: [name for name in names if is_marked(Path(parent, name))],
-    )
-    os.chdir(copied)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def _variables(checkpoint: Path, experiment: ExperimentConfig) -> dict[str, str]:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from dstrial.checkpoint.completion_marker import read_marker
@@ -50,20 +50,24 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "recorded when the checkpoint was saved.",
         epilog=_EPILOG,
     )
-    add_shared_options(parser, json=True, progress=True, trust=False)
+    add_shared_options(parser, json=True, trust=False)
 
 
 def main(args: argparse.Namespace) -> int:
     """Verify a checkpoint's files and manifest; return 0 if intact, else 1."""
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     try:
-        report = verify_with_progress(source, is_plain=args.no_progress or args.as_json)
+        manifest = read_manifest(source.path)
+        with bytes_bar("verifying", bytes_to_read(manifest), is_plain=args.as_json) as advance:
+            report = check_integrity(
+                source.path, manifest, needs_mark=source.run_directory is not None, on_bytes=advance
+            )
     except CheckpointError as error:
         if not args.as_json:
             raise
         _print_json({"path": str(source.path), "is_whole": False, "error": str(error), "faults": []})
         return 1
-    registration = registration_of(source, StateDirectory.choose(args.state_dir))
+    registration = _registration(source, StateDirectory.choose(args.state_dir))
     if args.as_json:
         _print_json(
             {
@@ -71,60 +75,54 @@ def main(args: argparse.Namespace) -> int:
                 "is_whole": report.is_intact,
                 "num_files": report.num_files,
                 "num_bytes": report.num_bytes,
-                "registration": dataclasses.asdict(registration),
+                "registration": registration,
                 "faults": [dataclasses.asdict(fault) for fault in report.faults],
             }
         )
     else:
         _print_text(source, report)
-        sys.stdout.write(f"{registration}\n")
-    return 0 if report.is_intact and registration.state != "changed" else 1
+        sys.stdout.write(f"{_registration_text(registration)}\n")
+    return 0 if report.is_intact and registration["state"] != "changed" else 1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Registration:
-    """Comparison of a checkpoint's manifest with the SHA-256 that a master registered."""
+def _registration(source: CheckpointSource, state: StateDirectory) -> dict[str, Any]:
+    """Compare a checkpoint's manifest with the SHA-256 that the running master registered.
 
-    state: Literal["registered", "changed", "unknown"]
-    by: str | None  # address of the queried master
-    registered: str | None  # the master's SHA-256 of the manifest
-    found: str  # SHA-256 of the manifest on disk
-    is_signed: bool  # by this account
-
-    def __str__(self) -> str:
-        if self.state == "registered":
-            return f"manifest: as registered by the master at {self.by} (SHA-256 {self.found[:12]})"
-        if self.state == "changed":
-            return (
-                f"manifest changed since the master at {self.by} registered it: SHA-256 is {self.found[:12]}; expected "
-                f"{str(self.registered)[:12]}. The manifest was replaced: use another checkpoint."
-            )
-        who = "no master runs" if self.by is None else f"the master at {self.by} has no manifest of it"
-        signed = "bears" if self.is_signed else "does not bear"
-        return f"not registered here: {who}; the manifest {signed} this account's signature (SHA-256 {self.found[:12]})"
-
-
-def registration_of(source: CheckpointSource, state: StateDirectory) -> Registration:
-    """Compare a checkpoint's manifest with the SHA-256 that a master registered.
-
-    If the checkpoint was not resolved through a master, the running master of ``state`` is queried.
+    Returns ``state`` (registered, changed or unknown), ``by`` (address of the master or None), the two SHA-256 ``registered``
+    and ``found``, and ``is_signed`` (whether this account has signed the manifest).
     """
     from dstrial.master.login import session
 
-    found, is_signed = hash_file(source.path / MANIFEST_NAME).sha256, is_own_manifest(source.path)
-    record, address = source.record, None if source.client is None else source.client.address
-    if record is None and (running := state.running()) is not None:
-        address = running.address
+    found = hash_file(source.path / MANIFEST_NAME).sha256
+    running, record = state.running(), source.record
+    if record is None and running is not None:
         try:
             record = session(running).get(f"/api/v1/checkpoints/{_uuid_of(source.path)}")["checkpoint"]
         except RequestError as error:
             if error.status not in (400, 404):
                 raise
     registered = None if record is None else (record.get("metadata") or {}).get(MANIFEST_DIGEST)
-    if registered is None:
-        return Registration("unknown", address, None, found, is_signed)
-    state_of: Literal["registered", "changed"] = "registered" if registered == found else "changed"
-    return Registration(state_of, address, str(registered), found, is_signed)
+    return {
+        "state": "unknown" if registered is None else "registered" if registered == found else "changed",
+        "by": None if running is None else running.address,
+        "registered": registered,
+        "found": found,
+        "is_signed": is_own_manifest(source.path),
+    }
+
+
+def _registration_text(one: dict[str, Any]) -> str:
+    found = one["found"][:12]
+    if one["state"] == "registered":
+        return f"manifest: as registered by the master at {one['by']} (SHA-256 {found})"
+    if one["state"] == "changed":
+        return (
+            f"manifest changed since the master at {one['by']} registered it: SHA-256 is {found}; expected "
+            f"{one['registered'][:12]}. The manifest was replaced: use another checkpoint."
+        )
+    who = "no master runs" if one["by"] is None else f"the master at {one['by']} has no manifest of it"
+    signed = "bears" if one["is_signed"] else "does not bear"
+    return f"not registered here: {who}; the manifest {signed} this account's signature (SHA-256 {found})"
 
 
 def _uuid_of(path: Path) -> str:
@@ -134,13 +132,6 @@ def _uuid_of(path: Path) -> str:
     except CheckpointError:
         name = None
     return quote(name if isinstance(name, str) else path.name, safe="")
-
-
-def verify_with_progress(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
-    """Verify every file of a checkpoint; show a progress bar unless ``is_plain``."""
-    manifest = read_manifest(source.path)
-    with bytes_bar("verifying", bytes_to_read(manifest), is_plain=is_plain) as advance:
-        return check_integrity(source.path, manifest, needs_mark=source.needs_mark, on_bytes=advance)
 
 
 def _print_text(source: CheckpointSource, report: IntegrityReport) -> None:

@@ -23,7 +23,7 @@ from dstrial.config.experiment_config.hyperparameters import searched_values
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.errors import DstrialError
 from dstrial.launch.failures import LaunchOutcome
-from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
+from dstrial.local.checkpoint_directory import StoredCheckpoint, list_checkpoints, newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.local.run_monitor import RunView, number, read_validations, report_line
@@ -168,7 +168,6 @@ def summary(
         resume_command: words of the command that resumes the run; if empty, none is shown.
         steps_before: batches trained before the attempt; None for a new run.
     """
-    stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     place = ""
     if view.batches_trained is not None:
@@ -179,28 +178,21 @@ def summary(
     described = "; ".join(detail for detail in details if detail is not None)
     rows = [("state", f"{verdict.state.value}{place}" + (f" ({described})" if described else ""))]
     validations = read_validations(run_directory, metric)
-    measured = {step: value for step, value in validations.items() if not math.isnan(value)}
-    choose = min if smaller_is_better else max
+    measured = [(value, step) for step, value in sorted(validations.items()) if not math.isnan(value)]
     if validations:
         last = max(validations)
         text = f"{metric} {validations[last]:.6g} at batch {last}"
         if measured:
-            best = choose(sorted(measured), key=lambda step: measured[step])
-            text += f", best {measured[best]:.6g} at batch {best}"
+            value, step = min(measured, key=lambda one: one[0] if smaller_is_better else -one[0])
+            text += f", best {value:.6g} at batch {step}"
         rows.append(("validation", text))
-    skipped = skipped_steps(run_directory)
-    if skipped is not None:
-        rows.append(("skipped steps", skipped))
-    rows += telemetry_rows(run_directory)
+    rows += skipped_rows(run_directory) + telemetry_rows(run_directory)
     rows.append(("run directory", f"{shown_path(run_directory.path)}, with"))
     if checkpoint is not None:
-        of_best = [found for found in stored if found.steps_completed in measured]
-        best_stored = choose(of_best, key=lambda found: measured[found.steps_completed], default=None)
-        if best_stored is not None:
-            value = measured[best_stored.steps_completed]
-            is_last = best_stored.uuid == checkpoint.uuid
-            where = "the last" if is_last else f"checkpoints/{best_stored.path.name}"
-            rows.append(("  best", f"{where} (batch {best_stored.steps_completed}, {metric} {value:.6g})"))
+        best = best_stored(run_directory, metric, smaller_is_better)
+        if best is not None:
+            where = "the last" if best[0] == checkpoint else f"checkpoints/{best[0].path.name}"
+            rows.append(("  best", f"{where} (batch {best[0].steps_completed}, {metric} {best[1]:.6g})"))
         rows.append(("  last", f"checkpoints/{checkpoint.path.name} (batch {checkpoint.steps_completed})"))
         settings = recorded_storage(checkpoint.path)
         if settings is not None:
@@ -211,6 +203,19 @@ def summary(
     if verdict.state is not RunState.COMPLETED and checkpoint is not None and resume_command:
         rows.append(("resume with", shlex.join(resume_command)))
     return row_lines(rows)
+
+
+def best_stored(
+    run_directory: RunDirectory, metric: str, smaller_is_better: bool
+) -> tuple[StoredCheckpoint, float] | None:
+    """Return the stored checkpoint with the best validation, and its metric; or None."""
+    measured = read_validations(run_directory, metric)
+    found = [
+        (checkpoint, measured[checkpoint.steps_completed])
+        for checkpoint in list_checkpoints(run_directory.checkpoints_path)
+        if not math.isnan(measured.get(checkpoint.steps_completed, math.nan))
+    ]
+    return min(found, key=lambda one: one[1] if smaller_is_better else -one[1], default=None)
 
 
 def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -230,19 +235,19 @@ def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
     with contextlib.suppress(
         DstrialError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
     ):
-        predicted = read_json(run_directory.memory_path) or {}
-        return summary_rows(read_json(run_directory.telemetry_path) or {}, predicted.get("stages", ()))
+        return summary_rows(read_json(run_directory.telemetry_path) or {})
     return []  # the file is damaged; the rest of the summary is still shown
 
 
-def skipped_steps(run_directory: RunDirectory) -> str | None:
-    """Return how many optimizer steps were skipped (``3 of 100 (…)``); None if none."""
+def skipped_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
+    """Return a row on optimizer steps that were skipped; [] if none."""
     status: Mapping[str, object] = {}
     with contextlib.suppress(DstrialError):
         status = read_json(run_directory.status_path) or {}
     if not status.get("skipped_steps"):
-        return None
-    return f"{status['skipped_steps']} of {status.get('optimizer_steps')} (gradients were not finite)"
+        return []
+    text = f"{status['skipped_steps']} of {status.get('optimizer_steps')} (gradients were not finite)"
+    return [("skipped steps", text)]
 
 
 def _lost_batches(

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
-from dstrial.cli.streams import det_for
 from dstrial.cli.submit import Master
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.launch.failures import LaunchOutcome
@@ -157,11 +156,6 @@ def follow(
         if gone_since_s is not None and now_s - gone_since_s > limit_s:
             return FollowResult(view, stopped_by, is_master_gone=True)
         time.sleep(_POLL_PERIOD_S)
-
-
-def kill_command(master: Master, experiment_id: int) -> str:
-    """Return the shell command that kills an experiment, to free its slots at once."""
-    return f"{det_for(master.record.address)} experiment kill {experiment_id}"
 
 
 def _pause(master: Master, experiment_id: int) -> bool:

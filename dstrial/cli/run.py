@@ -6,13 +6,12 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,6 @@ from dstrial.cli.follow import (
     judge,
     judge_experiment,
     judge_search,
-    kill_command,
     outcome_of,
 )
 from dstrial.cli.streams import LossTolerantStream, command_of, context_text, det_for, page_of
@@ -49,12 +47,9 @@ from dstrial.cli.submit import (
     submit,
 )
 from dstrial.config.documents import read_yaml
-from dstrial.config.dotted_keys import apply_overrides, dstrial_section
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
-from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
-from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.context_directory import list_context
-from dstrial.errors import ConfigError, ConfigProblem, DstrialError
+from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.hosts.hostfile import Host, add_host_arguments, given_slots, hosts_of, placement_lines, python_of
 from dstrial.hosts.srun import hosts_of_allocation
 from dstrial.launch.failures import LaunchOutcome
@@ -73,7 +68,6 @@ from dstrial.local.run_monitor import RunMonitor, RunView
 from dstrial.master import daemon
 from dstrial.master.store.views import observe
 from dstrial.ranks.stop_signals import noted_signals
-from dstrial.results import Run
 from dstrial.slurm.allocation import Allocation, allocation_of
 from dstrial.visible_text import visible
 
@@ -118,12 +112,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="with --resume: load the checkpoint even if its pickles have classes that dstrial does not know; such classes can "
         "run any code, so trust the checkpoint's author",
     )
-    parser.add_argument(
-        "--override-optimizer",
-        action="store_true",
-        help="when a checkpoint is loaded, keep the optimizer settings (lr, weight_decay, betas, ...) of this run's config "
-        "instead of those in the checkpoint",
-    )
     kind.add_argument(
         "--test",
         action="store_true",
@@ -133,18 +121,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--run-dir",
         metavar="DIR",
         help="directory of this run; if DIR has a checkpoint, the run resumes from the newest checkpoint",
-    )
-    parser.add_argument(
-        "--logger",
-        choices=tuple(LOGGERS),
-        action="append",
-        default=[],
-        help="report metrics also to this logger, in addition to TensorBoard and the loggers of EXP.yaml; repeatable",
-    )
-    parser.add_argument(
-        "--predict-memory",
-        action="store_true",
-        help="predict memory before training, as `dstrial memory` does; the summary shows predicted and measured memory",
     )
     parser.add_argument(
         "--debug",
@@ -178,12 +154,6 @@ def main(args: argparse.Namespace) -> int:
         path=own_path,
     )
     with run_directory.lock(), _record_end_on_error(run_directory):
-        if args.predict_memory:
-            from dstrial.cli.memory import predict_run
-
-            problem = predict_run(run_directory, request.experiment, request.num_slots)
-            if problem is not None:
-                sys.stdout.write(f"the use of memory is not predicted: {problem}\n")
         if args.debug:
             return _debug(request, run_directory)
         return _train(request, run_directory, allocation)
@@ -253,8 +223,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
     _require_trainable(args, experiment, entrypoint, is_search=is_search)
     context = list_context(experiment.context_dir)
     context.require_packable()
-    experiment = dataclasses.replace(experiment, warnings=(*experiment.warnings, *context.warnings()))
-    _show_warnings(args, experiment, point)
+    _show_warnings(args, experiment, context.warnings(), point)
     known_run = None if point is None else point.run_directory
     own = run_directory_of(args)
     if known_run is None and own is not None and own.record_path.is_file():
@@ -263,6 +232,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
         args,
         experiment,
         entrypoint,
+        context,
         num_slots=slots if slots is not None else experiment.slots_per_trial,
         max_restarts=_max_restarts(args, experiment),
         is_search=is_search,
@@ -272,75 +242,49 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
 
 
 def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return config overrides (``key=value``) from ``--config``, ``--logger`` etc."""
-    overrides = list(args.config)
-    if args.trust_code:
-        manifest = None if point is None else point.checkpoint / MANIFEST_NAME
-        if manifest is None or not manifest.is_file():
-            problem = ConfigProblem(
-                "--trust-code",
-                "given without --resume"
-                if point is None
-                else f"given for {point.checkpoint}, which has no {MANIFEST_NAME}",
-                "a checkpoint that dstrial wrote",
-                "Name it with --resume, or leave --trust-code out.",
-            )
-            raise ConfigError([problem])
-        # Only these files are trusted: checkpoints that the run writes later are not.
-        overrides.append(f"data.dstrial.trust_checkpoint_code='{hash_file(manifest).sha256}'")
-    if args.logger:
-        document = apply_overrides(read_yaml(Path(args.experiment), args.experiment), args.config)
-        loggers = with_loggers(dstrial_section(document.value).get("loggers"), args.logger)
-        if loggers is not None:
-            overrides.append(f"{LOGGERS_KEY}={json.dumps(loggers)}")
-    if args.override_optimizer:
-        overrides.append("data.dstrial.override_optimizer=true")
-    return overrides
+    """Return config overrides (``key=value``) from ``--config`` and ``--trust-code``."""
+    if not args.trust_code:
+        return list(args.config)
+    manifest = None if point is None else point.checkpoint / MANIFEST_NAME
+    if manifest is None or not manifest.is_file():
+        got = "given without --resume"
+        if point is not None:
+            got = f"given for {point.checkpoint}, which has no {MANIFEST_NAME}"
+        fix = "Name it with --resume, or leave --trust-code out."
+        raise ConfigError([ConfigProblem("--trust-code", got, "a checkpoint that dstrial wrote", fix)])
+    # Only these files are trusted: checkpoints that the run writes later are not.
+    return [*args.config, f"data.dstrial.trust_checkpoint_code='{hash_file(manifest).sha256}'"]
 
 
 def _require_trainable(
     args: argparse.Namespace, experiment: ExperimentConfig, entrypoint: Entrypoint, *, is_search: bool
 ) -> None:
-    searcher = (f"{experiment.path}: searcher.name", repr(experiment.raw["searcher"]["name"]))
-    script = (f"{experiment.path}: entrypoint", repr(experiment.entrypoint))
-    one_trial = "Add --config searcher.name=single and concrete hyperparameters"
-    is_spread = args.slurm or args.hostfile is not None or (args.slots or 1) > 1
+    given = {"--slurm": args.slurm, "--test": args.test, "--debug": args.debug, "--resume": args.resume}
+    flags = [flag for flag, value in given.items() if value]
     is_script = entrypoint.trial is None
-    go_on = "Go on with a search by the command that it printed as `resume with`."
-    master = f"{one_trial}, or start a master: dstrial up --backend slurm, or --slurm in an allocation."
-    class_fix = "Run the script without --test, or write entrypoint: model_def:MyTrial."
-    debugger = "Start the script itself under the debugger: python -m pdb SCRIPT."
-    rules = (
-        (is_search and args.slurm, searcher, "--slurm", "'single', one trial", master),
-        (is_search and args.test, searcher, "--test", "'single', one trial", f"{one_trial}."),
-        (is_search and args.debug, searcher, "--debug", "'single', one trial", f"{one_trial}."),
-        (is_search and args.resume, searcher, "--resume", "'single', one trial", go_on),
-        (
-            is_script and args.test,
-            script,
-            "--test",
-            "a trial class, which can be stopped after two batches",
-            class_fix,
-        ),
-        (is_script and args.debug, script, "--debug", "a trial class", debugger),
-        (
-            args.debug and is_spread,
-            ("--debug", "given"),
-            "--slurm, --hostfile or --slots",
-            "one rank in this process",
-            "Leave the others out.",
-        ),
-    )
-    for is_wrong, (where, got), flag, expected, fix in rules:
-        if is_wrong:
-            raise ConfigError([ConfigProblem(where, f"{got} with {flag}", expected, fix)])
-    if not is_script and not args.test:
-        experiment.require_max_length()
+    if is_search and flags:
+        where, got = "searcher.name", f"{experiment.raw['searcher']['name']!r} with {flags[0]}"
+        expected = "'single', one trial"
+        fix = "Add --config searcher.name=single and concrete hyperparameters; a paused search goes on with `det e activate`."
+    elif is_script and (args.test or args.debug):
+        where, got = "entrypoint", f"{experiment.entrypoint!r} with {flags[-1]}"
+        expected = "a trial class"
+        fix = "Write entrypoint: model_def:MyTrial, or run the script itself (python -m pdb SCRIPT)."
+    elif args.debug and (args.slurm or args.hostfile is not None or (args.slots or 1) > 1):
+        where, got = "resources", "several ranks with --debug"
+        expected, fix = "one rank in this process", "Leave --slurm, --hostfile and --slots out."
+    else:
+        if not is_script and not args.test:
+            experiment.require_max_length()
+        return
+    raise ConfigError([ConfigProblem(f"{experiment.path}: {where}", got, expected, fix)])
 
 
-def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point: ResumePoint | None) -> None:
+def _show_warnings(
+    args: argparse.Namespace, experiment: ExperimentConfig, more: Sequence[str], point: ResumePoint | None
+) -> None:
     """Print warnings, and settings that a resumed run takes from the checkpoint."""
-    warnings = list(experiment.warnings)
+    warnings = [*experiment.warnings, *more]
     if not args.slurm and (hint := slurm_job.unused_nodes_hint()) is not None:
         warnings.insert(0, hint)
     if experiment.raw["checkpoint_storage"]["host_path"] is not None:
@@ -488,9 +432,8 @@ class _Attempt:
             print_line(f"run directory: {shown_path(self._run_directory.path)}")
             if request.checkpoint is not None:
                 print_line(f"resuming from checkpoint {request.checkpoint}")
-            context = list_context(request.experiment.context_dir)
-            print_line(f"context:       {context_text(context)}")
-            experiment_id, known = submit(request, master, self._run_directory, context)
+            print_line(f"context:       {context_text(request.context)}")
+            experiment_id, known = submit(request, master, self._run_directory)
             if not master.is_own:
                 address = master.record.address
                 print_line(
@@ -514,7 +457,8 @@ class _Attempt:
         if followed.is_detached and master.is_own:
             daemon.request_stop(master.record, is_kill=True)
         elif followed.is_detached:
-            lines.append(f"{'kill with:':<15}{kill_command(master, experiment_id)}")
+            command = f"{det_for(master.record.address)} experiment kill {experiment_id}"
+            lines += display.row_lines([("kill with", command)])
         text = visible("\n".join(lines)) + "\n"
         self._out.write(text)
         if self._out.is_lost and self._err.isatty():
@@ -580,52 +524,55 @@ class _Attempt:
             verdict = job.decide_requeue(verdict, outcome.stopped_by, run_directory)
         failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
         run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
-        text = outcome.describe()
         if request.args.test:
             verdict, line = _judge_test(run_directory, verdict, outcome)
-            return verdict, [line], text
-        view = followed.view
+            return verdict, [line], outcome.describe()
         resume: list[str] = []
         if job is None or not job.will_requeue:  # Slurm resumes a job that is requeued
             resume = [command_of("dstrial"), *command_line(request.args, resume=self._resume_value(verdict))]
-        if request.is_search:
-            lines = (
-                display.row_lines([("run directory", shown_path(run_directory.path))])
-                if view is None
-                else display.search_summary(view, request.experiment, verdict, run_directory)
-            )
+        lines = self._summary(followed.view, verdict, outcome, resume)
+        return verdict, lines + self._continuation(followed, verdict), outcome.describe()
+
+    def _summary(
+        self, view: ExperimentView | None, verdict: Verdict, outcome: LaunchOutcome, resume: list[str]
+    ) -> list[str]:
+        """Link the best checkpoint; return the lines of the summary."""
+        experiment, run_directory = self._request.experiment, self._run_directory
+        if self._request.is_search:
+            best = None if view is None else display.best_checkpoint(view, experiment)
+            lines = display.row_lines([("run directory", shown_path(run_directory.path))])
+            if view is not None:
+                lines = display.search_summary(view, experiment, verdict, run_directory)
         else:
+            stored = display.best_stored(run_directory, experiment.metric, experiment.smaller_is_better)
+            best = None if stored is None else stored[0].uuid
+            point = self._request.point
             lines = display.summary(
                 run_directory,
                 verdict,
                 display.view_at_failure(self._view, outcome),
-                metric=request.experiment.metric,
-                smaller_is_better=request.experiment.smaller_is_better,
-                steps_before=None if request.point is None else request.point.steps_completed,
+                metric=experiment.metric,
+                smaller_is_better=experiment.smaller_is_better,
+                steps_before=None if point is None else point.steps_completed,
                 resume_command=resume,
             )
-        self._link_best(view)
+        if best is not None:
+            with contextlib.suppress(OSError):  # a file system without symbolic links
+                run_directory.link_best(best)
+        return lines
+
+    def _continuation(self, followed: FollowResult, verdict: Verdict) -> list[str]:
+        """Return a line on how the master's experiment goes on, if it does."""
+        view, master = followed.view, self._master
         if view is None or master.is_own or verdict.state is RunState.COMPLETED:
-            return verdict, lines, text
+            return []
         if followed.is_master_gone:
             ended = f"has ended; experiment {view.id} goes on at the next `{command_of('dstrial')} up`"
-            lines += display.row_lines([("master", ended)])
-        elif view.state == "PAUSED":
-            command = f"{det_for(master.record.address)} experiment activate {view.id}"
-            lines += display.row_lines([("resume with" if request.is_search else "or with", command)])
-        return verdict, lines, text
-
-    def _link_best(self, view: ExperimentView | None) -> None:
-        experiment, run_directory = self._request.experiment, self._run_directory
-        # Metrics may be unreadable, and a file system without symbolic links: then only the summary names the checkpoint.
-        with contextlib.suppress(OSError, DstrialError):
-            if not self._request.is_search:
-                found = Run(experiment.name, "", experiment.raw, {}, run_directory.path).best()
-                best = None if found is None else found.uuid
-            else:
-                best = None if view is None else display.best_checkpoint(view, experiment)
-            if best is not None:
-                run_directory.link_best(best)
+            return display.row_lines([("master", ended)])
+        if view.state != "PAUSED":
+            return []
+        command = f"{det_for(master.record.address)} experiment activate {view.id}"
+        return display.row_lines([("resume with" if self._request.is_search else "or with", command)])
 
     def _resume_value(self, verdict: Verdict) -> str:
         """Return the ``--resume`` value for this run: ``latest`` if possible, else a path."""

@@ -48,9 +48,7 @@ from dstrial.visible_text import visible
 
 _POLL_S = 3.0  # between queries of Slurm's controller; a grace period is rarely below 30 s
 _SHOW_S = 0.5  # between reads of the job's output
-_SILENCE_S = 60.0  # time without a response after which the user is told
 _ENDED_BY_REQUEUE_S = 90.0  # wait after a requeue, in which Slurm ends this process
-_PREEMPTED = "Slurm gives its nodes to another job"
 
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +154,7 @@ class BatchJob:
             job = self._job()
             if job is None or not job.is_preempted:
                 return verdict
-            self._requeue_reason = _PREEMPTED
+            self._requeue_reason = "Slurm gives its nodes to another job"
         return dataclasses.replace(verdict, reason=self._requeue_reason)
 
     @property
@@ -167,19 +165,11 @@ class BatchJob:
         """Requeue the job if ``decide_requeue`` said so; Slurm then ends this process."""
         if not self._requeue_reason:
             return
-        job = self._job() if self._requeue_reason == _PREEMPTED else None
-        if job is not None and job.state != "RUNNING":
-            # Slurm 22.05 would requeue even a job that its user has cancelled.
-            out.write(
-                f"job {self._job_id} is left as it is ({job.described}): it was cancelled meanwhile, or Slurm ends it itself\n"
-            )
-            return
         out.write(f"job {self._job_id} is queued again, because {self._requeue_reason}\n")
-        refusal = client.requeue(self._job_id)
-        if refusal:
+        if refusal := client.requeue(self._job_id):
             out.write(f"job {self._job_id} cannot be queued again ({refusal}); go on with it by --resume\n")
-            return
-        time.sleep(_ENDED_BY_REQUEUE_S)
+        else:
+            time.sleep(_ENDED_BY_REQUEUE_S)
 
     def _job(self) -> Job | None:
         with contextlib.suppress(ConnectionError):
@@ -197,28 +187,38 @@ def run_as_job(
     """
     out = LossTolerantStream(sys.stdout)
     path = own or new_run_path(default_runs_dir(args.runs_dir), experiment.name)
-    options = sbatch_args(experiment.raw.get("slurm") or {}, args.sbatch_arg, str(experiment.path))
-    script = _script(args, experiment, options, inner, path)
+    text = _script(args, experiment, inner, path)
     if args.print_sbatch:
-        out.write(script)
+        out.write(text)
         return 0
-    job_id, log = _submit(script, path, out, has_own_output=value_of(options, "--output", "-o") is not None)
+    is_new = not path.exists()
+    log, script = path / LOG_NAME, path / SCRIPT_NAME
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        script.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"the run directory is {path}, which cannot be made ({error.strerror}); expected one on a file system that all nodes "
+            "mount. Name another place with --runs-dir or DSTRIAL_RUNS_DIR."
+        ) from error
+    try:
+        job_id = client.submit(script)
+    except LaunchError as error:
+        if is_new and not client.is_away(str(error)):  # else the job may be queued all the same
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    write_json_atomically(RunDirectory(path).slurm_job_path, {"job_id": job_id})
     out.write(f"job {job_id}: queued; it prints into {shown_path(log)}\n")
     if args.detach:
         out.write(f"`scancel {job_id}` ends it with a checkpoint, `squeue -j {job_id}` says how it is\n")
         return 0
-    return _Follower(job_id, log, out, python=args.python or sys.executable).follow()
+    return _Follower(job_id, log, out).follow()
 
 
-def _script(
-    args: argparse.Namespace,
-    experiment: ExperimentConfig,
-    options: list[str],
-    inner: Sequence[str],
-    path: Path,
-) -> str:
+def _script(args: argparse.Namespace, experiment: ExperimentConfig, inner: Sequence[str], path: Path) -> str:
     where = str(experiment.path)
     settings = experiment.raw.get("slurm") or {}
+    options = sbatch_args(settings, args.sbatch_arg, where)
     cluster = value_of(options, *CLUSTER_OPTIONS)
     if cluster is not None:
         problem = ConfigProblem(
@@ -236,73 +236,29 @@ def _script(
         partition = value_of(options, "--partition", "-p") or os.environ.get("SBATCH_PARTITION")
         wants_devices = shutil.which("sinfo") is not None and client.has_devices(partition)
     num_slots = max(args.slots or experiment.slots_per_trial, 1)
-    python = args.python or sys.executable
     return batch_script(
         name=experiment_slug(experiment.name),
         request=request_lines(settings, options, num_slots, wants_devices=wants_devices, where=where),
         options=options,
         run_directory=path,
         working_directory=Path.cwd(),
-        command=[python, "-u", "-m", "dstrial", *inner, "--run-dir", str(path)],
+        command=[args.python or sys.executable, "-u", "-m", "dstrial", *inner, "--run-dir", str(path)],
         submitted_by=shlex.join(["dstrial", *inner]),
     )
-
-
-def _submit(text: str, path: Path, out: LossTolerantStream, *, has_own_output: bool) -> tuple[int, Path]:
-    """Submit a batch script; return the job's id and its output file."""
-    created = [one for one in (path, *path.parents) if not one.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        script = path / SCRIPT_NAME
-        script.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(
-            f"the run directory is {path}, which cannot be made ({error.strerror}); expected one on a file system that all nodes "
-            "mount. Name another place with --runs-dir or DSTRIAL_RUNS_DIR."
-        ) from error
-    unknown = (
-        f"A job may be queued all the same, and keeps {path}; `squeue --me` shows it, `scancel` ends it."
-    )
-    try:
-        job_id = client.submit(script)
-    except LaunchError as error:
-        if not client.is_away(str(error)):
-            _remove(created)
-            raise
-        raise LaunchError(f"{error} {unknown}") from error
-    except BaseException:  # Ctrl-C, most likely
-        out.write(visible(f"{unknown}\n"))
-        raise
-    write_json_atomically(RunDirectory(path).slurm_job_path, {"job_id": job_id})
-    job: Job | None = None
-    with contextlib.suppress(ConnectionError):  # the job is queued, even if Slurm cannot say more now
-        job = client.job_of(job_id) if has_own_output else None
-    if job is not None and job.output:
-        return job_id, Path(job.output.replace("%%", "%"))
-    return job_id, path / LOG_NAME
-
-
-def _remove(created: Sequence[Path]) -> None:
-    for path in created[:1]:
-        shutil.rmtree(path, ignore_errors=True)
-    for path in created[1:]:
-        with contextlib.suppress(OSError):  # another run has begun there
-            path.rmdir()
 
 
 class _Follower:
     """Shows a job's output; Ctrl-C stops the job, a second Ctrl-C only this command."""
 
-    def __init__(self, job_id: int, log: Path, out: LossTolerantStream, *, python: str) -> None:
-        self._job_id, self._log, self._out, self._python = job_id, log, out, python
+    def __init__(self, job_id: int, log: Path, out: LossTolerantStream) -> None:
+        self._job_id, self._log, self._out = job_id, log, out
         self._offset = log.stat().st_size if log.exists() else 0
-        self._has_printed = False
         self._described = ""
         self._is_stopping = False
         self._last: Job | None = None
 
     def follow(self) -> int:
-        poll_at_s, heard_s = 0.0, time.monotonic()
+        poll_at_s = 0.0
         with noted_signals() as signals:
             while True:
                 if signals and not self._is_stopping:
@@ -311,24 +267,15 @@ class _Follower:
                 if len(signals) > 1:
                     self._say(f"job {self._job_id} goes on by itself; `scancel {self._job_id}` ends it")
                     return 128 + signals[-1]
-                now_s = time.monotonic()
-                if now_s >= poll_at_s:
-                    poll_at_s = now_s + _POLL_S
-                    try:
+                if time.monotonic() >= poll_at_s:
+                    poll_at_s = time.monotonic() + _POLL_S
+                    with contextlib.suppress(ConnectionError):  # asked again
                         job = client.job_of(self._job_id)
-                    except ConnectionError as error:
-                        if now_s > heard_s + _SILENCE_S:
-                            heard_s = now_s
-                            self._say(
-                                f"Slurm's controller has not answered for {_SILENCE_S:g} s ({error}); the job goes on"
-                            )
-                    else:
-                        heard_s = now_s
                         self._last = job or self._last
-                        self._show_state(job)
                         if job is None or job.is_over:
                             self._show_output()
                             return self._end()
+                        self._show_state(job)
                 self._show_output()
                 time.sleep(_SHOW_S)
 
@@ -344,16 +291,13 @@ class _Follower:
             f"{stop.name}: {what} (Ctrl-C again leaves the job alone)" + (f"; {refusal}" if refusal else "")
         )
 
-    def _show_state(self, job: Job | None) -> None:
-        if job is None:
+    def _show_state(self, job: Job) -> None:
+        if job.described == self._described:
             return
-        text = "stopped, as asked" if job.state == "FAILED" and self._is_stopping else job.described
-        if text == self._described:
-            return
-        self._described = text
+        self._described = job.described
         again = f", started again {job.num_restarts} time(s)" if job.num_restarts else ""
         when = f", expected {job.begins_at.replace('T', ' ')}" if job.is_waiting and job.begins_at else ""
-        self._say(f"job {self._job_id}: {text}{again}{when}")
+        self._say(f"job {self._job_id}: {job.described}{again}{when}")
 
     def _say(self, text: str) -> None:
         self._out.write(visible(f"{text}\n"))
@@ -363,9 +307,8 @@ class _Follower:
             file.seek(self._offset)
             data = file.read(1 << 22)
             whole = data[: data.rfind(b"\n") + 1]
+            self._offset += len(whole)
             if whole:
-                self._offset += len(whole)
-                self._has_printed = True
                 self._out.write(visible(whole.decode(errors="replace")))
 
     def _end(self) -> int:
@@ -373,21 +316,10 @@ class _Follower:
         if job is None:
             self._say(f"Slurm no longer knows job {self._job_id}; its output is in {self._log}")
             return 1
-        if job.state == "COMPLETED":
-            return 0
+        how = "stopped, as asked" if job.state == "FAILED" and self._is_stopping else job.described
+        if job.state != "COMPLETED":
+            seen = f"in {self._log}" if self._log.exists() else f"not in {self._log}: does the node see it?"
+            self._say(f"job {self._job_id}: {how}; its output is {seen}")
         if job.state == "CANCELLED":
             return 128 + signal.SIGTERM
-        if not self._has_printed and not self._log.exists():
-            self._say(
-                f"job {self._job_id} has {job.described}, and {self._log.parent} has nothing of it: most likely "
-                f"{job.nodes or 'its node'} does not see this directory. Put it on a file system that all nodes mount, and "
-                "name it by --runs-dir or DSTRIAL_RUNS_DIR."
-            )
-        elif job.exit_code in (126, 127):
-            self._say(
-                f"job {self._job_id} could not be started: {job.nodes or 'its node'} has no Python at {self._python}. Put the "
-                "environment on a file system that all nodes mount, or name another interpreter by --python."
-            )
-        elif job.state != "FAILED":
-            self._say(f"job {self._job_id} has ended: {job.described}")
-        return job.exit_code or (128 + job.signal if job.signal else 1)
+        return 0 if job.state == "COMPLETED" else job.exit_code or (128 + job.signal if job.signal else 1)

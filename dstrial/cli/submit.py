@@ -66,6 +66,7 @@ class RunRequest:
     args: argparse.Namespace
     experiment: ExperimentConfig
     entrypoint: Entrypoint
+    context: Context
     num_slots: int  # of the trial, over all hosts
     max_restarts: int
     is_search: bool = False
@@ -263,14 +264,12 @@ def config_of_run(
     }
 
 
-def submit(
-    request: RunRequest, master: Master, run_directory: RunDirectory, context: Context
-) -> tuple[int, dict[int, int]]:
+def submit(request: RunRequest, master: Master, run_directory: RunDirectory) -> tuple[int, dict[int, int]]:
     """Create the run's experiment, or continue its paused or active experiment.
 
     Returns the experiment's id, and trial id -> id of the last log line for each trial of an earlier attempt.
     """
-    files = context.v1_files()
+    files = request.context.v1_files()
     config = submitted_config(request)
     mark = fingerprint(config, files)
     if request.known_run is not None:

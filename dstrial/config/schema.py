@@ -399,7 +399,7 @@ DSTRIAL = Section(
             expected="a path in the model definition",
         ),
         "loggers": _rule(
-            "experiment trackers that get the metrics: `wandb`, `mlflow`, `trackio`, or a mapping with options",
+            "experiment trackers that get the metrics: `wandb`, `mlflow`, or a mapping with options",
             _ANY,
         ),
     },

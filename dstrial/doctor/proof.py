@@ -37,7 +37,7 @@ _SAVED_AT, _END = 7, 12  # batches
 _STAGE, _OTHER_STAGE = 1, 3
 # Maximum relative difference of losses in another ZeRO stage, which sums fp32 gradients in another order.
 _STAGE_TOLERANCE = 1e-4
-_MIN_MFU, _MAX_MFU = 0.1, 0.7  # fraction of the measured peak, on accelerators
+_MIN_MFU, _MAX_MFU = 0.05, 0.7  # fraction of the data sheet's peak, on accelerators
 _MIN_STEP_S = 5.0  # minimum time left for starting a step
 _ENDING_S = 10.0  # grace period for a launcher after Ctrl-C
 _SHOWN_LINES = 40
@@ -181,19 +181,14 @@ class Proof:
     def _speed(self) -> str:
         run = self._launch("speed", _STAGE, is_large=True)
         telemetry = json.loads(run.telemetry_path.read_text(encoding="utf-8"))
-        output = self._run(["dstrial.cli", "memory", str(run.path), "--json"], "memory")
-        predicted = json.loads(output[output.index("{") :])
-        self.facts.update(telemetry=telemetry, memory=predicted)
+        self.facts["telemetry"] = telemetry
         mfu = telemetry.get("mfu")
-        if self._target.kind != "cpu" and mfu is not None and not _MIN_MFU <= mfu <= _MAX_MFU:
+        if mfu is not None and not _MIN_MFU <= mfu <= _MAX_MFU:
             raise StepFailedError(
                 f"MFU is {mfu:.3g}; expected {_MIN_MFU:g} to {_MAX_MFU:g}. See whether others use the device (nvidia-smi), "
                 "and whether its clocks are limited."
             )
-        rows = summary_rows(telemetry, predicted["predicted"])
-        if predicted["problem"]:
-            rows.append(("prediction", str(predicted["problem"])))
-        shown = "\n".join(f"  {name:<15}{text}" for name, text in rows)
+        shown = "\n".join(f"  {name:<15}{text}" for name, text in summary_rows(telemetry))
         return f"a GPT of {self._target.precision}, {self._target}\n{shown}"
 
     def _launch(self, name: str, stage: int, *, is_large: bool = False, **variables: str) -> RunDirectory:

@@ -60,12 +60,10 @@ from dstrial.storage_guard import StorageGoneError
 
 logger = logging.getLogger("dstrial.local")
 
-_METADATA_DIGEST = "metadata_sha256"
-
-# Paths of checkpoints that this process has completed, by uuid; their run directories may lie anywhere.
-_written_here: dict[str, Path] = {}
-# Directory in which Determined 0.38.1 keeps checkpoints without a master. User code may build paths below it: `_find` takes
-# the uuid from such a path.
+_METADATA_DIGEST = (
+    "metadata_sha256"  # key of the completion marker; the manifest does not have the metadata file
+)
+# Directory in which Determined 0.38.1 keeps checkpoints without a master; user code may build paths below it.
 _DETERMINED_PATH = platformdirs.user_data_path("determined")
 
 
@@ -216,16 +214,15 @@ class LocalCheckpointContext(NodeCheckpointContext):
         record = self._checkpoints_path / storage_id
         info = completion_info(storage_id, metadata["steps_completed"])
         if isinstance(manager, ObjectStorageManager):
-            manager.mark(storage_id, info | _digest_of_metadata(record))
+            manager.mark(storage_id, info | {_METADATA_DIGEST: _digest_of_metadata(record)})
         else:
             manager.require_present()
             path = manager.path / storage_id
-            info |= _digest_of_metadata(path)
+            info |= {_METADATA_DIGEST: _digest_of_metadata(path)}
             write_marker(path, info)
             end_saving(manager.path, storage_id)
             if self._settings is not None and path != record:
                 write_record(path, record, info, self._settings)
-        _written_here[storage_id] = record
         logger.info("saved checkpoint %s at batch %s", storage_id, metadata["steps_completed"])
 
     def _apply_keep_policy(self) -> None:
@@ -371,7 +368,7 @@ class LocalCheckpointContext(NodeCheckpointContext):
         else:
             name, path = path.name, self._checkpoints_path / path
             if is_read and not is_complete(path):
-                path = _elsewhere(self._checkpoints_path, name) or self._stored(name) or path
+                path = self._elsewhere(name) or self._stored(name) or path
         if not is_complete(path):
             complete = ", ".join(checkpoint.uuid for checkpoint in self.list()) or "none"
             raise CheckpointNotFoundError(
@@ -379,9 +376,25 @@ class LocalCheckpointContext(NodeCheckpointContext):
                 f"of: {complete}."
             )
         expected = read_marker(path).get(_METADATA_DIGEST) if is_read else None
-        if expected is not None:
-            _require_metadata(path / METADATA_NAME, expected)
+        if expected is not None and _digest_of_metadata(path) != expected:
+            raise CheckpointDamagedError(
+                f"{path / METADATA_NAME} is missing or changed; expected SHA-256 {expected[:12]}, as {MARKER_NAME} says. Resume "
+                "from an earlier checkpoint, or restore the file from a copy."
+            )
         return path
+
+    def _elsewhere(self, storage_id: str) -> Path | None:
+        """Find another run's complete checkpoint by its uuid, or return None.
+
+        Searches the directory of this run's runs, and the default one. (Determined 0.38.1 keeps all local checkpoints in one
+        directory.)
+        """
+        # <runs>/<experiment>/<run>/checkpoints/<uuid>
+        for runs in (*self._checkpoints_path.parents[2:3], default_runs_dir()):
+            for path in runs.glob(f"*/*/{self._checkpoints_path.name}/*/"):
+                if path.name == storage_id and is_complete(path):
+                    return path
+        return None
 
     def _stored(self, name: str) -> Path | None:
         """Return a local directory with an object-storage checkpoint's metadata, or None."""
@@ -419,7 +432,6 @@ class MirroredCheckpointContext(NodeCheckpointContext):
             self._storage_manager.records = self._checkpoints_path
         self._keep = keep
         self._train = train
-        self._owned: dict[str, bool] = {}
 
     def _report_checkpoint(
         self,
@@ -437,7 +449,6 @@ class MirroredCheckpointContext(NodeCheckpointContext):
         ):
             if self._is_own(superfluous):
                 self._delete(superfluous)
-                logger.debug("deleted checkpoint %s, which the keep policy does not keep", superfluous)
 
     def _mark(self, storage_id: str, info: Mapping[str, Any]) -> None:
         super()._mark(storage_id, info)
@@ -462,13 +473,11 @@ class MirroredCheckpointContext(NodeCheckpointContext):
         The master lets a trial delete only the trial's own checkpoints, and only if their files still exist (Determined 0.38.1
         ``core/_checkpoint.py``, ``delete``).
         """
-        if storage_id not in self._owned:
-            try:
-                found = bindings.get_GetCheckpoint(self._session, checkpointUuid=storage_id).checkpoint
-            except (ForbiddenException, NotFoundException):
-                found = None  # the checkpoint belongs to another trial or master
-            self._owned[storage_id] = found is not None and found.taskId == self._task_id
-        return self._owned[storage_id]
+        try:
+            found = bindings.get_GetCheckpoint(self._session, checkpointUuid=storage_id).checkpoint
+        except (ForbiddenException, NotFoundException):
+            return False  # the checkpoint belongs to another trial or master
+        return bool(found.taskId == self._task_id)
 
     @contextlib.contextmanager
     def restore_path(
@@ -505,8 +514,10 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _digest_of_metadata(path: Path) -> dict[str, str]:
-    return {_METADATA_DIGEST: hash_file(path / METADATA_NAME).sha256}
+def _digest_of_metadata(path: Path) -> str:
+    """Return the SHA-256 of a checkpoint's metadata file; "" if it is missing."""
+    file = path / METADATA_NAME
+    return hash_file(file).sha256 if file.is_file() else ""
 
 
 def _deletion(
@@ -543,36 +554,6 @@ def _superfluous(
         keep,
         smaller_is_better=smaller_is_better,
     )
-
-
-def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
-    """Find another run's complete checkpoint by its uuid, or return None.
-
-    Searches checkpoints of this process, this run's runs directory, and the default runs directory. (Determined 0.38.1 keeps
-    all local checkpoints in one directory.)
-    """
-    if not is_uuid(storage_id):
-        return None
-    written = _written_here.get(storage_id)
-    found = [] if written is None else [written]
-    # <runs>/<experiment>/<run>/checkpoints/<uuid>
-    for runs in dict.fromkeys((*checkpoints_path.parents[2:3], default_runs_dir())):
-        found += runs.glob(f"*/*/{checkpoints_path.name}/{storage_id}")
-    return next((path for path in found if is_complete(path)), None)
-
-
-def _require_metadata(path: Path, sha256: str) -> None:
-    """Raise ``CheckpointDamagedError`` unless the metadata file has this checksum."""
-    try:
-        found = hash_file(path).sha256
-    except FileNotFoundError:
-        found = "missing"
-    if found != sha256:
-        got = found if found == "missing" else f"of checksum {found[:12]}"
-        raise CheckpointDamagedError(
-            f"{path} is {got}; expected {sha256[:12]} (SHA-256), as {MARKER_NAME} says. Resume from an earlier checkpoint, or "
-            "restore the file from a copy."
-        )
 
 
 def open_checkpoint_store(

@@ -11,7 +11,6 @@
     progress.json             trained and total batches
     status.json               status text, early exit and step counts, as the trial reports them
     telemetry.json            time, memory and speed of the last attempt
-    memory.json               predicted memory, if a dry run was made
     outcome.json              how the ranks of the last attempt ended; outcome.node<n>.json for node n > 0
     submission.json           the master's experiment that trains the run
     master/                   state directory of the embedded master, in a Slurm job
@@ -147,7 +146,6 @@ class RunDirectory:
     progress_path = _Inside("progress.json")
     status_path = _Inside("status.json")
     telemetry_path = _Inside("telemetry.json")  # content: dstrial.telemetry.samples.RunTotals.to_json
-    memory_path = _Inside("memory.json")
     submission_path = _Inside("submission.json")
     master_path = _Inside("master")
     slurm_job_path = _Inside("slurm.json")

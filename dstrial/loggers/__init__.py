@@ -1,1 +1,1 @@
-"""Loggers for Weights & Biases, MLflow and Trackio, each on a thread of rank 0."""
+"""Loggers for Weights & Biases and MLflow, each on a thread of rank 0."""

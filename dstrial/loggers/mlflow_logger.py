@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.loggers.logger import FinalState, LoggedRun, Report, flat
-
-logger = logging.getLogger("dstrial.loggers")
 
 RUN_TAG = "dstrial.run_id"  # tag with `LoggedRun.run_id`, by which a resumed run finds its MLflow run
 
@@ -36,8 +33,6 @@ class MLflowLogger:
         self._options = options
         self._client: Any = None
         self._run_id = ""
-        self._names: dict[str, str | None] = {}
-        self._has_warned_of_infinity = False
 
     def begin(self, run: LoggedRun) -> str:
         from mlflow import MlflowClient
@@ -64,14 +59,11 @@ class MLflowLogger:
     def log(self, reports: Sequence[Report]) -> None:
         from mlflow.entities import Metric
 
-        metrics = []
-        for report in reports:
-            time_ms = int(report.time_s * 1000)
-            for original, number in report.row().items():
-                name = self._name(original)
-                if name is not None:
-                    self._warn_of_infinity(original, number)
-                    metrics.append(Metric(name, number, time_ms, report.batches_trained))
+        metrics = [
+            Metric(accepted_name(name), number, int(report.time_s * 1000), report.batches_trained)
+            for report in reports
+            for name, number in report.row().items()
+        ]
         for start in range(0, len(metrics), _MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _MAX_METRICS])
 
@@ -100,37 +92,13 @@ class MLflowLogger:
         from mlflow.entities import Param
 
         values = {**flat(run.hyperparameters), **flat(run.config, "experiment.")}
-        parameters = []
-        for original, value in values.items():
-            name = self._name(original)
-            text = str(value)[:_MAX_VALUE_CHARS]
-            if name is not None and name not in known:
-                parameters.append(Param(name, text))
-            elif name is not None and name in run.hyperparameters and known[name] != text:
-                logger.info("logger mlflow: %s was %s at first, which MLflow keeps", name, known[name])
+        parameters = [
+            Param(name, str(value)[:_MAX_VALUE_CHARS])
+            for original, value in values.items()
+            if (name := accepted_name(original)) not in known  # MLflow keeps the first value
+        ]
         for start in range(0, len(parameters), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=parameters[start : start + _MAX_PARAMS])
-
-    def _name(self, original: str) -> str | None:
-        if original not in self._names:
-            name = accepted_name(original)
-            if name in self._names.values():
-                logger.warning(
-                    "logger mlflow: %r is left out: as %r it would be taken for another", original, name
-                )
-                self._names[original] = None
-                return None
-            if name != original:
-                logger.warning(
-                    "logger mlflow: %r is called %r there, since MLflow refuses it", original, name
-                )
-            self._names[original] = name
-        return self._names[original]
-
-    def _warn_of_infinity(self, name: str, number: float) -> None:
-        if not self._has_warned_of_infinity and math.isinf(number):
-            self._has_warned_of_infinity = True
-            logger.warning("logger mlflow: %s is infinite, which SQL stores of MLflow keep as 1.8e308", name)
 
 
 def accepted_name(name: str) -> str:

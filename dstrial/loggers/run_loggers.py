@@ -24,7 +24,6 @@ from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory, experiment_slug
 from dstrial.loggers.logger import FinalState, Group, LoggedRun, Logger, Report, numbers_of
 from dstrial.loggers.mlflow_logger import MLflowLogger
-from dstrial.loggers.trackio_logger import TrackioLogger
 from dstrial.loggers.wandb_logger import WandbLogger
 from dstrial.runtime import cluster_info
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
@@ -45,7 +44,6 @@ _PASSWORD = re.compile(r"://[^/\s@]*@")
 MAKERS: Mapping[str, Callable[[Mapping[str, Any]], Logger]] = {
     "wandb": WandbLogger,
     "mlflow": MLflowLogger,
-    "trackio": TrackioLogger,
 }
 """Name of a logger -> function that makes the logger from its options in the config."""
 
@@ -62,20 +60,12 @@ class LoggerThread:
         self._run = run
         self._capacity = capacity
         self._reports: collections.deque[Report] = collections.deque()
-        self._begun, self._ended = threading.Event(), threading.Event()
-        self._is_over = threading.Event()
+        self._begun, self._ended, self._is_over = threading.Event(), threading.Event(), threading.Event()
         self._state: FinalState = "completed"
-        self._is_off = False
         self._has_warned = False
         self._num_given = self._num_kept = 0
-        self._under_way: Sequence[Report] = ()
         # A daemon thread, so that a hanging logger does not prevent the exit of the process.
-        self._thread = threading.Thread(target=self._work, name=f"dstrial-{name}", daemon=True)
-
-    # ---- the run ---------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._work, name=f"dstrial-{name}", daemon=True).start()
 
     def wait_begun(self, deadline_s: float) -> None:
         """Wait until ``Logger.begin`` has returned or failed.
@@ -83,20 +73,12 @@ class LoggerThread:
         The wait ends with a warning when ``time.monotonic()`` reaches ``deadline_s``.
         """
         if not self._begun.wait(max(deadline_s - time.monotonic(), 0.0)):
-            logger.warning(
-                "logger %s has not begun yet; training goes on, and reports wait for it (up to %d)",
-                self.name,
-                self._capacity,
-            )
+            self._warn("it has not begun yet; training goes on, and reports wait")
 
     def report(self, report: Report) -> None:
         self._num_given += 1
-        if self._is_off:
-            return
-        if len(self._reports) >= self._capacity:
-            self._warn(f"takes nothing, and {self._capacity} reports wait already", [report])
-            return
-        self._reports.append(report)
+        if len(self._reports) < self._capacity:
+            self._reports.append(report)
 
     def end(self, state: FinalState) -> None:
         self._state = state
@@ -107,77 +89,51 @@ class LoggerThread:
 
         The wait ends with a warning when ``time.monotonic()`` reaches ``deadline_s``.
         """
-        begun_s = time.monotonic()
-        is_ended = self._ended.wait(max(deadline_s - begun_s, 0.0))
-        num_lost = self._num_given - self._num_kept
-        if is_ended:
-            self._thread.join()
-            if num_lost:
-                logger.warning("logger %s: %d of %d reports are lost", self.name, num_lost, self._num_given)
-            return
-        left = [*self._under_way, *self._reports]
-        what = (
-            f"{num_lost} of {self._num_given} reports are lost"
-            if num_lost
-            else "the end of the run may be lost"
-        )
-        logger.warning(
-            "logger %s has not ended after %.0f s and is left behind: %s%s",
-            self.name,
-            time.monotonic() - begun_s,
-            what,
-            f" ({_batches(left)})" if left else "",
-        )
+        if not self._ended.wait(max(deadline_s - time.monotonic(), 0.0)):
+            self._warn("it has not ended and is left behind")
+        if num_lost := self._num_given - self._num_kept:
+            self._warn(f"{num_lost} of {self._num_given} reports are lost")
 
     # ---- the thread ------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
             where = self._logger.begin(self._run)
-            logger.info("logger %s: run %s (%s)", self.name, self._run.name, where)
         except BaseException as error:  # noqa: BLE001  # the boundary of a thread
-            self._is_off = self._has_warned = True
-            self._reports.clear()
-            logger.warning(
-                "logger %s cannot begin: %s. Nothing of this run is kept there; training goes on.",
-                self.name,
-                _described(error, self.name),
+            self._warn(
+                f"it cannot begin: {_described(error, self.name)}. Nothing of this run is kept there; training goes on."
             )
+            self._capacity = 0
+            self._reports.clear()
+            self._begun.set()
+            self._ended.set()
+            return
+        logger.info("logger %s: run %s (%s)", self.name, self._run.name, where)
         self._begun.set()
         while not (self._is_over.wait(POLL_S) and not self._reports):
             if self._reports:
                 self._log()
-        if not self._is_off:
-            try:
-                self._logger.end(self._state)
-            except BaseException as error:  # noqa: BLE001  # the boundary of a thread
-                logger.warning("logger %s cannot end the run: %s", self.name, _described(error, self.name))
+        try:
+            self._logger.end(self._state)
+        except BaseException as error:  # noqa: BLE001  # the boundary of a thread
+            self._warn(f"it cannot end the run: {_described(error, self.name)}")
         self._ended.set()
 
     def _log(self) -> None:
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
-        self._under_way = reports
         try:
             self._logger.log(reports)
             self._num_kept += len(reports)
         except BaseException as error:  # noqa: BLE001  # the boundary of a thread
-            self._warn(_described(error, self.name), reports)
-        self._under_way = ()
+            if not self._has_warned:
+                self._has_warned = True
+                first = reports[0].batches_trained
+                self._warn(
+                    f"reports from batch {first} on are lost: {_described(error, self.name)}; training goes on"
+                )
 
-    def _warn(self, why: str, lost: Sequence[Report]) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "logger %s: %s. Lost: %s, and what fails like it from now on; training goes on.",
-                self.name,
-                why,
-                _batches(lost),
-            )
-
-
-def _batches(reports: Sequence[Report]) -> str:
-    first, last = reports[0].batches_trained, reports[-1].batches_trained
-    return f"the report of batch {first}" if first == last else f"the reports of batches {first} to {last}"
+    def _warn(self, text: str) -> None:
+        logger.warning("logger %s: %s", self.name, text)
 
 
 def _described(error: BaseException, name: str) -> str:
@@ -228,8 +184,6 @@ class RunLoggers:
         before = RngState.read()
         self._threads = [LoggerThread(name, made, run, capacity=self._capacity) for name, made in self._made]
         deadline_s = time.monotonic() + self._begin_s
-        for thread in self._threads:
-            thread.start()
         for thread in self._threads:
             thread.wait_begun(deadline_s)
         before.restore()

@@ -6,12 +6,10 @@ decreasing steps. Charts have the metric ``batches`` as x-axis, and show repeate
 
 from __future__ import annotations
 
-import errno
 import logging
 import netrc
 import os
 import re
-import shutil
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,9 +24,6 @@ _FINISH_TIMEOUT_S = 25.0
 _DEFAULT_SERVER = "https://api.wandb.ai"
 _NOT_IN_PROJECT = re.compile(r"[/\\#?%:]")
 _MAX_PROJECT_CHARS = 128
-
-# Minimum free disk space to log offline: with less, a write may be partial, and W&B does not report the failure.
-_MIN_FREE_BYTES = 2**20
 
 
 class WandbLogger:
@@ -69,8 +64,6 @@ class WandbLogger:
         return str(self._run.url)
 
     def log(self, reports: Sequence[Report]) -> None:
-        if self._run.offline and shutil.disk_usage(self._directory).free < _MIN_FREE_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
         for report in reports:
             row = {"batches": report.batches_trained, **report.row()}
             self._step = next_step(self._step, self._batch, report.batches_trained)

@@ -269,7 +269,7 @@ def settle_optimizer_settings(
             "; ".join(found),
             "this run's settings count (data.dstrial.override_optimizer)"
             if overrides
-            else "the checkpoint counts. To use this run's settings, add --override-optimizer to dstrial run, or set "
+            else "the checkpoint counts. To use this run's settings, set "
             "data.dstrial.override_optimizer to true",
         )
 

@@ -166,8 +166,6 @@ class TrainingLoop:
                     self._saver.finish()
                 self._reports.upload()
                 self._reports.require_written()
-            if stopped is None:
-                self._reports.finish_telemetry()
         _, skipped = sum_steps(step_counts(self._context))
         return FitResult(
             progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid, skipped

@@ -123,7 +123,7 @@ class ReportExchange:
         self.writer.call(self._sinks.open)
         if self._instruments is not None:
             self._telemetry = TelemetryReports(
-                self._record_telemetry, self._keep_telemetry, self._instruments.known_peak()
+                self._record_telemetry, self._keep_telemetry, self._instruments.peak_flops_per_s
             )
             stack.callback(self.writer.submit, self._telemetry.keep)
 
@@ -315,15 +315,6 @@ class ReportExchange:
     def _keep_telemetry(self, totals: Mapping[str, Any]) -> None:
         if (kept := self._runtime.kept_reports) is not None:
             kept.note_telemetry(totals)
-
-    def finish_telemetry(self) -> None:
-        """Write the last telemetry; measure the device's peak FLOPs if not yet known.
-
-        Call after the last save, when the device is idle.
-        """
-        if self._telemetry is not None and self._instruments is not None:
-            self.writer.flush()
-            self._telemetry.finish(self._instruments.measured_peak)
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
         """Raise an error if any rank has failed to write a report."""

@@ -18,10 +18,9 @@ from deepspeed.accelerator import get_accelerator
 from dstrial.engine.deepspeed_internals.engines import compute_dtype
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.engine.model_flops import FlopCount, FlopCounter, why_uncountable
-from dstrial.telemetry.matmul_peak import cache_path, known_peak, measured_peak
 from dstrial.telemetry.memory import FirstBatchMemory, memory_now
 from dstrial.telemetry.phase_timer import Event, PhaseTimer
-from dstrial.telemetry.samples import Peak, RankSample, RunTotals, report_metrics
+from dstrial.telemetry.samples import RankSample, RunTotals, report_metrics
 from dstrial.trial.trial import tokens_in
 
 logger = logging.getLogger("dstrial.telemetry")
@@ -29,6 +28,34 @@ logger = logging.getLogger("dstrial.telemetry")
 ResultT = TypeVar("ResultT")
 
 _KEEP_PERIOD_S = 5.0  # minimum time between writes of the totals' file, which take longer than a report
+
+_DATA_SHEETS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("H200", {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9}),
+    ("H100 PCIe", {"bfloat16": 756.0, "float16": 756.0, "float32": 51.0}),
+    ("H100 NVL", {"bfloat16": 835.5, "float16": 835.5, "float32": 60.0}),
+    ("H100", {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9}),
+    ("A100", {"bfloat16": 312.0, "float16": 312.0, "float32": 19.5}),
+    ("L40S", {"bfloat16": 362.05, "float16": 362.05, "float32": 91.6}),
+    ("L4", {"bfloat16": 121.0, "float16": 121.0, "float32": 30.3}),
+    ("A10", {"bfloat16": 125.0, "float16": 125.0, "float32": 31.2}),
+    ("T4", {"float16": 65.0, "float32": 8.1}),
+    ("V100", {"float16": 125.0, "float32": 15.7}),
+    ("MI300X", {"bfloat16": 1307.4, "float16": 1307.4, "float32": 163.4}),
+)
+"""Pairs (words of a device's name, type -> TFLOPS for dense matrices without TF32); the first pair that matches is used.
+
+Source: NVIDIA's data sheets of H100 and H200 (half of the figures "with sparsity"), A100, L40S, L4, A10, T4, V100 (SXM2), and
+AMD's of MI300X.
+"""
+
+
+def peak_flops(device: str, dtype: str) -> float | None:
+    """Return the peak FLOP/s in the data sheet of a device; None if not known here."""
+    words = device.replace("-", " ").split()
+    for name, figures in _DATA_SHEETS:
+        if all(word in words for word in name.split()):
+            return figures[dtype] * 1e12 if dtype in figures else None
+    return None
 
 
 def timed_events(accelerator: Any) -> Callable[[], Event] | None:
@@ -219,22 +246,13 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._start, self._seconds, self._data_wait_s, self._num_tokens = batches_trained, 0.0, 0.0, 0
         return AsyncSample(sample, engine.get_global_grad_norm())
 
-    # ---- the device's peak ---------------------------------------------------------------------------
-
     @property
-    def dtype(self) -> torch.dtype:
-        return compute_dtype(self._engines[0])
-
-    def known_peak(self) -> Peak | None:
-        return known_peak(self._device, self.dtype)
-
-    def measured_peak(self) -> Peak | None:
-        """Measure the device's peak FLOP/s, after training; None if that fails."""
-        try:
-            return measured_peak(self._device, self.dtype)
-        except (RuntimeError, OSError) as error:
-            logger.info("the peak of %s is not measured: %s", self._device, error)
+    def peak_flops_per_s(self) -> float | None:
+        """The data sheet's peak FLOP/s of this rank's device; None on the CPU or if unknown."""
+        if self._device.type != "cuda":
             return None
+        dtype = str(compute_dtype(self._engines[0])).removeprefix("torch.")
+        return peak_flops(torch.cuda.get_device_name(self._device), dtype)
 
 
 class TelemetryReports:
@@ -243,7 +261,7 @@ class TelemetryReports:
     Args:
         record: function that writes a report, given the batch number and the metrics.
         keep: function that stores the run's totals, given as JSON values.
-        peak: the device's known peak FLOP/s; None if not measured yet.
+        peak_flops_per_s: the device's peak FLOP/s; None if unknown.
 
     Ranks: only rank 0.
     """
@@ -252,11 +270,11 @@ class TelemetryReports:
         self,
         record: Callable[[int, dict[str, Any]], None],
         keep: Callable[[Mapping[str, Any]], None],
-        peak: Peak | None,
+        peak_flops_per_s: float | None,
     ) -> None:
         self._record = record
         self._keep = keep
-        self._peak = peak
+        self._peak = peak_flops_per_s
         self._totals = RunTotals()
         self._has_failed = False
         self._kept_s = -_KEEP_PERIOD_S
@@ -284,23 +302,9 @@ class TelemetryReports:
         except Exception as error:  # noqa: BLE001  # likewise
             self._warn(error)
 
-    def finish(self, measure: Callable[[], Peak | None]) -> None:
-        """Get the peak FLOP/s from ``measure`` if unknown or exceeded by this run.
-
-        A no-op if the run's FLOPs are unknown.
-        """
-        if not self._totals.knows_flops:
-            return
-        is_beaten = self._totals.to_json(self._peak).get("hfu", 0.0) > 1.0
-        if self._peak is None or is_beaten:
-            self._peak = measure() or self._peak
-
     def _keep_totals(self) -> None:
         self._kept_s = time.monotonic()
-        totals = self._totals.to_json(self._peak)
-        if self._peak is not None:
-            totals["peak"]["file"] = str(cache_path())
-        self._keep(totals)
+        self._keep(self._totals.to_json(self._peak))
 
     def _warn(self, error: Exception) -> None:
         if not self._has_failed:

@@ -69,20 +69,8 @@ class RankSample:
         return {"batch_ms": 1e3 * batch_s} | {f"{name}_ms": 1e3 * value for name, value in parts.items()}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Peak:
-    """The maximum FLOP/s of a device, measured with matrix products of one type."""
-
-    flops_per_s: float  # measured on this machine
-    device: str
-    dtype: str
-    size: int  # rows and columns of the matrices
-    num_threads: int  # torch's threads on the CPU; 0 on another device
-    data_sheet_flops_per_s: float | None = None  # manufacturer's, for dense matrices; None if unknown
-
-
 def report_metrics(
-    samples: Sequence[RankSample], num_records: int, num_skipped: int, peak: Peak | None
+    samples: Sequence[RankSample], num_records: int, num_skipped: int, peak_flops_per_s: float | None
 ) -> dict[str, Any]:
     """Return a telemetry report: the job's metrics, and each rank's in ``ranks``.
 
@@ -90,7 +78,7 @@ def report_metrics(
         samples: one per rank.
         num_records: number of records, over all replicas, in the batches that the samples measure.
         num_skipped: optimizer steps skipped in the run so far.
-        peak: the device's peak FLOP/s; None if not measured.
+        peak_flops_per_s: of one device; None if unknown.
     """
     times = [sample.times_ms() for sample in samples]
     metrics: dict[str, Any] = {}
@@ -111,7 +99,7 @@ def report_metrics(
         num_tokens = tokens_of(samples)
         if num_tokens is not None:
             metrics["tokens_per_second"] = num_tokens / first.seconds
-    metrics |= compute_rates(samples, peak)
+    metrics |= compute_rates(samples, peak_flops_per_s)
     metrics["skipped_steps"] = num_skipped
     for name, value in (("learning_rate", first.learning_rate), ("gradient_norm", first.gradient_norm)):
         if value is not None:
@@ -139,8 +127,8 @@ def tokens_of(samples: Sequence[RankSample]) -> int | None:
     return sum(counted) if len(counted) == len(by_replica) else None
 
 
-def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str, float]:
-    """Return TFLOPS per device and, given ``peak``, MFU and HFU; {} without FLOPs."""
+def compute_rates(samples: Sequence[RankSample], peak_flops_per_s: float | None) -> dict[str, float]:
+    """Return TFLOPS per device and, if the peak is known, MFU and HFU; {} without FLOPs."""
     counted = [sample.flops for sample in samples if sample.flops is not None]
     first = samples[0]
     if len(counted) < len(samples) or not first.num_batches or not sum(total for total, _ in counted):
@@ -149,8 +137,8 @@ def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str,
     hardware = sum(total for total, _ in counted) * per_device
     model = hardware - sum(recomputed for _, recomputed in counted) * per_device
     found = {"model_tflops_per_device": model / 1e12, "hardware_tflops_per_device": hardware / 1e12}
-    if peak is not None:
-        found |= {"mfu": model / peak.flops_per_s, "hfu": hardware / peak.flops_per_s}
+    if peak_flops_per_s is not None:
+        found |= {"mfu": model / peak_flops_per_s, "hfu": hardware / peak_flops_per_s}
     return found
 
 
@@ -198,11 +186,7 @@ class RunTotals:
             for name, seconds in sample.phase_s.items():
                 parts[name] = parts.get(name, 0.0) + seconds * sample.num_batches
 
-    @property
-    def knows_flops(self) -> bool:
-        return bool(self.num_batches) and all(sample.flops is not None for sample in self._newest)
-
-    def to_json(self, peak: Peak | None) -> dict[str, Any]:
+    def to_json(self, peak_flops_per_s: float | None) -> dict[str, Any]:
         """Return the content of ``telemetry.json``, the input of ``summary_rows``."""
         document: dict[str, Any] = {"num_batches": self.num_batches, "seconds": self.seconds}
         if self.num_batches:
@@ -219,7 +203,7 @@ class RunTotals:
                 dataclasses.replace(sample, num_batches=self.num_batches, seconds=self.seconds)
                 for sample in self._newest
             ]
-            document |= compute_rates(whole, peak)
+            document |= compute_rates(whole, peak_flops_per_s)
         document["memory_bytes"] = [dict(sample.memory_bytes) for sample in self._newest]
         found_by = next((one.memory_found_by for one in self._newest if one.memory_found_by), None)
         if found_by is not None:
@@ -227,6 +211,6 @@ class RunTotals:
         unknown = next((one.flops_unknown for one in self._newest if one.flops_unknown), None)
         if unknown is not None:
             document["flops_unknown"] = unknown
-        if peak is not None:
-            document["peak"] = dataclasses.asdict(peak)
+        if peak_flops_per_s is not None:
+            document["peak_flops_per_s"] = peak_flops_per_s
         return document

@@ -23,11 +23,13 @@ _MEMORY = (
     ("device_reserved_memory_bytes", "reserved"),
     ("process_peak_memory_bytes", "process, peak"),
 )
-_MAX_RANKS = 8
 _SMALLEST_SHARE = 0.005
 
-# Columns of the memory table. Each is a maximum, ``peak`` that of all tensors on the device; their times may differ.
-PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
+# Counter -> column of the memory table. Each is a maximum, ``peak`` that of all tensors on the device; their times may differ.
+_COLUMNS = {
+    **{f"{part}_bytes": part for part in ("parameters", "gradients", "optimizer", "activations", "buffers")},
+    "tensors_peak_bytes": "peak",
+}
 
 _MIB = 2**20
 _NOTABLE_BYTES = 100 * _MIB
@@ -36,16 +38,12 @@ _BUFFERS = (
     "  buffers",
     "mostly DeepSpeed's for messages: as large as zero_optimization.reduce_bucket_size says, used or not",
 )
-_KEY_OF = {**{part: f"{part}_bytes" for part in PARTS}, "peak": "tensors_peak_bytes"}
 
 
-def summary_rows(
-    document: Mapping[str, Any], predicted: Sequence[Mapping[str, float]] = ()
-) -> list[tuple[str, str]]:
+def summary_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (name, text) of each summary line; [] for a run of only one batch.
 
-    ``document`` is the result of ``RunTotals.to_json``; ``predicted`` has a dry run's predictions, as for
-    ``memory_rows``: one mapping (column of the memory table -> bytes) per pipeline stage.
+    ``document`` is the result of ``RunTotals.to_json``.
     """
     if not document.get("num_batches"):
         return []
@@ -63,10 +61,10 @@ def summary_rows(
                 f"{slow}: {own_work[slow]:.3g} ms of data wait and forward a batch; others {others:.3g} ms",
             )
         )
-    rows += _compute(document)
+    rows.append(_compute(document))
     if memory := _memory(document["memory_bytes"]):
         rows.append(("memory", memory))
-    return rows + memory_rows(document["memory_bytes"], predicted)
+    return rows + memory_rows(document["memory_bytes"])
 
 
 def _speed(document: Mapping[str, Any], batch_ms: float) -> str:
@@ -94,45 +92,29 @@ def _parts(document: Mapping[str, Any], ranks: Sequence[Mapping[str, float]]) ->
     return f"{', '.join(texts)} (by {clock})"
 
 
-def _compute(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _compute(document: Mapping[str, Any]) -> tuple[str, str]:
     model = document.get("model_tflops_per_device")
     if model is None:
-        return [("compute", f"FLOPs unknown: {document.get('flops_unknown') or 'not counted'}")]
+        return "compute", f"FLOPs unknown: {document.get('flops_unknown') or 'not counted'}"
     text = f"{_flops(model)} a device, counted in the first batch"
-    peak = document.get("peak")
-    if peak is None:
-        return [("compute", text)]
-    text += f"; MFU {_percent(document['mfu'])}"
-    if document["hfu"] > 1.0001 * document["mfu"]:
-        text += f", HFU {_percent(document['hfu'])} with recomputation"
-    size, threads = peak["size"], peak["num_threads"]
-    on = peak["device"] + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
-    of = f"{_flops(peak['flops_per_s'] / 1e12)}, which {peak['dtype']} matrices of {size} reach here ({on})"
-    sheet = peak.get("data_sheet_flops_per_s")
-    if sheet:
-        of += f"; data sheet: {_flops(sheet / 1e12)}, of which {_percent(model * 1e12 / sheet)}"
-    rows = [("compute", text), ("  of a peak", of)]
-    if document["hfu"] > 1.0:
-        file = peak.get("file", "matmul_peaks.json")
-        rows.append(("  which is", f"wrong, as it is exceeded: remove {file} to have it measured anew"))
-    return rows
+    if "mfu" in document:
+        peak = _flops(document["peak_flops_per_s"] / 1e12)
+        text += f"; MFU {_percent(document['mfu'])} of {peak} (data sheet)"
+    hardware = document["hardware_tflops_per_device"]
+    return "compute", text + (f"; {_flops(hardware)} with recomputation" if hardware > 1.0001 * model else "")
 
 
 def _memory(ranks: Sequence[Mapping[str, int]]) -> str:
     texts = []
     for name, words in _MEMORY:
-        held = [counters.get(name) for counters in ranks]
-        known = [value for value in held if value is not None]
-        if not known:
+        held = {rank: counters[name] for rank, counters in enumerate(ranks) if name in counters}
+        if not held:
             continue
-        if len(held) == 1:
-            texts.append(f"{words} {_bytes(known[0])}")
-        elif len(held) <= _MAX_RANKS:
-            each = ", ".join("?" if value is None else _bytes(value) for value in held)
-            texts.append(f"{words} {each} (by rank)")
-        else:
-            most = max(known)
-            texts.append(f"{words} {_bytes(min(known))} to {_bytes(most)} (rank {held.index(most)})")
+        most = max(held, key=lambda rank: held[rank])
+        text = f"{words} {_bytes(held[most])}"
+        if len(held) > 1:
+            text += f" (rank {most}; least {_bytes(min(held.values()))})"
+        texts.append(text)
     return "; ".join(texts)
 
 
@@ -155,59 +137,32 @@ def _bytes(value: int) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
-def parts_of(counters: Mapping[str, Any]) -> dict[str, float]:
-    """Return a rank's bytes by column of the memory table; {} if not measured.
-
-    ``counters`` is the rank's ``RankSample.memory_bytes``.
-    """
-    found = {part: counters.get(key) for part, key in _KEY_OF.items()}
-    if found["parameters"] is None:
-        return {}
-    return {part: float(value) for part, value in found.items() if value is not None}
-
-
-def memory_rows(
-    ranks: Sequence[Mapping[str, Any]],
-    predicted: Sequence[Mapping[str, float]] = (),
-    *,
-    shows_all: bool = False,
-) -> list[tuple[str, str]]:
+def memory_rows(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return (name, text) of each row of the memory table; [] without measured memory.
 
-    Args:
-        ranks: ``RankSample.memory_bytes`` by rank.
-        predicted: for each pipeline stage (one without a pipeline), column -> bytes predicted by a dry run; may be empty.
-        shows_all: show every rank, instead of rank 0 and the rank with the most memory.
+    ``ranks`` has ``RankSample.memory_bytes`` by rank. The table shows rank 0 and the rank with the most memory.
     """
-    measured = {rank: found for rank, one in enumerate(ranks) if (found := parts_of(one))}
+    measured = {rank: one for rank, one in enumerate(ranks) if one.get("parameters_bytes") is not None}
     if not measured:
         return []
-    worst = max(measured, key=lambda rank: _weight(measured[rank]))
-    chosen = list(measured) if shows_all else sorted({min(measured), worst})
-    columns = [part for part in PARTS if any(part in measured[rank] for rank in chosen)]
-    rows: list[tuple[str, list[str]]] = [("tensors, MiB", columns)]
+    worst = max(measured, key=lambda rank: measured[rank].get("tensors_peak_bytes", 0))
+    chosen = sorted({min(measured), worst})
+    columns = [key for key in _COLUMNS if any(key in measured[rank] for rank in chosen)]
+    rows = [("tensors, MiB", [_COLUMNS[key] for key in columns])]
     for rank in chosen:
         name = f"  rank {rank}" + (", most" if rank == worst and len(measured) > 1 else "")
-        rows.append((name, [_cell(measured[rank].get(part)) for part in columns]))
-        if predicted:
-            said = predicted[rank * len(predicted) // len(ranks)]
-            rows.append(("    predicted", [_cell(said.get(part)) for part in columns]))
-    shown = [measured[rank] for rank in chosen]
+        rows.append((name, [_cell(measured[rank].get(key)) for key in columns]))
     widths = [max(len(cells[idx]) for _, cells in rows) for idx in range(len(columns))]
     table = [
         (name, "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
         for name, cells in rows
     ]
-    return [*table, _BUFFERS] if any(map(_is_mostly_buffers, shown)) else table
+    return [*table, _BUFFERS] if any(_is_mostly_buffers(measured[rank]) for rank in chosen) else table
 
 
 def _is_mostly_buffers(parts: Mapping[str, float]) -> bool:
-    others = sum(size for part, size in parts.items() if part not in ("buffers", "peak"))
-    return parts.get("buffers", 0.0) > max(others, _NOTABLE_BYTES)
-
-
-def _weight(parts: Mapping[str, float]) -> float:
-    return parts.get("peak") or sum(parts.values())
+    others = sum(parts.get(key, 0) for key in _COLUMNS if key not in ("buffers_bytes", "tensors_peak_bytes"))
+    return parts.get("buffers_bytes", 0) > max(others, _NOTABLE_BYTES)
 
 
 def _cell(num_bytes: float | None) -> str:

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from dstrial.cli.app import main
-from dstrial.cli.memory import predict_run
-from dstrial.config.experiment_config.config import load_experiment
-from dstrial.local.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = [str(ROOT / "experiment_configs" / "digits.yaml"), str(ROOT / "model_defs" / "digits")]
@@ -70,39 +67,18 @@ def test_memory_of_script_includes_activations_of_batch(capsys: pytest.CaptureFi
     assert row["largest"]["activations"] > row["parameters"]
 
 
-EXAMPLES = sorted(path.stem for path in (ROOT / "experiment_configs").glob("*.yaml"))
-NOT_DRY_RUN = {
-    "accelerate_clm": "a loop with Reporter cannot be dry-run",
-    "hf_generate": "memory.py:25",  # reads attributes that only ZeRO 3 sets; trains nothing
-}
-
-
-def model_def_of(example: str) -> str:
-    """Return the model definition whose name is the example's longest prefix."""
-    names = [path.name for path in (ROOT / "model_defs").iterdir() if example.startswith(path.name)]
-    return max(names, key=len)
-
-
 @pytest.mark.process
 @pytest.mark.timeout(900)
-@pytest.mark.exhaustive("[digits_gan]", "[lora_clm]")
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_memory_dry_runs_every_supported_example(capsys: pytest.CaptureFixture[str], example: str) -> None:
-    name = model_def_of(example)
+@pytest.mark.parametrize(("example", "definition"), [("digits_gan", "digits_gan"), ("lora_clm", "lora_clm")])
+def test_memory_needs_more_than_its_parts(
+    capsys: pytest.CaptureFixture[str], example: str, definition: str
+) -> None:
     config = str(ROOT / "experiment_configs" / f"{example}.yaml")
-    status = main(["memory", config, str(ROOT / "model_defs" / name), "--slots", "2", "--json"])
-    rows = json.loads(capsys.readouterr().out)["devices"]
-
-    if name in NOT_DRY_RUN:
-        assert status == 1
-        assert all(NOT_DRY_RUN[name] in row["problem"] for row in rows)
-        return
-    assert status == 0
-    assert len(rows) == (2 if name == "stdlib_lm" else 1)
-    for row in rows:
-        assert row["problem"] is None
-        assert row["fits"]
-        assert row["needs"] > row["peak"] > row["parameters"] + row["optimizer"] > 0
+    assert main(["memory", config, str(ROOT / "model_defs" / definition), "--slots", "2", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["devices"]
+    assert row["problem"] is None
+    assert row["fits"]
+    assert row["needs"] > row["peak"] > row["parameters"] + row["optimizer"] > 0
 
 
 @pytest.mark.process
@@ -112,11 +88,11 @@ def test_memory_of_accelerate_script_names_measured_run(capsys: pytest.CaptureFi
     (row,) = json.loads(capsys.readouterr().out)["devices"]
     assert row["problem"] == (
         "the dry run is stopped at train.py:31: a loop with Reporter cannot be dry-run; expected a trial class, or a script that "
-        "calls deepspeed.initialize. Train some batches, and read what the run has measured by `dstrial memory RUN_DIR`."
+        "calls deepspeed.initialize. Train some batches: the summary of `dstrial run` shows the measured memory."
     )
 
 
-INSTEAD = ("python3 -m dstrial.launch SCRIPT", "dstrial memory RUN_DIR")
+INSTEAD = ("python3 -m dstrial.launch SCRIPT", "the summary of `dstrial run`")
 AUTOTP = "hyperparameters.overwrite_deepspeed_args.tensor_parallel.autotp_size=2"
 
 
@@ -143,20 +119,3 @@ def test_memory_rejects_unsupported_arguments(
     assert main(["memory", *arguments]) == 1
     said = capsys.readouterr().err
     assert all(part in said for part in parts), said
-
-
-@pytest.mark.process
-@pytest.mark.timeout(600)
-def test_predict_run_saves_prediction_in_run_directory(tmp_path: Path) -> None:
-    experiment = load_experiment(*DIGITS, require_entrypoint=True, slots=1)
-    run = RunDirectory.create(
-        tmp_path, name="digits", context_dir=experiment.context_dir, command=["test"], config=experiment.raw
-    )
-    assert predict_run(run, experiment, 1) is None
-    (stage,) = json.loads(run.memory_path.read_text())["stages"]
-    assert stage["gradients"] == stage["parameters"] < stage["activations"] < stage["peak"]
-
-    run.memory_path.unlink()
-    other = load_experiment(*SCRIPT, ["entrypoint=torchrun train.py"], require_entrypoint=True, slots=1)
-    assert "cannot be dry-run" in (predict_run(run, other, 1) or "")
-    assert not run.memory_path.exists()

@@ -369,14 +369,6 @@ class TestScripts:
         assert f"has no complete checkpoint; going on with {older.path}" in ended.stderr
         assert older.read_record().num_attempts == 2
 
-    def test_run_on_terminal_shows_progress_bar(self, make_project: MakeProject) -> None:
-        project = make_project(CORE_API_SCRIPT)
-        screen, output = on_terminal(project, project.command())
-        assert screen == 0, output
-        assert re.search(r"10/10 batches", output), output
-        assert "time left" in output
-        assert "state:         completed" in output
-
 
 def wait_until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
     give_up_at_s = time.monotonic() + DEADLINE_S
@@ -422,18 +414,6 @@ def run_and_signal(
     finally:
         process.kill()
         process.wait()
-
-
-def on_terminal(project: Project, command: list[str]) -> tuple[int, str]:
-    """Run a command on a pseudo-terminal; return its exit code and output."""
-    ours, theirs = pty.openpty()
-    process = warm_start.Popen(
-        command, stdout=theirs, stderr=theirs, env={**project.env, "COLUMNS": "200", "TERM": "xterm"}
-    )
-    os.close(theirs)
-    output = b"".join(_read_until_closed(ours))
-    os.close(ours)
-    return process.wait(DEADLINE_S), output.decode(errors="replace")
 
 
 def _read_until_closed(descriptor: int) -> Iterator[bytes]:
@@ -522,7 +502,9 @@ def test_trial_is_tested_stopped_and_resumed(
     faster = {"optimizer": {"type": "Adam", "params": {"lr": 0.002, "torch_adam": True}}}
     (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG | faster))
     until = f"searcher.max_length={{batches: {length}}}"
-    ended = project.run("--resume", "latest", "--config", until, "--override-optimizer")
+    ended = project.run(
+        "--resume", "latest", "--config", until, "--config", "data.dstrial.override_optimizer=true"
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "lr 0.002, in the checkpoint 0.001; this run's settings count" in ended.stdout + ended.stderr
     assert f"completed at batch {length} of {length}" in ended.stdout

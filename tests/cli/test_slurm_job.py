@@ -65,24 +65,10 @@ def test_rejected_job_leaves_no_directory(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("sbatch", "expected"),
-    [
-        pytest.param(
-            "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", 1, id="unanswered"
-        ),
-        pytest.param("kill -INT $PPID; exit 130", 130, id="ctrl-c"),
-    ],
-)
-def test_possibly_queued_job_keeps_its_directory(
-    run: Run, tmp_path: Path, sbatch: str, expected: int
-) -> None:
-    code, out, errors = run(sbatch)
-    assert code == expected, errors
-    (script,) = tmp_path.glob("runs/small/*/sbatch.sh")
-    assert (
-        f"A job may be queued all the same, and keeps {script.parent}; `squeue --me` shows it" in out + errors
-    )
+def test_possibly_queued_job_keeps_its_directory(run: Run, tmp_path: Path) -> None:
+    code, _, errors = run("echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1")
+    assert code == 1, errors
+    assert list(tmp_path.glob("runs/small/*/sbatch.sh"))
 
 
 @pytest.mark.parametrize("option", ["--clusters=far", "-Mfar"])
@@ -111,10 +97,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return show
 
 
-@pytest.mark.parametrize(("state", "told"), [("RUNNING", "requeue 7\n"), ("COMPLETING", None)])
-def test_preempted_job_is_requeued_unless_it_ends_meanwhile(
-    scontrol: Callable[[str], None], tmp_path: Path, state: str, told: str | None
-) -> None:
+def test_preempted_job_stops_and_is_requeued(scontrol: Callable[[str], None], tmp_path: Path) -> None:
     scontrol("RUNNING")
     job = BatchJob(Allocation(7, ("host1",), (1,)), RunDirectory(tmp_path))
     signals: list[signal.Signals] = []
@@ -123,16 +106,8 @@ def test_preempted_job_is_requeued_unless_it_ends_meanwhile(
     stopped = Verdict(RunState.STOPPED, 128 + signal.SIGTERM, "SIGTERM")
     verdict = job.decide_requeue(stopped, signal.SIGTERM.name, RunDirectory(tmp_path))
     assert verdict.reason == "Slurm gives its nodes to another job"
-    scontrol(state)
-    printed = io.StringIO()
-    job.requeue(LossTolerantStream(printed))
-    path = tmp_path / "told"
-    assert (path.read_text() if path.exists() else None) == told
-    if told is None:
-        assert (
-            printed.getvalue()
-            == "job 7 is left as it is (completing): it was cancelled meanwhile, or Slurm ends it itself\n"
-        )
+    job.requeue(LossTolerantStream(io.StringIO()))
+    assert (tmp_path / "told").read_text() == "requeue 7\n"
 
 
 def test_follower_with_two_signals_cancels_job_before_detaching(
@@ -144,7 +119,7 @@ def test_follower_with_two_signals_cancels_job_before_detaching(
     )
     monkeypatch.setattr(slurm_job.client, "cancel", lambda _job_id: asked.append("cancel"))
     out = io.StringIO()
-    follower = slurm_job._Follower(7, tmp_path / "log", LossTolerantStream(out), python="python3")
+    follower = slurm_job._Follower(7, tmp_path / "log", LossTolerantStream(out))
     assert follower.follow() == 128 + signal.SIGTERM
     assert asked == ["cancel"]
     assert [line.partition(" ")[0] for line in out.getvalue().splitlines()] == ["SIGINT:", "job"]

@@ -50,6 +50,7 @@ def request_of(
         argparse.Namespace(**flags),
         load_experiment(directory / "exp.yaml", directory),
         parse_entrypoint(entrypoint, "x"),
+        list_context(directory),
         num_slots=num_slots,
         max_restarts=1,
         point=None if checkpoint is None else ResumePoint(None, checkpoint),

@@ -76,9 +76,6 @@ def _trained(scratch: Path, config: Mapping[str, Any]) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "DSTRIAL_RUNS_DIR": str(scratch / "runs"),
         "GOLDEN_OUTPUT": str(scratch / "output"),
-        "XDG_CACHE_HOME": str(
-            scratch / "cache"
-        ),  # an empty cache: no run has measured this machine's peak FLOPS
     }
     command = [
         sys.executable,

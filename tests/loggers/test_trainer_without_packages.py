@@ -25,32 +25,32 @@ def with_loggers(loggers: list[object]) -> dict[str, object]:
     return {**EXP_CONF, "data": {"dstrial": {"loggers": loggers}}}
 
 
-@pytest.mark.skipif(is_installed("trackio"), reason="Requires: [no trackio]")
+@pytest.mark.skipif(is_installed("mlflow"), reason="Requires: [no mlflow]")
 def test_training_continues_without_logger_package(caplog: pytest.LogCaptureFixture) -> None:
-    outcome = fit(exp_conf=with_loggers(["trackio"]), reporting_period=Batch(2))
+    outcome = fit(exp_conf=with_loggers(["mlflow"]), reporting_period=Batch(2))
     assert sorted(outcome.rows("training")) == [2, 4]
     said = [record.getMessage() for record in caplog.records if record.name == "dstrial.loggers"]
     assert said == [
-        "logger trackio cannot begin: trackio is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[trackio]'. "
+        "logger mlflow: it cannot begin: mlflow is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[mlflow]'. "
         "Nothing of this run is kept there; training goes on.",
         # Two training reports with telemetry each, and one validation report.
-        "logger trackio: 5 of 5 reports are lost",
+        "logger mlflow: 5 of 5 reports are lost",
     ]
 
 
 def test_loggers_are_disabled_in_test_mode(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit(exp_conf=with_loggers(["trackio"]), test_mode=True)
+    fit(exp_conf=with_loggers(["mlflow"]), test_mode=True)
     monkeypatch.setenv("DSTRIAL_TEST", "1")
-    fit(exp_conf=with_loggers(["trackio"]), max_length=Batch(1))
+    fit(exp_conf=with_loggers(["mlflow"]), max_length=Batch(1))
     assert [record for record in caplog.records if record.name == "dstrial.loggers"] == []
 
 
 def test_unknown_logger_is_rejected_before_training(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO),
-        pytest.raises(ConfigError, match="expected one of wandb, mlflow, trackio"),
+        pytest.raises(ConfigError, match="expected one of wandb, mlflow"),
     ):
         fit(exp_conf=with_loggers(["wandbb"]))
     assert "report_training_metrics" not in caplog.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ ODD = {
     "up": math.inf,
     "down": -math.inf,
     "a☃[0]": 1.0,
-    "a☃(0)": 2.0,
     "../up": 3.0,
     "": 4.0,
     "long" * 100: 5.0,
@@ -34,7 +32,6 @@ def main() -> None:
     disk.mkdir(exist_ok=True)
     if what == "full":
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "small", str(disk)], check=True)
-    os.environ["TRACKIO_DIR"] = str(disk / "trackio")
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
     run = LoggedRun(
         "0123456789abcdef", "run", "group", "project", {"lr": 0.1}, {"name": "x"}, disk / "run", disk

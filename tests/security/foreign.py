@@ -112,11 +112,6 @@ def latest(run_path: Path) -> Path:
     return marks[max(marks)]
 
 
-def earliest(run_path: Path) -> Path:
-    marks = {read_marker(path)["steps_completed"]: path for path in (run_path / "checkpoints").iterdir()}
-    return marks[min(marks)]
-
-
 def foreign_copy(checkpoint: Path, to: Path) -> Path:
     """Copy a checkpoint without this account's signature, as from another account."""
     shutil.copytree(checkpoint, to)

@@ -72,7 +72,6 @@ def refused(output: str, name: str) -> bool:
 TOOLS = {
     "inspect": ((), foreign.ENGINE_FILE),
     "inspect optimizer": ((), foreign.OPTIMIZER_FILE),
-    "diff": ((), foreign.ENGINE_FILE),
     "export": (("--no-verify",), foreign.ENGINE_FILE),
     "reshape": (("--slots", "1"), foreign.ENGINE_FILE),
     "reshape rank state": (("--slots", "1"), foreign.RANK_FILE),
@@ -80,11 +79,10 @@ TOOLS = {
 }
 
 
-def words_of(tool: str, checkpoint: Path, run_path: Path, tmp_path: Path) -> list[object]:
+def words_of(tool: str, checkpoint: Path, tmp_path: Path) -> list[object]:
     options, _ = TOOLS[tool]
     action = tool.split()[0]
     more: dict[str, list[object]] = {
-        "diff": [foreign.earliest(run_path)],
         "export": [tmp_path / "model.safetensors"],
         "reshape": [tmp_path / "reshaped", "--context", foreign.DEFINITIONS],
     }
@@ -95,7 +93,6 @@ def words_of(tool: str, checkpoint: Path, run_path: Path, tmp_path: Path) -> lis
 def test_checkpoint_tool_runs_no_pickled_code(
     tool: str,
     poisoned: Callable[[str], Path],
-    run_path: Path,
     marker: Path,
     tmp_path: Path,
     home: Mapping[str, str],
@@ -103,7 +100,7 @@ def test_checkpoint_tool_runs_no_pickled_code(
     name = TOOLS[tool][1]
     checkpoint = poisoned(name)
 
-    ended = dstrial(*words_of(tool, checkpoint, run_path, tmp_path), env=home)
+    ended = dstrial(*words_of(tool, checkpoint, tmp_path), env=home)
 
     output = ended.stdout + ended.stderr
     assert not marker.exists(), output
@@ -113,7 +110,7 @@ def test_checkpoint_tool_runs_no_pickled_code(
         assert ended.returncode == 0, output  # inspect shows what it can read
         assert refused(output, name), output
     else:
-        assert ended.returncode == (2 if tool == "diff" else 1), output
+        assert ended.returncode == 1, output
         assert refused(output, name), output
 
 
@@ -278,7 +275,7 @@ def test_reshape_uses_no_environment_or_command_from_checkpoint(
 PATHS = ["../outside", "/etc/hostname", "model0/../../outside", "a\0b"]
 
 
-@pytest.mark.parametrize("action", ["verify", "inspect", "diff", "export", "reshape"])
+@pytest.mark.parametrize("action", ["verify", "inspect", "export", "reshape"])
 def test_manifest_path_outside_checkpoint_is_rejected(
     action: str, run_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,7 +285,7 @@ def test_manifest_path_outside_checkpoint_is_rejected(
     for idx, path in enumerate(PATHS):
         checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / f"checkpoint{idx}")
         foreign.rename_in_manifest(checkpoint, foreign.RANK_FILE, path)
-        more = {"diff": [run_path], "export": [tmp_path / "o"], "reshape": [tmp_path / "o", "--slots", "1"]}
+        more = {"export": [tmp_path / "o"], "reshape": [tmp_path / "o", "--slots", "1"]}
 
         code = main(["checkpoint", action, str(checkpoint), *map(str, more.get(action, []))])
 

@@ -7,15 +7,6 @@ from typing import Any
 from dstrial.telemetry.samples import RankSample, RunTotals
 from dstrial.telemetry.summary import memory_rows, summary_rows
 
-PEAK = {
-    "flops_per_s": 600e12,
-    "device": "NVIDIA H100 80GB HBM3",
-    "dtype": "bfloat16",
-    "size": 8192,
-    "num_threads": 0,
-    "data_sheet_flops_per_s": 989.4e12,
-}
-
 MIB = 2**20
 
 
@@ -31,9 +22,10 @@ def document(**changes: Any) -> dict[str, Any]:
             {"batch_ms": 100.0, "data_wait_ms": 5.0, "forward_ms": 30.0, "backward_ms": 40.0, "step_ms": 20.0}
         ],
         "model_tflops_per_device": 300.0,
+        "hardware_tflops_per_device": 360.0,
         "mfu": 0.5,
         "hfu": 0.6,
-        "peak": PEAK,
+        "peak_flops_per_s": 600e12,
         "memory_bytes": [{"process_peak_memory_bytes": 512 * 2**20}],
     }
     return {name: value for name, value in {**usual, **changes}.items() if value is not None}
@@ -45,12 +37,8 @@ def test_summary_shows_known_values_with_sources() -> None:
         ("step time", "data wait 5 %, forward 30 %, backward 40 %, step 20 %, other 5 % (by host clock)"),
         (
             "compute",
-            "300 TFLOPS a device, counted in the first batch; MFU 50 %, HFU 60 % with recomputation",
-        ),
-        (
-            "  of a peak",
-            "600 TFLOPS, which bfloat16 matrices of 8192 reach here (NVIDIA H100 80GB HBM3); data sheet: 989 TFLOPS, "
-            "of which 30.3 %",
+            "300 TFLOPS a device, counted in the first batch; MFU 50 % of 600 TFLOPS (data sheet); 360 TFLOPS with "
+            "recomputation",
         ),
         ("memory", "process, peak 512 MiB"),
     ]
@@ -98,22 +86,19 @@ def test_step_time_shares_sum_to_at_most_100() -> None:
     assert rows["step time"] == "data wait 1 %, forward 1 %, backward 93 %, other 5 % (by host clock)"
 
 
-def test_memory_is_listed_by_rank_or_range() -> None:
+def test_memory_names_rank_with_most() -> None:
     gib = 2**30
     device = [
         {"device_peak_memory_bytes": 2 * gib, "device_reserved_memory_bytes": 3 * gib},
         {"device_peak_memory_bytes": 4 * gib},
     ]
     rows = dict(summary_rows(document(memory_bytes=device)))
-    assert rows["memory"] == "device, peak 2.00 GiB, 4.00 GiB (by rank); reserved 3.00 GiB, ? (by rank)"
-
-    many = [{"process_peak_memory_bytes": (10 - abs(rank - 7)) * gib} for rank in range(16)]
-    rows = dict(summary_rows(document(memory_bytes=many)))
-    assert rows["memory"] == "process, peak 2.00 GiB to 10.00 GiB (rank 7)"
+    assert rows["memory"] == "device, peak 4.00 GiB (rank 1; least 2.00 GiB); reserved 3.00 GiB"
 
 
 def test_small_models_have_small_units() -> None:
-    rows = dict(summary_rows(document(model_tflops_per_device=4.2e-6, mfu=2.5e-5, hfu=2.5e-5, peak=None)))
+    flops = {"model_tflops_per_device": 4.2e-6, "hardware_tflops_per_device": 4.2e-6}
+    rows = dict(summary_rows(document(**flops, mfu=None)))
 
     assert rows["compute"] == "4.2 MFLOPS a device, counted in the first batch"
 
@@ -121,27 +106,6 @@ def test_small_models_have_small_units() -> None:
 def test_summary_is_empty_without_measured_batches() -> None:
     assert summary_rows({}) == []
     assert summary_rows({"num_batches": 0, "seconds": 0.0, "memory_bytes": []}) == []
-
-
-def test_exceeded_peak_names_file_to_remove() -> None:
-    peak = {**PEAK, "file": "/home/ada/.cache/dstrial/matmul_peaks.json"}
-    beaten = dict(summary_rows(document(mfu=1.2, hfu=1.2, peak=peak)))["  which is"]
-    assert beaten == (
-        "wrong, as it is exceeded: remove /home/ada/.cache/dstrial/matmul_peaks.json to have it measured anew"
-    )
-    assert "  which is" not in dict(summary_rows(document(peak=peak)))
-
-
-def test_measured_memory_is_shown_beside_prediction() -> None:
-    mib = 2**20
-    counters = {"parameters_bytes": 3 * mib, "gradients_bytes": 2 * mib, "tensors_peak_bytes": 9 * mib}
-    rows = summary_rows(document(memory_bytes=[counters]), [{"parameters": 3.0 * mib, "peak": 8.0 * mib}])
-
-    assert rows[-3:] == [
-        ("tensors, MiB", "parameters  gradients  peak"),
-        ("  rank 0", "         3          2     9"),
-        ("    predicted", "         3          ?     8"),
-    ]
 
 
 def rank(peak: float, **more: float) -> dict[str, float]:
@@ -154,22 +118,13 @@ def rank(peak: float, **more: float) -> dict[str, float]:
 
 
 def test_memory_rows_show_rank_0_and_largest() -> None:
-    stages = [{"parameters": 99.0 * MIB, "peak": 1500.0 * MIB}, {"parameters": 50.0 * MIB}]
-    rows = memory_rows([rank(1500), rank(1400), rank(1600, parameters=55.0), rank(1550)], stages)
+    rows = memory_rows([rank(1500), rank(1400), rank(1600, parameters=55.0), rank(1550)])
 
     assert rows == [
         ("tensors, MiB", "parameters  gradients  optimizer  activations  buffers   peak"),
         ("  rank 0", "       100        100        0.5        1,200        0  1,500"),
-        ("    predicted", "        99          ?          ?            ?        ?  1,500"),
         ("  rank 2, most", "        55        100        0.5        1,200        0  1,600"),
-        ("    predicted", "        50          ?          ?            ?        ?      ?"),
     ]
-
-
-def test_memory_rows_show_all_ranks_on_request() -> None:
-    assert [name for name, _ in memory_rows([rank(1)])] == ["tensors, MiB", "  rank 0"]
-    names = [name for name, _ in memory_rows([rank(3), rank(2), rank(1)], shows_all=True)]
-    assert names == ["tensors, MiB", "  rank 0, most", "  rank 1", "  rank 2"]
 
 
 def test_unmeasured_memory_has_no_row_or_column() -> None:

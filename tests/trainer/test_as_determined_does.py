@@ -203,7 +203,7 @@ def test_checkpoint_of_other_engines_raises_assertion_error():
     assert isinstance(caught.value, CheckpointLayoutError)
 
 
-def test_checkpoint_is_found_by_uuid_or_path(tmp_path, monkeypatch):
+def test_checkpoint_is_found_by_uuid_or_path():
     first = fit(max_length=Batch(3), reporting_period=Batch(1))
     assert (first.result.checkpoint_path / "COMPLETE").is_file()
     whole = fit(max_length=Batch(6), reporting_period=Batch(1))
@@ -213,19 +213,3 @@ def test_checkpoint_is_found_by_uuid_or_path(tmp_path, monkeypatch):
         again = fit(max_length=Batch(6), reporting_period=Batch(1), latest_checkpoint=name)
         assert again.directory.path != first.directory.path
         assert values(again.rows("training"))[6] == values(whole.rows("training"))[6]
-    from dstrial.local import checkpoint_store
-
-    monkeypatch.setattr(checkpoint_store, "_written_here", {})  # as in another process
-    again = fit(max_length=Batch(4), latest_checkpoint=first.result.checkpoint_uuid)
-    assert again.result.batches_trained == 4
-
-
-def test_own_checkpoint_outside_runs_directory_is_found(tmp_path):
-    from dstrial.local.run_directory import RunDirectory
-
-    elsewhere = RunDirectory.create(
-        tmp_path / "far", name="x", context_dir=tmp_path, command=["x"], config=EXP_CONF
-    )
-    first = fit(max_length=Batch(3), run_dir=elsewhere.path)
-    again = fit(max_length=Batch(4), latest_checkpoint=first.result.checkpoint_uuid)
-    assert again.result.batches_trained == 4

@@ -17,19 +17,12 @@ pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")
 TIMES = {"batch_ms", "data_wait_ms", "forward_ms", "backward_ms", "step_ms", "other_ms"}
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    """Use a temporary cache directory; return the path of the cached peak."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "dstrial" / "matmul_peaks.json"
-
-
 def fitted():
     hparams = {"deepspeed_config": deepspeed_config(0), "dropout": 0.2}
     return fit(hparams=hparams, max_length=Batch(9), reporting_period=Batch(3))
 
 
-def test_telemetry_report_has_times_and_memory(cache):
+def test_telemetry_report_has_times_and_memory():
     outcome = fitted()
     rows = outcome.rows("telemetry")
     first, last = rows[3], rows[9]
@@ -46,18 +39,8 @@ def test_telemetry_report_has_times_and_memory(cache):
         assert row["model_tflops_per_device"] == pytest.approx(flops / row["batch_ms"] / 1e9, rel=1e-3)
     totals = json.loads(outcome.directory.telemetry_path.read_text())
     assert totals["num_batches"] == 8, "the first batch does not count"
-    (peak,) = json.loads(cache.read_text()).values()
-    assert totals["mfu"] == pytest.approx(totals["model_tflops_per_device"] * 1e12 / peak["flops_per_s"])
-
-
-def test_second_run_reports_mfu_with_cached_peak(cache):
-    first = fitted()
-    measured = cache.read_text()
-    second = fitted()
-
-    assert not ["mfu" for row in first.rows("telemetry").values() if "mfu" in row]
-    assert all(0 < row["mfu"] <= row["hfu"] < 1 for row in second.rows("telemetry").values())
-    assert cache.read_text() == measured
+    assert totals["model_tflops_per_device"] > 0
+    assert "mfu" not in totals, "the CPU has no data sheet"
 
 
 class Checkpointed(torch.nn.Module):

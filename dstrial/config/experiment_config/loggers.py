@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
@@ -44,13 +44,11 @@ LOGGERS: Mapping[str, Section] = {
         },
         fills_in=False,
     ),
-    "trackio": Section(dict.fromkeys(("project", "group", "space_id"), _TEXT), fills_in=False),
 }
 """Name of a logger -> its options. The logger's package and dstrial's extra have the same name."""
 _SECRETS = {
     "wandb": "WANDB_API_KEY",
     "mlflow": "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-    "trackio": "HF_TOKEN",
 }
 """Name of a logger -> variables with its secret, for messages."""
 
@@ -102,15 +100,6 @@ def check_loggers(
         else:
             got = f"{spec.name}, which is not installed"
             findings.problem(KEY, got, "a logger whose package is there", how_to_install(spec.name))
-
-
-def with_loggers(given: Any, names: Sequence[str]) -> list[Any] | None:
-    """Return a config's loggers plus ``names``; None if ``given`` is no list."""
-    if given is not None and not isinstance(given, list):
-        return None
-    entries = list(given or [])
-    known = {name for entry in entries for name in (entry if isinstance(entry, Mapping) else [entry])}
-    return [*entries, *(name for name in dict.fromkeys(names) if name not in known)]
 
 
 def _read(given: Any, findings: Diagnostics) -> tuple[LoggerSpec, ...]:

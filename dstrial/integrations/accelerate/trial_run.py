@@ -180,7 +180,6 @@ class TrialRun:
             self._reports.submit_progress()
             self._reports.writer.call(functools.partial(self._core.train.report_progress, 1.0))
         self._watch.close()
-        self._reports.finish_telemetry()
         self._set_status("completed")
 
     def close(self, *, has_failed: bool = False) -> None:

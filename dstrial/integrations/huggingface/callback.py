@@ -11,7 +11,6 @@ import transformers
 from determined import core
 
 from dstrial.config.dotted_keys import wants_system_metrics
-from dstrial.errors import CheckpointError
 from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoints import TrainerCheckpoints
 from dstrial.integrations.huggingface.metrics import LogKind, LossWatch, MetricReporter, kind_of
@@ -152,6 +151,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         model: Any = None,
         **_kwargs: Any,
     ) -> None:
+        del control
         step, facts = state.global_step, self.startup.facts
         self.startup.require_resumed(step, is_attached=self.trainer is not None)
         self._in_training = True
@@ -159,8 +159,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._checkpoints.begin(self.trainer, args, state, model)
         self._reporter.start(state)
         self._losses.start(step)
-        if facts.is_rewrite:
-            self._rewrite(args, state, control)
         self.startup.settle_best_model(state)
         if step > 0:
             self._checkpoints.last_step = step
@@ -176,17 +174,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
                 step,
                 state.max_steps,
             )
-
-    def _rewrite(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Save the loaded checkpoint in the current rank layout; do not train."""
-        if self.trainer is None:
-            raise CheckpointError(
-                "trainer.train() is called to write a checkpoint again; expected a training that can be left before its first "
-                "batch. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()."
-            )
-        self.trainer._load_rng_state(str(self.checkpoint_path))
-        self._checkpoints.save_now(self.trainer, args, state, control)
-        raise LeaveTrainingError(state.global_step)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
@@ -376,12 +363,11 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._preemption.acknowledge()
         elif self._in_training and self._has_finished:
             self._reporter.finish(step, max_steps)
-            self._telemetry.close(is_complete=True)
         self._in_training = False
         self.close()
 
     def close(self) -> None:
         """Close telemetry, heartbeat and the checkpoint to resume from. Idempotent."""
         self._heartbeat.end()
-        self._telemetry.close(is_complete=False)
+        self._telemetry.close()
         self.startup.close()

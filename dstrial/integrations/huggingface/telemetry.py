@@ -45,7 +45,7 @@ class TrainerTelemetry:
         self._instruments = Instruments([engine], replica=0)
         self._instruments.__enter__()
         self._instruments.begin(step)
-        self._reports = TelemetryReports(self._record, self._keep, self._instruments.known_peak())
+        self._reports = TelemetryReports(self._record, self._keep, self._instruments.peak_flops_per_s)
 
     def begin_step(self, trainer: Any, step: int) -> None:
         if self._is_on and self._instruments is None:
@@ -88,19 +88,14 @@ class TrainerTelemetry:
         skipped = StepCounts.of(self._engine).num_skipped
         self._reports.write([sample], step, sample.num_batches * train_batch_size, skipped)
 
-    def close(self, *, is_complete: bool) -> None:
-        """Store the run's totals and remove the engine's hooks. Idempotent.
-
-        If ``is_complete``, also measures the device's peak FLOP/s, unless a cached peak is known and was not exceeded.
-        """
+    def close(self) -> None:
+        """Store the run's totals and remove the engine's hooks. Idempotent."""
         self._counting.close()
         instruments, self._instruments = self._instruments, None
         if instruments is None:
             return
         instruments.__exit__()
         if self._reports is not None:
-            if is_complete:
-                self._reports.finish(instruments.measured_peak)
             self._reports.keep()
 
     def _record(self, step: int, metrics: dict[str, Any]) -> None:

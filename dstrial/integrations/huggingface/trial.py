@@ -22,7 +22,7 @@ from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoints import RunDescription
 from dstrial.integrations.huggingface.hf_args import keep_batch_sizes
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint, directory_for, load_engine, opened
-from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE
+from dstrial.local.run_directory import RUN_DIR_VARIABLE
 from dstrial.local.script_variables import is_measuring, measuring_hyperparameters, read_experiment
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.checkpoint_loader import settle_optimizer_settings
@@ -78,11 +78,10 @@ class TrialFacts:
     """Configuration of a trial, and the checkpoint to resume from.
 
     Attributes:
-        searcher: section ``searcher`` of the experiment config; empty if ``is_measuring`` or ``is_rewrite``.
+        searcher: section ``searcher`` of the experiment config; empty if ``is_measuring``.
         exp_conf: the experiment config; {} if there is none.
         latest_checkpoint: the checkpoint to resume from; None for a new trial.
         signals: records SIGTERM and Ctrl-C as stop requests; None with a core context of ``det.core.init``.
-        is_rewrite: whether to load the checkpoint, save it and end (``dstrial checkpoint reshape``).
         is_measuring: whether the autotuner (dsat) times training steps, so that nothing is evaluated or saved.
         resumed: the run that wrote ``latest_checkpoint``; None for a new run, or if only weights are loaded.
     """
@@ -93,7 +92,6 @@ class TrialFacts:
     hparams: Mapping[str, Any]
     latest_checkpoint: str | None
     signals: StopSignals | None
-    is_rewrite: bool
     is_measuring: bool
     resumed: SavedRun | None
 
@@ -113,7 +111,6 @@ class TrialFacts:
         exp_conf = (info.trial._config if info is not None else None) or {}
         if found is not None and found.exp_conf is not None:
             exp_conf = found.exp_conf
-        is_rewrite = bool(os.environ.get(REWRITE_VARIABLE))
         hparams = info.trial.hparams if info is not None else exp_conf.get("hyperparameters") or {}
         measures = is_measuring(measuring_hyperparameters() or hparams)
         latest = asked_checkpoint(info, None, is_mirrored=is_mirrored)
@@ -123,12 +120,11 @@ class TrialFacts:
             latest = _newest_checkpoint(context)
         return cls(
             trial_id=trial_id_of(info, is_mirrored=is_mirrored),
-            searcher={} if is_rewrite or measures else exp_conf.get("searcher") or {},
+            searcher={} if measures else exp_conf.get("searcher") or {},
             exp_conf=exp_conf,
             hparams=hparams,
             latest_checkpoint=latest,
             signals=None if found is None else found.signals,
-            is_rewrite=is_rewrite,
             is_measuring=measures,
             resumed=resumed_run(context, info, None, is_mirrored=is_mirrored),
         )

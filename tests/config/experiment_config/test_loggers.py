@@ -15,7 +15,6 @@ from dstrial.config.experiment_config.loggers import (
     check_loggers,
     is_installed,
     logger_specs,
-    with_loggers,
 )
 from dstrial.config.keys import Section
 from dstrial.errors import ConfigError
@@ -35,12 +34,10 @@ def test_logger_names_and_options_are_read() -> None:
     given = [
         "wandb",
         {"mlflow": {"experiment_name": "digits", "tags": {"team": "vision"}}},
-        {"trackio": None},
     ]
     assert logger_specs(config(given)) == (
         LoggerSpec("wandb"),
         LoggerSpec("mlflow", {"experiment_name": "digits", "tags": {"team": "vision"}}),
-        LoggerSpec("trackio"),
     )
     assert problems(given) == []
     assert logger_specs({}) == logger_specs(None) == logger_specs(config(None)) == ()
@@ -54,13 +51,13 @@ def test_all_logger_problems_are_reported_together() -> None:
             {"mlflow": {"experiment": "digits", "tracking_uri": 3, "tags": ["a"]}},
             {"wandb": {"mode": "on", "tags": "a", "project": ""}},
             "wandb",
-            {"trackio": [1]},
+            {"mlflow": [1]},
             7,
             {"a": 1, "b": 2},
         ]
     )
     expected = [
-        'data.dstrial.loggers[0] is "wand"; expected one of wandb, mlflow, trackio. Write wandb instead.',
+        'data.dstrial.loggers[0] is "wand"; expected one of wandb, mlflow. Write wandb instead.',
         "TensorBoard's files are written by every run.",
         "data.dstrial.loggers[2].mlflow.experiment is not a key of data.dstrial.loggers[2].mlflow",
         "Write experiment_name instead.",
@@ -70,7 +67,7 @@ def test_all_logger_problems_are_reported_together() -> None:
         'data.dstrial.loggers[3].wandb.tags is "a"; expected a list.',
         'data.dstrial.loggers[3].wandb.project is ""; expected a text.',
         "data.dstrial.loggers[4] is wandb again; expected each logger once.",
-        "data.dstrial.loggers[5].trackio is [1]; expected a mapping of options.",
+        "data.dstrial.loggers[5].mlflow is [1]; expected a mapping of options.",
         "data.dstrial.loggers[6] is 7; expected a logger's name",
         'data.dstrial.loggers[7] is {"a": 1, "b": 2}; expected a logger\'s name',
     ]
@@ -82,17 +79,15 @@ def test_all_logger_problems_are_reported_together() -> None:
 @pytest.mark.parametrize("given", ["wandb", 3, {"wandb": {}}, True])
 def test_loggers_must_be_list(given: Any) -> None:
     (problem,) = problems(given)
-    assert "expected a list with wandb, mlflow, trackio" in problem
+    assert "expected a list with wandb, mlflow" in problem
     with pytest.raises(ConfigError, match="expected a list"):
         logger_specs(config(given))
-    assert with_loggers(given, ["trackio"]) is None
 
 
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
         ({"wandb": {"api_key": "x"}}, "set WANDB_API_KEY in the environment"),
-        ({"trackio": {"write_token": "x"}}, "set HF_TOKEN in the environment"),
         (
             {"mlflow": {"tracking_uri": "https://me:hidden@host"}},
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
@@ -129,19 +124,13 @@ def test_is_installed_ignores_plain_directory_without_importing(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
-    package = tmp_path / "elsewhere" / "trackio"
+    package = tmp_path / "elsewhere" / "mlflow"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('imported')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "elsewhere")])
     assert not is_installed("wandb")
-    assert is_installed("trackio")
-    assert "trackio" not in sys.modules
-
-
-def test_with_loggers_adds_names_without_duplicates() -> None:
-    options = {"mlflow": {"experiment_name": "digits"}}
-    assert with_loggers(None, ["wandb", "wandb"]) == ["wandb"]
-    assert with_loggers([options, "wandb"], ["wandb", "mlflow", "trackio"]) == [options, "wandb", "trackio"]
+    assert is_installed("mlflow")
+    assert "mlflow" not in sys.modules
 
 
 def test_every_logger_has_package_extra() -> None:

@@ -102,6 +102,7 @@ def test_deletion_interrupted_by_storage_loss_is_postponed(
     assert [path.name for path in root.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.process
 def test_deep_checkpoint_does_not_block_other_deletions(database: Database, root: Path) -> None:
     make_deep(root / UUIDS[0] / "deep")
     for uuid in UUIDS:
