@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dstrial.dsat.backends.trial_spec import measured_config, measuring_command, write_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.methods import METHODS
+from dstrial.dsat.methods import PREDICT
 
 if TYPE_CHECKING:
     from dstrial.dsat.backends.base import Backend, RemoteSearch
@@ -25,9 +25,7 @@ def make_backend(
     unless ``--no-worker`` is set. Otherwise every trial starts its own ranks. ``master`` returns the backend of a Determined
     master; it is not called for a search on this machine.
     """
-    is_launched_anew = (
-        settings.trial is None or settings.flags.no_worker or not METHODS[settings.method].predicts
-    )
+    is_launched_anew = settings.trial is None or settings.flags.no_worker or settings.method != PREDICT
     if settings.flags.local:
         from dstrial.dsat.backends.local import LocalBackend, PersistentRanks
 
