@@ -29,7 +29,6 @@ from dstrial.dsat.core.outcome import TIE, Failure, Measured, Outcome, relative_
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Finish, MethodOptions, measures
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 
 METHODS = ("predict", "asha", "binary", "random", "oracle")
@@ -110,14 +109,14 @@ def searched(
     trials: list[tuple[Candidate, Outcome, float]] = []
     if name == "oracle":
         return [(one, problem.ground.outcome(one), 0.0) for one in problem.likely], {}
-    options = MethodOptions("throughput", MAX_TRIALS, seed=seed, thorough=thorough)
-    method = search_method(name, space, options, Filters(space), problem.inputs)
+    options = MethodOptions("throughput", MAX_TRIALS, random_seed=seed, thorough=thorough)
+    method = search_method(name, space, options, problem.inputs)
     waiting, is_living = [], False
     actions = method.start()
     while True:
         waiting += measures(actions)
         if not waiting or any(isinstance(action, Finish) for action in actions):
-            return trials, method.report_facts().forecasts
+            return trials, method.forecasts
         measure = waiting.pop(0)
         outcome = problem.ground.outcome(measure.candidate)
         is_measured = isinstance(outcome, Measured)
@@ -137,7 +136,7 @@ def surprises(
         forecast = forecasts.get(trial_id)
         if trial_id > 1 and forecast is not None and isinstance(outcome, Measured):
             spread = math.hypot(forecast["spread"], outcome.metrics.get("half_width", 0.0) / 1.96)
-            found.append(math.log(outcome.metrics["latency"] / 1e6 / forecast["median_s"]) / spread)
+            found.append(math.log(outcome.metrics["latency"] / 1e6 / forecast["step_s"]) / spread)
     return found
 
 

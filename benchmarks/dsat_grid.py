@@ -13,6 +13,7 @@ from dstrial.config.deepspeed_rules.check import check_deepspeed
 from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.space.space import Space
 
 _BENCHMARKED = 2  # trials of a search that report what their machine can do, too
@@ -50,7 +51,8 @@ class RecordedGrid:
             stages=self.header["stages"],
             extra=self.header["extra"],
         )
-        self._by_identity = {self.space.identity(row.candidate): row for row in self.rows}
+        self._groups = ConfigGroups(self.space)
+        self._by_identity = {self._groups.identity(row.candidate): row for row in self.rows}
 
     @classmethod
     def read(cls, path: Path) -> RecordedGrid:
@@ -69,9 +71,9 @@ class RecordedGrid:
         Raises:
             KeyError: nothing of its stage was recorded with its micro batch.
         """
-        identity = self.space.identity(candidate)
+        identity = self._groups.identity(candidate)
         if identity not in self._by_identity:
-            identity = self.space.identity(self._snapped(candidate))
+            identity = self._groups.identity(self._snapped(candidate))
         return self._by_identity[identity]
 
     def _snapped(self, candidate: Candidate) -> Candidate:

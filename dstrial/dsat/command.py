@@ -23,11 +23,11 @@ from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStat
 from dstrial.dsat.core.outcome import TrialResult, best_of
 from dstrial.dsat.driver.driver import Driver, recorded_inputs
 from dstrial.dsat.driver.dry_runs import gather_inputs, target_here, trace_graphs
-from dstrial.dsat.methods import METHODS
+from dstrial.dsat.methods import PREDICT
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.predictor.plan import MAX_ROWS, HardwarePlan, columns, headline, make_plan, to_json
+from dstrial.dsat.predictor.plan import MAX_ROWS, PlanRow, columns, headline, make_plan, to_json
 from dstrial.dsat.report.live import LiveProgress, summary
 from dstrial.errors import ConfigError, LaunchError, SearchError
 from dstrial.file_writes import replace_file
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dstrial.dsat.backends.cluster import ClusterBackend
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MAX_PARALLEL = 16  # trials at the same time, unless --max-concurrent-trials is given
 _DESCRIBING_S = 900.0  # time limit of all dry runs together
 
 EPILOG = (
@@ -91,7 +92,7 @@ def _search(settings: SearchConfig) -> int:
 
         settings = with_parallel(settings, _num_parallel(settings, record, backend))
         inputs = None
-        if METHODS[settings.method].predicts:
+        if settings.method == PREDICT:
             try:
                 with _interruptible(signals):
                     inputs = _inputs(settings, record, master)
@@ -142,8 +143,8 @@ def _num_parallel(
     if path.exists():
         return int(path.read_text())
     flags, options = settings.flags, settings.options
-    num, here = flags.max_concurrent_trials, backend()
-    if "max_concurrent_trials" not in flags.given or here.is_sequential:
+    num, here = flags.max_concurrent_trials or _MAX_PARALLEL, backend()
+    if flags.max_concurrent_trials is None or here.is_sequential:
         num = min(num, here.num_parallel)
     if flags.max_slots is not None:
         num = min(num, flags.max_slots // settings.num_slots)
@@ -226,12 +227,9 @@ def run_plan(flags: SearchFlags) -> int:
 
     Returns the exit status: 0 if any configuration fits, else 1.
     """
-    name = flags.device
-    device = DEVICES[name or "a100"]
+    name = flags.device or "a100"
+    device = DEVICES[name]
     device_bytes = flags.device_memory or int(device.memory_bytes)
-    notes = [f"speed of the {name or 'a100'}: {device.source}, 70 % of it assumed to be reached"]
-    if name is None:
-        notes.append("name the device with --device")
     planned: dict[int, SearchConfig] = {}
     refused: list[str] = []
     for num_slots in flags.slots or (None,):
@@ -264,35 +262,41 @@ def run_plan(flags: SearchFlags) -> int:
     epoch_records = settings.experiment.raw.get("records_per_epoch") or max(
         trace.epoch_records for trace in traces.found.values()
     )
-    title = headline(plans, name or "device", device_bytes)
-    notes = [*dict.fromkeys(note for plan in plans.values() for note in plan.notes), *notes, *refused]
+    num_params = max(trace.parameters for trace in traces.found.values())
+    title = headline(plans, num_params, f"{flags.device or 'device'} ({device_bytes / 2**30:.4g} GiB)")
+    notes = [
+        *inputs.notes,
+        f"speed of the {name}: {device.source}, 70 % of it assumed to be reached",
+        *refused,
+    ]
+    if flags.device is None:
+        notes.append("name the device with --device")
     if not epoch_records:
         notes.append("the length of an epoch is unknown: set records_per_epoch in the config")
     _print_plan(plans, title, notes, epoch_records, flags.price)
     output = Path(flags.output or "plan") / "report.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    facts = {
+    document = {
         "title": title,
         "is_measured": False,
         "slots": list(plans),
-        "device": name,
+        "device": flags.device,
         "device_source": device.source,
         "device_memory_bytes": device_bytes,
         "described_by": traces.described_by,
-        "num_params": max(plan.num_params for plan in plans.values()),
+        "num_params": num_params,
         "epoch_records": epoch_records,
         "price": flags.price,
         "notes": notes,
+        "rows": [row for rows in plans.values() for row in to_json(rows, epoch_records, flags.price)],
     }
-    found = [to_json(plan, epoch_records, flags.price) for plan in plans.values()]
-    lists = {key: [row for one in found for row in one[key]] for key in ("rows", "best")}
-    write_json_atomically(output, {**facts, **lists})
+    write_json_atomically(output, document)
     _print_line(f"report:        {output.absolute()}")
-    return 0 if any(row.fits for plan in plans.values() for row in plan.rows) else 1
+    return 0 if any(row.fits for rows in plans.values() for row in rows) else 1
 
 
 def _print_plan(
-    plans: Mapping[int, HardwarePlan],
+    plans: Mapping[int, Sequence[PlanRow]],
     title: str,
     notes: Sequence[str],
     epoch_records: int,
@@ -302,7 +306,7 @@ def _print_plan(
     from rich.table import Table
 
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 160)
-    rows = [row for plan in plans.values() for row in plan.shown(max(MAX_ROWS // len(plans), 1))]
+    rows = [row for each in plans.values() for row in each[: max(MAX_ROWS // len(plans), 1)]]
     table = Table(title=f"{title} (predicted, not measured)", title_justify="left")
     for idx, column in enumerate(columns(rows)):
         table.add_column(column, justify="left" if idx == 1 else "right")

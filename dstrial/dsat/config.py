@@ -19,10 +19,9 @@ from dstrial.config.documents import read_yaml
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.entrypoint import find_script, trial_spec
 from dstrial.config.parallel_dims import batch_replicas
-from dstrial.dsat.cli import FIELDS, SearchFlags
+from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.core.candidate import HYPERPARAMETERS
 from dstrial.dsat.core.outcome import smaller_is_better
-from dstrial.dsat.methods import METHODS
 from dstrial.dsat.methods.base import MethodOptions
 from dstrial.dsat.space.knobs import ZERO
 from dstrial.dsat.space.space import Space
@@ -35,11 +34,6 @@ _NOT_IN_A_FILE = {
     f"{ZERO}.stage": "Pass --zero-stages, with the stages to try.",
 }
 """Path that a file of ``--space`` cannot name -> what to do instead."""
-
-_INERT_FLAGS = {
-    "search_runner_config": "pool, labels, workspace and project of what it submits are those of {config_path}",
-    "max_search_runner_restarts": "the same command goes on with it, however often it was ended",
-}
 _TOTAL, _MICRO, _ = BATCH_KEYS
 
 
@@ -114,15 +108,16 @@ def read_config(flags: SearchFlags) -> SearchConfig:
     if problems:
         raise ConfigError(problems)
     assert space is not None  # else a problem says that there is no DeepSpeed config
-    written: dict[str, Any] = copy.deepcopy(read_yaml(path, str(path)).value)
-    options = MethodOptions(metric=flags.metric, max_trials=flags.max_trials, seed=flags.random_seed)
+    known = {field.name for field in dataclasses.fields(MethodOptions)}
     return SearchConfig(
         method=flags.search_method,
         flags=flags,
         experiment=experiment,
-        written=written,
+        written=copy.deepcopy(read_yaml(path, str(path)).value),
         space=space,
-        options=dataclasses.replace(options, **flags.own),
+        options=MethodOptions(
+            **{name: value for name, value in dataclasses.asdict(flags).items() if name in known}
+        ),
         output=Path(flags.output or f"dsat/{_slug(experiment.name)}-{flags.search_method}").absolute(),
         fingerprint=_fingerprint(flags, experiment, extra),
         warnings=(*experiment.warnings, *warnings),
@@ -149,12 +144,10 @@ def _overrides(flags: SearchFlags) -> list[str]:
 def _fingerprint(
     flags: SearchFlags, experiment: ExperimentConfig, extra: Mapping[str, tuple[Any, ...]]
 ) -> str:
-    values = flags.fingerprinted()
-    values["config_path"] = experiment.path.name
-    values["model_dir"] = experiment.context_dir.resolve().name
+    names = {"config_path": experiment.path.name, "model_dir": experiment.context_dir.resolve().name}
     merged = experiment.deepspeed.merged if experiment.deepspeed else None
-    content = json.dumps([values, experiment.raw, merged, dict(extra)], sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()
+    known = [{**flags.fingerprinted(), **names}, experiment.raw, merged, dict(extra)]
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _slug(name: str) -> str:
@@ -167,22 +160,9 @@ def _slug(name: str) -> str:
 
 def _flag_problems(flags: SearchFlags) -> Iterator[ConfigProblem]:
     """Yield problems of options that are wrong for any experiment."""
-    own = {flag.dest: flag for flag in METHODS[flags.search_method].flags}
-    bounds = {name: field.metadata["least"] for name, field in FIELDS.items()}
-    bounds |= {name: flag.least for name, flag in own.items()}
-    for name, least in bounds.items():
-        value = flags.own[name] if name in own else getattr(flags, name)
-        if least is not None and isinstance(value, (int, float)) and value < least:
-            yield ConfigProblem(_option(name), str(value), f"at least {least}", f"Set it to {least} or more.")
-        elif least is None and isinstance(value, float) and value <= 0:
-            yield ConfigProblem(_option(name), str(value), "a number above 0", "Set it to 1.0, for example.")
     if flags.start_profile_step > flags.end_profile_step:
-        yield ConfigProblem(
-            "--start-profile-step",
-            str(flags.start_profile_step),
-            f"at most --end-profile-step ({flags.end_profile_step})",
-            "Lower it, or raise --end-profile-step.",
-        )
+        got, most = str(flags.start_profile_step), f"at most --end-profile-step ({flags.end_profile_step})"
+        yield ConfigProblem("--start-profile-step", got, most, "Lower it, or raise --end-profile-step.")
     if flags.free_batch and flags.train_batch_size is not None:
         got, fix = "given with --train-batch-size", "Give one of the two."
         yield ConfigProblem("--free-batch", got, "only one of them", fix)
@@ -192,8 +172,7 @@ def _flag_problems(flags: SearchFlags) -> Iterator[ConfigProblem]:
         yield ConfigProblem("--sample-batch", sample, "a number of batches, or the file of one", fix)
     for path in flags.include:
         if not Path(path).exists():
-            expected = "an existing file or directory"
-            yield ConfigProblem("--include", str(path), expected, "Correct the path.")
+            yield ConfigProblem("--include", str(path), "an existing file or directory", "Correct the path.")
 
 
 def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> Iterator[ConfigProblem]:
@@ -213,12 +192,8 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
         )
     slots = max(experiment.slots_per_trial, 1)
     if flags.max_slots is not None and flags.max_slots < slots:
-        yield ConfigProblem(
-            "--max-slots",
-            str(flags.max_slots),
-            f"at least {slots}, the slots_per_trial, without which no trial ever starts",
-            f"Set it to {slots} or more.",
-        )
+        expected = f"at least {slots}, the slots_per_trial, without which no trial ever starts"
+        yield ConfigProblem("--max-slots", str(flags.max_slots), expected, f"Set it to {slots} or more.")
     named = experiment.hyperparameters.get(MAIN_KEY)
     words = _words(experiment)
     for flag, following in zip(words, [*words[1:], "-"], strict=False):
@@ -242,29 +217,24 @@ def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProble
     for path, values in space.extra.items():
         found = {repr(value): space.rejection_reason(path, value) for value in values}
         reasons = {value: reason for value, reason in found.items() if reason is not None}
-        if len(reasons) == len(values):
-            problems.append(
-                ConfigProblem(
-                    f"{flags.space}: {path}",
-                    f"[{', '.join(reasons)}]",
-                    f"at least one value that can be tried in ZeRO stage {', '.join(map(str, space.stages))}",
-                    f"Correct or remove it. Of the first it is said: {next(iter(reasons.values()))}",
-                )
-            )
-        else:
+        if len(reasons) < len(values):
             warnings += [
                 f"{flags.space}: {path}: {value} is never tried: {reason}"
                 for value, reason in reasons.items()
             ]
+            continue
+        stages = ", ".join(map(str, space.stages))
+        expected = f"at least one value that can be tried in ZeRO stage {stages}"
+        fix = f"Correct or remove it. Of the first it is said: {next(iter(reasons.values()))}"
+        problems.append(ConfigProblem(f"{flags.space}: {path}", f"[{', '.join(reasons)}]", expected, fix))
     return problems, warnings
 
 
 def _flag_warnings(flags: SearchFlags) -> list[str]:
     warnings = [
-        f"{_option(name)} is accepted and has no effect: the search runs in this process, not in a trial; "
-        f"{instead.format(config_path=flags.config_path)}"
-        for name, instead in _INERT_FLAGS.items()
-        if name in flags.given
+        f"--{name.replace('_', '-')} is accepted and has no effect: the search runs in this process, not in a trial"
+        for name in ("search_runner_config", "max_search_runner_restarts")
+        if getattr(flags, name) is not None
     ]
     if flags.free_batch:
         warnings.append(
@@ -272,10 +242,6 @@ def _flag_warnings(flags: SearchFlags) -> list[str]:
             "learning rate must be chosen anew for the batch that is found"
         )
     return warnings
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _words(experiment: ExperimentConfig) -> list[str]:
@@ -288,15 +254,7 @@ def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tupl
 
     A path that begins with ``hyperparameters.`` must name one of ``hyperparameters``.
     """
-    try:
-        given = read_yaml(path, str(path)).value
-    except ConfigError as error:
-        raise ConfigError(
-            [
-                ConfigProblem("--space", f"{one.where}, which is {one.got}", one.expected, one.fix)
-                for one in error.problems
-            ]
-        ) from error
+    given = read_yaml(path, f"--space {path}").value
     if not isinstance(given, Mapping):
         fix = "Write zero_optimization.sub_group_size: [1e8, 1e9], for example."
         raise ConfigError([ConfigProblem(f"{path}", render(given), "a mapping of paths to lists", fix)])
@@ -373,17 +331,12 @@ def _with_arguments(
     the Trainer's default is used.
     """
     where = f"{experiment.path}: entrypoint"
-    words = filler.arguments.words
-    if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):
+    arguments, problems, warnings = filler.arguments, [], []
+    if len(arguments.words) == 1 and arguments.words[0].endswith((".json", ".yaml", ".yml")):
         flags = " and ".join(f"--{flag}" for flag in SIZE_FLAGS.values())
         fix = f"Write the arguments themselves into the entrypoint, or numbers into {findings.place(_MICRO)}."
-        got, expected = (
-            f"a script with its arguments in {words[0]}",
-            f"{flags} where a search can change them",
-        )
-        raise ConfigError([ConfigProblem(where, got, expected, fix)])
-    arguments, problems, warnings = filler.arguments, [], []
-    label = "the DeepSpeed config" if experiment.deepspeed is None else experiment.deepspeed.label
+        got = f"a script with its arguments in {arguments.words[0]}"
+        raise ConfigError([ConfigProblem(where, got, f"{flags} where a search can change them", fix)])
     for key, flag in SIZE_FLAGS.items():
         if sizes[key] not in (None, AUTO):
             continue
@@ -391,7 +344,7 @@ def _with_arguments(
         if given is not None:
             if given.value is None or not given.value.isdecimal() or int(given.value) == 0:
                 expected = "a whole number of at least 1 there, which a search divides"
-                fix = f"Write the number, or set {key} in {label}."
+                fix = f"Write the number there, or set {key} in the DeepSpeed config."
                 problems.append(ConfigProblem(where, f"a command with --{flag} {given.value}", expected, fix))
             continue
         value = _hyperparameter(experiment.hyperparameters, flag)

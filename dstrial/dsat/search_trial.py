@@ -82,7 +82,6 @@ def _settings(search: Mapping[str, Any], trial: det.TrialInfo, directory: Path) 
         "model_dir": ".",
         "space": None if search["space"] is None else str(space_path),
         "output": str(directory),
-        "given": frozenset(search["flags"]["given"]),
     }
     flags = SearchFlags(**{**search["flags"], **given})
     return with_parallel(read_config(flags), search["num_parallel"])

@@ -21,9 +21,9 @@ from dstrial.dsat.core.outcome import (
 )
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, MethodOptions, measures
+from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.report.document import SearchFacts
-from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 from dstrial.search.random_state import SearchRandom
 
@@ -125,7 +125,6 @@ def play(
     outcome_of: Callable[[Candidate], Outcome] = surface,
     order_seed: int = 0,
     restart: bool = False,
-    no_gates: bool = False,
     inputs: PredictInputs | None = None,
     **options: Any,
 ) -> Played:
@@ -137,7 +136,7 @@ def play(
     settings = MethodOptions(**{"metric": "throughput", **options})
 
     def new_method() -> ConfigSearch:
-        return search_method(name, searched, settings, Filters(searched, disabled=no_gates), inputs)
+        return search_method(name, searched, settings, inputs)
 
     method = new_method()
     resumed = new_method() if restart else None
@@ -160,14 +159,15 @@ def play(
         if resumed is not None:
             read = outcome_from_json(json.loads(json.dumps(outcome_to_json(outcome))))
             assert resumed.on_result(done.trial_id, read) == actions
-            assert resumed.report_facts() == method.report_facts()
+            assert resumed.forecasts == method.forecasts
 
 
 def assert_search_invariants(played: Played, searched: Space, *, num_parallel: int, max_trials: int) -> None:
     """Assert: own configuration first, no repeats, legal configs, limits, no failure."""
     measured = [action.candidate for action in played.measured]
     assert measured[0] == searched.own()
-    assert len({searched.identity(candidate) for candidate in measured}) == len(measured) <= max_trials
+    identities = {ConfigGroups(searched).identity(candidate) for candidate in measured}
+    assert len(identities) == len(measured) <= max_trials
     assert played.max_open <= num_parallel
     for candidate in measured:
         checked = check_deepspeed(searched.config(candidate), SIZES)

@@ -116,7 +116,7 @@ def test_trainer_default_batch_sizes_warn(tmp_path: Path) -> None:
             "--per_device_train_batch_size $SIZE",
             {},
             r"entrypoint is a command with --per_device_train_batch_size \$SIZE.*"
-            r"Write the number, or set train_micro_batch_size_per_gpu in .*ds\.json",
+            r"Write the number there, or set train_micro_batch_size_per_gpu in the DeepSpeed config",
         ),
         ("args.json", {}, r"a script with its arguments in args\.json.*Write the arguments themselves"),
         (

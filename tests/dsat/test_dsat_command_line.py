@@ -54,14 +54,14 @@ def _write(directory: Path, base: dict[str, object] | None = None, **changes: ob
 OLD_DEFAULTS = {
     "max_trials": 64,
     "max_slots": None,
-    "max_concurrent_trials": 16,
+    "max_concurrent_trials": None,
     "metric": "FLOPS_per_gpu",
     "run_full_experiment": False,
     "start_profile_step": 3,
     "end_profile_step": 5,
     "random_seed": 42,
     "search_runner_config": None,
-    "max_search_runner_restarts": 5,
+    "max_search_runner_restarts": None,
 }
 
 
@@ -105,19 +105,30 @@ def test_short_flags_and_switches_parse() -> None:
     found = args.max_trials, args.max_slots, args.max_concurrent_trials, args.metric
     assert found == (3, 4, 1, "throughput")
     assert (args.zero_stages, args.random_seed, args.run_full_experiment) == ([0, 2], 1, True)
-    assert _parse("asha", "e", ".", "--free_batch", "--local", "--fresh", "--no-gates").free_batch
+    assert _parse("asha", "e", ".", "--free_batch", "--local", "--fresh").free_batch
 
 
 def test_read_config_collects_all_problems(experiment: Path) -> None:
     path = _write(experiment.parent, entrypoint="python3 train.py --deepspeed x.json")
-    wrong = "--max-trials 0 --max-slots 1 --divisor 1 --start-profile-step 7 --include nothing.py --space none.yaml"
+    wrong = "--max-slots 1 --start-profile-step 7 --include nothing.py --space none.yaml"
 
     with pytest.raises(ConfigError) as error:
         settings_of(path, *wrong.split())
 
     places = [problem.where for problem in error.value.problems]
-    assert set(wrong.split()[::2]) <= set(places)
+    assert set(wrong.split()[::2]) <= {place.partition(" ")[0] for place in places}
     assert any(place.endswith("entrypoint") for place in places)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--max-trials 0", "--divisor 1", "--search-range-factor 0", "--measure-seconds -1", "--budget x"],
+)
+def test_number_out_of_range_is_wrong_usage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parse("asha", "exp.yaml", ".", *words.split())
+
+    assert re.search(f"argument .*{words.split()[0]}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +170,7 @@ def test_fingerprint_depends_on_deciding_flags_only(experiment: Path) -> None:
     deciding = (
         *("--max-trials 5", "--max-slots 4", "--max-concurrent-trials 2", "--metric latency", "-z 1"),
         *("--start-profile-step 1", "--end-profile-step 9", "--random-seed 7", "--train-batch-size 64"),
-        *("--free-batch", "--no-gates", "--measure-seconds 5", "--divisor 4", "--max-rungs 4"),
+        *("--free-batch", "--measure-seconds 5", "--divisor 4", "--max-rungs 4"),
     )
     found = {fingerprint(), fingerprint(method="binary"), *(fingerprint(words) for words in deciding)}
     assert len(found) == 2 + len(deciding)
@@ -183,14 +194,13 @@ def test_wrong_config_is_reported_without_torch(experiment: Path) -> None:
     )
     path = _write(experiment.parent, hyperparameters={"deepspeed_config": "other.json"})
 
-    words = ["asha", str(path), str(experiment.parent / "model"), "--max-trials", "0"]
+    words = ["asha", str(path), str(experiment.parent / "model"), "--max-slots", "1"]
     ended = subprocess.run(
         [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False
     )
 
     assert ended.returncode == 1, ended.stderr
     assert "other.json" in ended.stderr
-    assert "--max-trials is 0" in ended.stderr
 
 
 def test_space_file_typo_fails_illegal_value_warns(experiment: Path) -> None:
@@ -220,7 +230,7 @@ def test_command_without_method_predicts(
     given = {"CONFIG": str(experiment), "DIR": str(experiment.parent / "model")}
     named = [given.get(word, word) for word in words]
     # The default method reads this flag and refuses its value; nothing is started.
-    refused = ["--measure-seconds", "0"]
+    refused = ["--sample-batch", "none.pt"]
 
     status = (
         app.main(["dsat", *named, *refused])
@@ -229,7 +239,7 @@ def test_command_without_method_predicts(
     )
 
     assert status == 1
-    assert "--measure-seconds is 0.0; expected a number above 0" in capsys.readouterr().err
+    assert "--sample-batch is none.pt" in capsys.readouterr().err
     assert with_method(named)[0] == "predict"
     assert with_method(["asha", *named])[0] == "asha"
     assert with_method(["--help"]) == ["--help"]
@@ -258,7 +268,6 @@ def test_of_pool_selects_agents_of_pool_or_all() -> None:
     [
         ({"hyperparameters": {"lr": 1}}, [], r"hyperparameters\.deepspeed_config is not given"),
         ({}, ["none.pt"], "none.pt; expected a number of batches, or the file of one"),
-        ({}, ["0"], "0; expected at least 1"),
         ({"entrypoint": "python3 train.py --deepspeed ds.json"}, ["8"], "a script has no loader"),
     ],
 )

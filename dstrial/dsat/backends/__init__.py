@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.methods import METHODS
+from dstrial.dsat.methods import PREDICT
 
 if TYPE_CHECKING:
     from dstrial.dsat.backends.base import Backend, RemoteSearch
@@ -28,7 +28,7 @@ def make_backend(
         return LocalBackend(settings, record)
     if (
         settings.trial is None
-        or not METHODS[settings.method].predicts
+        or settings.method != PREDICT
         or not master().has_machine_for(settings.num_slots)
     ):
         return master()

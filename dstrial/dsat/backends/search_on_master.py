@@ -149,7 +149,7 @@ class SearchOnMaster:
         search = {
             "search_id": self._record.search_id,
             "num_parallel": self._settings.options.num_parallel,
-            "flags": {**dataclasses.asdict(flags), **changed, "given": sorted(flags.given)},
+            "flags": {**dataclasses.asdict(flags), **changed},
             "space": None if flags.space is None else Path(flags.space).read_text(encoding="utf-8"),
             "experiment": {name: value for name, value in written.items() if name not in private},
             "private": sorted(private),

@@ -14,7 +14,7 @@ from dstrial.config.dotted_keys import nested
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.candidate import Candidate, layered
-from dstrial.dsat.methods import METHODS
+from dstrial.dsat.methods import PREDICT
 from dstrial.file_writes import replace_file
 from dstrial.local.script_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
 
@@ -57,7 +57,7 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
         "max_s": flags.measure_seconds,
         "num_batches": num_batches,
     }
-    if METHODS[settings.method].predicts and trial_id <= _BENCHMARKED_TRIALS:
+    if settings.method == PREDICT and trial_id <= _BENCHMARKED_TRIALS:
         measuring[BENCHMARK_KEY] = True
     hparams = {
         **_hyperparameters(settings, candidate),

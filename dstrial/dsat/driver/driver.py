@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,16 +27,18 @@ from dstrial.dsat.core.outcome import (
 )
 from dstrial.dsat.driver.normalize import FLOPS_RULE, RULE_NOTE, mismatch_with_request, with_model_flops
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.base import Action, Finish, Measure, Note, Skip
+from dstrial.dsat.methods.base import Action, Finish, Measure, Note
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.report.document import SearchFacts, live_document, report_document
+from dstrial.dsat.report.document import (
+    REPORT_NAMES,
+    SearchFacts,
+    live_document,
+    report_document,
+    write_report,
+)
 from dstrial.dsat.report.live import ended_line
-from dstrial.dsat.report.markdown import REPORT_NAMES, write_report
-from dstrial.dsat.space.filters import Filters
 from dstrial.errors import DstrialError, SearchError
 from dstrial.local.json_files import write_json_atomically
-
-logger = logging.getLogger("dstrial.dsat")
 
 _MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
 _DEADLINE_FACTOR = 5.0
@@ -66,8 +67,7 @@ class Driver:
     ) -> None:
         self._settings = settings
         self._record = record
-        filters = Filters(settings.space, disabled=settings.flags.no_gates)
-        self._method = search_method(settings.method, settings.space, settings.options, filters, inputs)
+        self._method = search_method(settings.method, settings.space, settings.options, inputs)
         self._make_backend = backend
         self._backend: Backend | RemoteSearch | None = None
         self._measurer: Backend | None = None  # the backend, unless the search is remote
@@ -256,10 +256,6 @@ class Driver:
                 self._notes.append(action.text)
                 if not self._is_replay:
                     self._print_line(action.text)
-            elif not self._is_replay and isinstance(action, Skip):
-                logger.info(
-                    "not measured: %s: %s", self._settings.space.describe(action.candidate), action.reason
-                )
 
     def _start(self, backend: Backend, measure: Measure, handle: dict[str, Any] | None) -> None:
         trial_id, spec = measure.trial_id, self._spec(measure)
@@ -380,6 +376,6 @@ class Driver:
             reason=reason,
             is_finished=False,
             num_slots=settings.num_slots,
-            predicted=self._method.report_facts(),
+            forecasts=self._method.forecasts,
             notes=(*settings.warnings, *self._notes),
         )

@@ -39,12 +39,13 @@ class ConfigGroups:
         """Return one legal configuration of each group, the user's own first."""
         if self._bases:
             return self._bases
-        found, seen = {self.group(self.own): self.own}, {self._identity(self.own)}
+        found = {self.group(self.own): self.own}
+        seen = {self.identity(self.space.candidate(self.own, 0))}
         for stage in self.space.stages:
             knobs = [knob for knob in self.space.knobs(stage) if self._makes_group(knob.path)]
             for structure in self.space.structures(stage, knobs):
                 if len(found) < _MAX_BASES and self.is_legal(structure):
-                    identity = self._identity(structure)
+                    identity = self.identity(self.space.candidate(structure, 0))
                     if identity not in seen:
                         seen.add(identity)
                         found.setdefault(self.group(structure), structure)
@@ -101,15 +102,15 @@ class ConfigGroups:
         """Return the (path, value) settings whose effect the predictor does not know."""
         return tuple((path, value) for path, value in structure.settings if path not in KNOWN_PATHS)
 
-    def identity(self, candidate: Candidate, num_params: float | None) -> tuple[Any, ...]:
+    def identity(self, candidate: Candidate, num_params: float | None = None) -> tuple[Any, ...]:
         """Return a key shared by candidates that DeepSpeed cannot tell apart.
 
         Bucket and other sizes above ``num_params``, the number of parameters (None: unknown), count as equal.
         """
-        structure = structure_of(candidate)
-        setup = self.setup(structure)
+        setup = self.setup(structure_of(candidate))
         setup = setup if num_params is None else setup.clamped(num_params)
-        return setup, self.unknown_settings(structure), candidate.batch
+        added = [path for path in self.space.extra if path not in KNOWN_PATHS]
+        return setup, repr([self.space.value(candidate, path) for path in added]), candidate.batch
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
         """Return the key of the dry run that is used for a configuration.
@@ -145,9 +146,6 @@ class ConfigGroups:
             candidate = space.own() if structure == self.own else space.candidate(structure, 0)
             self._effective[structure] = space.effective(candidate)
         return self._effective[structure]
-
-    def _identity(self, structure: Structure) -> str:
-        return self.space.identity(self.space.candidate(structure, 0))
 
     def _makes_group(self, path: str) -> bool:
         if path in _OFFLOADS:

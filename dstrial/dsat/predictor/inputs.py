@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import Machine
 from dstrial.dsat.space.space import Space
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
-from dstrial.visible_text import size_text
 
 UNDESCRIBED = "nothing"
 NUM_BATCHES = 4  # first batches of a training loader, of which the largest is dry-run
@@ -146,25 +145,3 @@ def largest_micro_batch(info: ModelInfo, stage: int, space: Space) -> int | None
         return None
     free = info.device_bytes - _state_bytes(info, stage, space)
     return max(int(free // info.activation_bytes), 1)
-
-
-def log_lines(info: ModelInfo, space: Space) -> list[str]:
-    """Return lines about model size and memory to log after the first measurement."""
-
-    def by_stage(values: Iterable[str]) -> str:
-        pairs = zip(space.stages, values, strict=True)
-        return ", ".join(f"{value} in ZeRO {stage}" for stage, value in pairs)
-
-    lines = [
-        f"Model size: {info.num_params:,.0f} parameters, {info.num_trainable_params:,.0f} of them trainable",
-        "Parameters, gradients and optimizer state per device: "
-        + by_stage(size_text(_state_bytes(info, stage, space)) for stage in space.stages),
-    ]
-    if info.device_bytes is not None:
-        lines.append(f"Memory of a device: {size_text(info.device_bytes)}")
-    if info.activation_bytes is not None:
-        lines.append(f"Activations per record: {size_text(info.activation_bytes)}")
-    largest = [largest_micro_batch(info, stage, space) for stage in space.stages]
-    if None not in largest:
-        lines.append("Largest micro batch: about " + by_stage(map(str, largest)))
-    return lines

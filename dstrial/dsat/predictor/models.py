@@ -153,28 +153,12 @@ class StepModel:
         ]
         self._regression = Regression([_STEP_FACTORS[part] for part in PARTS], samples, is_scaled=is_scaled)
 
-    @property
-    def scale(self) -> float:
-        """Ratio of the learned uncertainty of predictions to the assumed uncertainty."""
-        return self._regression.scale
-
     def predict(self, points: Sequence[Point], phase: str | None = None) -> list[TimePrediction]:
         medians, deviations = self._regression.predict([point.time_row(phase) for point in points])
         return [
             TimePrediction(float(median), float(deviation))
             for median, deviation in zip(medians, deviations, strict=True)
         ]
-
-    def parts(self, point: Point, phase: str | None = None) -> dict[str, float]:
-        """Return part -> seconds of a step or phase; the sum is the predicted time."""
-        seconds = point.time_row(phase).parts
-        corrected = [factor * part for factor, part in zip(self.factors().values(), seconds, strict=True)]
-        total, (prediction,) = sum(corrected), self.predict([point], phase)
-        rescale = prediction.median_s / total if total else 0.0
-        return {part: value * rescale for part, value in zip(PARTS, corrected, strict=True)}
-
-    def factors(self) -> dict[str, float]:
-        return dict(zip(PARTS, map(float, self._regression.factors), strict=True))
 
 
 # ---- memory ----------------------------------------------------------------------------------
@@ -233,8 +217,6 @@ class MemoryPrediction:
 
     median_bytes: float
     log_std: float
-    phase: str
-    phase_bytes: tuple[tuple[str, float], ...]
 
     def quantile(self, probability: float) -> float:
         """Return the bytes that suffice with this probability."""
@@ -296,26 +278,23 @@ class MemoryModel:
         mean, waste_std = self._waste()
         peaks = [(point, peak) for point in points for peak in point.peaks]
         medians, deviations = self._fitted().predict([point.memory_row(peak) for point, peak in peaks])
-        worst: dict[int, tuple[float, float, str]] = {}
-        for median, deviation, (point, peak) in zip(medians, deviations, peaks, strict=True):
+        worst: dict[int, MemoryPrediction] = {}
+        for median, deviation, (point, _) in zip(medians, deviations, peaks, strict=True):
             body = float(median) * math.exp(mean + _SCATTERED * point.is_scattered)
             whole = body + self.device.context_bytes
             spread = math.hypot(math.hypot(float(deviation), waste_std) * body, self.device.context_std_bytes)
-            found = (whole, spread / whole if whole else 0.0, peak.phase)
             known = worst.get(id(point))
-            if known is None or whole + 2 * spread > known[0] * (1 + 2 * known[1]):
-                worst[id(point)] = found
-        for point in points:
-            least = _NEAR * self._failed_bytes.get(point.group, math.inf)
-            if point.peaks and point.total_bytes >= max(least, self._run_bytes.get(point.group, 0.0) + 1):
-                whole, spread, phase = worst[id(point)]
-                worst[id(point)] = (max(whole, 1.01 * (self.device.capacity_bytes or 0.0)), spread, phase)
-        return [
-            MemoryPrediction(*worst[id(point)], tuple((peak.phase, peak.total_bytes) for peak in point.peaks))
-            if point.peaks
-            else None
-            for point in points
-        ]
+            if known is None or whole + 2 * spread > known.median_bytes * (1 + 2 * known.log_std):
+                worst[id(point)] = MemoryPrediction(whole, spread / whole if whole else 0.0)
+        return [self._raised(point, worst.get(id(point))) for point in points]
+
+    def _raised(self, point: Point, found: MemoryPrediction | None) -> MemoryPrediction | None:
+        """Return a peak above the capacity for points that are nearly as large as one that failed."""
+        least = _NEAR * self._failed_bytes.get(point.group, math.inf)
+        if found is None or point.total_bytes < max(least, self._run_bytes.get(point.group, 0.0) + 1):
+            return found
+        median_bytes = max(found.median_bytes, 1.01 * (self.device.capacity_bytes or 0.0))
+        return MemoryPrediction(median_bytes, found.log_std)
 
     def _fitted(self) -> Regression:
         if self._regression is None:

@@ -150,42 +150,14 @@ class Predictor:
             return seconds
         return seconds / candidate.batch.train_batch_size
 
-    def explain(self, prediction: Prediction) -> dict[str, Any]:
-        """Return a prediction as JSON values, with parts of the time and bytes by phase."""
-        memory = prediction.memory
-        known = (
-            {}
-            if memory is None
-            else {
-                "memory_median_bytes": memory.median_bytes,
-                "memory_spread": memory.log_std,
-                "memory_phase": memory.phase,
-                "phase_bytes": dict(memory.phase_bytes),
-            }
-        )
+    def forecast(self, prediction: Prediction, *, is_guess: bool) -> dict[str, Any]:
+        """Return a prediction as JSON values, without times if they are only a guess."""
         return {
-            "median_s": prediction.time.median_s,
-            "spread": prediction.time.log_std,
-            "parts": self.parts(prediction.candidate),
+            "step_s": None if is_guess else prediction.time.median_s,
+            "spread": None if is_guess else prediction.time.log_std,
+            "memory_bytes": None if prediction.memory is None else prediction.memory.median_bytes,
             "probability_to_fit": prediction.probability_to_fit,
-            **known,
         }
-
-    def parts(self, candidate: Candidate) -> dict[str, float]:
-        """Return part -> predicted seconds of a step or phase; empty if not dry-run."""
-        point = self._point(candidate)
-        return {} if point is None else self.time.parts(self._pressed([point])[0][0], self._phase)
-
-    def margin_bytes(self, candidate: Candidate, probability: float = 0.98) -> float | None:
-        """Return how many device bytes a candidate leaves free with ``probability``.
-
-        The result is negative if the device has too little memory, and None if the size of the device's memory or the
-        candidate's need is unknown.
-        """
-        memory = next((one.memory for one in self.predictions([candidate])), None)
-        if memory is None or self.capacity_bytes is None:
-            return None
-        return self.capacity_bytes - memory.quantile(probability)
 
     def host_bytes(self, candidate: Candidate) -> float:
         """Return one rank's peak bytes of tensors on the host; 0 if unknown."""

@@ -1,16 +1,17 @@
-"""Build the report of a search as JSON values, which all formats render."""
+"""Build the report of a search as JSON values, and render it as Markdown."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from dstrial.dsat.core.candidate import HYPERPARAMETERS, Candidate, value_at
+from dstrial.dsat.core.candidate import setting_text
 from dstrial.dsat.core.outcome import (
     TIE,
     Failure,
-    FailureKind,
     Measured,
     TrialResult,
     best_of,
@@ -20,11 +21,17 @@ from dstrial.dsat.core.outcome import (
     relative_gain,
     smaller_is_better,
 )
-from dstrial.dsat.methods.base import ReportFacts
-from dstrial.dsat.space.filters import best_knob_effects
+from dstrial.dsat.report import formatting
 from dstrial.dsat.space.space import Space
+from dstrial.file_writes import replace_file
+from dstrial.local.json_files import write_json_atomically
+from dstrial.visible_text import size_text
+
+Document = Mapping[str, Any]
 
 FORMAT = 1
+REPORT_NAMES = ("report.json", "report.md")
+"""Names of the JSON and the Markdown report in the directory of a search."""
 UNITS = {
     "throughput": "samples/s",
     "FLOPS_per_gpu": "FLOP/s per device",
@@ -32,8 +39,6 @@ UNITS = {
     "forward": "µs",
     "backward": "µs",
 }
-_NUM_RUNNERS_UP = 3
-_NUM_LEFT = 5
 
 # A live report is sent with every result, and other users may read it. So it is small and has no configs.
 _LIVE_FACTS = (
@@ -46,17 +51,21 @@ _LIVE_ROW = (
 )
 _MAX_LIVE_ROWS = 200
 _LONGEST_LIVE_TEXT = 500
-
-_MODEL = ("num_params", "num_trainable_params", "activation_bytes_per_record", "device_memory_bytes")
-_MEASURED_PHASES = {"forward": "forward", "backward": "backward", "step": "optimizer step"}
-_PREDICTED_PARTS = {
-    "compute": ("compute", "unfilled", "overhead"),
-    "exposed communication": ("transfer", "reduce", "calls", "unhidden", "gradient_copies"),
-    "host copies": ("host_copies",),
-    "optimizer": ("optimizer", "host_optimizer"),
+_MODEL = {
+    "num_params": "parameters of the model",
+    "activation_bytes_per_record": "activations of a record",
+    "device_memory_bytes": "device memory",
 }
-"""Name in a report -> parts of a predicted step (``predictor.features.PARTS``)."""
-_VISIBLE = 0.0005  # share of a step below which a part is left out
+_COLUMNS = (
+    "trial",
+    "",
+    "measured",
+    "step",
+    "memory",
+    "predicted step",
+    "configuration",
+    "why it was measured",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,30 +78,28 @@ class SearchFacts:
     reason: str  # why the search ended, or the signal that interrupted it
     is_finished: bool
     num_slots: int
-    predicted: ReportFacts = dataclasses.field(default_factory=ReportFacts)
+    forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # of trials
     notes: tuple[str, ...] = ()
     is_failure: bool = False
 
 
+def write_report(
+    directory: Path, facts: SearchFacts, space: Space, trials: Sequence[TrialResult]
+) -> dict[str, Any]:
+    """Write ``report.json`` and ``report.md``; return the JSON document."""
+    document = report_document(facts, space, trials)
+    write_json_atomically(directory / REPORT_NAMES[0], document)
+    replace_file(directory / REPORT_NAMES[1], "\n".join(markdown(document)) + "\n", sync=False)
+    return document
+
+
 def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> dict[str, Any]:
     """Return the report of a search as JSON values; trials may still run."""
-    metric, predicted = facts.metric, facts.predicted
+    metric = facts.metric
     best, own = best_of(trials, metric), own_of(trials)
-    scored = [(value, trial) for trial in trials if (value := trial.score(metric)) is not None]
-    ranked = [trial for _, trial in sorted(scored, key=lambda pair: -pair[0])]
-    first: dict[Candidate, int] = {}
-    for trial in trials:
-        first.setdefault(trial.candidate, trial.trial_id)
-    rows = [
-        {
-            **_row(trial, metric, predicted.forecasts.get(trial.trial_id)),
-            "first_trial_id": first[trial.candidate],
-        }
-        for trial in trials
-    ]
-    # The user's own configuration and the best one, once if they are the same.
-    shown = [trial for trial in (own, None if best is own else best) if trial is not None]
-    effects = [str(one) for one in best_knob_effects(space, [(one.candidate, one.outcome) for one in trials])]
+    rows = [_row(trial, metric, facts.forecasts.get(trial.trial_id)) for trial in trials]
+    measured = [trial.outcome for trial in trials if isinstance(trial.outcome, Measured)]
+    model = {name: one.metrics[name] for one in measured[:1] for name in _MODEL if name in one.metrics}
     return {
         "format": FORMAT,
         "name": facts.name,
@@ -104,30 +111,20 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "is_finished": facts.is_finished,
         "is_failure": facts.is_failure,
         "num_slots": facts.num_slots,
-        "notes": [*facts.notes, *(line for line in effects if line not in facts.notes)],
-        "model": _model_facts(trials),
+        "notes": list(facts.notes),
+        "model": model,
         "best": None if best is None else best.trial_id,
         "own": None if own is None else own.trial_id,
         "gain": gain_over(best, own, metric),
         "is_gain_certain": _is_certain(best, own, metric),
-        "tie": TIE,
         "best_config": None if best is None else space.config(best.candidate),
-        "runners_up": [trial.trial_id for trial in ranked if trial is not best][:_NUM_RUNNERS_UP],
         "pareto": pareto(rows),
-        "failures": _failures(trials),
-        "step_time": [
-            {"trial_id": trial.trial_id, **shares}
-            for trial in shown
-            if (shares := _step_shares(trial, predicted.explained.get(trial.trial_id)))
-        ],
-        "sensitivity": [] if best is None else _sensitivity(scored, best, space, metric),
-        "needs": _needs(trials, predicted.margins),
-        "left": [dict(one) for one in predicted.left][:_NUM_LEFT],
+        "sensitivity": [] if best is None else _sensitivity(trials, best, space, metric),
         "trials": rows,
     }
 
 
-def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
+def live_document(document: Document) -> dict[str, Any]:
     """Return the small part of a report that is shown while the search runs.
 
     It has no configs, because these may contain secrets.
@@ -175,16 +172,6 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
     outcome, batch = trial.outcome, trial.candidate.batch
     measured = outcome if isinstance(outcome, Measured) else Measured({})
     latency = measured.value("latency")
-    predicted = None
-    if forecast is not None:
-        # Before the first measurement the machine is unknown, so the forecast of times was only a guess.
-        is_guess = forecast.get("is_guess")
-        predicted = {
-            "step_s": None if is_guess else forecast.get("median_s"),
-            "spread": None if is_guess else forecast.get("spread"),
-            "memory_bytes": forecast.get("memory_median_bytes"),
-            "probability_to_fit": forecast.get("probability_to_fit"),
-        }
     return {
         "trial_id": trial.trial_id,
         "description": trial.description,
@@ -203,14 +190,9 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
         "throughput": measured.value("throughput"),
         "step_s": None if latency is None else latency * 1e-6,
         "memory_bytes": memory_bytes(measured),
-        "predicted": predicted,
+        "predicted": None if forecast is None else dict(forecast),
         **({} if outcome is None else outcome_to_json(outcome)),
     }
-
-
-def _model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
-    measured = [trial.outcome for trial in trials if isinstance(trial.outcome, Measured)]
-    return {name: one.metrics[name] for one in measured[:1] for name in _MODEL if name in one.metrics}
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
@@ -221,51 +203,8 @@ def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) 
     return gain is not None and gain > sum(widths)
 
 
-def _failures(trials: Sequence[TrialResult]) -> list[dict[str, Any]]:
-    found: dict[FailureKind, dict[str, Any]] = {}
-    for trial in trials:
-        if isinstance(trial.outcome, Failure):
-            kind, message = trial.outcome.kind, trial.outcome.message
-            row = found.setdefault(kind, {"kind": kind.value, "count": 0, "trials": [], "example": message})
-            row["count"] += 1
-            row["trials"].append(trial.trial_id)
-    return sorted(found.values(), key=lambda row: -row["count"])
-
-
-def _step_shares(trial: TrialResult, parts: Mapping[str, float] | None) -> dict[str, Any] | None:
-    """Return the seconds of a step by part; None if nothing was measured.
-
-    ``step_s``: the measured time. ``measured``: forward, backward, optimizer step, and ``between``, the rest (loading data,
-    logging). ``explained``: the predicted ``parts``, scaled down if they exceed the measured time, and ``idle``, the rest.
-    """
-    measured = trial.outcome
-    if not isinstance(measured, Measured) or (latency := measured.value("latency")) is None:
-        return None
-    step_s = latency * 1e-6
-    # Phases are timed separately. Synchronising the device between them takes additional time.
-    phases = {name: (measured.value(key) or 0.0) * 1e-6 for key, name in _MEASURED_PHASES.items()}
-    predicted = {
-        name: sum(float(parts.get(one, 0.0)) for one in group) if parts else 0.0
-        for name, group in _PREDICTED_PARTS.items()
-    }
-    return {
-        "step_s": step_s,
-        "measured": _completed(phases, step_s, "between") if any(phases.values()) else {},
-        "explained": _completed(predicted, step_s, "idle") if parts else {},
-    }
-
-
-def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, float]:
-    """Return ``parts`` and a ``rest`` that add up to ``whole``, without tiny parts."""
-    total = sum(parts.values())
-    factor = min(1.0, whole / total) if total else 1.0
-    scaled = {name: value * factor for name, value in parts.items()}
-    scaled[rest] = max(whole - sum(scaled.values()), 0.0)
-    return {name: value for name, value in scaled.items() if value > _VISIBLE * whole}
-
-
 def _sensitivity(
-    scored: Sequence[tuple[float, TrialResult]], best: TrialResult, space: Space, metric: str
+    trials: Sequence[TrialResult], best: TrialResult, space: Space, metric: str
 ) -> list[dict[str, Any]]:
     """Return how much each value of each setting costs; largest effect first.
 
@@ -275,9 +214,10 @@ def _sensitivity(
     top = best.score(metric)
     assert top is not None
     scores: dict[str, dict[Any, list[float]]] = {}
-    for value, trial in scored:
-        for name, setting in _effective_settings(trial, space).items():
-            scores.setdefault(name, {}).setdefault(setting, []).append(value)
+    for trial in trials:
+        if (value := trial.score(metric)) is not None:
+            for name, setting in _effective_settings(trial, space).items():
+                scores.setdefault(name, {}).setdefault(setting, []).append(value)
     found = []
     for name, values in scores.items():
         rows: list[dict[str, Any]] = [
@@ -300,41 +240,121 @@ def _effective_settings(trial: TrialResult, space: Space) -> dict[str, Any]:
         "ZeRO stage": candidate.stage,
         "micro batch": candidate.batch.micro_batch_size,
     }
-    if space.batch_size_grid.is_free:  # otherwise accumulation follows from the micro batch
-        settings["accumulation"] = candidate.batch.accumulation
-    effective = space.effective(candidate)
     for knob in space.knobs(candidate.stage):
-        is_hyperparameter = knob.path.startswith(HYPERPARAMETERS)
-        value = (
-            space.hyperparameter(candidate, knob.path)
-            if is_hyperparameter
-            else value_at(effective, knob.path)
-        )
+        value = space.value(candidate, knob.path)
         settings[knob.path] = "none" if value is None and knob.path.endswith(".device") else value
     return settings
 
 
-def _needs(trials: Sequence[TrialResult], margins: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    by_id = {trial.trial_id: trial for trial in trials}
-    known = [one for one in margins if one["trial_id"] in by_id]
-    known.sort(key=lambda one: by_id[one["trial_id"]].candidate.is_own)
+# ---- Markdown --------------------------------------------------------------------------------
+
+
+def markdown(document: Document) -> Iterator[str]:
+    """Yield the Markdown text of a report in pieces of one or more lines."""
+    yield f"# DeepSpeed configuration of {_cell(document['name'])}"
+    yield f"\n{headline(document)}\n"
+    yield from _table(("", ""), _facts(document))
+    yield from (f"- {_cell(note)}" for note in document["notes"])
+    best = _trial(document, document["best"])
+    if best is not None:
+        yield f"\n## The best: {_cell(best['description'])}\n\n```json"
+        yield f"{json.dumps(document['best_config'], indent=2)}\n```"
+    if document["sensitivity"]:
+        yield "\n## What each knob was worth\n"
+        yield from _table(("knob", "up to", "value", "the best with it"), _knobs(document))
+    failures = [row for row in document["trials"] if row.get("failure") is not None]
+    if failures:
+        yield "\n## Failures\n"
+        rows = [(str(row["trial_id"]), row["state"], row["failure"]["message"]) for row in failures]
+        yield from _table(("trial", "kind", "message"), rows)
+    yield "\n## All trials\n"
+    sign = 1 if document["smaller_is_better"] else -1
+    ordered = sorted(
+        document["trials"],
+        key=lambda row: (row["value"] is None, sign * (row["value"] or 0.0), row["trial_id"]),
+    )
+    yield from _table(_COLUMNS, [_cells(document, row) for row in ordered])
+    if document["pareto"]:
+        numbers = ", ".join(map(str, document["pareto"]))
+        yield f"\nNo other configuration beats these trials in both throughput and memory: {numbers}."
+
+
+def headline(document: Document) -> str:
+    best, own = _trial(document, document["best"]), _trial(document, document["own"])
+    if best is None:
+        return "Nothing could be measured."
+    value = f"{formatting.amount(best['value'])} {document['unit']}"
+    if best["is_own"]:
+        return (
+            f"Your own configuration is the best: {value}. Nothing that was measured is better by more than "
+            f"{formatting.share(TIE)}."
+        )
+    if document["gain"] is None:
+        state = "was not measured" if own is None else f"ended with: {own['state']}"
+        return f"The best configuration reaches {value}. Your own {state}."
+    doubt = (
+        "" if document["is_gain_certain"] else " Their intervals overlap, so that the gain is not certain."
+    )
+    return (
+        f"The best configuration reaches {value}, {formatting.share(document['gain'], signed=True)} over your own "
+        f"({formatting.amount(own['value'] if own else 0.0)} {document['unit']}).{doubt}"
+    )
+
+
+def _facts(document: Document) -> Iterator[tuple[str, str]]:
+    state = "finished" if document["is_finished"] else "not finished"
+    yield "search", f"{document['method']}, {state}: {document['reason']}"
+    yield "trials", f"{len(document['trials'])}, with {document['num_slots']} rank(s) each"
+    spent = sum(row["seconds"] or 0.0 for row in document["trials"])
+    yield "time in trials", formatting.format_duration(spent)
+    best, own = _trial(document, document["best"]), _trial(document, document["own"])
+    for whose, row in (("the best", best), ("your own", None if own is best else own)):
+        if row is not None and (rates := formatting.rates(row.get("metrics") or {})):
+            yield f"samples/s of {whose}", rates
+    for name, value in document["model"].items():
+        yield _MODEL[name], formatting.amount(value) if name == "num_params" else size_text(value)
+
+
+def _knobs(document: Document) -> Iterator[tuple[str, str, str, str]]:
+    for one in document["sensitivity"]:
+        for row in one["values"]:
+            loss = formatting.share(-row["loss"], signed=True) if row["loss"] > 0 else "best"
+            name = one["knob"].removeprefix("zero_optimization.")
+            trials = f"{loss}, {row['count']} trial(s)"
+            yield name, formatting.share(one["effect"]), setting_text(row["value"]), trials
+
+
+def _trial(document: Document, trial_id: int | None) -> Mapping[str, Any] | None:
+    return next((row for row in document["trials"] if row["trial_id"] == trial_id), None)
+
+
+def _cells(document: Document, row: Mapping[str, Any]) -> list[str]:
+    value = row["state"]
+    if row["value"] is not None:
+        within = "" if row["half_width"] is None else f" ± {formatting.share(row['half_width'])}"
+        value = f"{formatting.amount(row['value'])}{within}"
+    step_s = (row["predicted"] or {}).get("step_s")
+    error = step_s / row["step_s"] - 1 if step_s and row["step_s"] else None
+    marks = {document["best"]: "best", document["own"]: "yours"}
     return [
-        {**one, "was_tried": _tried(trials, by_id[one["trial_id"]], one["micro_batch_size"])} for one in known
+        str(row["trial_id"]),
+        marks.get(row["trial_id"], ""),
+        value,
+        "" if row["step_s"] is None else formatting.seconds(row["step_s"]),
+        "" if row["memory_bytes"] is None else size_text(row["memory_bytes"]),
+        "" if error is None else formatting.share(error, signed=True),
+        row["description"],
+        row["why"],
     ]
 
 
-def _tried(trials: Sequence[TrialResult], like: TrialResult, micro_batch_size: int) -> str | None:
-    """Return how the trial of this micro batch and ``like``'s settings ended, or None."""
-    structure = like.candidate.stage, like.candidate.settings
-    for trial in trials:
-        candidate, outcome = trial.candidate, trial.outcome
-        if (
-            outcome is not None
-            and (candidate.stage, candidate.settings) == structure
-            and candidate.batch.micro_batch_size == micro_batch_size
-        ):
-            if isinstance(outcome, Measured):
-                return "measured"
-            is_oom = outcome.kind is FailureKind.DEVICE_OOM
-            return "out of memory" if is_oom else outcome.kind.value
-    return None
+def _table(columns: Sequence[str], rows: Any) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in rows:
+        yield f"| {' | '.join(map(_cell, row))} |"
+    yield ""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

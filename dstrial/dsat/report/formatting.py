@@ -30,11 +30,6 @@ def share(value: float, *, signed: bool = False) -> str:
     return f"{value:+.1%}" if signed else f"{value:.1%}"
 
 
-def knob(path: str) -> str:
-    """Return a DeepSpeed key without the prefix ``zero_optimization.``, for display."""
-    return path.removeprefix("zero_optimization.")
-
-
 def format_duration(seconds: float) -> str:
     """Format seconds as ``1h05m``, ``3m20s`` or ``12s``."""
     whole = max(round(seconds), 0)

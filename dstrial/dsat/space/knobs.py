@@ -86,13 +86,6 @@ def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
                 del zero[section]
 
 
-def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """Return the part of a complete config's ZeRO section that a stage reads."""
-    config = {ZERO: dict(effective[ZERO])}
-    drop_dead_keys(config, stage)
-    return config[ZERO]
-
-
 def with_neutral_values(
     settings: Sequence[tuple[str, Any]], stage: int, base: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:

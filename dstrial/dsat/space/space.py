@@ -30,7 +30,6 @@ from dstrial.dsat.space.knobs import (
     Knob,
     drop_dead_keys,
     live_knobs,
-    live_zero,
     refusal,
     useful_values,
     width_of,
@@ -39,7 +38,6 @@ from dstrial.dsat.space.knobs import (
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.search.random_state import SearchRandom
 
-_MAX_COMBINATIONS = 256
 _MAX_CHECKED = 1024  # cached checks; callers ask about the same candidate several times in a row
 _STAGE_NAMES = ("pipeline_stages", "num_stages", "pipe_parallel_size")
 """Hyperparameters that may set a trial's number of stages, if they equal ``data.dstrial.pipeline_stages``."""
@@ -158,48 +156,36 @@ class Space:
                 result += [Knob(path, legal)] if legal else []
         return tuple(sorted(result, key=lambda knob: knob.path))
 
-    def hyperparameter(self, candidate: Candidate, path: str) -> Any:
-        """Return a candidate's value at a ``hyperparameters.`` path; None if it has none."""
-        return dict(candidate.settings).get(
-            path, value_at(self._hyperparameters, path.removeprefix(HYPERPARAMETERS))
-        )
+    def value(self, candidate: Candidate, path: str) -> Any:
+        """Return a candidate's effective value of a key or hyperparameter; None if unset."""
+        if path.startswith(HYPERPARAMETERS):
+            own = value_at(self._hyperparameters, path.removeprefix(HYPERPARAMETERS))
+            return dict(candidate.settings).get(path, own)
+        return value_at(self.effective(candidate), path)
 
     def rejection_reason(self, path: str, value: Any) -> str | None:
         """Return why no ZeRO stage accepts a value of ``--space``; None if a stage does."""
-        reason = None
-        for stage in self.stages:
-            if self.illegal_reason(self.candidate(self._structure(stage, []), 0)) is not None:
-                continue  # the stage is illegal even without the value
-            reason = self._refusal(stage, path, value)
-            if reason is None:
-                return None
-        return reason
+        reasons = [self._refusal(stage, path, value) for stage in self.stages]
+        return None if None in reasons else reasons[-1]
 
     def _refusal(self, stage: int, path: str, value: Any) -> str | None:
-        """Return why a stage rejects a value whatever the other settings are, or None."""
-        key = (stage, path, repr(value))
+        """Return why a stage rejects a value, alone or beside another setting; else None."""
         if path.startswith(HYPERPARAMETERS):
             return None
-        if key in self._refusals:
-            return self._refusals[key]
-        self._refusals[key] = None
-        first: str | None = None
-        section = path.rpartition(".")[0]
-        beside = {
-            knob.path: knob.values
-            for knob in live_knobs(stage, is_pipeline=False)
-            if "." in section and knob.path.startswith(f"{section}.")
-        } | {other: values for other, values in self.extra.items() if not other.startswith(HYPERPARAMETERS)}
-        beside.pop(path, None)
-        choices = [[None, *((other, one) for one in values)] for other, values in beside.items()]
-        for chosen in itertools.islice(itertools.product(*choices), _MAX_COMBINATIONS):
-            others = [pair for pair in chosen if pair is not None]
-            reason = self.illegal_reason(self.candidate(self._structure(stage, [*others, (path, value)]), 0))
-            if reason is None:
-                return None
-            first = first or reason
-        self._refusals[key] = first
-        return first
+        key = (stage, path, repr(value))
+        if key not in self._refusals:
+            device = f"{path.rpartition('.')[0]}.device"  # offloading's other keys need a device
+            beside = [(device, "cpu")] if device in KNOWN_PATHS - {path} else []
+            beside += [
+                (other, one) for other, values in self.extra.items() if other != path for one in values
+            ]
+            structures = [
+                self._structure(stage, [*others, (path, value)])
+                for others in ([], *([one] for one in beside))
+            ]
+            reasons = [self.illegal_reason(self.candidate(structure, 0)) for structure in structures]
+            self._refusals[key] = None if None in reasons else reasons[0]
+        return self._refusals[key]
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
         """Draw a ZeRO stage's settings at random.
@@ -314,21 +300,6 @@ class Space:
                 self.checked(candidate), candidate, self._own_warnings
             )
         return self._reasons[key]
-
-    def identity(self, candidate: Candidate) -> str:
-        """Return a text that is equal for candidates with equal effective settings.
-
-        These are the DeepSpeed config with defaults and without dead keys, and the varied hyperparameters.
-        """
-        effective = self.checked(candidate).effective
-        read = {
-            path: self.hyperparameter(candidate, path)
-            for path in {*self.extra, *(path for path, _ in candidate.settings)}
-            if path.startswith(HYPERPARAMETERS)
-        }
-        return json.dumps(
-            [{**effective, ZERO: live_zero(effective, candidate.stage)}, read], sort_keys=True, default=str
-        )
 
     def _structure(self, stage: int, settings: list[tuple[str, Any]]) -> Structure:
         return Structure(stage, with_neutral_values(settings, stage, self.base))

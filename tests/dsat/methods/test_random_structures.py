@@ -10,13 +10,9 @@ from surfaces import BASE, assert_search_invariants, play, space, surface
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.base import MethodOptions, Note, Skip
+from dstrial.dsat.methods.base import MethodOptions
 from dstrial.dsat.methods.random_structures import AshaSearch, BinarySearch, RandomConfigSearch
 from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.space.filters import Filters, Observation
-from dstrial.dsat.space.space import Structure
-from dstrial.errors import SearchError
 
 METHODS = ("asha", "binary", "random")
 
@@ -27,7 +23,7 @@ METHODS = ("asha", "binary", "random")
 def test_search_satisfies_invariants(name: str, seed: int, num_parallel: int, max_trials: int) -> None:
     searched = space()
 
-    played = play(name, searched, seed=seed, num_parallel=num_parallel, max_trials=max_trials)
+    played = play(name, searched, random_seed=seed, num_parallel=num_parallel, max_trials=max_trials)
 
     assert_search_invariants(played, searched, num_parallel=num_parallel, max_trials=max_trials)
 
@@ -36,40 +32,10 @@ def test_search_satisfies_invariants(name: str, seed: int, num_parallel: int, ma
 def test_replayed_search_requests_same_trials(name: str) -> None:
     once = play(name, max_trials=14, num_parallel=3)
     again = play(name, max_trials=14, num_parallel=3, restart=True)
+    other = play(name, max_trials=14, num_parallel=3, random_seed=1)
 
     assert once.actions == again.actions
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_other_seed_gives_other_candidates(name: str) -> None:
-    first, second = (play(name, max_trials=8, seed=seed) for seed in (1, 2))
-
-    assert [one.candidate for one in first.measured] != [one.candidate for one in second.measured]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_gates_reduce_out_of_memory_trials(name: str) -> None:
-    gated = play(name, max_trials=40)
-    original = play(name, max_trials=40, no_gates=True)
-
-    if name == "random":
-        assert original.oom_share > 0.8
-        assert gated.oom_share < original.oom_share / 1.5
-    skipped = [action for action in gated.actions if isinstance(action, Skip)]
-    assert all(action.candidate not in [one.candidate for one in gated.measured] for action in skipped)
-    assert not [action for action in original.actions if isinstance(action, Skip)]
-
-
-def test_first_measurement_prints_model_lines() -> None:
-    notes = [action.text for action in play("asha", max_trials=2).actions if isinstance(action, Note)]
-
-    assert [line.partition(":")[0] for line in notes] == [
-        "Model size",
-        "Parameters, gradients and optimizer state per device",
-        "Memory of a device",
-        "Activations per record",
-        "Largest micro batch",
-    ]
+    assert [one.candidate for one in once.measured] != [one.candidate for one in other.measured]
 
 
 @pytest.mark.parametrize("name", ["binary", "predict"])
@@ -118,14 +84,14 @@ def test_binary_finds_largest_micro_batch() -> None:
     assert min(failed) == max(ran) + 1
 
 
-def test_low_ceiling_is_raised_with_gates_only() -> None:
-    largest = {}
-    for no_gates in (False, True):
-        searched = space(free_batch=True, stages=(2,))
-        played = play("binary", searched, max_trials=10, no_gates=no_gates, search_range_factor=0.2)
-        largest[no_gates] = max(one.candidate.batch.micro_batch_size for one in played.measured)
+def test_low_ceiling_is_raised() -> None:
+    low, usual = (
+        play("binary", space(free_batch=True, stages=(2,)), max_trials=20, search_range_factor=factor)
+        for factor in (0.2, 1.0)
+    )
 
-    assert largest[False] > 2 * largest[True]
+    largest = [max(one.candidate.batch.micro_batch_size for one in each.measured) for each in (low, usual)]
+    assert largest[0] > 0.6 * largest[1]
 
 
 @pytest.mark.parametrize(
@@ -138,16 +104,14 @@ def test_low_ceiling_is_raised_with_gates_only() -> None:
 )
 def test_asha_rungs_have_documented_sizes(options: dict[str, int], expected: list[int]) -> None:
     searched = space()
-    method = AshaSearch(searched, MethodOptions(**options), Filters(searched))
+    method = AshaSearch(searched, MethodOptions(**options))
 
     assert [method.trials_of(rung) for rung in range(5)] == expected
 
 
 def test_asha_promotes_better_lineages_only() -> None:
     searched = space(free_batch=True)
-    method = AshaSearch(
-        searched, MethodOptions("throughput", max_trials=40, min_binary_search_trials=2), Filters(searched)
-    )
+    method = AshaSearch(searched, MethodOptions("throughput", max_trials=40, min_binary_search_trials=2))
     _finish(method)
 
     completed = [one for one in method.lineages if one.rung > 0 or method.is_complete(one)]
@@ -156,7 +120,7 @@ def test_asha_promotes_better_lineages_only() -> None:
     assert promoted
     # Promotion starts before all lineages are complete, so slightly more than half may be promoted.
     assert len(promoted) < 2 / 3 * len(completed)
-    assert max(one.best(0) or 0.0 for one in promoted) > max(one.best() or 0.0 for one in left)
+    assert max(one.best(0) or 0.0 for one in promoted) > max(one.best(9) or 0.0 for one in left)
     for one in promoted:
         assert len(one.history) > method.trials_of(0) or one.is_open
 
@@ -165,7 +129,7 @@ def test_random_respects_its_limits() -> None:
     """Limits: trials per structure, stage 3 only if needed, early stopping."""
     searched = space(free_batch=True, stages=(1, 2))
     options = MethodOptions("throughput", max_trials=30, trials_per_random_config=2)
-    method = RandomConfigSearch(searched, options, Filters(searched))
+    method = RandomConfigSearch(searched, options)
     _finish(method)
     assert max(len(lineage.history) for lineage in method.lineages) <= 2
 
@@ -189,27 +153,6 @@ def test_exhausted_space_ends_search() -> None:
 
     assert [one.candidate.stage for one in played.measured] == [1, 0, 0]
     assert "nothing new" in played.finish.reason
-
-
-def test_smaller_bucket_is_retried_after_out_of_memory() -> None:
-    searched = space()
-    filters = Filters(searched)
-    filters.note_params(1e5)
-    known = [Observation(searched.own(), Failure(FailureKind.DEVICE_OOM, "out of memory"))]
-    position = searched.batch_size_grid.position(searched.own().batch.micro_batch_size)
-
-    def verdict(num_elements: int) -> str | None:
-        settings = (("zero_optimization.reduce_bucket_size", num_elements),)
-        found = filters.check(searched.candidate(Structure(1, settings), position), known)
-        return found and found.kind
-
-    assert [verdict(num) for num in (10**6, 5 * 10**8, 10**9)] == [None, "again", "again"]
-
-
-def test_search_method_unknown_is_refused() -> None:
-    for name in ("grid", "prediction"):
-        with pytest.raises(SearchError, match="expected one of"):
-            search_method(name, space(), MethodOptions(), Filters(space()))
 
 
 def _finish(method: BinarySearch) -> None:

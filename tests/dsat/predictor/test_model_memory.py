@@ -34,7 +34,7 @@ def placement(num_slots: int, *, gradients: float = 20.0, activations: float = 2
         },
         activations=Line(GIB, 3 * GIB),
     )
-    need = MemoryPrediction(run.device.peak(4) + GIB, 0.001, "step", ())
+    need = MemoryPrediction(run.device.peak(4) + GIB, 0.001)
     return Placement(num_slots, 4, run, need=need)
 
 

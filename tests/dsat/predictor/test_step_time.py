@@ -188,24 +188,6 @@ def test_measurement_narrows_own_structure_most() -> None:
     assert own.log_std < bucket.log_std < stage.log_std < before.predict([point(8, stage=3)])[0].log_std
 
 
-def test_phases_identify_part_factors() -> None:
-    factors = [1.0] * len(PARTS)
-    factors[PARTS.index("optimizer")] = 3.0
-    at = point(8)
-    phases = {
-        phase: sum(factor * part for factor, part in zip(factors, seconds, strict=True))
-        for phase, seconds in zip(PHASES, at.parts.phases, strict=True)
-    }
-    whole = Timing(at, sum(phases.values()), 0.005)
-
-    blind, seeing = (
-        StepModel([one]).factors()["optimizer"] for one in (whole, dataclasses.replace(whole, phases=phases))
-    )
-
-    assert abs(seeing - 3.0) < abs(blind - 3.0)
-    assert seeing == pytest.approx(3.0, rel=0.1)
-
-
 def test_outlier_moves_prediction_little() -> None:
     steady = [Timing(point(8, bucket=size), 3.0, 0.004) for size in (None, 1e6, 2e6, 5e6, 1e7)]
     (before,) = StepModel(steady).predict([point(8)])
@@ -243,14 +225,6 @@ def test_noisy_measurement_moves_prediction_little() -> None:
     assert prediction.median_s == pytest.approx(truth(point(8), (1.0,) * len(PARTS)), rel=0.05)
 
 
-def test_predicted_parts_sum_to_time() -> None:
-    model = StepModel([Timing(point(8), 3.0, 0.005)])
-
-    found = model.parts(point(4))
-    assert tuple(found) == PARTS
-    assert sum(found.values()) == pytest.approx(model.predict([point(4)])[0].median_s)
-
-
 def test_ineffective_settings_narrow_predictions() -> None:
     noise = random.Random(1)
     timings = [
@@ -261,7 +235,6 @@ def test_ineffective_settings_narrow_predictions() -> None:
     (first,) = StepModel(timings[:1]).predict([point(8, bucket=1e9)])
     (later,) = StepModel(timings).predict([point(8, bucket=1e9)])
     assert later.log_std < 0.7 * first.log_std
-    assert StepModel(timings).scale < 1
 
 
 def test_spreads_grow_with_residuals() -> None:
@@ -277,7 +250,6 @@ def test_spreads_grow_with_residuals() -> None:
 
     calm, wild = model(0.002), model(0.05)
 
-    assert wild.scale > 1.5 > 1 > calm.scale
     assert (
         wild.predict([point(8, bucket=1e9)])[0].log_std > 2 * calm.predict([point(8, bucket=1e9)])[0].log_std
     )
@@ -289,11 +261,3 @@ def test_unmeasured_group_stays_uncertain() -> None:
     (known,), (new,) = model.predict([point(8, bucket=1e8)]), model.predict([point(8, stage=3)])
 
     assert new.log_std > 0.08 > 0.02 > known.log_std
-
-
-def test_regression_factors_are_positive() -> None:
-    without_optimizer = {"forward": 1.0, "backward": 2.0, "step": 1e-4}
-
-    model = StepModel([Timing(point(8), 3.0001, 0.002, without_optimizer)])
-
-    assert all(factor > 0 for factor in model.factors().values())

@@ -11,7 +11,6 @@ from surfaces import facts_of_search, play, space, surface, trials_of
 
 from dstrial.dsat.backends import trial_spec
 from dstrial.dsat.backends.cluster import notes_of
-from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report.document import live_document, report_document
 from dstrial.master.store.views.overviews import LabelledExperiment
 from dstrial.master.web import searches
@@ -56,8 +55,8 @@ def test_document_of_notes_is_final_report() -> None:
     searched = space()
     played = play("asha", searched, outcome_of=surface, max_trials=16)
     trials = trials_of(played, searched, seconds=60.0)
-    forecasts = {trials[0].trial_id: {"median_s": 0.1, "spread": 0.2, "memory_median_bytes": 1.0}}
-    facts = facts_of_search(predicted=ReportFacts(forecasts=forecasts))
+    forecasts = {trials[0].trial_id: {"step_s": 0.1, "spread": 0.2, "memory_bytes": 1.0}}
+    facts = facts_of_search(forecasts=forecasts)
     document = json.loads(json.dumps(report_document(facts, searched, trials)))
     notes = notes_of({"results": {"report.json": json.dumps(document)}})
 
@@ -85,8 +84,8 @@ def test_live_document_is_small_without_configs() -> None:
     played = play("asha", searched, outcome_of=surface, max_trials=16)
     ended = trials_of(played, searched, handle={"attempt": 1, "experiment_id": 4})
     trials = [*ended[:-1], dataclasses.replace(ended[-1], outcome=None)]
-    predicted = ReportFacts(forecasts={trials[-1].trial_id: {"median_s": 0.1}})
-    facts = facts_of_search(reason="", is_finished=False, predicted=predicted, notes=("a note",))
+    forecasts = {trials[-1].trial_id: {"step_s": 0.1}}
+    facts = facts_of_search(reason="", is_finished=False, forecasts=forecasts, notes=("a note",))
     document = json.loads(json.dumps(live_document(report_document(facts, searched, trials))))
     notes = notes_of({"report": document})
 
