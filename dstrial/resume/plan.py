@@ -6,7 +6,6 @@ the ranks, from the engines' layouts, which also describe parameters and paramet
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from dstrial.config.experiment_config.dstrial_section import count_in
 from dstrial.config.parallel_dims import SECTION_KEYS, ParallelDims
 from dstrial.errors import CheckpointLayoutError, ConfigError, ConfigProblem
 from dstrial.resume.batch import describe_batch, engine_of, keep_batch
-from dstrial.resume.metadata import EngineRecord, SavedRun
+from dstrial.resume.metadata import EngineArrangement, EngineRecord, SavedRun
 
 if TYPE_CHECKING:
     from dstrial.checkpoint.layout import Layout, ParameterPlace
@@ -225,7 +224,7 @@ def _reshard_problems(
         )
 
 
-def _fixed_layout_reason(engine: EngineRecord) -> str | None:
+def _fixed_layout_reason(engine: EngineArrangement) -> str | None:
     if engine.model_parallel_size > 1 and engine.engine_kind == "pipeline":
         return f"whose layers are cut over {engine.model_parallel_size} tensor-parallel ranks"
     if "nvme" in (engine.offload_optimizer, engine.offload_parameters):
@@ -297,23 +296,18 @@ def compatible(saved: Layout, now: Layout) -> list[str]:
         for field, words in _COMPARED
         if getattr(saved, field) != getattr(now, field)
     ]
-    if differences:
-        return differences
-    before = {(place.model_part, place.name): place for place in saved.parameters}
-    after = {(place.model_part, place.name): place for place in now.parameters}
-    for key in dict.fromkeys([*before, *after]):
-        was, is_ = before.get(key), after.get(key)
-        if was is None or is_ is None:
-            differences.append(f"parameter {key[1]} is {'new' if was is None else 'gone'}")
-        else:
-            differences += [
-                f"parameter {key[1]}: {item.name} was {getattr(was, item.name)!r}, is {getattr(is_, item.name)!r}"
-                for item in dataclasses.fields(was)
-                if getattr(was, item.name) != getattr(is_, item.name)
-            ]
+    if not differences and (changed := set(saved.parameters) ^ set(now.parameters)):
+        names = sorted({place.name for place in changed})
+        differences.append(
+            f"{len(names)} parameters ({_first_of(names)}) are new, gone or arranged differently"
+        )
     if not differences and saved.buffers != now.buffers:
         return ["the flat buffers are cut differently; the ZeRO settings for sub groups or alignment changed"]
     return differences
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{', …' if names[3:] else ''}"
 
 
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
@@ -321,32 +315,12 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
     sizes = (saved.model_parallel_size, now.model_parallel_size)
     if sizes[0] != sizes[1]:
         return [f"tensor-parallel size was {sizes[0]}, is {sizes[1]}: set it back"]
-    problems: list[str] = []
-    if sizes[0] > 1 and saved.engine_kind == "pipeline":
-        problems.append(
-            f"layers are cut over {sizes[0]} tensor-parallel ranks: resume with the layout that wrote them"
-        )
-    if saved.expert_parallel_size or now.expert_parallel_size:
-        problems.append("experts are spread over the ranks that wrote them: set the layout back")
-    if saved.optimizer and saved.optimizer not in STATE_KEYS:
-        problems.append(
-            f"the layout of the state of optimizer {saved.optimizer} is not known: resume with the layout that wrote it"
-        )
-    for wrapper in sorted({saved.wrapper, now.wrapper} - KNOWN_WRAPPERS):
-        problems.append(
-            f"{wrapper} partitions its state in its own way: resume with the layout that wrote it"
-        )
+    reasons = dict.fromkeys(filter(None, map(_fixed_layout_reason, (saved, now))))
+    problems = [f"an engine {why} keeps its layout: set it back" for why in reasons]
     for field, what in (("optimizer", "optimizer"), ("lr_scheduler", "learning-rate scheduler")):
         was, is_ = getattr(saved, field), getattr(now, field)
         if was != is_ and not any({was, is_} <= names for names in _SAME_OPTIMIZERS):
             problems.append(f"{what} was {was or 'none'}, is {is_ or 'none'}: set it back")
-    if "nvme" in (
-        saved.offload_optimizer,
-        saved.offload_parameters,
-        now.offload_optimizer,
-        now.offload_parameters,
-    ):
-        problems.append("offload to NVMe: set the offload device to cpu or none on both sides")
     before, after = ({place.name: place for place in reversed(one.parameters)} for one in (saved, now))
     changed: dict[str, list[str]] = {"trained": [], "frozen": []}
     for name in sorted(before.keys() | after.keys()):
@@ -361,7 +335,7 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
         elif _is_trained(one) != _is_trained(other):
             changed["trained" if _is_trained(other) else "frozen"].append(name)
     problems += [
-        f"{len(names)} parameters are {state} now and were not ({', '.join(names[:3])}{', …' if names[3:] else ''}): set their "
+        f"{len(names)} parameters are {state} now and were not ({_first_of(names)}): set their "
         "requires_grad as it was, or begin a new trial with the weights that `dstrial checkpoint export` writes"
         for state, names in changed.items()
         if names
