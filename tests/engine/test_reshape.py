@@ -80,7 +80,7 @@ def test_ranks_stages_offload_and_precision_may_change() -> None:
     [
         (
             dataclasses.replace(LAYOUT, model_parallel_size=2),
-            "tensor-parallel size was 1, is 2: set it back",
+            "tensor-parallel size was 1, is 2, and only AutoTP's layers can be cut anew: set it back",
         ),
         (dataclasses.replace(LAYOUT, optimizer="SGD"), "optimizer was AdamW, is SGD: set it back"),
         (dataclasses.replace(LAYOUT, optimizer=""), "optimizer was AdamW, is none: set it back"),
