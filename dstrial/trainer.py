@@ -20,6 +20,7 @@ from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
 from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.config.schema import Length
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.local.script_variables import AROUND_FIT_KEY, measuring_hyperparameters
@@ -128,14 +129,19 @@ def _hyperparameters(info: Any, given: dict[str, Any] | None) -> dict[str, Any] 
 
 @contextlib.contextmanager
 def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> Iterator[None]:
-    """Replace DeepSpeed's assertions about batch sizes of a resumed run in the block."""
+    """Append hints to DeepSpeed's errors in the block; replace batch-size assertions."""
     try:
         yield
     except AssertionError as error:
-        explained = None if runtime.resumed is None else runtime.resumed.explain(error, len(context.models))
+        kept = runtime.resumed
+        explained = None if kept is None else kept.explain(error, len(context.models))
         if explained is None:
+            engines.append_remedy(error)
             raise
         raise explained from error
+    except (RuntimeError, KeyError, TypeError) as error:
+        engines.append_remedy(error)
+        raise
 
 
 def seed_everything(seed: int) -> None:

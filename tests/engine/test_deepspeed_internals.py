@@ -203,6 +203,20 @@ def test_modules_imported_ahead_exist() -> None:
         assert importlib.util.find_spec(module) is not None, module
 
 
+def test_remedies_match_messages_of_deepspeed() -> None:
+    root = Path(deepspeed.__file__).parent
+    sources = [
+        (root / name).read_text(encoding="utf-8")
+        for name in ("__init__.py", "runtime/engine.py", "runtime/config.py")
+    ]
+
+    assert [words for words in engines.REMEDIES if not any(words in source for source in sources)] == []
+
+
+def test_append_remedy_accepts_error_without_arguments() -> None:
+    engines.append_remedy(KeyError())
+
+
 @pytest.mark.process  # torch's build for CUDA asks nvcc for its version
 def test_fused_kernel_package_exists_linear_is_not_fused() -> None:
     assert importlib.util.find_spec(engines.FUSED_KERNELS) is not None

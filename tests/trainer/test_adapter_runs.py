@@ -21,6 +21,7 @@ peft = pytest.importorskip("peft")
 adapter_trials = pytest.importorskip("adapter_trials")
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
+ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_FROZEN = {**EXP_CONF, "data": {"dstrial": {"save_frozen_parameters": False}}}
 
 
@@ -76,7 +77,7 @@ def test_checkpoint_without_frozen_parameters_refuses_other_base(
             max_length=Batch(8),
         )
     capsys.readouterr()
-    assert export(checkpoint_of(resumed), tmp_path / "m", "--format", "hf") == 1
+    assert export(checkpoint_of(resumed), tmp_path / "m", "--merged") == 1
     assert "Export the adapter (--format adapter)" in capsys.readouterr().err
 
 
@@ -85,28 +86,45 @@ def test_checkpoint_without_frozen_parameters_refuses_other_base(
     [
         {},
         {"modules_to_save": ["lm_head"], "bias": "lora_only", "use_rslora": True},
-        {"use_dora": True},
+        {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"v_proj": 8}},
+        {"fan_in_fan_out": False, "target_modules": "all-linear"},
         {"is_tied": True, "target_modules": ["q_proj", "lm_head"]},
+        {"is_tied": True, "modules_to_save": ["embed_tokens"]},
+        {"is_tied": True, "modules_to_save": ["lm_head"]},
     ],
-    ids=["plain", "more modules", "dora", "tied lora"],
+    ids=["plain", "more modules", "patterns", "all layers", "tied lora", "tied embedding", "tied head"],
 )
-def test_exported_adapter_loads_in_peft(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_exported_adapter_and_merge_equal_peft(tmp_path: Path, options: dict[str, Any]) -> None:
     outcome = fit(lora_class(**options), {"deepspeed_config": deepspeed_config(1)}, max_length=Batch(4))
-    assert export(checkpoint_of(outcome), tmp_path / "adapter") == 0
+    checkpoint = checkpoint_of(outcome)
+    assert export(checkpoint, tmp_path / "adapter") == 0
+    assert export(checkpoint, tmp_path / "merged", "--merged") == 0
 
     base = adapter_trials.base_model(is_tied=options.get("is_tied", False))
+    # If the layers stayed tied, PEFT would add the adapter of one layer to both.
+    base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert any(float(value.abs().max()) > 0 for key, value in state.items() if "lora_B" in key)
-    wanted = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
-    assert wanted.keys() == state.keys()
-    assert all(torch.equal(state[name], value) for name, value in wanted.items())
+    wanted_names = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False).keys()
+    assert wanted_names == state.keys()
+    wanted = loaded.merge_and_unload().state_dict()
+    merged = load_file(tmp_path / "merged")
+    assert merged.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(merged[name], value, rtol=1e-6, atol=1e-7, msg=name)
 
 
-def test_export_of_plain_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_dora_and_plain_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dora = checkpoint_of(fit(lora_class(use_dora=True), max_length=Batch(2)))
+    assert export(dora, tmp_path / "merged", "--merged") == 1
+    assert "merge it with PEFT's merge_and_unload()" in capsys.readouterr().err
+    assert export(dora, tmp_path / "adapter") == 0
+    peft.PeftModel.from_pretrained(adapter_trials.base_model(), tmp_path / "adapter")
     plain = checkpoint_of(fit(adapter_trials.FrozenTrial, max_length=Batch(2)))
-    assert export(plain, tmp_path / "none", "--format", "adapter") == 1
-    assert "the checkpoint has no adapter of PEFT" in capsys.readouterr().err
+    for option in (["--merged"], ["--format", "adapter"]):
+        assert export(plain, tmp_path / "none", *option) == 1
+        assert "the checkpoint has no adapter of PEFT" in capsys.readouterr().err
     assert export(plain, tmp_path / "all") == 0
 
 
@@ -150,3 +168,19 @@ def test_parameters_unfrozen_during_run_are_saved(tmp_path: Path) -> None:
         assert values["frozen_checksums"].keys() == frozen
         found[any("layers.0.mlp" in name for name in frozen)] = directory
     assert found.keys() == {True, False}
+
+
+@pytest.mark.exhaustive
+def test_memory_prediction_excludes_frozen_gradients_and_states(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    num_trained, num_all = 17_408, 137_984  # parameters of model_defs/lora_clm
+    experiment, definition = ROOT / "experiment_configs" / "lora_clm.yaml", ROOT / "model_defs" / "lora_clm"
+    assert dstrial(["memory", str(experiment), str(definition), "--slots", "2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    largest = answer["devices"][0]["largest"]
+    assert "137.98 k parameters, 17.41 k of them trained" in answer["answer"][1]
+    # ZeRO 2 in float32 divides master weights, both moments of Adam, and gradients by two ranks.
+    assert largest["parameters"] == 4 * num_all
+    assert largest["optimizer"] == 3 * 4 * num_trained / 2
+    assert 4 * num_trained / 2 <= largest["gradients"] < 4 * num_trained  # undivided gradients exist briefly

@@ -58,7 +58,7 @@ def require_engine(engine: object) -> None:
 def _require_trained_in_model(engine: DeepSpeedEngine) -> None:
     """Raise an error if AutoTP has replaced parameters that the optimizer updates."""
     # DeepSpeed 0.19.8 replaces PEFT's adapter layers as if they were plain linear layers.
-    # ZeRO's optimizer has flat buffers instead of parameters; there DeepSpeed itself raises a KeyError.
+    # ZeRO's optimizer has flat buffers instead of parameters; there DeepSpeed itself raises an error (``append_remedy``).
     if dims_of(engine).tp == 1 or engine.optimizer is not engines.basic_optimizer(engine):
         return
     held = {id(parameter) for parameter in engine.module.parameters()}
@@ -67,8 +67,7 @@ def _require_trained_in_model(engine: DeepSpeedEngine) -> None:
     if lost:
         raise TrialContractError(
             f"{lost} of the optimizer's {len(trained)} parameters are not in the model, whose layers AutoTP has replaced. "
-            "AutoTP does not train adapters (LoRA) inside the layers that it cuts: remove tensor_parallel.autotp_size, or train "
-            "the layers themselves."
+            f"{engines.AUTOTP_REMEDY}"
         )
 
 

@@ -393,3 +393,50 @@ def earlier_layers(module: PipelineModule) -> list[Callable[..., Any]]:
         forward = getattr(spec, "forward_fn", None)
         built.append(layer if forward is None else functools.partial(forward, layer))
     return built
+
+
+REMEDIES: Mapping[str, str] = {
+    # deepspeed 0.19.8 __init__.py:530
+    "we were given deepspeed configs in the deepspeed arguments and deepspeed.initialize()": (
+        "Leave args out of the call of deepspeed.initialize(), whose args.deepspeed_config is a second config beside config=."
+    ),
+    # deepspeed 0.19.8 runtime/engine.py:3130
+    "Direct calls to tensor.backward() are not supported in this configuration": (
+        "If this loss went through a second engine, compute it with that engine's module, engine.module(...), between "
+        "engine.module.requires_grad_(False) and engine.module.requires_grad_(True); or set zero_optimization.stage to 1."
+    ),
+    # deepspeed 0.19.8 runtime/config.py, _batch_assertion
+    "Check batch related parameters": (
+        "dstrial solved the sizes that the config leaves open, for the replicas that the config names: set "
+        "data.dstrial.pipeline_stages or model_parallel_size if the trial's ranks share a model, and take the config from "
+        "context.get_deepspeed_config()."
+    ),
+}
+"""Fragment of a DeepSpeed 0.19 error message -> remedy."""
+
+_MISSING_ATTRIBUTE = "deepscale_config"
+AUTOTP_REMEDY = (
+    "AutoTP does not train adapters (LoRA) inside the layers that it cuts: remove tensor_parallel.autotp_size, or train the "
+    "layers themselves."
+)
+
+
+def append_remedy(error: BaseException) -> None:
+    """Append a remedy to a DeepSpeed error's message; a no-op for unknown errors."""
+    text = str(error.args[0]) if error.args else ""
+    for fragment, remedy in REMEDIES.items():
+        if fragment in text and remedy not in text:
+            error.args = (f"{text.rstrip('. ')}. {remedy}", *error.args[1:])
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], torch.nn.Parameter):
+        # `_create_param_mapping` of runtime/zero/stage_1_and_2.py: the optimizer has a parameter that is not in the model.
+        error.args = (f"a parameter of the optimizer is not in the model. With AutoTP: {AUTOTP_REMEDY}",)
+    if isinstance(error, TypeError) and "_CanRecordRegistry" in text:
+        # `_install_instance_transformers_output_recorders` of module_inject/auto_ep_presets/base.py takes it for a dict.
+        error.args = (
+            f"{text}. AutoEP cannot divide models of Transformers 5.23 or newer: install transformers<5.23.",
+        )
+    if isinstance(error, KeyError) and text == _MISSING_ATTRIBUTE:
+        # DeepSpeed calls hasattr() on a user's object that raises KeyError for missing attributes.
+        error.args = (
+            f"{text}: args of deepspeed.initialize() has attributes that raise KeyError. Leave args out of the call.",
+        )
