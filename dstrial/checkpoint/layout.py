@@ -6,7 +6,7 @@ A ``Layout`` locates every element of every parameter in any ZeRO stage, so that
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dstrial.resume.metadata import EngineArrangement
@@ -56,6 +56,8 @@ class ParameterPlace:
             buffer: in the parameter group; used only to order the group's parameters.
         partition_numel: elements of the parameter in one rank's partition, with padding (ZeRO 3); the partition of rank p
             begins at element ``p * partition_numel`` of the flattened parameter. None if the parameter is not partitioned.
+        tensor_dim: dimension along which AutoTP splits the parameter over ranks; ``shape`` is then the shape of this
+            ``model_part``'s slice. None if the parameter is not split, -1 if slices are not intervals of one dimension.
     """
 
     name: str
@@ -70,6 +72,7 @@ class ParameterPlace:
     buffer_idx: int | None
     offset: int | None
     partition_numel: int | None
+    tensor_dim: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,15 +104,28 @@ class Layout(EngineArrangement):
                 del values[key]
         return values
 
-    def for_rank(self, model_part: int) -> Layout:
-        """Return the layout that a rank reads: with tensor parallelism, only its ``model_part``."""
-        if self.model_parallel_size == 1:
-            return self
+    def of_part(self, model_part: int) -> Layout:
+        """Return a layout with only the buffers and parameters of one model-parallel rank."""
         return dataclasses.replace(
             self,
             buffers=tuple(one for one in self.buffers if one.model_part == model_part),
             parameters=tuple(one for one in self.parameters if one.model_part == model_part),
         )
+
+    def slices(self) -> dict[str, list[ParameterPlace]]:
+        """Return parameter name -> ``ParameterPlace`` in each ``model_part``, in order."""
+        found: dict[str, list[ParameterPlace]] = {}
+        for place in sorted(self.parameters, key=lambda place: place.model_part):
+            found.setdefault(place.name, []).append(place)
+        return found
+
+    @staticmethod
+    def whole_shape(slices: Sequence[ParameterPlace]) -> tuple[int, ...]:
+        """Return the full shape of a parameter that AutoTP has split into ``slices``."""
+        shape, dim = slices[0].shape, slices[0].tensor_dim
+        if dim is None or dim < 0:
+            return shape
+        return (*shape[:dim], sum(one.shape[dim] for one in slices), *shape[dim + 1 :])
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Layout:

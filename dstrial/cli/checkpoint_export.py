@@ -66,7 +66,11 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--format",
         choices=("safetensors", "torch", "hf", "adapter"),
-        help="format of OUTPUT (default: adapter if the run has trained a PEFT adapter, else safetensors)",
+        help="format of OUTPUT (default: adapter if the run has trained a PEFT adapter and --merged is not given, else "
+        "safetensors)",
+    )
+    parser.add_argument(
+        "--merged", action="store_true", help="add a LoRA adapter to the weights of its base model"
     )
     parser.add_argument(
         "--dtype",
@@ -110,6 +114,9 @@ def main(args: argparse.Namespace) -> int:
             given = f"with --format {args.format}" if args.format else "without --format"
             sys.stderr.write(f"{option} is given {given}; expected --format hf.\n")
             return 2
+    if args.merged and args.format == "adapter":
+        sys.stderr.write("--merged is given with --format adapter; expected safetensors, torch or hf.\n")
+        return 2
     output = Path(args.output).absolute()
     opened = open_checkpoint(args.checkpoint, args)
     require_new(output)
@@ -191,7 +198,9 @@ def _weights(opened: OpenCheckpoint, engine_idx: int, args: argparse.Namespace) 
     layout = opened.layouts[engine_idx]
     saved = open_saved_engine(opened.path, engine_idx, layout, trusts_code=args.trust_code)
     kind = export.AdapterWeights if args.format == "adapter" else export.ModelWeights
-    return kind(saved, None if name is None else getattr(torch, name))
+    return (export.MergedWeights if args.merged else kind)(
+        saved, None if name is None else getattr(torch, name)
+    )
 
 
 def _write(

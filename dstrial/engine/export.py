@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -169,6 +170,9 @@ class ModelWeights:
         self._saved.copy(self._sources.get(name, name), MASTER, begin, piece)
 
 
+_NOT_MERGED = re.compile(r"\.lora_|trainable_tokens")
+
+
 class AdapterWeights(ModelWeights):
     """Weights of a PEFT adapter, named as in ``adapter_model.safetensors``.
 
@@ -194,14 +198,95 @@ class AdapterWeights(ModelWeights):
         self.specs = tuple(specs)
 
 
+class MergedWeights(ModelWeights):
+    """Weights of the base model with its LoRA adapter added, under the base's names.
+
+    Raises:
+        CheckpointLayoutError: the adapter is missing, or is more than LoRA on linear layers; or base weights are missing.
+
+    Source: PEFT 0.21 ``tuners.lora.layer.Linear.get_delta_weight``.
+    """
+
+    def _choose(self, saved: SavedEngine) -> None:
+        adapter = _adapter(saved)
+        super()._choose(saved)
+        self._deltas: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = {}
+        for layer, (scaling, is_transposed, name) in adapter["linear"].items():
+            factors = [f"{layer}.lora_{factor}.{name}.weight" for factor in "AB"]
+            first, second = (saved.full(factor).float() for factor in factors)
+            self._deltas[_merged_name(f"{layer}.base_layer.weight")] = (
+                first,
+                second * scaling,
+                is_transposed,
+            )
+        plain = {
+            f"{layer}.lora_{factor}.{one[2]}.weight"
+            for layer, one in adapter["linear"].items()
+            for factor in "AB"
+        }
+        specs = []
+        for spec in self.specs:
+            if spec.name in plain or ".original_module." in spec.name:
+                continue
+            if _NOT_MERGED.search(spec.name) or adapter["config"]["peft_type"] != "LORA":
+                raise CheckpointLayoutError(
+                    f"{spec.name!r} is of an adapter that is more than LoRA on linear layers; expected one that can be added "
+                    "here. Export it with --format adapter, and merge it with PEFT's merge_and_unload()."
+                )
+            name = _merged_name(spec.name)
+            specs.append(dataclasses.replace(spec, name=name))
+            self._sources[name] = spec.name
+        self._buffers = {_merged_name(name): buffer for name, buffer in self._buffers.items()}
+        self.specs = (*specs, *self._untie({spec.name: spec for spec in self.specs}))
+        if lost := self._deltas.keys() - {spec.name for spec in self.specs}:
+            raise CheckpointLayoutError(
+                f"{min(lost)!r} has an adapter, but is no weight of the base model; expected one for each adapter. Export it "
+                "with --format adapter."
+            )
+
+    def _untie(self, saved_specs: Mapping[str, TensorSpec]) -> Iterator[TensorSpec]:
+        """Yield an entry for each tied weight that merging makes differ from its owner."""
+        # LoRA changes one of two tied layers, ``modules_to_save`` replaces one. Names of other tied weights stay in ``aliases``.
+        tied, self.aliases = self.aliases, {}
+        for alias, owner in tied.items():
+            if ".original_module." in alias:
+                continue
+            name, its_owner = _merged_name(alias), _merged_name(owner)
+            if name in self._deltas or its_owner in self._deltas or ".original_module." in owner:
+                self._sources[name] = owner
+                yield dataclasses.replace(saved_specs[owner], name=name)
+            else:
+                self.aliases[name] = its_owner
+
+    def _copy(self, name: str, begin: int, piece: torch.Tensor) -> None:
+        if name not in self._deltas:
+            super()._copy(name, begin, piece)
+            return
+        first, second, is_transposed = self._deltas[name]
+        weight = torch.empty(piece.numel())
+        super()._copy(name, begin, weight)
+        left, right = (first.T, second.T) if is_transposed else (second, first)
+        columns = right.shape[1]
+        rows = slice(begin // columns, -(-(begin + piece.numel()) // columns))
+        start = begin - rows.start * columns
+        delta = (left[rows] @ right).reshape(-1)[start : start + piece.numel()]
+        piece.copy_(weight + delta)
+
+
 def _adapter(saved: SavedEngine) -> Mapping[str, Any]:
     if not saved.layout.adapter:
         raise CheckpointLayoutError(
             "the checkpoint has no adapter of PEFT that can be exported; expected one of a model that peft.get_peft_model has "
             "made, no prompt tuning, and no AdaLoRA whose ranks have been reduced. Export all of its weights: --format "
-            "safetensors, torch or hf."
+            "safetensors, torch or hf, without --merged."
         )
     return saved.layout.adapter
+
+
+def _merged_name(name: str) -> str:
+    """Convert a parameter's name in the PEFT model to its name in the base model."""
+    own = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", own)
 
 
 def write_safetensors(

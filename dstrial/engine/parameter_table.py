@@ -138,6 +138,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
                 buffer_idx=None if slot is None else slot.buffer_idx,
                 offset=None if slot is None else slot.offset,
                 partition_numel=optimizers.cut_numel(param) if is_cut else None,
+                tensor_dim=engines.tensor_dim(param),
             )
         )
     return places

@@ -35,10 +35,12 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
         Empty without an adapter, for prompt tuning, and (with a warning) if PEFT fails to name the tensors. Otherwise:
         ``config``: the content of ``adapter_config.json``.
         ``keys``: name of a parameter or buffer -> name in the adapter's file.
+        ``linear``: name of a linear layer with plain LoRA -> (scaling, whether the weight is transposed, adapter's name).
     """
     model = _peft_model(module)
     if model is None:
         return {}
+    peft = sys.modules["peft"]
     active = model.active_adapter
     adapter = active if isinstance(active, str) else active[0]
     config = model.peft_config[adapter]
@@ -59,6 +61,13 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
     return {
         "config": json.loads(json.dumps(plain, default=str)),
         "keys": keys,
+        "linear": {
+            plain_name(name): (float(layer.scaling[adapter]), bool(layer.fan_in_fan_out), adapter)
+            for name, layer in model.named_modules()
+            if type(layer) is peft.tuners.lora.Linear
+            and adapter in layer.lora_A
+            and adapter not in getattr(layer, "lora_variant", {})
+        },
     }
 
 

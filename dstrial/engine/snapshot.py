@@ -8,11 +8,14 @@ without a checkpoint engine (``latest``, the conversion script, swap files of NV
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import logging
+import mmap
 import pathlib
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +35,7 @@ from dstrial.engine.state import save_engine
 logger = logging.getLogger("dstrial.engine")
 
 _USABLE_SHARE = 0.9  # fraction of the available memory that copies may use; the rest is for training
+_LOCKED_BYTES = 1 << 20  # smaller chunks are not page-locked, because locking takes tens of microseconds
 _ALIGNMENT_BYTES = 64
 
 
@@ -43,11 +47,20 @@ class HostBuffers:
     Args:
         num_sharers: number of ranks on this machine, which allocate at the same time.
         available: function that returns the bytes available on the machine; None if unknown.
+        device: the device of the state. For a CUDA device, chunks are page-locked for faster copies.
     """
 
-    def __init__(self, num_sharers: int = 1, available: Callable[[], int | None] = available_bytes) -> None:
+    def __init__(
+        self,
+        num_sharers: int = 1,
+        available: Callable[[], int | None] = available_bytes,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
         self._num_sharers = num_sharers
         self._available = available
+        self._device = device
+        self._locks_pages = device is not None and device.type == "cuda"
         self._free: list[Any] = []  # NumPy arrays of bytes
         self._taken: list[Any] = []
         self._has_warned = False
@@ -61,14 +74,14 @@ class HostBuffers:
         ends = np.cumsum([-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes], dtype=np.int64)
         num_bytes = int(ends[-1]) if sizes else 0
         # A small file must not take a large file's chunk, because the large file would then allocate another chunk.
-        fitting = [idx for idx, chunk in enumerate(self._free) if num_bytes <= chunk.nbytes <= 2 * num_bytes]
+        fitting = [chunk for chunk in self._free if num_bytes <= chunk.nbytes <= 2 * num_bytes]
         if fitting:
-            chunk = self._free.pop(fitting[0])
+            chunk = min(fitting, key=lambda one: int(one.nbytes))
+            self._free = [one for one in self._free if one is not chunk]
         elif not self._has_room(num_bytes):
             return None
         else:
-            # NumPy requests huge pages from the kernel: the first copy is several times faster than into torch's memory.
-            chunk = np.empty(num_bytes, dtype=np.uint8)
+            chunk = self._allocate(num_bytes)
         self._taken.append(chunk)
         starts = [0, *ends.tolist()]
         return [_storage(chunk[start : start + size]) for start, size in zip(starts, sizes, strict=False)]
@@ -88,12 +101,47 @@ class HostBuffers:
             )
         return False
 
+    def _allocate(self, num_bytes: int) -> Any:
+        device = self._device
+        if device is None or not self._locks_pages or num_bytes < _LOCKED_BYTES:
+            # NumPy requests huge pages from the kernel. The first copy is several times faster than into torch's own memory.
+            return np.empty(num_bytes, dtype=np.uint8)
+        # torch's pinned memory is not used, because it rounds sizes up to a power of two. Whole pages are allocated, because a
+        # page can be registered only once.
+        num_paged = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole = np.empty(num_paged + mmap.PAGESIZE - 1, dtype=np.uint8)
+        start = -whole.ctypes.data % mmap.PAGESIZE
+        address = whole.ctypes.data + start
+        with torch.cuda.device(device):  # otherwise the runtime creates a context on the thread's device 0
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            error = int(runtime.cudaHostRegister(address, num_paged, 0))
+            if error:
+                # This launch clears the thread's last CUDA error, which a later launch would otherwise raise.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=device)
+        if error:
+            self._locks_pages = False
+            logger.warning(
+                "CUDA has refused to lock %d MiB of host memory (error %d): saving in the background copies through ordinary "
+                "memory, which takes longer. See `ulimit -l` and the memory that is left.",
+                num_paged >> 20,
+                error,
+            )
+        else:
+            weakref.finalize(whole, _unlock, device, address).atexit = False
+        return whole[start : start + num_bytes]
+
     def release(self) -> None:
         """Make all buffers available for the next save; free unused chunks."""
         self._free, self._taken = self._taken, []
 
     def clear(self) -> None:
         self._free, self._taken = [], []
+
+
+def _unlock(device: torch.device, address: int) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _storage(array: Any) -> torch.UntypedStorage:
@@ -151,7 +199,11 @@ class StateCopies:
             return False
         for copy, storage in zip(copies, storages, strict=True):
             if storage.nbytes():
-                copy.copy_(storage)
+                copy.copy_(storage, non_blocking=True)
+        if any(storage.device.type != "cpu" for storage in storages):
+            from deepspeed.accelerator import get_accelerator
+
+            get_accelerator().synchronize()
         self._files.append(_File(path, through_python, pickled, copies))
         return True
 

@@ -12,6 +12,7 @@ user has written this SHA-256 to ``data.dstrial.trust_checkpoint_code``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -35,6 +36,7 @@ from dstrial.checkpoint.manifest import (
 )
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.adapters.batch_sizes import recount_micro_batches
+from dstrial.engine.checkpoint_reader.merged_engine import read_for_rank
 from dstrial.engine.checkpoint_reader.open import read_rank_state
 from dstrial.engine.checkpoint_reader.safe_load import (
     load,
@@ -106,15 +108,19 @@ class CheckpointLoader:
             now = [Layout.from_json(values) for values in self._state.layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size
             _require_ranks(path, manifest.files, saved_size)
-            rank = context.distributed.rank
-            name = rank_state_name(rank % saved_size)
+            # If ``autotp_size`` has changed, all ranks of a replica continue the random states of one saved rank.
+            sizes = [one[0].model_parallel_size for one in (saved, now) if one]
+            source = context.distributed.rank
+            if len(set(sizes)) > 1:
+                source = source // sizes[1] * sizes[0]
+            name = rank_state_name(source % saved_size)
             state: dict[str, Any] = load(path / name, map_location=self._place, trusts_code=trusts)
             continues = state["trial_id"] == self._state.trial_id
             is_reshaped = self._must_reshape(path, saved, now)
             if continues:
                 require_same_batch(path, saved, now)
             if is_reshaped:
-                self._reshape_rank_state(path, state, saved_size)
+                self._reshape_rank_state(path, state, saved_size, source)
             if is_reshaped or saved[0].micro_batches_per_batch != now[0].micro_batches_per_batch:
                 # Ranks add metrics more or less often per batch: the next report only has batches from now on.
                 state["window"], state["reducers"] = None, []
@@ -188,13 +194,18 @@ class CheckpointLoader:
             logger.info("checkpoint %s is brought into another layout: %s", path.name, "; ".join(differences))
         return bool(differences)
 
-    def _reshape_rank_state(self, path: pathlib.Path, state: dict[str, Any], saved_size: int) -> None:
-        """Convert ``state``, a saved ``dstrial_rank<r>.pt``, to this run's rank layout, in place."""
+    def _reshape_rank_state(
+        self, path: pathlib.Path, state: dict[str, Any], saved_size: int, source: int
+    ) -> None:
+        """Convert ``state``, a saved ``dstrial_rank<r>.pt``, to this run's rank layout, in place.
+
+        ``source`` is the saved rank whose random states this rank continues.
+        """
         # The files are memory-mapped, because only a small part of other ranks' state is used.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}
         state["all_engines"] = [one["engines"] for one in states]
-        if self._state.context.distributed.rank >= saved_size:
+        if source >= saved_size:
             # The checkpoint has no state for this rank, which keeps the random states from its seed.
             state["random_states"] = None
 
@@ -208,10 +219,9 @@ class CheckpointLoader:
         for engine_idx, engine in enumerate(self._state.context.models):
             tied = merged_tied_modules([of_rank[engine_idx] for of_rank in extras])
             tag = self._state.trial._engine_tag(engine_idx)
-            own = saved[engine_idx].for_rank(engines.checkpoint_part(engine))
-            load_reshaped(
-                engine, SavedEngine(path, tag, own, tied, trusts_code=self._is_trusted), now[engine_idx]
-            )
+            read = functools.partial(SavedEngine, path, tag, tied=tied, trusts_code=self._is_trusted)
+            part, after = engines.checkpoint_part(engine), now[engine_idx]
+            load_reshaped(engine, read_for_rank(read, saved[engine_idx], after, part), after)
 
     def _extra_state(
         self, state: Mapping[str, Any], engine_idx: int, saved: list[Layout], now: list[Layout]

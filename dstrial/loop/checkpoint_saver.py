@@ -87,7 +87,7 @@ class CheckpointSaver:
     def __init__(self, state: RunState, *, in_background: bool) -> None:
         self._state = state
         self._reports = PendingReports(state.runtime.core.train)
-        self._buffers = HostBuffers(state.context.distributed.local_size)
+        self._buffers = HostBuffers(state.context.distributed.local_size, device=state.context.device)
         self._job: SaveJob | None = None
         self._own_channel: ControlChannel | None = None
         self._saves_itself = type(state.trial).save is not Checkpointable.save

@@ -40,6 +40,7 @@ def keep_batch(
     Raises:
         ConfigError: the config sets another batch size than the checkpoint's, or the replicas cannot divide it evenly.
     """
+    saved = saved.counted_for(config)
     wanted = saved.train_batch_size
     given = given_sizes(config)
     is_filled = bool(saved.given.get(FILLED_KEY)) or "auto" in (config.get(key) for key in BATCH_KEYS)

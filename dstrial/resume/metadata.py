@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dstrial.config.batch import BATCH_KEYS
-from dstrial.config.parallel_dims import CONFIG_KEYS, DIM_KEYS, ParallelDims, config_sizes
+from dstrial.config.parallel_dims import AUTOTP_KEY, CONFIG_KEYS, DIM_KEYS, ParallelDims, config_sizes
 
 RESUME_VARIABLE = "DSTRIAL_RESUME"
 """Environment variable with the checkpoint to resume from: a directory, a uuid, or ``latest``."""
@@ -68,6 +68,10 @@ class EngineArrangement:
         has a replica's parallel dimensions, by default those in the checkpoint.
         """
         if replica is not None and replica != self.replica:
+            if replica.tp != self.model_parallel_size:  # AutoTP; a user's ``mpu`` must keep its size
+                replica = dataclasses.replace(
+                    replica, world_size=replica.ranks_per_replica // replica.tp, tp=1
+                )
             return replica.replicas_on(world_size)
         counted = self.train_batch_size // (self.micro_batch_size * self.micro_batches_per_batch)
         return max(world_size * counted // self.world_size, 1)
@@ -101,7 +105,19 @@ class EngineRecord(EngineArrangement):
     @property
     def own_batch(self) -> dict[str, Any]:
         """Part of a DeepSpeed config that results in the saved ``train_batch_size``."""
-        return {BATCH_KEYS[0]: self.train_batch_size}
+        return {BATCH_KEYS[0]: self.train_batch_size, AUTOTP_KEY: self.given.get(AUTOTP_KEY, 1)}
+
+    def counted_for(self, config: Mapping[str, Any]) -> EngineRecord:
+        """Return a copy with ``train_batch_size`` converted to another ``autotp_size``.
+
+        DeepSpeed counts a training sample once per AutoTP rank. ``config``, a DeepSpeed config or ``given``, has the new size.
+        """
+        was = self.given.get(AUTOTP_KEY, 1)
+        size = config.get(AUTOTP_KEY) or config_sizes(config).get("model_parallel_size", 1)
+        if self.engine_kind == "pipeline" or was == size or self.model_parallel_size not in (1, was):
+            return self
+        given = {key: value for key, value in self.given.items() if key != BATCH_KEYS[0]}
+        return dataclasses.replace(self, train_batch_size=self.train_batch_size // was * size, given=given)
 
     @classmethod
     def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:

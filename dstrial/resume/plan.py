@@ -6,7 +6,6 @@ the ranks, from the engines' layouts, which also describe parameters and paramet
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,10 @@ from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.dstrial_section import count_in
-from dstrial.config.parallel_dims import SECTION_KEYS, ParallelDims
+from dstrial.config.parallel_dims import AUTOTP_KEY, SECTION_KEYS, ParallelDims, config_sizes
 from dstrial.errors import CheckpointLayoutError, ConfigError, ConfigProblem
 from dstrial.resume.batch import describe_batch, engine_of, keep_batch
-from dstrial.resume.metadata import EngineRecord, SavedRun
+from dstrial.resume.metadata import EngineArrangement, EngineRecord, SavedRun, given_settings
 
 if TYPE_CHECKING:
     from dstrial.checkpoint.layout import Layout, ParameterPlace
@@ -61,6 +60,20 @@ _SAME_OPTIMIZERS = (
     frozenset({"AdamW", "FusedAdam", "DeepSpeedCPUAdam"}),
     frozenset({"FusedLion", "DeepSpeedCPULion"}),
 )
+_FAMILIES = {
+    **dict.fromkeys(
+        ("adam", "adamw"),
+        frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam", "NPUAdam"}),
+    ),
+    "adagrad": frozenset({"Adagrad", "DeepSpeedCPUAdagrad"}),
+    "lamb": frozenset({"FusedLamb", "Lamb"}),
+    "lion": frozenset({"FusedLion", "DeepSpeedCPULion", "Lion"}),
+    "onebitadam": frozenset({"OnebitAdam"}),
+    "onebitlamb": frozenset({"OnebitLamb"}),
+    "zerooneadam": frozenset({"ZeroOneAdam"}),
+}
+"""Optimizer type in a DeepSpeed config, in lower case -> optimizer classes that DeepSpeed may create for the type."""
+
 
 _COMPARED = (
     ("engine_kind", "kind of engine"),
@@ -137,8 +150,8 @@ def resume_problems(
                 )
             except ConfigError as error:
                 problems += error.problems
-        if num_slots != engine.world_size or replica != engine.replica:
-            problems += _reshard_problems(saved, engine, replica, num_slots, slots_key)
+        if _changes_layout(engine, num_slots, replica, config):
+            problems += _reshard_problems(saved, engine, replica, config, num_slots, slots_key)
     return list(dict.fromkeys(problems))
 
 
@@ -203,29 +216,95 @@ def check_resumption(
     findings.problems.extend(problem for problem in found if problem not in findings.problems)
 
 
+def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
+    """Return a config's (ZeRO stage, optimizer offload, parameter offload)."""
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return int(zero is True), "none", "none"
+    stage = zero.get("stage")
+    devices = []
+    for key, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
+        section = zero.get(key)
+        device = section.get("device") if isinstance(section, Mapping) else None
+        devices.append(str(device or ("cpu" if zero.get(old) is True else "none")))
+    return stage if isinstance(stage, int) else 0, devices[0], devices[1]
+
+
+def _changes_layout(
+    engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
+) -> bool:
+    """Return whether an engine's layout will differ (as far as ``config`` is known)."""
+    if num_slots != engine.world_size or replica != engine.replica:
+        return True
+    if config is None:
+        return False
+    if any(_changed_type(engine, config, section) is not None for section in ("optimizer", "scheduler")):
+        return True
+    return _zero(config) != (engine.zero_stage, engine.offload_optimizer, engine.offload_parameters)
+
+
+def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
+    """Return a config's ``section`` type if known and different from the saved one."""
+    kind = given_settings(config).get(section)
+    if not engine.given or kind is None or kind == engine.given.get(section):
+        return None
+    used = engine.optimizer if section == "optimizer" else engine.lr_scheduler
+    family = _FAMILIES.get(kind.lower(), frozenset({kind})) if section == "optimizer" else frozenset({kind})
+    return None if used in family else str(kind)
+
+
 def _reshard_problems(
-    saved: SavedRun, engine: EngineRecord, replica: ParallelDims, num_slots: int, slots_key: str
+    saved: SavedRun,
+    engine: EngineRecord,
+    replica: ParallelDims,
+    config: Mapping[str, Any] | None,
+    num_slots: int,
+    slots_key: str,
 ) -> Iterator[ConfigProblem]:
     name = f"checkpoint {saved.checkpoint}"
-    if replica.tp != engine.model_parallel_size:
+    was_autotp = AUTOTP_KEY in engine.given or engine.model_parallel_size == 1
+    is_autotp = config_sizes(config).get("model_parallel_size", 1) == replica.tp
+    # Only AutoTP's slices can be resharded: a user's ``mpu`` cannot replace AutoTP, even with the same size.
+    is_changed = replica.tp != engine.model_parallel_size or AUTOTP_KEY in engine.given
+    if is_changed and not (was_autotp and is_autotp):
         yield ConfigProblem(
-            "the tensor-parallel size",
+            "data.dstrial.model_parallel_size",
             str(replica.tp),
-            f"{engine.model_parallel_size}, as in {name}",
-            f"Set tensor_parallel.autotp_size or data.dstrial.model_parallel_size to {engine.model_parallel_size}.",
+            f"{engine.model_parallel_size}, as in {name}, whose layers are cut so: only AutoTP's can be cut anew",
+            f"Set it to {engine.model_parallel_size}.",
         )
+    devices: tuple[str, ...] = ()
+    if config is not None:
+        devices = _zero(config)[1:]
+        for section, used in (("optimizer", engine.optimizer), ("scheduler", engine.lr_scheduler)):
+            kind = _changed_type(engine, config, section)
+            if kind is not None:
+                was = engine.given.get(section) or used or "none"
+                yield ConfigProblem(
+                    f"deepspeed config: {section}.type",
+                    repr(kind),
+                    f"{was!r}, whose state is in {name}",
+                    f"Set it to {was!r}, or begin a new run from these weights (searcher.source_checkpoint_uuid).",
+                )
+    same = f"{engine.world_size} slots, ZeRO stage {engine.zero_stage}"
     why = _fixed_layout_reason(engine)
     if why is not None:
-        same = f"{engine.world_size} slots, ZeRO stage {engine.zero_stage}"
         yield ConfigProblem(
             slots_key,
             f"{num_slots}, another arrangement than that of {name}, {why}",
             f"the same arrangement: {same}",
             f"Go on with {same} and the same offload.",
         )
+    elif "nvme" in devices:
+        yield ConfigProblem(
+            "deepspeed config: zero_optimization",
+            f"an offload to NVMe, which {name} was written without",
+            "cpu or none",
+            "Set the offload device to cpu or none.",
+        )
 
 
-def _fixed_layout_reason(engine: EngineRecord) -> str | None:
+def _fixed_layout_reason(engine: EngineArrangement) -> str | None:
     if engine.model_parallel_size > 1 and engine.engine_kind == "pipeline":
         return f"whose layers are cut over {engine.model_parallel_size} tensor-parallel ranks"
     if "nvme" in (engine.offload_optimizer, engine.offload_parameters):
@@ -279,12 +358,23 @@ def plan_load(
 def require_same_batch(checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout]) -> None:
     """Raise CheckpointLayoutError if an engine's ``train_batch_size`` has changed."""
     for idx, (before, after) in enumerate(zip(saved, now, strict=False)):
-        if before.train_batch_size != after.train_batch_size:
+        # If ``autotp_size`` has changed, records are compared, because DeepSpeed counts a record once per AutoTP rank.
+        is_recut = before.model_parallel_size != after.model_parallel_size
+        is_same = (
+            _records(before) == _records(after)
+            if is_recut
+            else before.train_batch_size == after.train_batch_size
+        )
+        if not is_same:
             raise CheckpointLayoutError(
                 f"engine {idx}: train_batch_size is {after.train_batch_size}; expected {before.train_batch_size}, the batch of "
                 f"checkpoint {checkpoint}, in which its progress, schedule and order of records are counted. Set it back, or "
                 "name the checkpoint in dstrial.init(latest_checkpoint=...), which keeps the batch on any number of ranks."
             )
+
+
+def _records(layout: Layout) -> int:
+    return layout.micro_batch_size * layout.micro_batches_per_batch * layout.data_parallel_size
 
 
 def compatible(saved: Layout, now: Layout) -> list[str]:
@@ -297,57 +387,31 @@ def compatible(saved: Layout, now: Layout) -> list[str]:
         for field, words in _COMPARED
         if getattr(saved, field) != getattr(now, field)
     ]
-    if differences:
-        return differences
-    before = {(place.model_part, place.name): place for place in saved.parameters}
-    after = {(place.model_part, place.name): place for place in now.parameters}
-    for key in dict.fromkeys([*before, *after]):
-        was, is_ = before.get(key), after.get(key)
-        if was is None or is_ is None:
-            differences.append(f"parameter {key[1]} is {'new' if was is None else 'gone'}")
-        else:
-            differences += [
-                f"parameter {key[1]}: {item.name} was {getattr(was, item.name)!r}, is {getattr(is_, item.name)!r}"
-                for item in dataclasses.fields(was)
-                if getattr(was, item.name) != getattr(is_, item.name)
-            ]
+    if not differences and (changed := set(saved.parameters) ^ set(now.parameters)):
+        names = sorted({place.name for place in changed})
+        differences.append(
+            f"{len(names)} parameters ({_first_of(names)}) are new, gone or arranged differently"
+        )
     if not differences and saved.buffers != now.buffers:
         return ["the flat buffers are cut differently; the ZeRO settings for sub groups or alignment changed"]
     return differences
 
 
+def _first_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{', …' if names[3:] else ''}"
+
+
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
     """Return why ``saved`` state cannot be resharded to ``now``; empty if it can."""
-    sizes = (saved.model_parallel_size, now.model_parallel_size)
-    if sizes[0] != sizes[1]:
-        return [f"tensor-parallel size was {sizes[0]}, is {sizes[1]}: set it back"]
-    problems: list[str] = []
-    if sizes[0] > 1 and saved.engine_kind == "pipeline":
-        problems.append(
-            f"layers are cut over {sizes[0]} tensor-parallel ranks: resume with the layout that wrote them"
-        )
-    if saved.expert_parallel_size or now.expert_parallel_size:
-        problems.append("experts are spread over the ranks that wrote them: set the layout back")
-    if saved.optimizer and saved.optimizer not in STATE_KEYS:
-        problems.append(
-            f"the layout of the state of optimizer {saved.optimizer} is not known: resume with the layout that wrote it"
-        )
-    for wrapper in sorted({saved.wrapper, now.wrapper} - KNOWN_WRAPPERS):
-        problems.append(
-            f"{wrapper} partitions its state in its own way: resume with the layout that wrote it"
-        )
+    before, after = saved.slices(), now.slices()
+    is_recut = saved.model_parallel_size != now.model_parallel_size
+    problems = list(_recut_problems(saved, now, before, after)) if is_recut else []
+    reasons = dict.fromkeys(filter(None, map(_fixed_layout_reason, (saved, now))))
+    problems += [f"an engine {why} keeps its layout: set it back" for why in reasons]
     for field, what in (("optimizer", "optimizer"), ("lr_scheduler", "learning-rate scheduler")):
         was, is_ = getattr(saved, field), getattr(now, field)
         if was != is_ and not any({was, is_} <= names for names in _SAME_OPTIMIZERS):
             problems.append(f"{what} was {was or 'none'}, is {is_ or 'none'}: set it back")
-    if "nvme" in (
-        saved.offload_optimizer,
-        saved.offload_parameters,
-        now.offload_optimizer,
-        now.offload_parameters,
-    ):
-        problems.append("offload to NVMe: set the offload device to cpu or none on both sides")
-    before, after = ({place.name: place for place in reversed(one.parameters)} for one in (saved, now))
     changed: dict[str, list[str]] = {"trained": [], "frozen": []}
     for name in sorted(before.keys() | after.keys()):
         if name not in before or name not in after:
@@ -355,13 +419,15 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
                 f"parameter {name} is {'new' if name not in before else 'gone'}: use the same model"
             )
             continue
-        one, other = before[name], after[name]
-        if one.shape != other.shape:
-            problems.append(f"parameter {name} had shape {one.shape}, has {other.shape}: use the same model")
-        elif _is_trained(one) != _is_trained(other):
-            changed["trained" if _is_trained(other) else "frozen"].append(name)
+        was, is_ = before[name][0].shape, after[name][0].shape
+        if is_recut:
+            was, is_ = saved.whole_shape(before[name]), now.whole_shape(after[name])
+        if was != is_:
+            problems.append(f"parameter {name} had shape {was}, has {is_}: use the same model")
+        elif _is_trained(before[name][0]) != (is_trained := _is_trained(after[name][0])):
+            changed["trained" if is_trained else "frozen"].append(name)
     problems += [
-        f"{len(names)} parameters are {state} now and were not ({', '.join(names[:3])}{', …' if names[3:] else ''}): set their "
+        f"{len(names)} parameters are {state} now and were not ({_first_of(names)}): set their "
         "requires_grad as it was, or begin a new trial with the weights that `dstrial checkpoint export` writes"
         for state, names in changed.items()
         if names
@@ -373,3 +439,28 @@ def _is_trained(place: ParameterPlace) -> bool:
     """Return whether the optimizer updates a parameter; False for empty parameters."""
     # Without a wrapper, the optimizer may own frozen parameters, but does not update them.
     return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
+
+
+def _recut_problems(
+    saved: Layout,
+    now: Layout,
+    before: Mapping[str, Sequence[ParameterPlace]],
+    after: Mapping[str, Sequence[ParameterPlace]],
+) -> Iterator[str]:
+    """Yield why parameters cannot be resliced for another ``autotp_size``."""
+    change = f"tensor-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}"
+    for layout, slices in ((saved, before), (now, after)):
+        dims = {name: places[0].tensor_dim for name, places in slices.items()}
+        is_cut_otherwise = layout.model_parallel_size > 1 and not any(
+            dim is not None for dim in dims.values()
+        )
+        if layout.engine_kind == "pipeline" or is_cut_otherwise:
+            yield f"{change}, and only AutoTP's layers can be cut anew: set it back"
+            return
+        fused = [name for name, dim in dims.items() if dim == -1]
+        if fused:
+            yield f"{change}, and AutoTP has fused or uneven slices of {', '.join(fused[:3])}: set it back"
+    if saved.optimizer == "MuonWithAuxAdam":
+        yield f"{change}, and Muon orthogonalises the slices of a matrix, not the matrix: set it back"
+    if saved.frozen_checksums:
+        yield f"{change}, and the checkpoint holds no frozen parameters: set it back"

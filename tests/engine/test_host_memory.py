@@ -30,12 +30,6 @@ def test_tightest_cgroup_counts_page_cache_as_free(tmp_path: pathlib.Path) -> No
     assert available_bytes(*system(tmp_path, "0::/job/step\n")) == 2 * GIB
 
 
-def test_cgroup_over_limit_leaves_zero_bytes(tmp_path: pathlib.Path) -> None:
-    write(tmp_path / "fs" / "job" / "memory.max", "10\n")
-    write(tmp_path / "fs" / "job" / "memory.current", "11\n")
-    assert available_bytes(*system(tmp_path, "0::/job\n")) == 0
-
-
 def test_available_bytes_without_files_is_none(tmp_path: pathlib.Path) -> None:
     assert available_bytes(tmp_path / "a", tmp_path / "b", tmp_path / "c") is None
 

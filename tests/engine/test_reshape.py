@@ -90,7 +90,7 @@ def test_ranks_stages_offload_and_precision_may_change() -> None:
         ),
         (
             dataclasses.replace(LAYOUT, offload_optimizer="nvme"),
-            "offload to NVMe: set the offload device to cpu or none on both sides",
+            "an engine whose state is offloaded to NVMe keeps its layout: set it back",
         ),
         (with_place(name="kernel"), "parameter kernel is new: use the same model"),
         (with_place(name="kernel"), "parameter weight is gone: use the same model"),
@@ -100,7 +100,7 @@ def test_ranks_stages_offload_and_precision_may_change() -> None:
         ),
         (
             dataclasses.replace(LAYOUT, wrapper="MiCS_Optimizer"),
-            "MiCS_Optimizer partitions its state in its own way: resume with the layout that wrote it",
+            "an engine whose MiCS_Optimizer arranges its state in its own way keeps its layout: set it back",
         ),
     ],
 )
@@ -129,18 +129,20 @@ def test_reshape_with_changed_requires_grad_names_remedy(is_unfrozen: bool) -> N
     )
 
 
-def test_reshape_unknown_optimizer_is_refused_by_name() -> None:
-    saved = dataclasses.replace(LAYOUT, optimizer="SOAP")
-    assert reshape_problems(saved, dataclasses.replace(saved, zero_stage=1)) == [
-        "the layout of the state of optimizer SOAP is not known: resume with the layout that wrote it"
-    ]
-
-
-def test_reshape_of_model_parallel_layers_is_refused() -> None:
-    cut = dataclasses.replace(LAYOUT, model_parallel_size=2, data_parallel_size=2, engine_kind="pipeline")
-    assert reshape_problems(cut, dataclasses.replace(cut, zero_stage=1)) == [
-        "layers are cut over 2 tensor-parallel ranks: resume with the layout that wrote them"
-    ]
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"optimizer": "SOAP"}, "whose optimizer SOAP keeps state of unknown layout"),
+        (
+            {"model_parallel_size": 2, "data_parallel_size": 2, "engine_kind": "pipeline"},
+            "whose layers are cut over 2 tensor-parallel ranks",
+        ),
+    ],
+)
+def test_unmappable_layout_is_refused(changes: dict[str, Any], why: str) -> None:
+    saved = dataclasses.replace(LAYOUT, **changes)
+    found = reshape_problems(saved, dataclasses.replace(saved, zero_stage=1))
+    assert found == [f"an engine {why} keeps its layout: set it back"]
 
 
 def test_frozen_or_empty_parameters_may_lack_group() -> None:

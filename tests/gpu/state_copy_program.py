@@ -41,7 +41,7 @@ def contexts():
     compute()
     own = num_contexts() - before
     memory_before = torch.cuda.mem_get_info(DEVICE)[0]
-    buffers = HostBuffers()
+    buffers = HostBuffers(device=DEVICE)
     for _ in range(2):
         copies = StateCopies(buffers)
         copies.add({"state": state}, "state.pt")
@@ -58,6 +58,25 @@ def contexts():
     assert taken < 64 << 20, f"saving took {taken >> 20} MiB of the device"
 
 
+def registrations():
+    """Large host buffers are pinned and released while kernels still work."""
+    buffers = HostBuffers(device=DEVICE)
+    chunks = [buffers.take([(1 << 20) + number, 200]) for number in range(20)]
+    compute()
+    storages = [storage for chunk in chunks for storage in chunk]
+    pinned = [torch.empty(0, dtype=torch.uint8).set_(storage).is_pinned() for storage in storages]
+    assert all(pinned), f"{pinned.count(False)} of {len(pinned)} buffers are not pinned"
+    source = torch.arange(200, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty(0, dtype=torch.uint8).set_(storages[-1])
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(target, source.cpu())
+    del chunks, storages, target
+    buffers.clear()
+    gc.collect()
+    compute()
+
+
 def ordering():
     """A file holds the state at the time of ``add``, not later changes of the tensors."""
     pathlib.Path("at once").mkdir()
@@ -65,15 +84,22 @@ def ordering():
     state = {"large": torch.randn(100_000_000, device=DEVICE), "small": torch.randn(17, device=DEVICE)}
     state["half"] = state["large"][:5_000_001].bfloat16()
     torch.save(state, "at once/state.pt")
-    torch.cuda.synchronize()
-    copies = StateCopies(HostBuffers())
-    copies.add(state, "later/state.pt")
-    for value in state.values():
-        value.zero_()
-    save_in_thread(copies)
-    assert not state["large"].any()
-    assert pathlib.Path("later/state.pt").read_bytes() == pathlib.Path("at once/state.pt").read_bytes()
+    for pins in (True, False):
+        buffers = HostBuffers(device=DEVICE if pins else None)
+        kept = {name: value.clone() for name, value in state.items()}
+        torch.cuda.synchronize()
+        copies = StateCopies(buffers)
+        copies.add(state, "later/state.pt")
+        for value in state.values():
+            value.zero_()
+        save_in_thread(copies)
+        assert not state["large"].any()
+        assert pathlib.Path("later/state.pt").read_bytes() == pathlib.Path("at once/state.pt").read_bytes(), (
+            pins
+        )
+        for name, value in kept.items():
+            state[name].copy_(value)
 
 
-{check.__name__: check for check in (contexts, ordering)}[sys.argv[1]]()
+{check.__name__: check for check in (contexts, registrations, ordering)}[sys.argv[1]]()
 print("held")

@@ -12,7 +12,7 @@ from dstrial.testing.master import master_for_test
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 
-@pytest.mark.parametrize("check", ["contexts", "ordering"])
+@pytest.mark.parametrize("check", ["contexts", "registrations", "ordering"])
 def test_background_save_check_holds_on_device(tmp_path, check):
     assert run("state_copy_program.py", check, tmp_path=tmp_path).endswith("held\n")
 

@@ -13,10 +13,11 @@ pytestmark = [
 ]
 
 
-def test_state_copy_writes_snapshot_of_device_state(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("pins", [False, True])
+def test_state_copy_writes_snapshot_of_device_state(tmp_path: pathlib.Path, pins: bool) -> None:
     for name in ("at once", "later"):
         (tmp_path / name).mkdir()
-    buffers = HostBuffers()
+    buffers = HostBuffers(device=torch.device("cuda", 0) if pins else None)
     flat = torch.randn(3_000_000, device="cuda")
     for _ in range(2):
         value = {"views": [flat[:10], flat[10:]], "step": torch.tensor(3.0), "half": flat[:7].bfloat16()}

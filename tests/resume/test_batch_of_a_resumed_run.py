@@ -194,12 +194,41 @@ def test_unmappable_engine_state_requires_same_layout(changes, why):
     assert "Go on with 3 slots, ZeRO stage 1" in str(found)
 
 
-def test_other_tensor_parallel_size_is_refused():
+def test_different_optimizer_family_or_scheduler_is_refused():
+    saved = run()
+    (found,) = resume_problems(saved, num_slots=3, configs=[{**CONFIG, "optimizer": {"type": "Lion"}}])
+    assert "deepspeed config: optimizer.type is 'Lion'; expected 'Adam'" in str(found)
+    assert resume_problems(saved, num_slots=3, configs=[{**CONFIG, "optimizer": {"type": "AdamW"}}]) == []
+    scheduled = engine(
+        lr_scheduler="WarmupLR", given=given_settings({**CONFIG, "scheduler": {"type": "WarmupLR"}})
+    )
+    (found,) = resume_problems(
+        run(scheduled), num_slots=3, configs=[{**CONFIG, "scheduler": {"type": "OneCycle"}}]
+    )
+    assert "scheduler.type is 'OneCycle'; expected 'WarmupLR'" in str(found)
+
+
+def test_trial_created_optimizer_is_not_compared_with_config():
+    own = engine(optimizer="SGD")
+    assert resume_problems(run(own), num_slots=2, configs=[CONFIG]) == []
+
+
+def test_autotp_checkpoint_refuses_other_model_parallelism():
     config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
     saved = engine(world_size=2, data_parallel_size=1, model_parallel_size=2, given=given_settings(config))
     assert resume_problems(run(saved), num_slots=2, configs=[config]) == []
-    found = resume_problems(run(saved), num_slots=2, configs=[CONFIG])
-    assert "the tensor-parallel size is 1; expected 2, as in checkpoint c1" in str(found[-1])
+    found = resume_problems(run(saved), num_slots=2, configs=[CONFIG], extents={"model_parallel_size": 2})
+    assert any("model_parallel_size is 2" in str(one) and "only AutoTP's" in str(one) for one in found)
+
+
+def test_changed_autotp_size_keeps_records_per_batch():
+    """With two AutoTP ranks, DeepSpeed counts 24 records as ``train_batch_size`` 48."""
+    config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
+    saved = engine(world_size=4, data_parallel_size=2, model_parallel_size=2, train_batch_size=48,
+                   micro_batch_size=6, micro_batches_per_batch=2, given=given_settings(config))  # fmt: skip
+    assert resume_problems(run(saved), num_slots=2, configs=[CONFIG]) == []
+    assert keep_batch(CONFIG, saved, 2, checkpoint="C").train_batch_size == 24
+    assert keep_batch(config, saved, 4, checkpoint="C").train_batch_size == 48
 
 
 def test_slots_not_multiple_of_replica_are_refused():
@@ -209,7 +238,7 @@ def test_slots_not_multiple_of_replica_are_refused():
     assert "Use 2 or 4 slots, or set data.dstrial.pipeline_stages" in str(found)
     assert resume_problems(run(piped), num_slots=3, extents={"pipeline_stages": 1}) == []
     (found,) = resume_problems(run(piped), num_slots=4, extents={"model_parallel_size": 2})
-    assert "the tensor-parallel size is 2; expected 1" in str(found)
+    assert "data.dstrial.model_parallel_size is 2; expected 1" in str(found)
 
 
 @pytest.mark.parametrize(

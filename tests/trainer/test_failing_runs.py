@@ -82,16 +82,6 @@ FAILURES = {
     "evaluation raises on rank 1": Failure(
         "EvaluationFails", "wrong_trials", ("KeyError: 'no such label'", *ON_RANK_1), {"fails_on": [1]}
     ),
-    "evaluation raises on rank 1, zero 3": Failure(
-        "EvaluationFails",
-        "wrong_trials",
-        ("KeyError: 'no such label'", *ON_RANK_1),
-        {"fails_on": [1]},
-        stage=3,
-    ),
-    "evaluation raises on all ranks": Failure(
-        "EvaluationFails", "wrong_trials", ("KeyError: 'no such label'", *ON_RANK_1[1:]), {"fails_on": [0, 1]}
-    ),
     "a callback raises on rank 1": Failure(
         "CallbackFails",
         "wrong_trials",
@@ -101,9 +91,6 @@ FAILURES = {
     ),
     "losses are NaN": Failure(
         "Poisoned", "poisoned_trials", ("since batch 6", "NonFiniteError: "), NAN, stage=1, saved=(2, 4)
-    ),
-    "weights of a pipeline are NaN": Failure(
-        "PoisonedPipeline", "poisoned_trials", ("since batch 6", "NonFiniteError: "), NAN, saved=(2, 4)
     ),
 }
 

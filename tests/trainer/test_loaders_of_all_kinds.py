@@ -102,21 +102,6 @@ def test_pipeline_validates_every_record_with_any_loader(own, accumulation):
         assert row["validation_loss"] == pytest.approx(mean_target(records), rel=1e-5)
 
 
-def test_too_short_pipeline_loader_is_refused():
-    import small_trials
-
-    def build_engine(self):
-        module = PipelineModule([LayerSpec(nn.Linear, 8, 4)], num_stages=1, loss_fn=nn.functional.mse_loss)
-        engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=module.parameters(), config=self.ds_config()
-        )
-        return engine
-
-    members = {"build_engine": build_engine}
-    with pytest.raises(DataError, match=r"has 7 records; expected at least one batch of 8"):
-        fit(type("Short", (small_trials.PipelineTrial,), members), hparams={"num_records": 7})
-
-
 class Stuck(data.Dataset):
     def __len__(self):
         return 16

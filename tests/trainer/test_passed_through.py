@@ -15,42 +15,27 @@ from dstrial.errors import ConfigError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
-OFFLOAD = {"device": "cpu"}
-ZENFLOW = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": False}
-FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "ZenFlow": (
-        {"zero_optimization": {"stage": 2, "offload_optimizer": OFFLOAD, "zenflow": ZENFLOW}},
-        "",
-        "unexpected keyword argument 'torch_adam'",  # not accepted by ZenFlow's own optimizers
-    ),
-    "SuperOffload": (
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {**OFFLOAD, "super_offload": True}}},
-        "",
-        "SuperOffload only supports NVIDIA CUDA GPUs",
-    ),
+FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "DeepCompile": (
         {"compile": {"deepcompile": True}, "zero_optimization": {"stage": 1}},
         "is_deepcompile_enabled",
-        "",
     ),
     "torch_autocast": (
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}},
         "torch_autocast_enabled",
-        "",
     ),
     "activation offload": (
         {"activation_checkpointing": {"cpu_checkpointing": True}},
         "_config.activation_checkpointing_config.cpu_checkpointing",
-        "",
     ),
 }
-"""Name -> DeepSpeed config, engine attribute that becomes true, DeepSpeed's error."""
+"""Name -> DeepSpeed config, engine attribute that becomes true."""
 
 
 @pytest.mark.exhaustive("[torch_autocast]")
 @pytest.mark.parametrize("name", FEATURES)
-def test_feature_is_applied_or_refused_by_deepspeed(name: str) -> None:
-    sections, attribute, refusal = FEATURES[name]
+def test_feature_is_applied_by_deepspeed(name: str) -> None:
+    sections, attribute = FEATURES[name]
     engines = []
 
     class Trial(trial_class()):  # type: ignore[misc]  # the base class is created dynamically
@@ -58,12 +43,7 @@ def test_feature_is_applied_or_refused_by_deepspeed(name: str) -> None:
             super().__init__(context)
             engines.append(self.model_engine)
 
-    hparams = {"deepspeed_config": deepspeed_config(**sections)}
-    if refusal:
-        with pytest.raises((AssertionError, TypeError), match=refusal):
-            fit(Trial, hparams)
-        return
-    fit(Trial, hparams, max_length=Batch(2))
+    fit(Trial, {"deepspeed_config": deepspeed_config(**sections)}, max_length=Batch(2))
     found = functools.reduce(getattr, attribute.split("."), engines[0])
     assert (found() if callable(found) else found) is True
 

@@ -58,12 +58,6 @@ def test_two_ranks_report_system_metrics_once(tmp_path: Path) -> None:
     assert system_rows(again.directory.metrics_path) == rows, "a test run adds no rows and deletes none"
 
 
-def test_run_without_profiling_has_no_system_metrics(tmp_path: Path) -> None:
-    done = train(tmp_path, "DataParallelTrial", config_of())
-    assert done.returncode == 0, done.output
-    assert not system_rows(done.directory.metrics_path)
-
-
 @pytest.mark.usefixtures("definitions_and_runs")
 def test_system_metrics_leave_training_bitwise_equal() -> None:
     def weights(**arguments: Any) -> tuple[list[torch.Tensor], int]:

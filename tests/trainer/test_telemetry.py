@@ -2,15 +2,11 @@
 
 import json
 
-import deepspeed
 import pytest
-import torch
 from in_process_fits import fit, trial_class
 from small_runs import deepspeed_config
-from torch.utils.checkpoint import checkpoint
 
 from dstrial import Batch
-from dstrial.telemetry.summary import summary_rows
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
@@ -41,59 +37,6 @@ def test_telemetry_report_has_times_and_memory():
     assert totals["num_batches"] == 8, "the first batch does not count"
     assert totals["model_tflops_per_device"] > 0
     assert "mfu" not in totals, "the CPU has no data sheet"
-
-
-class Checkpointed(torch.nn.Module):
-    """Layers with or without activation checkpointing."""
-
-    def __init__(self, is_checkpointed):
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, features):
-        if self.is_checkpointed:
-            return checkpoint(self.layers, features, use_reentrant=False)
-        return self.layers(features)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_gradient_penalty_flops_exclude_recomputation(stage):
-    def build_engine(self):
-        torch.manual_seed(11)
-        model = Checkpointed(self.hparams["is_checkpointed"])
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=self.ds_config()
-        )
-        return engine
-
-    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        features, targets = next(dataloader_iter)
-        features.requires_grad_()
-        # Through the engine, DeepSpeed would take this backward pass for that of the loss.
-        (slope,) = torch.autograd.grad(self.model_engine.module(features).sum(), features, create_graph=True)
-        outputs = self.model_engine(features.detach())
-        loss = torch.nn.functional.mse_loss(outputs, targets) + slope.norm(dim=1).sub(1).pow(2).mean()
-        self.model_engine.backward(loss)
-        self.model_engine.step()
-        return {"loss": loss}
-
-    kind = trial_class(build_engine=build_engine, train_batch=train_batch)
-    flops, summaries = {}, {}
-    for is_checkpointed in (False, True):
-        hparams = {"deepspeed_config": deepspeed_config(stage), "is_checkpointed": is_checkpointed}
-        outcome = fit(kind, hparams, max_length=Batch(4), reporting_period=Batch(2))
-        row = outcome.rows("telemetry")[4]
-        names = ("model_tflops_per_device", "hardware_tflops_per_device")
-        flops[is_checkpointed] = [row[name] * row["batch_ms"] for name in names]
-        totals = json.loads(outcome.directory.telemetry_path.read_text())
-        summaries[is_checkpointed] = dict(summary_rows(totals))["compute"]
-
-    model, hardware = flops[True]
-    assert flops[False] == pytest.approx([model, model])
-    assert hardware > 1.2 * model
-    assert "with recomputation" in summaries[True]
-    assert "with recomputation" not in summaries[False]
 
 
 def test_tokens_are_counted_from_input_ids():

@@ -66,26 +66,6 @@ def test_checkpoint_policy_selects_saved_checkpoints(policy, expected):
     assert done.rows("validation")[6]["records"] == 21
 
 
-def test_wrong_searcher_metric_fails_at_first_validation():
-    trained = []
-    base = trial_class()
-
-    def train_batch(self, items, epoch_idx, batch_idx):
-        trained.append(batch_idx)
-        return base.train_batch(self, items, epoch_idx, batch_idx)
-
-    def evaluate_batch(self, items, batch_idx):
-        return {"other": float(len(next(items)))}
-
-    trial = type("Wrong", (base,), {"train_batch": train_batch, "evaluate_batch": evaluate_batch})
-    with pytest.raises(
-        TrialContractError,
-        match=r"searcher's metric is 'validation_loss', but validation returned \['other'\]",
-    ):
-        fit(trial, validation_period=Batch(2), max_length=Batch(6))
-    assert set(trained) == {0, 1}
-
-
 def test_validation_and_reducers_count_each_record_once():
     seen = []
 
@@ -350,16 +330,6 @@ def user_loader(disable=True, **options):
         return options["training"]()
 
     return trial_class(__init__=__init__, build_training_data_loader=build_training_data_loader)
-
-
-def test_own_loader_is_repeated_every_epoch():
-    import small_trials
-
-    done = fit(
-        user_loader(training=lambda: torch.utils.data.DataLoader(small_trials.Records(16, 1), batch_size=4)),
-        max_length=Batch(5),
-    )
-    assert done.rows("validation")[5]["epochs"] == 2
 
 
 def test_ended_iterator_error_names_rank_and_position():

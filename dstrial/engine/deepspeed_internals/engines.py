@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, comm, load_ds_config
+from deepspeed.checkpoint import constants
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as TorchCheckpointEngine
@@ -108,6 +109,25 @@ def expert_parameters(engine: DeepSpeedEngine) -> dict[int, int]:
         size = groups._get_expert_parallel_world_size(parameter.group_name)
         counts[size] = counts.get(size, 0) + parameter.numel() * parameter.requires_grad
     return counts
+
+
+def tensor_dim(parameter: torch.nn.Parameter) -> int | None:
+    """Return the dimension along which AutoTP slices a parameter.
+
+    None if each rank has the whole parameter; -1 if a slice is not one contiguous interval, as in fused weights.
+    Source: ``_set_param_uc_meta`` and ``_build_param_uc_conversion_meta`` of ``module_inject/layers.py``.
+    """
+    found = getattr(
+        parameter, getattr(constants, "DS_AUTOTP_UC_META", ""), None
+    )  # 0.19.0 has no such constant
+    if not found or found["replicated"]:
+        return None
+    details = found["conversion"]
+    is_fused = any(
+        details.get(key, True)  # earlier releases of 0.19 lack the keys: assume fused weights
+        for key in ("sub_param_shape", "sub_param_shard_widths", "unsupported_reason")
+    )
+    return -1 if is_fused or found["partition_dim"] is None else int(found["partition_dim"])
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:

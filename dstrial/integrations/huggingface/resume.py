@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import pathlib
@@ -19,6 +20,7 @@ from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.integrity import read_verified
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
+from dstrial.engine.checkpoint_reader.merged_engine import read_for_rank
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, vouched_for
 from dstrial.engine.deepspeed_internals import engines
@@ -153,7 +155,9 @@ def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, di
             return
         saved = opened_checkpoint.layouts[0]
         now = collect_layout(engine, distributed.allgather)
-        differences = plan_load(opened_checkpoint.root, [saved], [now])
+        is_recut = saved.model_parallel_size != now.model_parallel_size
+        problems = ["the Trainer counts its batch by AutoTP's size: set it back"] if is_recut else []
+        differences = plan_load(opened_checkpoint.root, [saved], [now], problems)
         stack.enter_context(without_frozen(engine, saved, now, distributed.allgather))
         if not differences:
             stack.enter_context(engines.ignoring_load_universal([engine]))
@@ -165,8 +169,8 @@ def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, di
                 opened_checkpoint.uuid,
                 "; ".join(differences),
             )
-        own = saved.for_rank(engines.checkpoint_part(engine))
-        saved_engine = open_saved_engine(opened_checkpoint.root, 0, own, trusts_code=trusts)
+        read = functools.partial(open_saved_engine, opened_checkpoint.root, 0, trusts_code=trusts)
+        saved_engine = read_for_rank(read, saved, now, engines.checkpoint_part(engine))
         load_reshaped(engine, saved_engine, now)
         # The checkpoint has the persistent buffers (of replica 0); all other buffers keep the model's initial values.
         buffers = saved_engine.buffers()

@@ -211,21 +211,12 @@ class ReplicaSampler(data.Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         batches, geometry = self._batches, self._batches.geometry
-        size, per_micro_batch = geometry.train_batch_size, geometry.records_per_micro_batch
-        micro_batch_indices = range(geometry.micro_batches_per_batch)
-        slice_indices = [idx * geometry.num_replicas + self._replica for idx in micro_batch_indices]
-        full_slices = [slice(idx * per_micro_batch, (idx + 1) * per_micro_batch) for idx in slice_indices]
         first_batch, skipped = divmod(self._start, geometry.micro_batches_per_batch)
         for batch_idx in itertools.count(first_batch):
             records = batches.records(batch_idx)
-            if len(records) == size:
-                micro_batches = [records[where] for where in full_slices]
-            else:
-                micro_batches = [
-                    batches.micro_batch(records, idx, self._replica) for idx in micro_batch_indices
-                ]
             if self._with_epoch:
                 epoch_idx = batch_idx // batches.epoch_length
-                micro_batches = [[(epoch_idx, record) for record in part] for part in micro_batches]
-            yield from micro_batches[skipped:]
+                records = [(epoch_idx, record) for record in records]
+            for idx in range(skipped, geometry.micro_batches_per_batch):
+                yield batches.micro_batch(records, idx, self._replica)
             skipped = 0

@@ -216,7 +216,7 @@ class LoaderPasses(Iterator[Any]):
                     f"{self._name} ended after {idx} micro batches of pass {self.pass_idx}, and the checkpoint was written "
                     f"after {self.in_pass}; expected the same data. Restore it, or start a new run."
                 )
-            if idx == 0 and digest(item) != self._pass_digest:
+            if idx == 0 and self._pass_digest not in (None, digest(item)):
                 logger.warning(
                     "%s does not repeat itself: pass %d begins with another micro batch than before the checkpoint, so records "
                     "may be trained twice or never. Seed its order, or give it state_dict and load_state_dict",
@@ -353,7 +353,7 @@ def position_for(
         mode: ``data.dstrial.resume_data``; ``restart`` is replaced by ``exact`` if ``division`` has not changed.
 
     Raises:
-        DataError: ``division`` has changed, and ``mode`` is not ``restart``. Every rank raises the same error.
+        DataError: ``division`` has changed, and ``mode`` cannot convert the positions. Every rank raises the same error.
     """
     first = saved[0]
     written = tuple(first["division"])
@@ -363,8 +363,18 @@ def position_for(
     if mode == "restart":
         return own or first, mode
     sizes = ["{} x {} x {}".format(*numbers) for numbers in (written, division)]
-    raise DataError(
-        f"the checkpoint's training loaders read {sizes[0]} records per batch (replicas x micro batches x records), and now "
-        f"{sizes[1]}; expected the same, because a loader that is not dstrial.DataLoader divides its records itself. Resume "
-        "with the former number of replicas, or set data.dstrial.resume_data: restart to begin the pass again."
-    )
+    if mode == "exact":
+        raise DataError(
+            f"the checkpoint's training loaders read {sizes[0]} records per batch (replicas x micro batches x records), and now "
+            f"{sizes[1]}; expected the same, because a loader that is not dstrial.DataLoader divides its records itself. Resume "
+            "with the former number of replicas, or set data.dstrial.resume_data: reread if the replicas take turns in one "
+            "stream of records, restart to begin the pass again."
+        )
+    in_pass, left = divmod(first["in_pass"] * written[0] * written[2], division[0] * division[2])
+    if left or len({(one["pass"], one["in_pass"]) for one in saved}) > 1:
+        raise DataError(
+            f"the checkpoint's training loaders, which read {sizes[0]} records per batch, are at positions in their passes that "
+            f"{sizes[1]} records per batch cannot take up; expected one position of all replicas on a boundary of micro batches. "
+            "Resume with the former number of replicas, or set data.dstrial.resume_data: restart."
+        )
+    return {**(own or first), "in_pass": in_pass, "digest": None, "state": None}, mode

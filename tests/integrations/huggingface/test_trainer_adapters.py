@@ -151,5 +151,5 @@ def test_trainer_lora_checkpoint_exports_adapter(
         assert saved.keys() == exported.keys()
         assert all(torch.equal(saved[key], exported[key]) for key in saved)
     capsys.readouterr()
-    assert dstrial(["checkpoint", "export", str(checkpoint), str(tmp_path / "m"), "--format", "hf"]) == 1
+    assert dstrial(["checkpoint", "export", str(checkpoint), str(tmp_path / "m"), "--merged"]) == 1
     assert "holds only what is trained" in capsys.readouterr().err
