@@ -57,7 +57,6 @@ _CANCELED_STATES = (
 @dataclasses.dataclass(slots=True)
 class _Submitted:
     experiment: Experiment
-    label: str
     running_since_s: float | None = None
     waits: SlotWaits = dataclasses.field(default_factory=lambda: SlotWaits())
 
@@ -151,7 +150,7 @@ class ClusterBackend:
         return experiment is not None
 
     def _add(self, spec: TrialSpec, experiment: Experiment) -> None:
-        self._submitted[spec.trial_id] = _Submitted(experiment, spec.label)
+        self._submitted[spec.trial_id] = _Submitted(experiment)
         self._report_experiment = self._report_experiment or experiment
 
     def poll(self) -> list[Ended]:
@@ -364,10 +363,7 @@ def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
     if state is ExperimentState.COMPLETED:
         return NOTHING_MEASURED
     if state is ExperimentState.ERROR:
-        failure = failure_from_log(last_lines(trials))
-        if failure.kind is FailureKind.NO_ROOM:
-            experiment.remove_label(submitted.label)  # the retry of this trial is another experiment
-        return failure
+        return failure_from_log(last_lines(trials))
     if state in (ExperimentState.CANCELED, ExperimentState.DELETED):
         return Failure(FailureKind.CANCELED, f"experiment {experiment.id} was {state.name.lower()}")
     return None
