@@ -143,7 +143,7 @@ def _num_parallel(
         return int(path.read_text())
     flags, options = settings.flags, settings.options
     num, here = flags.max_concurrent_trials, backend()
-    if "max_concurrent_trials" not in flags.given or here.is_sequential:
+    if "max_concurrent_trials" not in flags.given or isinstance(here, RemoteSearch):
         num = min(num, here.num_parallel)
     if flags.max_slots is not None:
         num = min(num, flags.max_slots // settings.num_slots)

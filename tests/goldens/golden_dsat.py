@@ -46,7 +46,6 @@ class _Answering:
     """A search backend whose trials end at once with the outcome of a function."""
 
     num_parallel = 2
-    is_sequential = False
 
     def __init__(self, outcome_of: Callable[[int], Outcome]) -> None:
         self._outcome_of = outcome_of

@@ -68,8 +68,6 @@ class ClusterBackend:
     command (``DET_MASTER``, ``det user login``).
     """
 
-    is_sequential = False
-
     def __init__(
         self,
         settings: SearchConfig,
@@ -189,11 +187,9 @@ class ClusterBackend:
             with self.tolerate_outage():
                 _set_notes(experiment, {"report": dict(report())})
                 is_reachable = True
-        except errors.NotFoundException:
-            self._report_experiment = None  # it was deleted; the next submitted experiment has the report
-            return True
-        except errors.BadRequestException as error:
+        except errors.BadRequestException as error:  # the next submitted experiment gets the report
             logger.warning("the report of the search so far cannot be published (%s)", error)
+            self._report_experiment = None
             return True
         return is_reachable
 

@@ -61,7 +61,6 @@ class LocalBackend:
     """
 
     num_parallel = 1
-    is_sequential = False
 
     def __init__(self, settings: SearchConfig, record: SearchRecord) -> None:
         self._settings = settings

@@ -26,7 +26,7 @@ from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals.optimizers import full_numel, swaps_to_nvme
-from dstrial.engine.model_flops import counted_flops, is_compiled
+from dstrial.engine.model_flops import FlopCounter, is_compiled
 
 _NUM_PHASE_STEPS = 3
 _MAX_SKIPPED_SHARE = 0.5
@@ -105,14 +105,14 @@ class FirstMicroBatch:
         if phase == "forward":
             hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
         operations = _OperationCount()
-        with operations, hooks:
-            result, flops, recomputed = counted_flops(call)
+        with operations, hooks, FlopCounter() as counter:
+            result = call()
         if phase == "forward":
             self.activation_bytes += sum(saved_bytes.values())
         if is_outermost:
             num_micro_batches = max(int(engine.micro_batches), 1) if phase == "train_batch" else 1
-            self.flops += flops / num_micro_batches
-            self.flops_recomputed += recomputed / num_micro_batches
+            self.flops += counter.total / num_micro_batches
+            self.flops_recomputed += counter.recomputed / num_micro_batches
             self.num_operations += operations.num_operations / num_micro_batches
         return result
 

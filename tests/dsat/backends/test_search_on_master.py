@@ -126,24 +126,6 @@ def _read(search: SearchOnMaster) -> list[dict[str, Any]]:
     return events
 
 
-def test_search_is_submitted_and_events_read_once(tmp_path: Path) -> None:
-    new, running, next_one = (tmp_path / name for name in ("new", "running", "next"))
-    for directory in (new, running, next_one):
-        directory.mkdir()
-    search, master = _search(new, journal=[{"event": "inputs"}])
-    assert _read(search) == []
-    assert _given(master) == ["inputs"]
-
-    experiment = _experiment(1, ExperimentState.ACTIVE, _KILLED, _RESULT)
-    search, master = _search(running, experiment)
-    assert _read(search) == _places([_KILLED, _RESULT], 1)
-    assert _read(search) == []
-    # The next command reads the rest.
-    search, master = _search(next_one, experiment, journal=_places([_KILLED], 1))
-    assert _read(search) == _places([_RESULT], 2)
-    assert not master.files
-
-
 def _places(events: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
     return [{**event, "position": place} for place, event in enumerate(events, first)]
 

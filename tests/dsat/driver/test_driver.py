@@ -44,7 +44,6 @@ class FormulaBackend:
         self._killed: list[int] = []
 
     num_parallel = 2
-    is_sequential = False
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
         self.world.setdefault("shown", []).append(json.loads(json.dumps(report())))
@@ -166,6 +165,8 @@ def test_search_killed_repeatedly_measures_each_trial_once(experiment: Path) -> 
     assert {path.name: path.read_text() for path in settings.output.glob("best_*")} == files
     results = [row["trial_id"] for row in events(settings.output) if row["event"] == "result"]
     assert sorted(results) == [1, 2, 3, 4, 5, 6]
+    assert "best_ds_config.json" in world["kept"]
+    assert events(settings.output)[-1]["event"] == "finished"
 
 
 def test_best_experiment_is_complete_report_names_dead_keys(
@@ -233,23 +234,6 @@ def _interrupted_after(num_polls: int) -> Any:
     return poll
 
 
-def test_finished_search_cleanup_resumes_after_kill(experiment: Path) -> None:
-    """The search was killed before its event ``finished``."""
-    settings = _settings(experiment, "--max-trials", "3")
-    world: dict[str, Any] = {"started": {}, "calls": 0}
-    path = settings.output / "events.jsonl"
-    while not path.exists() or path.read_text().count('"result"') < 3:
-        world["calls"] = 0
-        with pytest.raises(_KilledError):
-            _run(settings, world, die_at=3)
-
-    assert "kept" not in world
-    end, _, _ = _run(settings, world)
-    assert end.is_finished
-    assert "best_ds_config.json" in world["kept"]
-    assert events(settings.output)[-1]["event"] == "finished"
-
-
 def test_record_open_refuses_locked_or_foreign_directory(
     experiment: Path,
 ) -> None:
@@ -314,65 +298,6 @@ def test_interrupted_search_writes_results_and_resumes(experiment: Path) -> None
     end, driver, _ = _run(settings, world)
     assert end.is_finished
     assert len(driver.trials) == 4
-
-
-class _Remote:
-    """A fake search on the master; it returns two events of its journal per poll."""
-
-    num_parallel = 1
-    is_sequential = True
-
-    def __init__(self, journal: list[dict[str, Any]], killed_at: int = 10**6) -> None:
-        self._journal = journal
-        self._killed_at = killed_at
-
-    def events(self) -> list[dict[str, Any]]:
-        if self._killed_at < 0:
-            raise _KilledError
-        found, self._journal = self._journal[:2], self._journal[2:]
-        self._killed_at -= len(found)
-        return found
-
-    def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        return True
-
-    def finish(self, results: Mapping[str, str]) -> None:
-        assert "report.md" in results
-
-    def close(self) -> None: ...
-
-    def describe(self) -> str:
-        return "elsewhere"
-
-
-def test_followed_search_writes_same_results_as_local_search(experiment: Path) -> None:
-    """The first following command is killed; a second one reads the rest."""
-    settings = with_parallel(_settings(experiment, "--max-trials", "6", "--budget", "1h"), 1)
-    _, local, told = _run(settings, {"started": {}})
-    journal = events(settings.output)
-    files = {path.name: path.read_text() for path in settings.output.glob("best_*")}
-    shutil.rmtree(settings.output)
-
-    def followed(remote: _Remote) -> tuple[SearchStatus, Driver, list[str]]:
-        record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
-        printed: list[str] = []
-        driver = Driver(settings, record, None, lambda: remote, printed.append, poll_s=0.0)
-        with record.lock():
-            return driver.run([]), driver, printed
-
-    with pytest.raises(_KilledError):
-        followed(_Remote(journal, killed_at=5))
-    end, driver, printed = followed(_Remote(journal[len(events(settings.output)) :]))
-
-    assert end.is_finished
-    assert {path.name: path.read_text() for path in settings.output.glob("best_*")} == files
-    assert driver.trials == local.trials
-    assert printed == told[-len(printed) :]
-    assert len(printed) > 4
-    shutil.rmtree(settings.output)
-    spent = {"event": "finished", "reason": "the budget is spent", "is_failure": False, "budget_s": 3600.0}
-    assert followed(_Remote([*journal[:2], spent]))[0] == SearchStatus("the budget is spent", True)
-    assert [event["event"] for event in events(settings.output)][-1:] == ["finished"]
 
 
 def test_journal_result_of_another_configuration_raises(experiment: Path) -> None:

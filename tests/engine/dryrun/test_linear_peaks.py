@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +10,6 @@ from dstrial.engine.dryrun.linear_peaks import Trace, memory_form, same_before_u
 from dstrial.engine.dryrun.values import (
     PHASES,
     Collective,
-    DryRunRequest,
     DryRunResult,
     Flops,
     Line,
@@ -110,12 +107,6 @@ def result() -> DryRunResult:
         flops=Flops(Line(0.0, 4800.0), Line(0.0, 6400.0)),
         tokens=Line(0.0, 10.0),
     )
-
-
-def test_request_and_result_survive_json() -> None:
-    asked = DryRunRequest("module:name", {"depth": 3}, 64, module_paths=("here",))
-    for value in (result(), asked):
-        assert type(value).from_json(json.loads(json.dumps(value.to_json()))) == value
 
 
 def test_result_counts_collectives_of_step() -> None:
