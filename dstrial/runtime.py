@@ -33,7 +33,7 @@ from dstrial.local.run_directory import (
     RunState,
     default_runs_dir,
 )
-from dstrial.local.script_variables import STAND_IN_CLUSTER
+from dstrial.local.script_variables import STAND_IN_CLUSTER, measuring_hyperparameters
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.object_storage import external_storage, is_object_storage
 from dstrial.ranks import process_group
@@ -82,8 +82,11 @@ class ProcessRuntime:
 
 
 def cluster_info() -> Any:
-    """Return Determined's ``ClusterInfo`` in a trial under a master; None elsewhere."""
-    info = det.get_cluster_info()
+    """Return Determined's ``ClusterInfo`` in a trial under a master; None elsewhere.
+
+    A rank that a dsat search measures belongs to the search, even if the search runs in a trial.
+    """
+    info = None if measuring_hyperparameters() is not None else det.get_cluster_info()
     if info is None or info.task_type != "TRIAL" or info.cluster_id == STAND_IN_CLUSTER:
         return None
     return info

@@ -144,7 +144,7 @@ def _num_parallel(
         return int(path.read_text())
     flags, options = settings.flags, settings.options
     num, here = flags.max_concurrent_trials or _MAX_PARALLEL, backend()
-    if flags.max_concurrent_trials is None or here.is_sequential:
+    if flags.max_concurrent_trials is None or isinstance(here, RemoteSearch):
         num = min(num, here.num_parallel)
     if flags.max_slots is not None:
         num = min(num, flags.max_slots // settings.num_slots)

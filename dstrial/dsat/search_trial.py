@@ -173,10 +173,6 @@ class _Ranks(LocalBackend):
             _print_line(self.output_of(one.trial_id))
         return ended
 
-    def _variables(self) -> dict[str, str]:
-        # The launcher starts ranks of this machine, not those of the search's own trial.
-        return {name: value for name, value in super()._variables().items() if not name.startswith("DET_")}
-
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -146,13 +146,6 @@ class FlopCounter(FlopCounterMode):
         return FlopCount(self.total, self.recomputed, "; ".join(self._unknown) or None)
 
 
-def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
-    """Execute a call; return (its result, total FLOPs, recomputed FLOPs)."""
-    with FlopCounter() as counter:
-        result = call()
-    return result, counter.total, counter.recomputed
-
-
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether ``torch.compile`` was applied, which hides operations."""
     if getattr(module, "_compiled_call_impl", None) is not None:

@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0  # a fork takes some 10 ms; a server without an answer in this time is killed
 END_TIMEOUT_S = 2.0
-_MEASURING_MODULE = "dstrial.dsat.rank"
 _adopting = threading.Lock()
 
 
@@ -45,8 +44,6 @@ def trains_trial_class(words: Sequence[str]) -> bool:
         return False
     options = iter(words[2:])
     for word in options:
-        if word == "-m":
-            return next(options, None) == _MEASURING_MODULE
         if word.partition("=")[0] == "--trial":
             return True
         if not word.startswith("--") or word == "--":

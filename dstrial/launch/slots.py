@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dstrial.errors import LaunchError
+from dstrial.local.script_variables import HPARAMS_VARIABLE
 from dstrial.ranks.identity import RankIdentity, identify
 
 if TYPE_CHECKING:
@@ -42,8 +43,11 @@ def slots_argument(text: str) -> int:
 
 
 def is_on_cluster(environ: Mapping[str, str]) -> bool:
-    """Return whether ``environ`` belongs to a task of Determined or dstrial's master."""
-    return any(name in environ for name in _CLUSTER_VARIABLES)
+    """Return whether ``environ`` belongs to a task of Determined or dstrial's master.
+
+    Ranks that a dsat search measures belong to the search, even if the search runs in such a task.
+    """
+    return HPARAMS_VARIABLE not in environ and any(name in environ for name in _CLUSTER_VARIABLES)
 
 
 def num_accelerators() -> int:

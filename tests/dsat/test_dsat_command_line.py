@@ -19,7 +19,7 @@ from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_module
 from dstrial.dsat import compat
 from dstrial.dsat.backends import trial_spec
-from dstrial.dsat.backends.trial_spec import measuring_command
+from dstrial.dsat.backends.trial_spec import training_command
 from dstrial.dsat.cli import build_parser, with_method
 from dstrial.dsat.space.space import Space
 from dstrial.errors import ConfigError
@@ -154,7 +154,7 @@ def test_local_command_of_script_uses_launcher(experiment: Path, entrypoint: str
     path = _write(experiment.parent, entrypoint=entrypoint)
     settings = settings_of(path)
 
-    command = measuring_command(settings, "gen.yaml", "python")
+    command = training_command(settings, "gen.yaml", "python")
 
     launch = ["python", "-m", "dstrial.launch", "--slots", "2", "--config", "gen.yaml", "--context-dir", "."]
     script = ["-m", "dstrial.dsat.rank.standalone_script", "train.py", "--deepspeed", "ds.json"]
@@ -289,5 +289,5 @@ def test_modules_in_written_configs_exist() -> None:
         for text in texts
         if isinstance(text, str) and re.fullmatch(r"dstrial(\.\w+)+(:\w+)?", text)
     }
-    assert {"dstrial.dsat.search_trial", "dstrial.dsat.rank"} <= modules
+    assert {"dstrial.dsat.search_trial", "dstrial.dsat.rank.context"} <= modules
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []

@@ -114,7 +114,7 @@ def test_imports_ahead_read_only_expected_free_variables() -> None:
     [
         ("-m dstrial.launch --trial model_def:T", True),
         ("-m dstrial.launch --slots 2 --config=e.yaml --trial=model_def:T", True),
-        ("-m dstrial.launch --slots 2 -m dstrial.dsat.rank --trial model_def:T", True),
+        ("-m dstrial.launch --slots 2 -m some.module --trial model_def:T", False),
         ("-m dstrial.launch train.py --trial model_def:T", False),
         ("-m dstrial.launch --slots 2 train.py --trial model_def:T", False),
         ("-m dstrial.launch -- train.py --trial model_def:T", False),

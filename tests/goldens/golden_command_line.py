@@ -20,7 +20,6 @@ PROGRAMS = (
     "dstrial.cli",
     "dstrial.dsat",
     *(f"dstrial.dsat {method}" for method in ("predict", "asha", "binary", "random", "plan")),
-    "dstrial.dsat.rank",
     "dstrial.launch",
     "dstrial.stand_ins.dsat",
     "dstrial.stand_ins.launch_deepspeed",

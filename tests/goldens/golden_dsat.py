@@ -17,9 +17,9 @@ from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.trial_spec import (
     TrialSpec,
     full_config,
-    measuring_command,
     measuring_spec,
     search_config,
+    training_command,
 )
 from dstrial.dsat.cli import build_parser, flags_of
 from dstrial.dsat.config import read_config, with_parallel
@@ -46,7 +46,6 @@ class _Answering:
     """A search backend whose trials end at once with the outcome of a function."""
 
     num_parallel = 2
-    is_sequential = False
 
     def __init__(self, outcome_of: Callable[[int], Outcome]) -> None:
         self._outcome_of = outcome_of
@@ -127,7 +126,7 @@ def submissions(scratch: Path) -> dict[str, str]:
         }
         shown = {key: _spec(value) if isinstance(value, TrialSpec) else value for key, value in found.items()}
         shown["full"] = full_config(settings, smallest)
-        shown["command of a local trial"] = measuring_command(settings, "CONFIG", "PYTHON")
+        shown["command of a local trial"] = training_command(settings, "CONFIG", "PYTHON")
         if settings.trial is not None:
             shown["search"] = _spec(search_config(settings, _SEARCH_ID))
         documents[name] = shown

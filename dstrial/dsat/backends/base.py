@@ -24,14 +24,10 @@ class Place(Protocol):
 
     Attributes:
         num_parallel: number of trials that can run at once without slowing each other down; at least 1.
-        is_sequential: whether only one trial can run at once, even if the user asks for more.
     """
 
     @property
     def num_parallel(self) -> int: ...
-
-    @property
-    def is_sequential(self) -> bool: ...
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
         """Replace the published report of the search, without blocking.

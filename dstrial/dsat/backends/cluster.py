@@ -57,7 +57,6 @@ _CANCELED_STATES = (
 @dataclasses.dataclass(slots=True)
 class _Submitted:
     experiment: Experiment
-    label: str
     running_since_s: float | None = None
     waits: SlotWaits = dataclasses.field(default_factory=lambda: SlotWaits())
 
@@ -68,8 +67,6 @@ class ClusterBackend:
     While the master is unreachable, the backend waits, and experiments continue. Master and login are those of the ``det``
     command (``DET_MASTER``, ``det user login``).
     """
-
-    is_sequential = False
 
     def __init__(
         self,
@@ -151,7 +148,7 @@ class ClusterBackend:
         return experiment is not None
 
     def _add(self, spec: TrialSpec, experiment: Experiment) -> None:
-        self._submitted[spec.trial_id] = _Submitted(experiment, spec.label)
+        self._submitted[spec.trial_id] = _Submitted(experiment)
         self._report_experiment = self._report_experiment or experiment
 
     def poll(self) -> list[Ended]:
@@ -190,11 +187,9 @@ class ClusterBackend:
             with self.tolerate_outage():
                 _set_notes(experiment, {"report": dict(report())})
                 is_reachable = True
-        except errors.NotFoundException:
-            self._report_experiment = None  # it was deleted; the next submitted experiment has the report
-            return True
-        except errors.BadRequestException as error:
+        except errors.BadRequestException as error:  # the next submitted experiment gets the report
             logger.warning("the report of the search so far cannot be published (%s)", error)
+            self._report_experiment = None
             return True
         return is_reachable
 
@@ -364,10 +359,7 @@ def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
     if state is ExperimentState.COMPLETED:
         return NOTHING_MEASURED
     if state is ExperimentState.ERROR:
-        failure = failure_from_log(last_lines(trials))
-        if failure.kind is FailureKind.NO_ROOM:
-            experiment.remove_label(submitted.label)  # the retry of this trial is another experiment
-        return failure
+        return failure_from_log(last_lines(trials))
     if state in (ExperimentState.CANCELED, ExperimentState.DELETED):
         return Failure(FailureKind.CANCELED, f"experiment {experiment.id} was {state.name.lower()}")
     return None

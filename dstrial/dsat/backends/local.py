@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.dsat.backends.base import Ended
-from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_command, write_config
+from dstrial.dsat.backends.trial_spec import TrialSpec, training_command, write_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import (
-    FAILURE_MARK,
     NOTHING_MEASURED,
     Failure,
     FailureKind,
@@ -62,7 +61,6 @@ class LocalBackend:
     """
 
     num_parallel = 1
-    is_sequential = False
 
     def __init__(self, settings: SearchConfig, record: SearchRecord) -> None:
         self._settings = settings
@@ -90,7 +88,7 @@ class LocalBackend:
         the second counts as out of memory.
         """
         self._attempts[spec.trial_id] = attempts = int(handle.get("attempt") or 0)
-        if (fields := read_json(self._directory(spec.trial_id) / "result.json")) is not None:
+        if (fields := read_json(self._record.trial_path(spec.trial_id) / "result.json")) is not None:
             self._ended.append(Ended(spec.trial_id, outcome_from_json(fields)))
             return True
         if attempts < _MAX_ATTEMPTS:
@@ -136,30 +134,24 @@ class LocalBackend:
 
     # ---- machinery -------------------------------------------------------------------------------
 
-    def _directory(self, trial_id: int) -> Path:
-        return self._record.trial_path(trial_id)
-
     def output_of(self, trial_id: int) -> str:
         """Return the output of a trial's launcher and ranks."""
-        path = self._directory(trial_id) / "output.log"
+        path = self._record.trial_path(trial_id) / "output.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
-    def _variables(self) -> dict[str, str]:
-        """Return the environment of launchers."""
-        return {**os.environ, **self._settings.experiment.environment_variables}
-
     def _launch(self, spec: TrialSpec) -> _Launcher:
-        directory = self._directory(spec.trial_id)
+        directory = self._record.trial_path(spec.trial_id)
         directory.mkdir(parents=True, exist_ok=True)
         config_path = directory / "experiment.yaml"
         write_config(config_path, spec.config)
         variables = {
-            **self._variables(),
+            **os.environ,
+            **self._settings.experiment.environment_variables,
             RUNS_DIR_VARIABLE: str(directory / "runs"),
             RESULT_VARIABLE: str(directory / "result.json"),
             HPARAMS_VARIABLE: json.dumps(spec.hparams),
         }
-        words = measuring_command(self._settings, str(config_path), sys.executable)
+        words = training_command(self._settings, str(config_path), sys.executable)
         cwd = str(Path.cwd() / self._settings.context_dir)
         with open(os.devnull, "rb") as null, (directory / "output.log").open("wb") as output:  # noqa: PTH123
             files = [null.fileno(), output.fileno(), output.fileno()]
@@ -173,19 +165,10 @@ class LocalBackend:
         return _Launcher(process, time.time())
 
     def _outcome(self, trial_id: int, exit_code: int) -> Outcome:
-        if (fields := read_json(self._directory(trial_id) / "result.json")) is not None:
+        if (fields := read_json(self._record.trial_path(trial_id) / "result.json")) is not None:
             return outcome_from_json(fields)
         if exit_code == 0:
             return NOTHING_MEASURED
         if exit_code == 130:
             return Failure(FailureKind.CANCELED, "its ranks were interrupted from outside")
-        lines = self.output_of(trial_id).splitlines()
-        failure = failure_from_log(lines, exit_code=exit_code)
-        if (
-            self._settings.trial is not None
-            and failure.kind is FailureKind.USER_ERROR
-            and not any(FAILURE_MARK in line for line in lines)
-        ):
-            # Ranks of a trial class mark errors of its code in the log. Without a mark, another cause is likely.
-            failure = dataclasses.replace(failure, kind=FailureKind.COMMUNICATION)
-        return failure
+        return failure_from_log(self.output_of(trial_id).splitlines(), exit_code=exit_code)

@@ -41,7 +41,6 @@ class SearchOnMaster:
     """A :class:`RemoteSearch` that runs in the only trial of one experiment."""
 
     num_parallel = 1
-    is_sequential = True
 
     def __init__(self, settings: SearchConfig, master: ClusterBackend, record: SearchRecord) -> None:
         self._settings = settings

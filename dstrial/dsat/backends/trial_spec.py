@@ -18,13 +18,13 @@ from dstrial.dsat.methods import PREDICT
 from dstrial.file_writes import replace_file
 from dstrial.local.script_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
 
-_MEASURING_MODULE = "dstrial.dsat.rank"
 _SCRIPT_MODULE = "dstrial.dsat.rank.standalone_script"
 _SEARCH_MODULE = "dstrial.dsat.search_trial"
 _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (_LAUNCHER, "determined.launch.deepspeed", "determined.launch.torch_distributed")
 _AROUND_FIT = "dstrial.dsat.rank.context:around_fit"
-_MAX_STEPS = 1000
+_MAX_STEPS = 1000  # of a script
+_MAX_BATCHES = 1_000_000  # of a trial class, whose loop ends when enough steps are measured
 _BENCHMARKED_TRIALS = 2  # the second trial measures the machine, too, because the first may fail
 _TRAINING_KEYS = (
     "min_validation_period",
@@ -50,7 +50,7 @@ class TrialSpec:
 def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
     """Return a ``single`` experiment without restarts, which measures ``candidate``."""
     flags = settings.flags
-    num_batches = max(flags.end_profile_step + 1, _MAX_STEPS)
+    num_batches = _MAX_BATCHES if settings.trial else max(flags.end_profile_step + 1, _MAX_STEPS)
     measuring: dict[str, Any] = {
         "first_step": flags.start_profile_step,
         "min_steps": flags.end_profile_step + 1,
@@ -67,7 +67,7 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
     }
     entrypoint = settings.experiment.entrypoint
     if settings.trial is not None:
-        entrypoint = f"python3 -m {_LAUNCHER} -m {_MEASURING_MODULE} --trial {settings.trial}"
+        entrypoint = f"python3 -m {_LAUNCHER} --trial {settings.trial}"
     label = f"dsat-{search_id}-{trial_id}"
     config = {
         **measured_config(settings),
@@ -131,17 +131,8 @@ def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Cand
     return layered(config, {"data": {"dstrial": {"pipeline_stages": num_stages}}})
 
 
-def measuring_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
-    """Return the command line that launches the ranks of a trial on this machine."""
-    if settings.trial is None:
-        return training_command(settings, config_path, python)
-    where = ["--config", config_path, "--context-dir", "."]
-    launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots), *where]
-    return [*launch, "-m", _MEASURING_MODULE, "--trial", settings.trial, *where]
-
-
 def training_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
-    """Return the command that trains an experiment on this machine."""
+    """Return the command that trains an experiment, or measures a trial, on this machine."""
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
     launch += ["--config", config_path, "--context-dir", "."]
     if settings.trial is not None:

@@ -83,7 +83,9 @@ class SearchRecord:
         document_path = path / "search.json"
         known = read_json(document_path) if path.is_dir() else None
         if known is None:
-            if path.exists() and (not path.is_dir() or any(_is_of_others(one) for one in path.iterdir())):
+            if path.exists() and (
+                not path.is_dir() or any(one.name != OUTPUT_MARK for one in path.iterdir())
+            ):
                 fix = "Pass another directory, or --fresh."
                 problem = ConfigProblem(
                     "--output", f"{path}, which holds something else", "a directory of a search", fix
@@ -140,13 +142,6 @@ class SearchRecord:
     def restore(self, event: Mapping[str, Any]) -> None:
         """Append an event that another process recorded, without calling ``on_event``."""
         append_json_line(self.events_path, event)
-
-
-def _is_of_others(path: Path) -> bool:
-    """Return whether a file is none of those that a search creates at its start."""
-    return path.name != OUTPUT_MARK and not (
-        path.name.startswith(".search.json.") and path.name.endswith(".tmp")
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

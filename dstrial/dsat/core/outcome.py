@@ -43,7 +43,7 @@ _BAD_CONFIG = re.compile(
 )
 _NUMERIC = re.compile(r"FloatingPointError|loss scale already at minimum|NumericError|[Ll]oss is (nan|inf)")
 _MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")
-_FAILED_FIRST = re.compile(r"rank \d+ failed first \(")
+_FAILED_FIRST = re.compile(r"rank \d+ failed first \((killed by)?")
 _NO_ROOM = re.compile(
     r"No space left on device|[Dd]isk quota exceeded|\[Errno (28|122)\]|"
     r"PytorchStreamWriter failed writing file|database or disk is full"
@@ -67,7 +67,7 @@ class FailureKind(str, enum.Enum):
     USER_ERROR = "error in the training code"
     """Every configuration would fail, so the search stops."""
     COMMUNICATION = "communication"
-    """Ranks lost their connection for no other known reason."""
+    """Ranks lost their connection, or a signal ended one, for no other known reason."""
     TIMEOUT = "time-out"
     """The trial was killed after its deadline."""
     NUMERIC = "numeric"
@@ -75,7 +75,7 @@ class FailureKind(str, enum.Enum):
     CANCELED = "canceled"
     """The measurement was ended from outside."""
     NO_ROOM = "no room on the disk"
-    """The disk is full. The trial is repeated after room is made, so no search records this kind."""
+    """The disk is full, so the search stops."""
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -83,7 +83,7 @@ class FailureKind(str, enum.Enum):
 
     @property
     def ends_search(self) -> bool:
-        return self in (FailureKind.USER_ERROR, FailureKind.CANCELED)
+        return self in (FailureKind.USER_ERROR, FailureKind.CANCELED, FailureKind.NO_ROOM)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,6 +188,8 @@ def classify(text: str, *, phase: str = "") -> Failure:
     refused = message.startswith(("AssertionError", "ValueError", "NotImplementedError"))
     if raised_in_deepspeed and refused and phase in ("", "init"):
         return Failure(FailureKind.BAD_CONFIG, message, phase)
+    if (ended := _FAILED_FIRST.match(message)) and ended[1]:
+        return Failure(FailureKind.COMMUNICATION, message, phase)
     return Failure(FailureKind.USER_ERROR, message or "it ended without a message", phase)
 
 

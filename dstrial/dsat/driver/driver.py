@@ -15,7 +15,7 @@ from typing import Any
 from dstrial.dsat.backends.base import Backend, Ended, RemoteSearch
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config, measuring_spec, write_config
 from dstrial.dsat.config import SearchConfig
-from dstrial.dsat.core.journal import BEST_NAMES, DISK_FULL_ERRORS, SearchRecord, SearchStatus, is_final
+from dstrial.dsat.core.journal import BEST_NAMES, SearchRecord, SearchStatus, is_final
 from dstrial.dsat.core.outcome import (
     Failure,
     FailureKind,
@@ -118,10 +118,6 @@ class Driver:
                 self._end_trials(end)
             elif isinstance(end, signal.Signals) and self._backend is not None:
                 self._backend.publish(lambda: self._report_so_far(f"interrupted by {end.name}"))
-        except OSError as error:
-            if error.errno in DISK_FULL_ERRORS:
-                self._record_no_room()
-            raise
         finally:
             if self._backend is not None:
                 self._backend.close()
@@ -129,10 +125,6 @@ class Driver:
         if isinstance(end, signal.Signals):
             return SearchStatus(end.name, False, stopped_by=end)
         return SearchStatus(end.reason, True, end.is_failure)
-
-    def _record_no_room(self) -> None:
-        with contextlib.suppress(OSError):
-            self._record.append("interrupted", {"signal": FailureKind.NO_ROOM.name})
 
     def _end_trials(self, end: Finish) -> None:
         """End remaining trials, let the backend store the result files, record the end."""
@@ -274,12 +266,6 @@ class Driver:
                 self._take(ended)
 
     def _take(self, ended: Ended) -> None:
-        if isinstance(ended.outcome, Failure) and ended.outcome.kind is FailureKind.NO_ROOM:
-            self._record_no_room()
-            raise SearchError(
-                f"trial {ended.trial_id} finds no room on the disk ({ended.outcome.message}); expected some. Make room, and "
-                "repeat the command: the trial is measured again."
-            )
         outcome = ended.outcome
         if isinstance(outcome, Measured):
             wrong = mismatch_with_request(outcome, self._open[ended.trial_id].candidate)

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +21,11 @@ from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.inputs import NUM_BATCHES, UNDESCRIBED, PredictInputs, dry_run_request
 from dstrial.dsat.space.space import Structure
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
-from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, ModelTrace
+from dstrial.engine.dryrun.values import DryRunRequest, ModelTrace
 from dstrial.local.script_variables import MEASURING_KEYS
 
 _DEADLINE_S = 900.0
 _MAX_PARALLEL = 4
-_USUAL_FLOPS_RATIO = 0.5, 2.0
 _PIPELINE_NOTE = "pipelines have no predicted times; `dstrial memory` tells what each stage takes"
 _GROUPS_NOTE = "dry runs have no tensor- or sequence-parallel groups: set their sizes to 1 in the config; --space tries others"
 
@@ -52,13 +51,12 @@ class GraphTraces:
             if trace is not None:
                 zero = groups.setup(structure)
                 runs[key] = zero_run(trace, zero, is_accumulating=is_accumulating, is_cpu=is_cpu)
-        micro_batch_size = groups.space.own().batch.micro_batch_size
         return PredictInputs(
             runs=runs,
             failures=self.failures,
             is_cpu=is_cpu,
             described_by=self.described_by,
-            notes=(*self.notes, *flops_notes(runs.values(), micro_batch_size)),
+            notes=self.notes,
         )
 
 
@@ -115,25 +113,6 @@ def trace_graphs(
         described += f" ({len(traces.found)} of {number} kinds of graphs; {source})"
     print_line(f"described by:  {described}")
     return dataclasses.replace(traces, notes=(f"described by {described}", *lines))
-
-
-def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str]:
-    """Return a note that compares counted FLOPs with the rule for transformers.
-
-    The list is empty if no dry run's batch has tokens.
-
-    Source: 6 FLOPs per parameter and token, Kaplan et al. 2020, section 2.1.
-    """
-    ratio = next((found for run in runs if (found := run.flops_ratio(micro_batch_size)) is not None), None)
-    if ratio is None:
-        return []
-    note = f"model FLOPs are {ratio:.3g} x 6 x parameters x tokens"
-    if not _USUAL_FLOPS_RATIO[0] <= ratio <= _USUAL_FLOPS_RATIO[1]:
-        note += (
-            ", far from the 1 of a transformer: convolutions, experts, long sequences, labels that are no tokens, or "
-            "kernels whose FLOPs are not counted"
-        )
-    return [note]
 
 
 def trace_space(

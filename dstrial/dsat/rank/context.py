@@ -76,11 +76,10 @@ def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
 
 def hyperparameters_of_trial() -> Mapping[str, Any]:
     """Return the hyperparameters of this process's trial; empty outside a trial."""
+    if (measured := measuring_hyperparameters()) is not None:
+        return measured
     info = det.get_cluster_info()
-    if info is not None and info.task_type == "TRIAL":
-        found: Mapping[str, Any] = info.trial.hparams
-        return found
-    return measuring_hyperparameters() or {}
+    return info.trial.hparams if info is not None and info.task_type == "TRIAL" else {}
 
 
 def limits_from(hparams: Mapping[str, Any]) -> SamplingLimits:
@@ -108,30 +107,22 @@ def failures_reported(timer: StepTimer) -> Iterator[None]:
     """Print an exception of the block as a failure line for the search; re-raise it."""
     try:
         yield
-    except SystemExit as exit_:
-        if exit_.code not in (0, None) and not isinstance(exit_, MeasurementDone):
-            _report_failure(exit_, timer)
-        raise
     except BaseException as error:
-        _report_failure(error, timer)
+        if not (isinstance(error, SystemExit) and error.code in (0, None)):
+            _report_failure(error, timer)
         raise
 
 
-def failure_of(error: BaseException, timer: StepTimer) -> Failure:
-    """Classify an exception as a failure of this rank in the timer's current phase."""
-    text = "".join(traceback.format_exception(error))
-    failure = classify(text, phase=timer.phase)
+def _report_failure(error: BaseException, timer: StepTimer) -> None:
+    failure = classify("".join(traceback.format_exception(error)), phase=timer.phase)
     if isinstance(error, NumericError):
         failure = Failure(FailureKind.NUMERIC, str(error), timer.phase)
     if isinstance(error, KeyboardInterrupt):
         failure = Failure(FailureKind.CANCELED, "interrupted", timer.phase)
     allocated = timer.allocated_bytes() if failure.kind is FailureKind.DEVICE_OOM else None
     message = cut_text(failure.message, 2000)  # logs split longer lines
-    return dataclasses.replace(failure, message=message, rank=_rank(), allocated_bytes=allocated)
-
-
-def _report_failure(error: BaseException, timer: StepTimer) -> None:
-    sys.stderr.write(f"{failure_line(failure_of(error, timer))}\n")
+    failure = dataclasses.replace(failure, message=message, rank=_rank(), allocated_bytes=allocated)
+    sys.stderr.write(f"{failure_line(failure)}\n")
     sys.stderr.flush()
 
 

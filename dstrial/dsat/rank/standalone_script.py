@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,13 +32,77 @@ _NO_MASTER = "http://localhost:1"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script, or ``-m MODULE``, as a rank of a local trial.
 
-    Ranks: all; ``core.init()`` in the script is collective.
+    In the script, ``det.get_cluster_info()`` returns the experiment's hyperparameters and config. ``core.init()`` returns a core
+    context that writes to a run directory; it has a searcher if the experiment has a ``searcher.max_length``. The functions of
+    dstrial still treat the process as a rank outside a cluster.
+
+    Ranks: all; ``core.init()`` in the script is collective (one broadcast).
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    known = read_experiment()
+    known, identity = read_experiment(), identify(os.environ)
     assert known is not None, "the launcher was given --config"
-    with trial_here(known, identify(os.environ)):
-        run_script(words, Path.cwd())
+    runs: list[RunDirectory] = []
+    failure: str | None = None
+    with contextlib.ExitStack() as stack:
+        init = functools.partial(_init, stack, known, runs)
+        stack.enter_context(mock.patch.object(det._info, "_info", _stand_in_info(known, identity)))
+        stack.enter_context(mock.patch.object(core, "init", init))
+        # Determined's launchers set the address of rank 0; ranks of this machine are all on it.
+        stack.enter_context(mock.patch.dict(os.environ, {"DET_CHIEF_IP": identity.master_addr}))
+        try:
+            run_script(words, Path.cwd())
+        except SystemExit as exit_:
+            failure = None if exit_.code in (0, None) else f"SystemExit: {exit_.code}"
+            raise
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            for run in runs:
+                run.end_attempt(RunState.COMPLETED if failure is None else RunState.FAILED, failure)
+
+
+def _init(
+    stack: contextlib.ExitStack,
+    known: KnownExperiment,
+    runs: list[RunDirectory],
+    *,
+    distributed: core.DistributedContext | None = None,
+    preempt_mode: core.PreemptMode = core.PreemptMode.WorkersAskChief,
+    **_elsewhere: object,
+) -> core.Context:
+    # Only a core context can return stop requests; a script without one just ends.
+    signals = stack.enter_context(StopSignals())
+    channel = distributed or core.DummyDistributedContext()
+    if channel.rank == 0:
+        made = RunDirectory.create(
+            default_runs_dir(),
+            name=str(known.config.get("name") or Path(sys.argv[0]).stem),
+            context_dir=Path.cwd(),
+            command=sys.argv,
+            config=known.config,
+        )
+        runs.append(made)
+    path = channel.broadcast(str(runs[-1].path) if channel.rank == 0 else None)
+    return local_context.init(
+        RunDirectory.open(path),
+        known.config,
+        distributed=channel,
+        stop_requested=lambda: signals.requested,
+        preempt_mode=preempt_mode,
+    )
+
+
+def _stand_in_info(known: KnownExperiment, identity: RankIdentity) -> det.ClusterInfo:
+    return stand_in_cluster(
+        known.hyperparameters,
+        known.config,
+        cluster_id=STAND_IN_CLUSTER,
+        seed=int((known.config.get("reproducibility") or {}).get("experiment_seed") or 0),
+        num_slots=identity.local_world_size,
+        num_ranks=identity.world_size,
+        address=identity.master_addr,
+    )
 
 
 def run_script(words: Sequence[str], module_dir: Path) -> None:
@@ -50,66 +115,6 @@ def run_script(words: Sequence[str], module_dir: Path) -> None:
         sys.argv = list(words)
         sys.path[0] = str(Path(words[0]).resolve().parent)
         runpy.run_path(words[0], run_name="__main__")
-
-
-@contextlib.contextmanager
-def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]:
-    """Make Determined's Core API behave in the block as in a trial on a cluster.
-
-    ``det.get_cluster_info()`` returns the experiment's hyperparameters and config. ``core.init()`` returns a core context that
-    writes to a run directory; the context has a searcher if the experiment has a ``searcher.max_length``. The functions of
-    dstrial still treat the process as a rank outside a cluster.
-
-    Ranks: all; ``core.init()`` is collective (one broadcast).
-    """
-    info = stand_in_cluster(
-        known.hyperparameters,
-        known.config,
-        cluster_id=STAND_IN_CLUSTER,
-        seed=int((known.config.get("reproducibility") or {}).get("experiment_seed") or 0),
-        num_slots=identity.local_world_size,
-        num_ranks=identity.world_size,
-        address=identity.master_addr,
-    )
-    runs: list[RunDirectory] = []
-    with contextlib.ExitStack() as stack:
-
-        def init(
-            *,
-            distributed: core.DistributedContext | None = None,
-            preempt_mode: core.PreemptMode = core.PreemptMode.WorkersAskChief,
-            **_elsewhere: object,
-        ) -> core.Context:
-            # Only a core context can return stop requests; a script without one just ends.
-            signals = stack.enter_context(StopSignals())
-            channel = distributed or core.DummyDistributedContext()
-            if channel.rank == 0:
-                runs.append(_new_run(known))
-            path = channel.broadcast(str(runs[-1].path) if channel.rank == 0 else None)
-            return local_context.init(
-                RunDirectory.open(path),
-                known.config,
-                distributed=channel,
-                stop_requested=lambda: signals.requested,
-                preempt_mode=preempt_mode,
-            )
-
-        stack.enter_context(mock.patch.object(det._info, "_info", info))
-        stack.enter_context(mock.patch.object(core, "init", init))
-        # Determined's launchers set the address of rank 0; ranks of this machine are all on it.
-        stack.enter_context(mock.patch.dict(os.environ, {"DET_CHIEF_IP": identity.master_addr}))
-        failure: str | None = None
-        try:
-            yield
-        except SystemExit as exit_:
-            failure = None if exit_.code in (0, None) else f"SystemExit: {exit_.code}"
-            raise
-        except BaseException as error:
-            failure = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            for run in runs:
-                run.end_attempt(RunState.COMPLETED if failure is None else RunState.FAILED, failure)
 
 
 def stand_in_cluster(
@@ -145,16 +150,6 @@ def stand_in_cluster(
         task_type="TRIAL",
         trial_info=trial,
         rendezvous_info=det.RendezvousInfo([address], 0, [num_ranks]),
-    )
-
-
-def _new_run(known: KnownExperiment) -> RunDirectory:
-    return RunDirectory.create(
-        default_runs_dir(),
-        name=str(known.config.get("name") or Path(sys.argv[0]).stem),
-        context_dir=Path.cwd(),
-        command=sys.argv,
-        config=known.config,
     )
 
 

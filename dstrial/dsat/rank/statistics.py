@@ -9,22 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 _NUM_RESAMPLES = 500
-_LEVEL = 0.95
 _FIRST_TIMED_STEP = 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Interval:
-    """A median with its 95 % confidence interval."""
-
-    median: float
-    low: float
-    high: float
-
-    @property
-    def half_width(self) -> float:
-        """Half of the interval's width, relative to the median."""
-        return (self.high - self.low) / (2 * self.median) if self.median else math.inf
 
 
 def warm_from(values: Sequence[float]) -> int:
@@ -47,21 +32,20 @@ def warm_from(values: Sequence[float]) -> int:
     return best_idx
 
 
-def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
-    """Return the median and its bootstrap confidence interval.
+def median_of(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """Return the median, and half the width of its 95 % interval, relative to the median.
 
-    The interval is infinite if there are fewer than three values.
+    The width is infinite if there are fewer than three values.
 
     Source: percentile bootstrap, Efron 1979.
     """
     given = np.asarray(values, dtype=np.float64)
     median = float(np.median(given))
-    if len(given) < 3:
-        return Interval(median, -math.inf, math.inf)
+    if len(given) < 3 or not median:
+        return median, math.inf
     drawn = np.random.RandomState(seed).randint(0, len(given), (_NUM_RESAMPLES, len(given)))
-    medians = np.median(given[drawn], axis=1)
-    low, high = np.quantile(medians, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    return Interval(median, float(low), float(high))
+    low, high = np.quantile(np.median(given[drawn], axis=1), [0.025, 0.975])
+    return median, float(high - low) / (2 * median)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,62 +66,52 @@ class Sampling:
 
     def __init__(self, limits: SamplingLimits) -> None:
         self._limits = limits
-        self._times_s: list[float] = []
-        self._num_steps: list[int] = []
-        self._total_s = 0.0
+        self._windows: list[tuple[int, float]] = []  # (number of steps, seconds of one step)
 
     def add(self, num_steps: int, seconds: float) -> None:
-        self._times_s.append(seconds / num_steps)
-        self._num_steps.append(num_steps)
-        self._total_s += seconds
-
-    @property
-    def num_warm_up_steps(self) -> int:
-        """Number of timed steps that belong to warm-up."""
-        return sum(self._num_steps[: self._first()])
+        self._windows.append((num_steps, seconds / num_steps))
 
     @property
     def num_steps(self) -> int:
         """Number of timed steps, warm-up included."""
-        return sum(self._num_steps)
+        return sum(num_steps for num_steps, _ in self._windows)
 
-    def interval(self) -> Interval:
-        """Return the median seconds per step after warm-up, with its confidence interval."""
-        return median_interval(self._times_s[self._first() :])
-
-    def _first(self) -> int:
-        """Return the index of the first window after warm-up."""
-        step = _FIRST_TIMED_STEP
-        for idx, num_steps in enumerate(self._num_steps):
-            if step >= self._limits.first_step:
-                return idx + warm_from(self._times_s[idx:])
-            step += num_steps
-        return warm_from(self._times_s)
+    def median(self) -> tuple[float, float]:
+        """Return the median seconds per step after warm-up, and its relative error."""
+        return median_of([time_s for _, time_s in self._warm()])
 
     def mean_s(self) -> float:
         """Return the mean seconds of one step after warm-up.
 
         The median serves to compare configurations; the mean, which includes slow steps, to predict a training.
         """
-        first = self._first()
-        times_s, num_steps = self._times_s[first:], self._num_steps[first:]
-        whole_s = sum(time_s * steps for time_s, steps in zip(times_s, num_steps, strict=True))
-        return whole_s / sum(num_steps)
+        warm = self._warm()
+        return sum(steps * time_s for steps, time_s in warm) / sum(steps for steps, _ in warm)
+
+    def _warm(self) -> list[tuple[int, float]]:
+        step, windows = _FIRST_TIMED_STEP, self._windows
+        for idx, (num_steps, _) in enumerate(self._windows):
+            if step >= self._limits.first_step:
+                windows = self._windows[idx:]
+                break
+            step += num_steps
+        return windows[warm_from([time_s for _, time_s in windows]) :]
 
     def next_steps(self) -> int:
         """Return the number of steps of the next window; 0 if enough are timed."""
         limits = self._limits
-        if not self._times_s:
+        if not self._windows:
             return 1
+        total_s = sum(steps * time_s for steps, time_s in self._windows)
+        if len(self._windows) >= limits.max_windows:
+            return 0
         before_first = limits.first_step - _FIRST_TIMED_STEP - self.num_steps
-        if before_first > 0 and len(self._times_s) < limits.max_windows and self._total_s < limits.max_s:
+        if before_first > 0 and total_s < limits.max_s:
             return before_first
-        warm = self._times_s[self._first() :]
-        size = max(1, min(round(limits.window_s / max(min(warm), 1e-6)), 1000))
-        if len(self._times_s) >= limits.max_windows:
+        warm = self._warm()
+        if len(warm) >= 3 and total_s >= limits.max_s:
             return 0
-        if len(warm) >= 3 and self._total_s >= limits.max_s:
+        is_enough = len(warm) >= limits.min_windows and self.num_steps >= limits.min_steps
+        if is_enough and self.median()[1] <= limits.target_half_width:
             return 0
-        if len(warm) < limits.min_windows or self.num_steps < limits.min_steps:
-            return size
-        return size if self.interval().half_width > limits.target_half_width else 0
+        return max(1, min(round(limits.window_s / max(min(time_s for _, time_s in warm), 1e-6)), 1000))

@@ -26,7 +26,7 @@ from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals.optimizers import full_numel, swaps_to_nvme
-from dstrial.engine.model_flops import counted_flops, is_compiled
+from dstrial.engine.model_flops import FlopCounter, is_compiled
 
 _NUM_PHASE_STEPS = 3
 _MAX_SKIPPED_SHARE = 0.5
@@ -105,14 +105,14 @@ class FirstMicroBatch:
         if phase == "forward":
             hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
         operations = _OperationCount()
-        with operations, hooks:
-            result, flops, recomputed = counted_flops(call)
+        with operations, hooks, FlopCounter() as counter:
+            result = call()
         if phase == "forward":
             self.activation_bytes += sum(saved_bytes.values())
         if is_outermost:
             num_micro_batches = max(int(engine.micro_batches), 1) if phase == "train_batch" else 1
-            self.flops += flops / num_micro_batches
-            self.flops_recomputed += recomputed / num_micro_batches
+            self.flops += counter.total / num_micro_batches
+            self.flops_recomputed += counter.recomputed / num_micro_batches
             self.num_operations += operations.num_operations / num_micro_batches
         return result
 
@@ -194,19 +194,15 @@ class StepTimer:
     def result(self) -> Measured:
         """Return this rank's measurement; the search uses that of rank 0."""
         engine = self._engines[0]
-        interval = self._sampling.interval()
+        median_s, half_width = self._sampling.median()
         micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         records = micro * accumulation * dims_of(engine).dp
         metrics: dict[str, float] = {
-            "throughput": records / interval.median,
+            "throughput": records / median_s,
             "end_to_end_throughput": records / self._sampling.mean_s(),
-            "latency": interval.median * 1e6,
-            "latency_low": interval.low * 1e6,
-            "latency_high": interval.high * 1e6,
-            "half_width": interval.half_width,
+            "latency": median_s * 1e6,
+            "half_width": half_width,
             "num_steps": self._sampling.num_steps,
-            "num_warm_up_steps": self._sampling.num_warm_up_steps,
-            "skipped_steps": float(engine.skipped_steps),
             "train_batch_size": records,
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": accumulation,
@@ -216,9 +212,8 @@ class StepTimer:
         first = self._first
         if first.flops:
             model = first.flops - first.flops_recomputed
-            metrics["FLOPS_per_gpu"] = model * accumulation / interval.median
-            metrics["hardware_FLOPS_per_gpu"] = first.flops * accumulation / interval.median
-            metrics["recomputed_share"] = first.flops_recomputed / first.flops
+            metrics["FLOPS_per_gpu"] = model * accumulation / median_s
+            metrics["hardware_FLOPS_per_gpu"] = first.flops * accumulation / median_s
         for phase, seconds in self._phase_s.items():
             if phase != "train_batch":
                 metrics[phase] = seconds / _NUM_PHASE_STEPS * 1e6

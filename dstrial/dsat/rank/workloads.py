@@ -248,8 +248,7 @@ def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]
         linked = stack.enter_context(scratch_directory("dstrial-described-"))
         for path in context_dir.iterdir():
             (linked / path.name).symlink_to(path)
-        stack.callback(os.chdir, context_dir)
-        os.chdir(linked)
+        stack.enter_context(contextlib.chdir(linked))
         try:
             run_script(words, context_dir)
         except _Captured as captured:
@@ -272,26 +271,20 @@ def _core_api_off_cluster(
     info = stand_in_cluster(
         hparams, exp_conf, cluster_id="dry run", num_slots=size, num_ranks=size, address=LOOPBACK_ADDR
     )
-
-    def cluster_info() -> Any:
-        return info
-
-    def init(*_args: Any, **_kwargs: Any) -> Any:
-        return core._dummy_init(distributed=distributed)
-
-    def alone(*_args: Any, **_kwargs: Any) -> Any:
-        return distributed
-
+    returned: list[tuple[Any, str, object]] = [
+        (det, "get_cluster_info", info),
+        (core, "init", core._dummy_init(distributed=distributed)),
+        (runtime, "ControlChannel", distributed),
+    ]
+    for name in ("from_deepspeed", "from_torch_distributed", "from_horovod"):
+        returned.append((core.DistributedContext, name, distributed))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(det, "get_cluster_info", cluster_info))
+        for owner, name, value in returned:
+            stack.enter_context(mock.patch.object(owner, name, return_value=value))
         stack.enter_context(mock.patch.object(det._info, "_info", info))
-        stack.enter_context(mock.patch.object(core, "init", init))
-        stack.enter_context(mock.patch.object(runtime, "ControlChannel", alone))
         # ``dstrial run`` sets a run directory, which would be opened and written to.
         stack.enter_context(mock.patch.dict(os.environ))
         os.environ.pop(RUN_DIR_VARIABLE, None)
-        for name in ("from_deepspeed", "from_torch_distributed", "from_horovod"):
-            stack.enter_context(mock.patch.object(core.DistributedContext, name, alone))
         yield
 
 

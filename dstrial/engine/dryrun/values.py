@@ -235,17 +235,6 @@ class DryRunResult:
         ]
         return _summed([*repeated, *self.last_collectives])
 
-    def flops_ratio(self, micro_batch_size: int) -> float | None:
-        """Return model FLOPs / (6 * trainable parameters * tokens); None without tokens.
-
-        The ratio is about 1 for a transformer.
-        """
-        if self.tokens is None or not self.trainable_parameters:
-            return None
-        # Rule of thumb for a transformer's model FLOPs.
-        rule = 6 * self.trainable_parameters * self.tokens.at(micro_batch_size)
-        return self.flops.model.at(micro_batch_size) / rule if rule else None
-
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

@@ -58,6 +58,7 @@ class Ranks:
             "deepspeed_config": "ds.json",
             "fault": "",
             "_use_dsat_mode": True,
+            "_around_fit": "dstrial.dsat.rank.context:around_fit",
             "_dsat": {"max_s": 0.05, "window_s": 0.01, "min_windows": 2},
             "overwrite_deepspeed_args": {
                 "zero_optimization": {"stage": 2},
@@ -66,7 +67,8 @@ class Ranks:
             },
             **hparams,
         }
-        config = {**self.settings.written, "hyperparameters": given}
+        searcher = {**self.settings.written["searcher"], "max_length": {"batches": 1_000_000}}
+        config = {**self.settings.written, "searcher": searcher, "hyperparameters": given}
         self.backend.start(TrialSpec(self._num_trials, config, given, str(self._num_trials)))
         return self._num_trials
 

@@ -126,24 +126,6 @@ def _read(search: SearchOnMaster) -> list[dict[str, Any]]:
     return events
 
 
-def test_search_is_submitted_and_events_read_once(tmp_path: Path) -> None:
-    new, running, next_one = (tmp_path / name for name in ("new", "running", "next"))
-    for directory in (new, running, next_one):
-        directory.mkdir()
-    search, master = _search(new, journal=[{"event": "inputs"}])
-    assert _read(search) == []
-    assert _given(master) == ["inputs"]
-
-    experiment = _experiment(1, ExperimentState.ACTIVE, _KILLED, _RESULT)
-    search, master = _search(running, experiment)
-    assert _read(search) == _places([_KILLED, _RESULT], 1)
-    assert _read(search) == []
-    # The next command reads the rest.
-    search, master = _search(next_one, experiment, journal=_places([_KILLED], 1))
-    assert _read(search) == _places([_RESULT], 2)
-    assert not master.files
-
-
 def _places(events: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
     return [{**event, "position": place} for place, event in enumerate(events, first)]
 
@@ -169,16 +151,6 @@ def test_search_counts_no_attempt_of_canceled_experiment(
     assert _given(master) == ["submitted", *(["interrupted"] if is_interrupted else [])]
 
 
-def test_search_with_larger_budget_continues_in_new_experiment(tmp_path: Path) -> None:
-    search, master = _search(tmp_path, _experiment(1, ExperimentState.COMPLETED, _KILLED, _SPENT))
-
-    assert _read(search) == _places([_KILLED, _SPENT], 1)
-    assert _read(search) == []
-    assert _given(master) == ["submitted", "finished"]
-    assert search._experiment is not None
-    assert search._experiment.id == 2
-
-
 def test_search_that_failed_meanwhile_raises(tmp_path: Path) -> None:
     search, _ = _search(tmp_path)
     search._experiment = _experiment(1, ExperimentState.ERROR, _KILLED, log="ImportError: no such module")
@@ -187,16 +159,23 @@ def test_search_that_failed_meanwhile_raises(tmp_path: Path) -> None:
         _read(search)
 
 
-@pytest.mark.parametrize("state", [ExperimentState.ERROR, ExperimentState.COMPLETED])
-def test_next_command_continues_failed_search_in_new_experiment(
-    state: ExperimentState, tmp_path: Path
+@pytest.mark.parametrize(
+    ("state", "last"),
+    [
+        (ExperimentState.ERROR, _RESULT),
+        (ExperimentState.COMPLETED, _RESULT),
+        (ExperimentState.COMPLETED, _SPENT),  # with a smaller budget
+    ],
+)
+def test_next_command_continues_ended_search_in_new_experiment(
+    state: ExperimentState, last: dict[str, Any], tmp_path: Path
 ) -> None:
-    failed = _experiment(1, state, _KILLED, _RESULT, log="ImportError: no such module")
-    search, master = _search(tmp_path, failed, journal=_places([_KILLED], 1))
+    ended = _experiment(1, state, _KILLED, last, log="ImportError: no such module")
+    search, master = _search(tmp_path, ended, journal=_places([_KILLED], 1))
 
-    assert _read(search) == _places([_RESULT], 2)
+    assert _read(search) == _places([last], 2)
     assert _read(search) == []
-    assert _given(master) == ["submitted", "result"]
+    assert _given(master) == ["submitted", last["event"]]
     assert search._experiment is not None
     assert search._experiment.id == 2
 

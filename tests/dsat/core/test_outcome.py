@@ -124,7 +124,7 @@ def test_classify_elided_deepspeed_frames_is_bad_config() -> None:
 
 
 def test_outcomes_survive_json_without_non_finite_values() -> None:
-    measured = Measured({"throughput": 2.0, "latency_low": float("-inf")})
+    measured = Measured({"throughput": 2.0, "half_width": float("inf")})
     failure = Failure(FailureKind.TIMEOUT, "late", "", None, None, 3)
 
     assert outcome_from_json(outcome_to_json(measured)) == Measured({"throughput": 2.0})

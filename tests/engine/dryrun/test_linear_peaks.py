@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +10,6 @@ from dstrial.engine.dryrun.linear_peaks import Trace, memory_form, same_before_u
 from dstrial.engine.dryrun.values import (
     PHASES,
     Collective,
-    DryRunRequest,
     DryRunResult,
     Flops,
     Line,
@@ -112,17 +109,9 @@ def result() -> DryRunResult:
     )
 
 
-def test_request_and_result_survive_json() -> None:
-    asked = DryRunRequest("module:name", {"depth": 3}, 64, module_paths=("here",))
-    for value in (result(), asked):
-        assert type(value).from_json(json.loads(json.dumps(value.to_json()))) == value
-
-
-def test_result_counts_collectives_and_flops_of_step() -> None:
+def test_result_counts_collectives_of_step() -> None:
     assert set(result().collectives(4)) == {
         Collective("all_gather", 8, "gather", 8, 256),
         Collective("all_reduce", 8, "reduce", 1, 16),
     }
     assert result().collectives(1) == result().last_collectives
-    # 6 FLOPs for each parameter and token
-    assert result().flops_ratio(4) == pytest.approx(1.0)
