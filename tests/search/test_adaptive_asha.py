@@ -8,8 +8,7 @@ import pytest
 
 from dstrial.errors import SearchError
 from dstrial.search import preview
-from dstrial.search.adaptive_asha import Bracket, bracket_concurrency, bracket_trials, brackets
-from dstrial.search.async_halving import rung_units
+from dstrial.search.halving import Bracket, bracket_concurrency, bracket_trials, brackets, rung_units
 
 
 def searcher(**changes: Any) -> dict[str, Any]:

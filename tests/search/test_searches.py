@@ -17,7 +17,7 @@ from dstrial.config.experiment_config.submission import search_section
 from dstrial.config.schema import SEARCHERS
 from dstrial.errors import SearchError
 from dstrial.search import Create, ExitReason, Searcher, Shutdown, Stop, preview
-from dstrial.search.adaptive_asha import brackets
+from dstrial.search.halving import brackets
 from dstrial.search.random_state import SearchRandom
 
 SPACE = {
