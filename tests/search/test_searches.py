@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -19,6 +18,7 @@ from dstrial.errors import SearchError
 from dstrial.search import Create, ExitReason, Searcher, Shutdown, Stop, preview
 from dstrial.search.halving import brackets
 from dstrial.search.random_state import SearchRandom
+from dstrial.search.searcher import METHODS
 
 SPACE = {
     "lr": {"type": "log", "minval": -4, "maxval": -1, "base": 10},
@@ -94,6 +94,28 @@ def test_search_respects_limits_and_shuts_down_once(search: dict[str, Any], seed
     assert sum(isinstance(action, Shutdown) for action in result.actions) == 1
     stops = [action.request_id for action in result.actions if isinstance(action, Stop)]
     assert len(stops) == len(set(stops))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_independent_searchers_ignore_metric_values(name: str) -> None:
+    search = config(name)
+    search["hyperparameters"] = {"net": {"drop": {"type": "double", "minval": 0, "maxval": 1, "count": 9}}}
+    found = [
+        [(trial.hparams, trial.length) for trial in simulate(search, 0, metric).trials]
+        for metric in (loss, lambda hparams, time: -loss(hparams, time))
+    ]
+
+    assert (found[0] == found[1]) == SEARCHERS[name].is_independent
+
+
+@pytest.mark.parametrize("name", ["adaptive_asha", "async_halving"])
+@pytest.mark.parametrize("seed", range(3))
+def test_trials_end_on_previewed_rungs(name: str, seed: int) -> None:
+    search = config(name, max_trials=40)
+    result, previewed = play(search, seed), preview(search).trials
+
+    assert {trial.length for trial in result.trials} <= {trials.value for trials in previewed}
+    assert len(result.trials) == sum(trials.count for trials in previewed)
 
 
 @settings(max_examples=40, deadline=None)
@@ -218,25 +240,6 @@ def test_async_halving_matches_reference_implementation(data: st.DataObject) -> 
         elif data.draw(st.integers(0, 9)) == 0:
             running.remove(trial)
             assert [type(action) for action in searcher.trial_exited(trial)] == [Shutdown] * (not running)
-
-
-@pytest.mark.parametrize("smaller_is_better", [True, False])
-def test_async_halving_respects_smaller_is_better(smaller_is_better: bool) -> None:
-    search = config("async_halving", smaller_is_better=smaller_is_better, max_trials=30)
-    result = simulate(search, 3, lambda hparams, _time: hparams["net"]["drop"])
-
-    longest = [trial.hparams["net"]["drop"] for trial in result.trials if trial.length == 9]
-    shortest = [trial.hparams["net"]["drop"] for trial in result.trials if trial.length == 1]
-    choose = min if smaller_is_better else max
-    assert choose(longest) == choose(longest + shortest)
-
-
-def test_async_halving_tie_favors_later_trial() -> None:
-    searcher = Searcher.new(config("async_halving", max_trials=2, max_concurrent_trials=2, divisor=2), 0)
-    first, second = (action.request_id for action in searcher.initial_trials())
-
-    assert searcher.validation_completed(first, {"loss": 1.0, "epochs": 2}) == []
-    assert searcher.validation_completed(second, {"loss": 1.0, "epochs": 2}) == []
 
 
 def test_report_after_stop_has_no_effect() -> None:
@@ -411,7 +414,3 @@ def test_progress_ends_at_one() -> None:
         actions = searcher.trial_exited(open_trials.pop())
         open_trials += [action.request_id for action in actions if isinstance(action, Create)]
     assert searcher.progress({}) == 1.0
-
-
-def test_simulation_result_is_dataclass() -> None:
-    assert dataclasses.is_dataclass(play(config("random"), 1))
