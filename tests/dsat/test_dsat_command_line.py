@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib.util
-import inspect
 import re
 import subprocess
 import sys
@@ -18,10 +15,8 @@ from dstrial import dsat
 from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_module
 from dstrial.dsat import compat
-from dstrial.dsat.backends import trial_spec
 from dstrial.dsat.backends.trial_spec import measuring_command
 from dstrial.dsat.cli import build_parser, with_method
-from dstrial.dsat.space.space import Space
 from dstrial.errors import ConfigError
 
 BASE: dict[str, object] = {
@@ -178,14 +173,6 @@ def test_fingerprint_depends_on_deciding_flags_only(experiment: Path) -> None:
     assert fingerprint(method="predict") != fingerprint("--sample-batch 2", method="predict")
 
 
-def test_train_batch_size_flag_replaces_accumulation(experiment: Path) -> None:
-    settings = settings_of(experiment, "--train-batch-size", "64")
-
-    assert isinstance(settings.space, Space)
-    batch = settings.space.own().batch
-    assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation) == (64, 4, 8)
-
-
 @pytest.mark.process
 def test_wrong_config_is_reported_without_torch(experiment: Path) -> None:
     program = (
@@ -279,15 +266,3 @@ def test_missing_deepspeed_config_or_sample_batch_is_refused(
 
     with pytest.raises(ConfigError, match=f"--sample-batch is .*{problem}" if sample else problem):
         settings_of(path, *sample, method="predict")
-
-
-def test_modules_in_written_configs_exist() -> None:
-    tree = ast.parse(inspect.getsource(trial_spec))
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    modules = {
-        text.partition(":")[0]
-        for text in texts
-        if isinstance(text, str) and re.fullmatch(r"dstrial(\.\w+)+(:\w+)?", text)
-    }
-    assert {"dstrial.dsat.search_trial", "dstrial.dsat.rank"} <= modules
-    assert [name for name in modules if importlib.util.find_spec(name) is None] == []

@@ -338,18 +338,6 @@ def test_log_range_overflow_is_reported(name: str) -> None:
         Searcher.new(search, 0).initial_trials()
 
 
-def test_optimizer_type_is_not_parsed_as_hyperparameter() -> None:
-    search = config("single")
-    settings_ = {"optimizer": {"type": "AdamW", "params": {"lr": {"type": "const", "val": 0.1}}}}
-    search["hyperparameters"] = {"overwrite_deepspeed_args": settings_}
-
-    create = Searcher.new(search, 0).initial_trials()[0]
-
-    assert isinstance(create, Create)
-    expected = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-    assert create.hparams == {"overwrite_deepspeed_args": expected}
-
-
 def test_seeded_random_numbers_match_numpy() -> None:
     search = config("single")
     search["hyperparameters"] = {"x": {"type": "double", "minval": 0, "maxval": 1}}
