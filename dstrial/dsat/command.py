@@ -28,7 +28,7 @@ from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.plan import MAX_ROWS, PlanRow, columns, headline, make_plan, to_json
-from dstrial.dsat.report.live import LiveProgress, summary
+from dstrial.dsat.report.live import summary
 from dstrial.errors import ConfigError, LaunchError, SearchError
 from dstrial.file_writes import replace_file
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -101,9 +101,8 @@ def _search(settings: SearchConfig) -> int:
                     "search:        not finished; nothing is measured yet, and the same command begins again"
                 )
                 return 128 + int(signals[0])
-        with LiveProgress(flags.metric, settings.options.max_trials) as progress:
-            driver = Driver(settings, record, inputs, backend, progress.print_line, progress.show)
-            end = driver.run(signals)
+        driver = Driver(settings, record, inputs, backend, _print_line)
+        end = driver.run(signals)
         trials = list(driver.trials.values())
         sys.stdout.write(
             "\n" + summary(record, trials, flags.metric, reason=end.reason, is_finished=end.is_finished)
