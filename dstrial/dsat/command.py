@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -19,7 +19,7 @@ from dstrial.dsat.backends.base import Backend, RemoteSearch
 from dstrial.dsat.backends.trial_spec import full_config, training_command, write_config
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
-from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord, SearchStatus
+from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord
 from dstrial.dsat.core.outcome import TrialResult, best_of
 from dstrial.dsat.driver.driver import Driver, recorded_inputs
 from dstrial.dsat.driver.dry_runs import gather_inputs, target_here, trace_graphs
@@ -28,7 +28,7 @@ from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.plan import MAX_ROWS, PlanRow, columns, headline, make_plan, to_json
-from dstrial.dsat.report.live import LiveProgress, summary
+from dstrial.dsat.report.live import summary
 from dstrial.errors import ConfigError, LaunchError, SearchError
 from dstrial.file_writes import replace_file
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -40,7 +40,6 @@ from dstrial.resume.metadata import RESUME_VARIABLE
 if TYPE_CHECKING:
     from dstrial.dsat.backends.cluster import ClusterBackend
 
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MAX_PARALLEL = 16  # trials at the same time, unless --max-concurrent-trials is given
 _DESCRIBING_S = 900.0  # time limit of all dry runs together
 
@@ -75,8 +74,9 @@ def run_command(flags: SearchFlags) -> int:
 def _search(settings: SearchConfig) -> int:
     flags = settings.flags
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=flags.fresh)
-    with record.lock(), noted_signals() as signals:
+    with record.lock(), contextlib.ExitStack() as stack:
         _print_line(f"search:        {record.path}")
+        signals: list[signal.Signals] = []
 
         @functools.cache
         def master() -> ClusterBackend:
@@ -90,49 +90,41 @@ def _search(settings: SearchConfig) -> int:
             _print_line(f"trials run on: {made.describe()}")
             return made
 
-        settings = with_parallel(settings, _num_parallel(settings, record, backend))
-        inputs = None
-        if settings.method == PREDICT:
-            try:
-                with _interruptible(signals):
-                    inputs = _inputs(settings, record, master)
-            except KeyboardInterrupt:
-                _print_line(
-                    "search:        not finished; nothing is measured yet, and the same command begins again"
-                )
-                return 128 + int(signals[0])
-        with LiveProgress(flags.metric, settings.options.max_trials) as progress:
-            driver = Driver(settings, record, inputs, backend, progress.print_line, progress.show)
-            end = driver.run(signals)
-        trials = list(driver.trials.values())
-        sys.stdout.write(
-            "\n" + summary(record, trials, flags.metric, reason=end.reason, is_finished=end.is_finished)
-        )
-        best = best_of(trials, flags.metric)
-        if flags.run_full_experiment and end.is_finished and best is not None:
-            if signals:
-                _print_line("full run:      not begun; the same command begins it")
-                return 128 + int(signals[0])
-            return _train_best(settings, record, best, master)
-    return _exit_code(end, best)
+        try:
+            settings = with_parallel(settings, _num_parallel(settings, record, backend))
+            inputs = _inputs(settings, record, master) if settings.method == PREDICT else None
+        except KeyboardInterrupt:
+            _print_line(
+                "search:        not finished; nothing is measured yet, and the same command begins again"
+            )
+            return 128 + signal.SIGINT
+        signals = stack.enter_context(noted_signals())
+        return _run(settings, record, inputs, master, backend, signals)
 
 
-@contextlib.contextmanager
-def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
-    """Append a stop signal to ``signals`` and raise KeyboardInterrupt in the block."""
-
-    def end(number: int, _frame: object) -> None:
-        signals.append(signal.Signals(number))
-        raise KeyboardInterrupt
-
-    if signals:
-        raise KeyboardInterrupt
-    before = {number: signal.signal(number, end) for number in _STOPS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _run(
+    settings: SearchConfig,
+    record: SearchRecord,
+    inputs: PredictInputs | None,
+    master: Callable[[], ClusterBackend],
+    backend: Callable[[], Backend | RemoteSearch],
+    signals: list[signal.Signals],
+) -> int:
+    flags = settings.flags
+    driver = Driver(settings, record, inputs, backend, _print_line)
+    end = driver.run(signals)
+    trials = list(driver.trials.values())
+    text = summary(record, trials, flags.metric, reason=end.reason, is_finished=end.is_finished)
+    sys.stdout.write(f"\n{text}")
+    best = best_of(trials, flags.metric)
+    if flags.run_full_experiment and end.is_finished and best is not None:
+        if signals:
+            _print_line("full run:      not begun; the same command begins it")
+            return 128 + int(signals[0])
+        return _train_best(settings, record, best, master)
+    if end.stopped_by is not None:
+        return 128 + int(end.stopped_by)
+    return 1 if end.is_failure or best is None else 0
 
 
 def _num_parallel(
@@ -209,12 +201,6 @@ def _train_here(settings: SearchConfig, path: Path, runs: list[RunDirectory]) ->
     command = training_command(settings, str(path), sys.executable)
     os.chdir(settings.context_dir)
     os.execve(command[0], command, {**os.environ, **variables})  # noqa: S606  # it takes over the signals
-
-
-def _exit_code(end: SearchStatus, best: TrialResult | None) -> int:
-    if end.stopped_by is not None:
-        return 128 + int(end.stopped_by)
-    return 1 if end.is_failure or best is None else 0
 
 
 def _print_line(line: str) -> None:

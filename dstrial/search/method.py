@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from dstrial.config.experiment_config.hyperparameters import is_searched
 from dstrial.search.hyperparameters import sample
@@ -56,23 +57,25 @@ class PreviewedTrials:
     value: int | None = None  # training length in `unit`
 
 
-class SearchMethod(Protocol):
-    """Interface of one kind of search; methods that handle events return actions.
+class SearchMethod(abc.ABC):
+    """Base of all kinds of search; methods that handle events return actions.
 
     A search cannot pause or resume a trial, or set the length of its training. A trial trains its full length unless the method
     returns a ``Stop`` after one of the trial's validations. ``trial_exited`` is called for stopped trials, too. A trial that
     exits with ``INVALID_HP`` is replaced, except in a grid.
     """
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> SearchMethod:
+    @abc.abstractmethod
+    def __init__(self, config: Mapping[str, Any]) -> None:
         """Create the method from an experiment config in which defaults are filled in."""
 
     @classmethod
+    @abc.abstractmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
         """Return the expected number of trials for each training length, shortest first."""
         # The preview assumes that no two validations are equal and no trial fails.
 
+    @abc.abstractmethod
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
         """Return the actions that create the first trials."""
 
@@ -84,6 +87,7 @@ class SearchMethod(Protocol):
         Raises:
             SearchError: a metric that the search needs is missing or not a number.
         """
+        return []
 
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
@@ -92,19 +96,24 @@ class SearchMethod(Protocol):
 
         The caller calls :meth:`trial_exited` afterwards.
         """
+        return []
 
+    @abc.abstractmethod
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
         """Handle the exit of a trial, for any reason."""
 
+    @abc.abstractmethod
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
         """Return the progress of the search, 0 to 1.
 
         ``trial_progress``: request id -> progress of a trial, 0 to 1. ``closed``: request ids of exited trials.
         """
 
+    @abc.abstractmethod
     def snapshot(self) -> dict[str, Any]:
         """Return the search's state as JSON values."""
 
+    @abc.abstractmethod
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Restore the state that :meth:`snapshot` returned."""
 

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dstrial.errors import SearchError
-from dstrial.search.adaptive_asha import AdaptiveAsha
-from dstrial.search.async_halving import AsyncHalving
+from dstrial.search.halving import Halving
 from dstrial.search.method import Action, Create, ExitReason, PreviewedTrials, SearchMethod, Shutdown, Stop
 from dstrial.search.random_search import GridSearch, RandomSearch, SingleSearch
 from dstrial.search.random_state import SearchRandom
@@ -17,8 +16,8 @@ METHODS: dict[str, type[SearchMethod]] = {
     "single": SingleSearch,
     "random": RandomSearch,
     "grid": GridSearch,
-    "adaptive_asha": AdaptiveAsha,
-    "async_halving": AsyncHalving,
+    "adaptive_asha": Halving,
+    "async_halving": Halving,
 }
 """Name of a searcher -> search method; ``dstrial.config.schema.SEARCHERS`` has the config keys."""
 
@@ -27,10 +26,6 @@ METHODS: dict[str, type[SearchMethod]] = {
 class SearchSummary:
     config: dict[str, Any]
     trials: tuple[PreviewedTrials, ...]  # shortest first, if no two validations are equal and no trial fails
-
-
-def search_method(config: Mapping[str, Any]) -> SearchMethod:
-    return _named(config).from_config(config)
 
 
 def preview(config: Mapping[str, Any]) -> SearchSummary:
@@ -62,7 +57,7 @@ class Searcher:
     """
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
-        self._method = search_method(config)
+        self._method = _named(config)(config)
         self._random = SearchRandom(seed)
         self._requested: list[str] = []
         self._closed: set[str] = set()

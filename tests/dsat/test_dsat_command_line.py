@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib.util
-import inspect
 import re
 import subprocess
 import sys
@@ -21,7 +18,6 @@ from dstrial.dsat import compat
 from dstrial.dsat.backends import trial_spec
 from dstrial.dsat.backends.trial_spec import training_command
 from dstrial.dsat.cli import build_parser, with_method
-from dstrial.dsat.space.space import Space
 from dstrial.errors import ConfigError
 
 BASE: dict[str, object] = {
@@ -176,14 +172,6 @@ def test_fingerprint_depends_on_deciding_flags_only(experiment: Path) -> None:
     assert len(found) == 2 + len(deciding)
     # The sample batch changes predictions, so the fingerprint of ``predict`` depends on it.
     assert fingerprint(method="predict") != fingerprint("--sample-batch 2", method="predict")
-
-
-def test_train_batch_size_flag_replaces_accumulation(experiment: Path) -> None:
-    settings = settings_of(experiment, "--train-batch-size", "64")
-
-    assert isinstance(settings.space, Space)
-    batch = settings.space.own().batch
-    assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation) == (64, 4, 8)
 
 
 @pytest.mark.process

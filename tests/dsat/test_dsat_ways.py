@@ -91,4 +91,4 @@ def _require_report(output: Path, num_trials: int | None = None) -> None:
     report = json.loads((output / "report.json").read_text())
     assert {row["state"] for row in report["trials"]} == {"measured"}
     assert report["own"] == 1
-    assert "Where the time of a step goes" in (output / "report.md").read_text()
+    assert "## All trials" in (output / "report.md").read_text()

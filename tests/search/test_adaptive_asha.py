@@ -8,8 +8,7 @@ import pytest
 
 from dstrial.errors import SearchError
 from dstrial.search import preview
-from dstrial.search.adaptive_asha import Bracket, bracket_concurrency, bracket_trials, brackets
-from dstrial.search.async_halving import rung_units
+from dstrial.search.halving import Bracket, bracket_concurrency, bracket_trials, brackets, rung_units
 
 
 def searcher(**changes: Any) -> dict[str, Any]:
@@ -83,15 +82,17 @@ def test_overflowing_divisor_powers_leave_first_rung_at_minimum(divisor: float) 
     assert sum(trials.count for trials in preview({"hyperparameters": {}, "searcher": config}).trials) == 11
 
 
-def test_preview_sums_stops_of_all_brackets() -> None:
-    summary = preview({"hyperparameters": {}, "searcher": searcher(max_rungs=10, divisor=3, max_time=900)})
+@pytest.mark.parametrize(
+    ("changes", "stops"),
+    [
+        ({"max_rungs": 10, "divisor": 3, "max_time": 900}, [(5, 100), (3, 300), (2, 900)]),
+        (
+            {"name": "async_halving", "num_rungs": 3, "max_trials": 9, "divisor": 3, "max_time": 9},
+            [(6, 1), (2, 3), (1, 9)],
+        ),
+    ],
+)
+def test_preview_sums_stops_of_brackets(changes: dict[str, Any], stops: list[tuple[int, int]]) -> None:
+    summary = preview({"hyperparameters": {}, "searcher": searcher(**changes)})
 
-    assert [(trials.count, trials.value) for trials in summary.trials] == [(5, 100), (3, 300), (2, 900)]
-
-
-def test_preview_of_async_halving_lists_rungs() -> None:
-    config = searcher(name="async_halving", num_rungs=3, max_trials=9, divisor=3, max_time=9)
-
-    summary = preview({"hyperparameters": {}, "searcher": config})
-
-    assert [(trials.count, trials.value) for trials in summary.trials] == [(6, 1), (2, 3), (1, 9)]
+    assert [(trials.count, trials.value) for trials in summary.trials] == stops

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -17,8 +16,9 @@ from dstrial.config.experiment_config.submission import search_section
 from dstrial.config.schema import SEARCHERS
 from dstrial.errors import SearchError
 from dstrial.search import Create, ExitReason, Searcher, Shutdown, Stop, preview
-from dstrial.search.adaptive_asha import brackets
+from dstrial.search.halving import brackets
 from dstrial.search.random_state import SearchRandom
+from dstrial.search.searcher import METHODS
 
 SPACE = {
     "lr": {"type": "log", "minval": -4, "maxval": -1, "base": 10},
@@ -94,6 +94,28 @@ def test_search_respects_limits_and_shuts_down_once(search: dict[str, Any], seed
     assert sum(isinstance(action, Shutdown) for action in result.actions) == 1
     stops = [action.request_id for action in result.actions if isinstance(action, Stop)]
     assert len(stops) == len(set(stops))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_independent_searchers_ignore_metric_values(name: str) -> None:
+    search = config(name)
+    search["hyperparameters"] = {"net": {"drop": {"type": "double", "minval": 0, "maxval": 1, "count": 9}}}
+    found = [
+        [(trial.hparams, trial.length) for trial in simulate(search, 0, metric).trials]
+        for metric in (loss, lambda hparams, time: -loss(hparams, time))
+    ]
+
+    assert (found[0] == found[1]) == SEARCHERS[name].is_independent
+
+
+@pytest.mark.parametrize("name", ["adaptive_asha", "async_halving"])
+@pytest.mark.parametrize("seed", range(3))
+def test_trials_end_on_previewed_rungs(name: str, seed: int) -> None:
+    search = config(name, max_trials=40)
+    result, previewed = play(search, seed), preview(search).trials
+
+    assert {trial.length for trial in result.trials} <= {trials.value for trials in previewed}
+    assert len(result.trials) == sum(trials.count for trials in previewed)
 
 
 @settings(max_examples=40, deadline=None)
@@ -220,25 +242,6 @@ def test_async_halving_matches_reference_implementation(data: st.DataObject) -> 
             assert [type(action) for action in searcher.trial_exited(trial)] == [Shutdown] * (not running)
 
 
-@pytest.mark.parametrize("smaller_is_better", [True, False])
-def test_async_halving_respects_smaller_is_better(smaller_is_better: bool) -> None:
-    search = config("async_halving", smaller_is_better=smaller_is_better, max_trials=30)
-    result = simulate(search, 3, lambda hparams, _time: hparams["net"]["drop"])
-
-    longest = [trial.hparams["net"]["drop"] for trial in result.trials if trial.length == 9]
-    shortest = [trial.hparams["net"]["drop"] for trial in result.trials if trial.length == 1]
-    choose = min if smaller_is_better else max
-    assert choose(longest) == choose(longest + shortest)
-
-
-def test_async_halving_tie_favors_later_trial() -> None:
-    searcher = Searcher.new(config("async_halving", max_trials=2, max_concurrent_trials=2, divisor=2), 0)
-    first, second = (action.request_id for action in searcher.initial_trials())
-
-    assert searcher.validation_completed(first, {"loss": 1.0, "epochs": 2}) == []
-    assert searcher.validation_completed(second, {"loss": 1.0, "epochs": 2}) == []
-
-
 def test_report_after_stop_has_no_effect() -> None:
     searcher = Searcher.new(config("async_halving", max_trials=3, max_concurrent_trials=2, num_rungs=1), 0)
     first, _ = (action.request_id for action in searcher.initial_trials())
@@ -335,18 +338,6 @@ def test_log_range_overflow_is_reported(name: str) -> None:
         Searcher.new(search, 0).initial_trials()
 
 
-def test_optimizer_type_is_not_parsed_as_hyperparameter() -> None:
-    search = config("single")
-    settings_ = {"optimizer": {"type": "AdamW", "params": {"lr": {"type": "const", "val": 0.1}}}}
-    search["hyperparameters"] = {"overwrite_deepspeed_args": settings_}
-
-    create = Searcher.new(search, 0).initial_trials()[0]
-
-    assert isinstance(create, Create)
-    expected = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-    assert create.hparams == {"overwrite_deepspeed_args": expected}
-
-
 def test_seeded_random_numbers_match_numpy() -> None:
     search = config("single")
     search["hyperparameters"] = {"x": {"type": "double", "minval": 0, "maxval": 1}}
@@ -411,7 +402,3 @@ def test_progress_ends_at_one() -> None:
         actions = searcher.trial_exited(open_trials.pop())
         open_trials += [action.request_id for action in actions if isinstance(action, Create)]
     assert searcher.progress({}) == 1.0
-
-
-def test_simulation_result_is_dataclass() -> None:
-    assert dataclasses.is_dataclass(play(config("random"), 1))

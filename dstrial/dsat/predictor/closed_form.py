@@ -37,7 +37,7 @@ def zero_run(
     ``is_accumulating``: a step has several micro batches. ``is_cpu``: the device's memory is the host's.
     """
     gradients = zero.bytes_per_value * trace.trainable_parameters
-    collectives = _Collectives(trace, zero, gradients)
+    inner_collectives, last_collectives = _collectives(trace, zero, gradients)
     device, host, parts = _memory(trace, zero, gradients, is_accumulating=is_accumulating)
     if is_cpu and host:
         device = MemoryForm(
@@ -54,8 +54,8 @@ def zero_run(
         host=MemoryForm((PhaseMemory("step", (Line(host, 0.0),)),) if host else (), host),
         parameters=trace.parameters,
         trainable_parameters=trace.trainable_parameters,
-        inner_collectives=collectives.inner() if is_accumulating else (),
-        last_collectives=collectives.last(),
+        inner_collectives=inner_collectives if is_accumulating else (),
+        last_collectives=last_collectives,
         flops=trace.flops,
         tokens=trace.tokens,
         inner_operations=inner_operations if is_accumulating else 0,
@@ -121,8 +121,11 @@ def _memory(
     if trace.is_pipeline:
         # Buffers between stages stay. ZeRO 1 appends a bucket: ``stage_1_and_2.py`` ``reduce_gradients(pipeline_parallel=True)``.
         appended = buckets if zero.is_contiguous else 0
-        lines = ((settled + reducing + appended, "reduce"), (settled + stepping, "step"))
-        phases[2:] = [PhaseMemory(name, (Line(base, _per_record(trace, name)),)) for base, name in lines]
+        for idx, name, base in ((2, "reduce", reducing + appended), (3, "step", stepping)):
+            slopes = [
+                line.per_record for each in trace.memory.phases if each.phase == name for line in each.lines
+            ]
+            phases[idx] = PhaseMemory(name, (Line(settled + base, max(slopes, default=0.0)),))
     parts = {
         "parameters": weights,
         "gradients": gradients if stage < 2 else width * here if stage == 3 else carried,
@@ -148,46 +151,29 @@ def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
     return PhaseMemory(name, moved)
 
 
-def _per_record(trace: ModelTrace, phase: str) -> float:
-    return max(
-        (line.per_record for each in trace.memory.phases if each.phase == phase for line in each.lines),
-        default=0.0,
-    )
+def _collectives(
+    trace: ModelTrace, zero: ZeroFeatures, gradients: float
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Return the collectives of each micro batch but the last of a step, and of the last."""
+    weights, num_tensors = trace.state_bytes["parameters"], trace.num_tensors
 
+    def one(kind: str, phase: str, num_calls: int, num_bytes: float) -> Collective:
+        return Collective(kind, zero.replicas, phase, num_calls, int(num_bytes))
 
-class _Collectives:
-    def __init__(self, trace: ModelTrace, zero: ZeroFeatures, gradients: float) -> None:
-        self._trace, self._zero, self._gradients = trace, zero, int(gradients)
-        self._weights = trace.state_bytes["parameters"]
+    def buckets(elements: float) -> int:
+        return max(math.ceil(trace.trainable_parameters / max(elements, 1.0)), 1)
 
-    def inner(self) -> tuple[Collective, ...]:
-        """Return the collectives of each micro batch except the last of a step."""
-        stage = self._zero.stage
-        if stage < 2:
-            return ()
-        kind = "reduce_scatter" if stage == 3 else "all_reduce"
-        reduced = self._one(kind, "reduce", self._buckets(self._zero.reduce_elements), self._gradients)
-        if stage == 2:
-            return (reduced,)
+    if zero.stage == 3:
         # Parameters that stage 3 keeps after the forward pass are not gathered again.
-        kept = self._zero.kept_elements(self._trace.parameters) / max(self._trace.parameters, 1)
-        num_calls = max(round((2 - kept) * _GATHERS * self._trace.num_tensors), 1)
-        return (self._one("all_gather", "gather", num_calls, int((2 - kept) * self._weights)), reduced)
-
-    def last(self) -> tuple[Collective, ...]:
-        """Return the collectives of a step's last micro batch and of the optimizer."""
-        stage = self._zero.stage
-        if stage == 3:
-            return self.inner()
-        elements = _FLAT_ELEMENTS if stage == 0 else self._zero.reduce_elements
-        reduced = self._one("all_reduce", "reduce", self._buckets(elements), self._gradients)
-        if stage == 0:
-            return (reduced,)
-        gathered = self._one("all_gather", "gather", self._buckets(self._zero.gather_elements), self._weights)
-        return reduced, gathered
-
-    def _one(self, kind: str, phase: str, num_calls: int, num_bytes: int) -> Collective:
-        return Collective(kind, self._zero.replicas, phase, num_calls, num_bytes)
-
-    def _buckets(self, elements: float) -> int:
-        return max(math.ceil(self._trace.trainable_parameters / max(elements, 1.0)), 1)
+        passes = 2 - zero.kept_elements(trace.parameters) / max(trace.parameters, 1)
+        gathered = one(
+            "all_gather", "gather", max(round(passes * _GATHERS * num_tensors), 1), passes * weights
+        )
+        inner = gathered, one("reduce_scatter", "reduce", buckets(zero.reduce_elements), gradients)
+        return inner, inner
+    elements = zero.reduce_elements if zero.stage else _FLAT_ELEMENTS
+    reduced = one("all_reduce", "reduce", buckets(elements), gradients)
+    if zero.stage == 0:
+        return (), (reduced,)
+    gathered = one("all_gather", "gather", buckets(zero.gather_elements), weights)
+    return (reduced,) if zero.stage == 2 else (), (reduced, gathered)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dstrial.dsat.predictor.hardware import Machine
 from dstrial.dsat.space.knobs import ZERO
@@ -206,28 +206,31 @@ def step_parts(
     ``setup`` are the ZeRO settings of the configuration; ``run`` is a dry run of a similar configuration, with the ZeRO settings
     ``ran``. ``accumulation`` is the number of micro batches per optimizer step.
     """
-    is_device = machine.host_copy_bytes_per_s is not None
-    rate = machine.flops_per_s
     model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
-    rate *= setup.layer_ranks * setup.sequence_ranks  # each rank computes its share of a record
+    # Each rank computes its share of a record.
+    rate = machine.flops_per_s * (setup.layer_ranks * setup.sequence_ranks)
     forward_s = accumulation * model / 3 / rate
     backward_s = accumulation * max(all_flops - model / 3, 0.0) / rate
+    tokens = 0.0 if run.tokens is None else run.tokens.per_record
+    filling = min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
+    filling *= accumulation * max(run.flops.hardware.per_record, 0.0) / rate
+    overheads = _overheads(run, machine, accumulation, (forward_s, backward_s, 0.0))
     exchange = _exchange_s(run, machine, setup, micro_batch_size * accumulation, accumulation)
-    filling = accumulation * max(run.flops.hardware.per_record, 0.0) / rate * _filling(run)
-    overheads = _overheads(run, machine, accumulation, (forward_s, backward_s), is_device=is_device)
 
     reduced, gathered, stepped = _calls(run, machine, setup, ran, accumulation)
     buckets = max(math.ceil(run.parameters / max(setup.reduce_elements, 1.0)), 1)
-    able = 1.0 if setup.is_overlapping else 0.0
     # Stages 0 and 1 send gradients only during the backward pass of the last micro batch.
-    beside_s = backward_s if setup.stage >= 2 else backward_s / accumulation
-    reduce = _Exposed.of(*reduced, hides=machine.hides, able=able * (1 - 1 / buckets), beside_s=beside_s)
-    fetched = _fetched_s(run, machine, setup, accumulation)
-    gathers, fetches = _gathers(run, machine, setup, gathered, fetched, (forward_s, backward_s))
+    often, beside_s = (accumulation, backward_s) if setup.stage >= 2 else (1, backward_s / accumulation)
+    able = 1 - 1 / buckets if setup.is_overlapping else 0.0
+    reduce = _exposed(*reduced, hides=machine.hides, able=able, beside_s=beside_s)
+    first, second = _gathers(run, machine, setup, gathered, accumulation, (forward_s, backward_s))
+
     owned = run.trainable_parameters / setup.layer_ranks / (setup.replicas if setup.stage else 1)
     on_host = owned * setup.host_share
-    often = accumulation if setup.stage >= 2 else 1
-    down, up = _offload_s(machine, setup.bytes_per_value, on_host, often, backward_s)
+    down = up = 0.0  # copies of offloaded gradients and weights
+    if machine.host_copy_bytes_per_s is not None:
+        up = setup.bytes_per_value * on_host / machine.host_copy_bytes_per_s
+        down = often * up - min(0.5 * often * up, _MAX_HIDDEN * backward_s)
     moves = (_COPIED_IN if setup.is_contiguous else _COPIED_OUT) if setup.stage else 0.0
     copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s * often
     on_device_s = (owned - on_host) * _STATE_BYTES / machine.copy_bytes_per_s
@@ -239,21 +242,21 @@ def step_parts(
             compute=forward_s,
             unfilled=filling / 3,
             overhead=overheads[0],
-            transfer=gathers[0].moved_s + exchange[0],
-            calls=gathers[0].called_s + exchange[1],
-            unhidden=gathers[0].unhidden_s,
-            host_copies=fetches[0],
+            transfer=first.moved_s + exchange[0],
+            calls=first.called_s + exchange[1],
+            unhidden=first.unhidden_s,
+            host_copies=first.fetched_s,
         ),
         _phase(
             compute=backward_s,
             unfilled=filling * 2 / 3,
             overhead=overheads[1],
-            transfer=gathers[1].moved_s + exchange[0],
+            transfer=second.moved_s + exchange[0],
             reduce=reduce.moved_s,
-            calls=reduce.called_s + gathers[1].called_s + exchange[1],
-            unhidden=gathers[1].unhidden_s + reduce.unhidden_s,
+            calls=reduce.called_s + second.called_s + exchange[1],
+            unhidden=second.unhidden_s + reduce.unhidden_s,
             gradient_copies=copies,
-            host_copies=fetches[1] + down,
+            host_copies=second.fetched_s + down,
         ),
         _phase(
             overhead=overheads[2],
@@ -271,101 +274,70 @@ def _phase(**seconds: float) -> tuple[float, ...]:
     return tuple(seconds.get(part, 0.0) for part in PARTS)
 
 
+class _Exposed(NamedTuple):
+    """Seconds of communication that are not overlapped with computation."""
+
+    moved_s: float  # moving bytes; can never be overlapped
+    called_s: float  # starting calls; can never be overlapped
+    unhidden_s: float  # could be overlapped, but is not
+    fetched_s: float = 0.0  # copies from the host
+
+
+def _exposed(moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:
+    """Split communication that runs beside ``beside_s`` seconds of computation.
+
+    ``moved_s`` and ``called_s``: seconds of moving bytes and of starting calls. ``able``: share of the communication that can be
+    overlapped (for gradients, all but the last bucket). ``hides``: the part of this share that is overlapped.
+    """
+    whole = moved_s + called_s
+    if not whole or not hides:
+        return _Exposed(moved_s, called_s, 0.0)
+    could = min(able * whole, _MAX_HIDDEN * beside_s)
+    left = 1 - could / whole
+    return _Exposed(moved_s * left, called_s * left, (1 - hides) * could)
+
+
 def _gathers(
     run: DryRunResult,
     machine: Machine,
     setup: ZeroFeatures,
     gathered: tuple[float, float],
-    fetched: float,
+    accumulation: int,
     computing: tuple[float, float],
-) -> tuple[list[_Exposed], list[float]]:
-    """Return the exposed time of parameter gathers and of fetches from the host.
+) -> list[_Exposed]:
+    """Return the exposed gathers and host fetches of parameters in [forward, backward].
 
-    Exposed means not overlapped with computation. Each of the two lists is [forward, backward], in seconds. ``gathered``:
-    seconds (moving bytes, starting calls) of all gathers. ``fetched``: seconds of all fetches. ``computing``: seconds of forward
-    and of backward computation.
+    ``gathered``: seconds (moving bytes, starting calls) of all gathers. ``computing``: seconds of both passes' computation.
     """
+    fetched = 0.0
+    if machine.host_copy_bytes_per_s is not None and setup.has_host_params:
+        num_bytes = 2 * accumulation * setup.bytes_per_value * run.parameters / setup.replicas
+        fetched = num_bytes / machine.host_copy_bytes_per_s
     ahead = min(max(setup.prefetch_elements * ASSUMED_LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
     ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED
     spared = setup.kept_elements(run.parameters) / max(run.parameters, 1.0)
-    gathers, fetches = [], []
+    found = []
     for each_s, kept in zip(computing, (0.0, spared), strict=True):
-        moved, called = (0.5 * (1 - kept) * seconds for seconds in gathered)
-        fetched_s = 0.5 * (1 - kept) * fetched
-        gathers.append(_Exposed.of(moved, called, hides=machine.hides, able=ahead, beside_s=each_s))
-        fetches.append(fetched_s - min(ahead * machine.hides * fetched_s, _MAX_HIDDEN * each_s))
-    return gathers, fetches
-
-
-def _offload_s(
-    machine: Machine, bytes_per_value: int, on_host: float, often: int, backward_s: float
-) -> tuple[float, float]:
-    """Return seconds per step of host copies not overlapped with the backward pass."""
-    if machine.host_copy_bytes_per_s is None:
-        return 0.0, 0.0
-    down = often * bytes_per_value * on_host / machine.host_copy_bytes_per_s
-    down -= min(0.5 * down, _MAX_HIDDEN * backward_s)
-    return down, bytes_per_value * on_host / machine.host_copy_bytes_per_s
-
-
-def _filling(run: DryRunResult) -> float:
-    """Return the time lost per micro batch because small batches underuse the device.
-
-    The unit is the computation time of one record.
-    """
-    tokens = 0.0 if run.tokens is None else run.tokens.per_record
-    return min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
+        moved, called, fetched_s = (0.5 * (1 - kept) * seconds for seconds in (*gathered, fetched))
+        exposed = _exposed(moved, called, hides=machine.hides, able=ahead, beside_s=each_s)
+        fetched_s -= min(ahead * machine.hides * fetched_s, _MAX_HIDDEN * each_s)
+        found.append(exposed._replace(fetched_s=fetched_s))
+    return found
 
 
 def _overheads(
-    run: DryRunResult,
-    machine: Machine,
-    accumulation: int,
-    computing: tuple[float, float],
-    *,
-    is_device: bool,
+    run: DryRunResult, machine: Machine, accumulation: int, computing: tuple[float, ...]
 ) -> list[float]:
     """Return each phase's seconds of operation launches not hidden by computation."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
     amounts = [passes / 3, passes * 2 / 3, max(last - inner, 0.0) * machine.operation_s]
-    if not is_device:
+    if machine.host_copy_bytes_per_s is None:  # on a CPU nothing overlaps
         return amounts
     return [
-        max(amount - busy, _MIN_OVERHEAD * amount)
-        for amount, busy in zip(amounts, (*computing, 0.0), strict=True)
+        max(amount - busy, _MIN_OVERHEAD * amount) for amount, busy in zip(amounts, computing, strict=True)
     ]
-
-
-def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumulation: int) -> float:
-    if machine.host_copy_bytes_per_s is None or not setup.has_host_params:
-        return 0.0
-    num_bytes = 2 * accumulation * setup.bytes_per_value * run.parameters / setup.replicas
-    return num_bytes / machine.host_copy_bytes_per_s
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Exposed:
-    """Seconds of communication that are not overlapped with computation."""
-
-    moved_s: float  # moving bytes; can never be overlapped
-    called_s: float  # starting calls; can never be overlapped
-    unhidden_s: float  # could be overlapped, but is not
-
-    @classmethod
-    def of(cls, moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:
-        """Split communication that runs beside ``beside_s`` seconds of computation.
-
-        ``moved_s`` and ``called_s``: seconds of moving bytes and of starting calls. ``able``: share of the communication that
-        can be overlapped (for gradients, all but the last bucket). ``hides``: the part of this share that is overlapped.
-        """
-        whole = moved_s + called_s
-        if not whole or not hides:
-            return cls(moved_s, called_s, 0.0)
-        could = min(able * whole, _MAX_HIDDEN * beside_s)
-        left = 1 - could / whole
-        return cls(moved_s * left, called_s * left, (1 - hides) * could)
 
 
 def _calls(

@@ -10,7 +10,7 @@ from typing import Any
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, FailureKind, Measured, Outcome
 from dstrial.dsat.predictor.config_groups import ConfigGroups, structure_of
-from dstrial.dsat.predictor.features import PHASES, ZeroFeatures, peak_parts, step_parts
+from dstrial.dsat.predictor.features import PHASES, peak_parts, step_parts
 from dstrial.dsat.predictor.hardware import Machine, unknown_machine
 from dstrial.dsat.predictor.inputs import ModelInfo, PredictInputs
 from dstrial.dsat.predictor.models import (
@@ -54,18 +54,6 @@ class Prediction:
         return ahead * 0.5 * math.erfc(-score / math.sqrt(2)) + log_std * density
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _View:
-    """Inputs of predictions that all micro batches of a configuration share."""
-
-    run: DryRunResult
-    setup: ZeroFeatures
-    ran: ZeroFeatures  # features of the similar configuration that was dry-run
-    group: tuple[Any, ...]
-    knobs: tuple[tuple[str, Any], ...]
-    extras: tuple[tuple[str, Any], ...]
-
-
 class Predictor:
     """Predicts time, memory and cost of configurations, learning from measured ones."""
 
@@ -81,7 +69,6 @@ class Predictor:
         self.capacity_bytes = inputs.capacity_bytes
         self.outcomes: list[tuple[Candidate, Outcome]] = []
         self._ran = groups.representatives()
-        self._views: dict[tuple[Any, ...], _View | None] = {}
         self._points: dict[Candidate, Point | None] = {}
         self._memory = self._new_memory()
         self.time = StepModel()
@@ -161,50 +148,43 @@ class Predictor:
 
     def host_bytes(self, candidate: Candidate) -> float:
         """Return one rank's peak bytes of tensors on the host; 0 if unknown."""
-        view = self._view(candidate)
-        return 0.0 if view is None else view.run.host.peak(candidate.batch.micro_batch_size)
+        run = self.inputs.runs.get(self._run_key(candidate))
+        return 0.0 if run is None else run.host.peak(candidate.batch.micro_batch_size)
 
     # ---- machinery -------------------------------------------------------------------------------
 
-    def _view(self, candidate: Candidate) -> _View | None:
-        """Return inputs shared by a configuration's micro batches; None if not dry-run."""
+    def _run_key(self, candidate: Candidate) -> str:
         is_accumulating = candidate.batch.accumulation > 1
-        key = candidate.stage, candidate.settings, is_accumulating
-        if key not in self._views:
-            groups, structure = self.groups, structure_of(candidate)
-            name = groups.run_key(structure, is_accumulating=is_accumulating)
-            run, setup = self.inputs.runs.get(name), groups.setup(structure)
-            ran = groups.setup(self._ran[name][0]) if name in self._ran else setup
-            group, extras = groups.group(structure), groups.unknown_settings(structure)
-            self._views[key] = None
-            if run is not None:
-                knobs = setup.clamped(run.parameters).knobs
-                self._views[key] = _View(run, setup, ran, group, knobs, extras)
-        return self._views[key]
+        return self.groups.run_key(structure_of(candidate), is_accumulating=is_accumulating)
 
     def _point(self, candidate: Candidate) -> Point | None:
         if candidate not in self._points:
-            view, batch = self._view(candidate), candidate.batch
-            self._points[candidate] = None
-            if view is not None:
-                parts = step_parts(
-                    view.run,
-                    self.machine or unknown_machine(self.space.replicas, is_cpu=self.inputs.is_cpu),
-                    view.setup,
-                    view.ran,
-                    micro_batch_size=batch.micro_batch_size,
-                    accumulation=batch.accumulation,
-                )
-                self._points[candidate] = Point(
-                    parts,
-                    tuple(peak_parts(view.run, view.setup, view.ran, batch.micro_batch_size)),
-                    view.group,
-                    view.knobs,
-                    batch.micro_batch_size,
-                    view.extras,
-                    is_scattered=view.setup.stage > 0 and not view.setup.is_contiguous,
-                )
+            key = self._run_key(candidate)
+            run = self.inputs.runs.get(key)
+            self._points[candidate] = None if run is None else self._new_point(candidate, run, key)
         return self._points[candidate]
+
+    def _new_point(self, candidate: Candidate, run: DryRunResult, key: str) -> Point:
+        groups, structure, batch = self.groups, structure_of(candidate), candidate.batch
+        setup = groups.setup(structure)
+        ran = groups.setup(self._ran[key][0]) if key in self._ran else setup
+        parts = step_parts(
+            run,
+            self.machine or unknown_machine(self.space.replicas, is_cpu=self.inputs.is_cpu),
+            setup,
+            ran,
+            micro_batch_size=batch.micro_batch_size,
+            accumulation=batch.accumulation,
+        )
+        return Point(
+            parts,
+            tuple(peak_parts(run, setup, ran, batch.micro_batch_size)),
+            groups.group(structure),
+            setup.clamped(run.parameters).knobs,
+            batch.micro_batch_size,
+            groups.unknown_settings(structure),
+            is_scattered=setup.stage > 0 and not setup.is_contiguous,
+        )
 
     def _pressed(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
         """Return ``points`` with time lost to nearly full memory, and their memory peaks."""

@@ -1,1 +1,1 @@
-"""Reports of a search: ``report.json``, ``report.md`` and a live table."""
+"""Reports of a search: ``report.json``, ``report.md`` and lines on a terminal."""

@@ -1,62 +1,12 @@
-"""Show a search on a terminal: a progress bar, and a summary at the end."""
+"""Lines of a search for a terminal: the end of a trial, and a summary of the search."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
-from rich.text import Text
 
 from dstrial.dsat.core.journal import BEST_NAMES, SearchRecord
 from dstrial.dsat.core.outcome import Failure, Measured, TrialResult, best_of, gain_over, own_of
 from dstrial.dsat.report import formatting
-from dstrial.dsat.report.document import UNITS
-
-
-class LiveProgress:
-    """Context manager that prints lines and, on a terminal, a progress bar."""
-
-    def __init__(self, metric: str, max_trials: int, console: Console | None = None) -> None:
-        self._metric = metric
-        self._console = console or Console(highlight=False, soft_wrap=True)
-        self._bar = Progress(
-            BarColumn(30),
-            MofNCompleteColumn(),
-            TextColumn("trials at most, time left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
-            console=self._console,
-            auto_refresh=False,
-            expand=True,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=max_trials)
-
-    def __enter__(self) -> LiveProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def print_line(self, line: str) -> None:
-        self._console.print(Text(line))
-
-    def show(self, trials: Sequence[TrialResult]) -> None:
-        best = best_of(trials, self._metric)
-        text = "nothing was measured yet"
-        if best is not None:
-            amount = formatting.amount(abs(best.score(self._metric) or 0.0))
-            over = _over_own(trials, best, self._metric)
-            text = f"best so far: {amount} {UNITS[self._metric]}{over}: {best.description}"
-        num_ended = sum(trial.outcome is not None for trial in trials)
-        self._bar.update(self._task, completed=num_ended, description=text, refresh=True)
 
 
 def summary(

@@ -46,8 +46,8 @@ _LAYER_NAMES = ("num_layers", "num_hidden_layers", "n_layers", "n_layer")
 
 _AXES = {AUTOTP_KEY: "tp", "sequence_parallel_size": "sp"}
 """Path of ``--space`` that sets a parallel dimension -> field of ``ParallelDims``."""
-_MIN_EFFICIENCY = 0.9
-_PER_STAGE = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
+_PER_STAGE = 8  # micro batches per stage that fill a pipeline
+_BUSY = 8 / 9  # share of busy stages that 8 P micro batches of P stages exceed: 8 P / (9 P - 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,12 +222,12 @@ class Space:
         For a pipeline this is the largest micro batch that leaves enough micro batches per step to keep the stages busy;
         otherwise it is ``last``.
         """
-        num_stages = self.sizes.pp
-        if num_stages == 1 or self.batch_size_grid.is_free:
+        num_stages, grid = self.sizes.pp, self.batch_size_grid
+        if num_stages == 1 or grid.is_free:
             return last
-        return first_position(
-            [self.batch_size_grid.split(position) for position in range(last + 1)], num_stages
-        )
+        positions = range(last + 1)
+        full = [at for at in positions if efficiency(grid.split(at).accumulation, num_stages) > _BUSY]
+        return full[-1] if full else 0
 
     def candidate(self, structure: Structure, position: int) -> Candidate:
         """Add the micro batch size at index ``position`` of the grid to a structure."""
@@ -317,19 +317,8 @@ def efficiency(accumulation: int, num_stages: int) -> float:
 
 
 def enough_accumulation(num_stages: int) -> int:
-    """Return how many micro batches per step keep a pipeline 90 % busy."""
+    """Return how many micro batches per step keep a pipeline nearly 90 % busy."""
     return 1 if num_stages == 1 else _PER_STAGE * num_stages
-
-
-def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
-    """Return the index of the largest micro batch that fills a pipeline to 90 %, or 0."""
-    good = [
-        position
-        for position, split in enumerate(splits)
-        if split.accumulation >= enough_accumulation(num_stages)
-        or efficiency(split.accumulation, num_stages) >= _MIN_EFFICIENCY
-    ]
-    return good[-1] if good else 0
 
 
 def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:

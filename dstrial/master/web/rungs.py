@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from dstrial.search.adaptive_asha import brackets
-from dstrial.search.async_halving import rung_units
+from dstrial.search.halving import brackets, rung_units
 
 WITH_RUNGS = ("adaptive_asha", "async_halving")
 MAX_ENTRIES = 1000  # trials listed per rung, best first
@@ -27,12 +26,8 @@ def rungs_of(
     ``searcher`` is the config's searcher section. ``method`` is the search method's saved state, empty before the first trial.
     ``closed`` are request ids of exited trials. ``trials`` maps request id -> trial id.
     """
-    sizes = (
-        [one.num_rungs for one in brackets(searcher)]
-        if searcher["name"] == "adaptive_asha"
-        else [int(searcher["num_rungs"])]
-    )
-    states = method.get("brackets", [method] if method else [])
+    sizes = [one.num_rungs for one in brackets(searcher)]
+    states = method.get("brackets", [])
     sign = 1.0 if searcher["smaller_is_better"] else -1.0
     units = [rung_units(size, float(searcher["divisor"]), int(searcher["max_time"])) for size in sizes]
     return [

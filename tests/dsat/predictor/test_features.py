@@ -14,7 +14,6 @@ import torch
 import yaml
 from searching import settings_of, write_experiment
 
-from dstrial.dsat.backends.trial_spec import python_words
 from dstrial.dsat.driver.dry_runs import gather_inputs, request_maker
 from dstrial.dsat.predictor.inputs import PredictInputs, dry_run_request
 from dstrial.dsat.space.space import Structure
@@ -118,38 +117,28 @@ def test_dry_run_of_pipeline_needs_its_stages() -> None:
     assert isinstance(two, ModelTrace)
 
 
-def test_pipeline_search_is_not_dry_run(tmp_path: Path) -> None:
-    settings = settings_of(
-        MODEL_DEFS.parent / "experiment_configs" / "stdlib_lm.yaml",
-        "--output",
-        str(tmp_path),
-        method="predict",
-        model_dir=MODEL_DEFS / "stdlib_lm",
-    )
-    lines: list[str] = []
-
-    inputs = gather_inputs(settings, target="cpu", print_line=lines.append)
-
-    assert (inputs.described_by, inputs.runs) == ("nothing", {})
-    assert "pipelines have no predicted times" in lines[0]
-
-
-def test_search_with_own_autotp_is_not_dry_run(tmp_path: Path) -> None:
-    given = yaml.safe_load((MODEL_DEFS.parent / "experiment_configs" / "dsat_trial.yaml").read_text())
-    given["hyperparameters"].setdefault("overwrite_deepspeed_args", {})["tensor_parallel"] = {
-        "autotp_size": 2
-    }
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("stdlib_lm", {}, "pipelines have no predicted times"),
+        ("dsat_trial", {"tensor_parallel": {"autotp_size": 2}}, "no tensor- or sequence-parallel groups"),
+    ],
+)
+def test_parallel_model_is_not_dry_run(
+    name: str, changes: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    given = yaml.safe_load((MODEL_DEFS.parent / "experiment_configs" / f"{name}.yaml").read_text())
+    given["hyperparameters"].setdefault("overwrite_deepspeed_args", {}).update(changes)
     given["resources"] = {"slots_per_trial": 2}
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump(given))
-    settings = settings_of(
-        path, "--output", str(tmp_path / "out"), method="predict", model_dir=MODEL_DEFS / "dsat_trial"
-    )
+    flags = ("--output", str(tmp_path / "out"))
+    settings = settings_of(path, *flags, method="predict", model_dir=MODEL_DEFS / name)
 
     inputs = gather_inputs(settings, target="cpu")
 
-    assert inputs.runs == {}
-    assert "no tensor- or sequence-parallel groups" in inputs.notes[0]
+    assert (inputs.described_by, inputs.runs) == ("nothing", {})
+    assert reason in inputs.notes[0]
 
 
 def test_dry_run_of_two_engines_uses_both_configs() -> None:
@@ -185,15 +174,6 @@ def test_dry_run_describes_script_with_sample_batch(tmp_path: Path) -> None:
     assert any("loss is not part of its model" in note for note in result.notes)
 
 
-def test_dry_run_of_script_with_config_file(tmp_path: Path) -> None:
-    hparams = {"width": WIDTH, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
-    words = ["-m", "core_api_script", "--records", "40", "--config-file", str(HERE / "ds_config.json")]
-
-    result = dry_run(dry_run_request(words, HERE, hparams, world_size=4))
-
-    assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
-
-
 def test_dry_run_of_trainer_script_leaves_no_files(
     tmp_path: Path,
 ) -> None:
@@ -212,22 +192,6 @@ def test_dry_run_of_trainer_script_leaves_no_files(
     assert result.flops.model.at(8) / rule == pytest.approx(1.09, abs=0.05)
     assert result.memory.settled == pytest.approx((4 + 8) * result.parameters, rel=0.1)
     assert sorted(path.name for path in folder.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("entrypoint", "words"),
-    [
-        ("python3 -m determined.launch.deepspeed python3 train.py --a 1", ["train.py", "--a", "1"]),
-        ("python3 -m dstrial.launch --slots 2 train.py", ["train.py"]),
-        (
-            "python3 -m determined.launch.deepspeed -- python -m package.train -x",
-            ["-m", "package.train", "-x"],
-        ),
-        ("python3 train.py", ["train.py"]),
-    ],
-)
-def test_python_words_of_entrypoint_are_its_script(entrypoint: str, words: list[str]) -> None:
-    assert python_words(entrypoint) == words
 
 
 def test_user_place_of_library_error_is_caller() -> None:

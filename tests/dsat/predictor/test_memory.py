@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from predicted import dry_run
 
-from dstrial.dsat.predictor.features import MEMORY_PARTS, PeakParts, StepParts, ZeroFeatures, peak_parts
+from dstrial.dsat.predictor.features import PeakParts, StepParts, ZeroFeatures, peak_parts
 from dstrial.dsat.predictor.models import DeviceMemory, MemoryModel, MemoryPrediction, Point
 from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
 
@@ -64,24 +64,6 @@ def test_peak_parts_sum_for_any_bucket_size() -> None:
     assert same["forward"].total_bytes == pytest.approx(7e9)
     assert larger["backward"].total_bytes - same["backward"].total_bytes == pytest.approx(width * 1e8)
     assert larger["forward"].total_bytes == same["forward"].total_bytes
-
-
-def test_peak_parts_are_sorted_without_small_phases() -> None:
-    run = dry_run(device=MemoryForm((*FORM.phases, PhaseMemory("init", (Line(1 * GIB, 0.0),))), FORM.settled))
-
-    small, large = (peak_parts(run, SETUP, SETUP, size) for size in (2, 20))
-
-    assert small[0].phase == "step"
-    assert [one.phase for one in large] == ["backward"]
-    assert all(len(one.num_bytes) == len(MEMORY_PARTS) for one in (*small, *large))
-
-
-def test_bucket_bytes_follow_stage_and_overlap() -> None:
-    for stage, is_overlapping, num_bytes in ((0, False, 0), (1, False, 20), (2, True, 40), (3, True, 20)):
-        setup = dataclasses.replace(
-            SETUP, stage=stage, reduce_elements=10, bytes_per_value=2, is_overlapping=is_overlapping
-        )
-        assert setup.bucket_bytes == num_bytes
 
 
 # ---- before anything is measured ---------------------------------------------------------------
@@ -148,17 +130,6 @@ def test_out_of_memory_below_prediction_raises_it() -> None:
 
     assert predicted(surprised, 8)[0] > 1.1 * before[0]
     assert predicted(warned, 8) == before
-
-
-def test_out_of_memory_point_exceeds_capacity() -> None:
-    learner = MemoryModel(DEVICE)
-    add_measurement(learner, 8)
-
-    learner.ran_out(point(24), "backward")
-
-    (found,) = learner.predict([point(24)])
-    assert found is not None
-    assert found.probability_to_fit(DEVICE.capacity_bytes or 0.0) < 0.5
 
 
 def test_measured_candidate_fits_beside_out_of_memory() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from predicted import dry_run
 
-from dstrial.dsat.predictor.features import PARTS, PHASES, StepParts, ZeroFeatures, step_parts
+from dstrial.dsat.predictor.features import PARTS, StepParts, ZeroFeatures, step_parts
 from dstrial.dsat.predictor.hardware import DEVICES, Link, Machine, nominal_machine
 from dstrial.dsat.predictor.models import Point, StepModel, Timing
 from dstrial.engine.dryrun.values import Collective
@@ -98,19 +98,6 @@ def test_overhead_is_hidden_by_device_computing() -> None:
     assert overhead(64, dataclasses.replace(slow, host_copy_bytes_per_s=None)) == pytest.approx(4.5)
 
 
-def test_step_parts_are_split_into_phases() -> None:
-    found = step_parts(RUN, MACHINE, SETUP, SETUP, micro_batch_size=4, accumulation=4)
-
-    named = {
-        phase: dict(zip(PARTS, seconds, strict=True))
-        for phase, seconds in zip(PHASES, found.phases, strict=True)
-    }
-    assert named["backward"]["compute"] == pytest.approx(2 * named["forward"]["compute"])
-    assert named["backward"]["reduce"] > 0 == named["forward"]["reduce"]
-    assert named["step"]["optimizer"] == found.seconds[PARTS.index("optimizer")] > 0
-    assert sum(map(sum, found.phases)) == pytest.approx(sum(found.seconds))
-
-
 def test_machine_from_incomplete_metrics_is_none() -> None:
     metrics = {
         "machine_flops_per_s": 1e12,
@@ -194,47 +181,6 @@ def test_outlier_moves_prediction_little() -> None:
     (after,) = StepModel([*steady, Timing(point(8), 3.3, 0.004)]).predict([point(8)])
 
     assert after.median_s == pytest.approx(before.median_s, rel=0.02)
-
-
-def test_small_noisy_steps_are_fitted_near_measurements() -> None:
-    """For a tiny net on a busy CPU, calls take far longer than the model assumes."""
-    timings = []
-    for size, seconds, phases in (
-        (2, 0.0611, (0.0106, 0.0288, 0.0239)),
-        (4, 0.0502, (0.0081, 0.0237, 0.0195)),
-    ):
-        parts = [
-            {"overhead": share * 2.7e-3 * (4 / size), "calls": share * 1.5e-2 * (4 / size)}
-            for share in (0.2, 0.4, 0.4)
-        ]
-        found = StepParts(tuple(tuple(each.get(part, 1e-6) for part in PARTS) for each in parts))
-        known = dict(zip(PHASES, phases, strict=True))
-        timings.append(Timing(Point(found, (), (1,), (), size), seconds, 0.09, known))
-
-    for one, prediction in zip(
-        timings, StepModel(timings).predict([one.point for one in timings]), strict=True
-    ):
-        assert prediction.median_s == pytest.approx(one.seconds, rel=0.25)
-
-
-def test_noisy_measurement_moves_prediction_little() -> None:
-    sure = [Timing(point(size), truth(point(size), (1.0,) * len(PARTS)), 0.004) for size in (4, 16)]
-    doubted = StepModel([*sure, Timing(point(8), 20.0, 1.0)])
-
-    (prediction,) = doubted.predict([point(8)])
-    assert prediction.median_s == pytest.approx(truth(point(8), (1.0,) * len(PARTS)), rel=0.05)
-
-
-def test_ineffective_settings_narrow_predictions() -> None:
-    noise = random.Random(1)
-    timings = [
-        Timing(point(8, bucket=bucket), 3.0 * math.exp(noise.gauss(0, 0.002)), 0.004)
-        for bucket in (None, 1e6, 2e6, 5e6, 1e7, 2e7, 5e7, 1e8, 2e8)
-    ]
-
-    (first,) = StepModel(timings[:1]).predict([point(8, bucket=1e9)])
-    (later,) = StepModel(timings).predict([point(8, bucket=1e9)])
-    assert later.log_std < 0.7 * first.log_std
 
 
 def test_spreads_grow_with_residuals() -> None:

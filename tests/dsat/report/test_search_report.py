@@ -1,8 +1,7 @@
-"""The report of a search: its JSON, its Markdown and the live table."""
+"""The report of a search: its JSON and its Markdown."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Callable
@@ -10,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from surfaces import facts_of_search, play, space, surface, trials_of
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, TrialResult
 from dstrial.dsat.report.document import report_document, write_report
-from dstrial.dsat.report.live import LiveProgress
 
 
 def _outcome(candidate: Candidate) -> Outcome:
@@ -112,17 +109,3 @@ def test_gain_within_intervals_is_uncertain(half_width: float, is_certain: bool,
 
     assert document["is_gain_certain"] is is_certain
     assert ("the gain is not certain" in (tmp_path / "report.md").read_text()) is not is_certain
-
-
-def test_terminal_shows_lines_progress_and_best() -> None:
-    trials = _played(max_trials=4)
-    console = Console(file=io.StringIO(), force_terminal=True, width=200)
-
-    with LiveProgress("throughput", 10, console) as progress:
-        progress.print_line("a line above")
-        progress.show([*trials[:3], TrialResult(4, trials[3].candidate, "the fourth", "")])
-
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "a line above" in shown
-    assert "3/10" in re.sub(r"\x1b\[[\d;]*m", "", shown).replace(" ", "")
-    assert "best so far" in shown

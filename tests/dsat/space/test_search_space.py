@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from surfaces import BASE, play, space
 from dstrial.config.deepspeed_rules.ignored import zero_keys_without_effect
 from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.config import read_space
-from dstrial.dsat.core.candidate import BatchSizeGrid, BatchSplit, Candidate, layered
+from dstrial.dsat.core.candidate import BatchSizeGrid, BatchSplit, layered
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.errors import ConfigError
@@ -33,12 +32,6 @@ def test_grid_splits_keep_global_batch(per_replica: int, replicas: int) -> None:
         assert split.micro_batch_size * split.accumulation * replicas == per_replica * replicas
         assert ladder.position(split.micro_batch_size) == position
     assert ladder.split(ladder.last).accumulation == 1
-
-
-def test_free_grid_keeps_accumulation() -> None:
-    ladder = space(free_batch=True).batch_size_grid
-
-    assert ladder.split(4) == BatchSplit(5, 8, 320)
 
 
 def test_train_batch_size_changes_own_batch() -> None:
@@ -149,13 +142,6 @@ def test_space_file_adds_paths_and_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         read_space(path, {})
     assert len(error.value.problems) == 2
-
-
-def test_candidate_survives_json() -> None:
-    searched = space()
-    candidate = searched.candidate(searched.draw(SearchRandom(5), 2), 1)
-
-    assert Candidate.from_json(json.loads(json.dumps(candidate.to_json()))) == candidate
 
 
 def test_layered_keeps_none_values_of_base() -> None:
