@@ -337,7 +337,6 @@ def _revive(tx: Transaction) -> dict[str, str]:
         users.create_user(tx, username="fuzz", admin=False, password="")
     tx.execute("UPDATE allocations SET state = 'RUNNING', end_us = NULL WHERE id = '1.request.1'")
     tx.execute("DELETE FROM tokens")
-    tx.publish(tokens.TOPIC)
     fuzz = users.find_by_name(tx.connection, "fuzz")
     assert fuzz is not None
     own = {"allocation": "token-of-trial-1", "user": "token-of-the-user-in-trial-1"}

@@ -241,7 +241,7 @@ class Janitor:
             remove(directory)
             with contextlib.suppress(OSError):
                 remove_tree(tracebacks_directory(directory, allocation.trial_id))
-        self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
+        self._database.write(lambda tx: experiments.forget(tx, experiment_id))
 
     def _delete_tensorboard(self, experiment_id: int) -> None:
         with self._database.read() as connection:
@@ -274,8 +274,3 @@ class Janitor:
 
     def _forget_old_logs(self) -> None:
         self._database.write(lambda tx: logs.forget_old(tx, self._log_retention_days))
-
-
-def _forget_experiment(tx: Transaction, experiment_id: int) -> None:
-    allocations.remember_uses(tx, experiment_id)
-    experiments.forget(tx, experiment_id)

@@ -29,9 +29,7 @@ from dstrial.master.store import nodes
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Transaction
-from dstrial.master.store.reports import log_quota
-from dstrial.master.store.reports.log_quota import LogOwner
-from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.store.reports.logs import LogOwner, add_lines, add_master_line
 from dstrial.master.webhooks import events
 
 if TYPE_CHECKING:
@@ -217,7 +215,8 @@ class Reconciler:
         def store(tx: Transaction) -> None:
             if advance(tx, read.num_lost + len(lines)):
                 quota = self._services.settings.trial_log_bytes
-                log_quota.add_lines(tx, _log_of(row), lines, quota, num_lost=read.num_lost)
+                owner = LogOwner(row.task_id, row.trial_id or None, row.id)
+                add_lines(tx, owner, lines, quota, num_lost=read.num_lost)
                 note_matches(tx, row, matched, output.node_id, name)
                 events.notify_lines(tx, row.task_id, triggered)
 
@@ -290,7 +289,6 @@ class Reconciler:
         traceback: str | None,
     ) -> None:
         def end(tx: Transaction) -> None:
-            log_quota.tell_at_end(tx, _log_of(row))
             for one in exit_.nodes:
                 nodes.update_part(
                     tx, row.id, one.node_id, exit_code=one.exit_code, signal=one.signal, cause=one.cause
@@ -334,10 +332,6 @@ def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[Allocatio
     if exit_.explanation is None:
         exit_ = dataclasses.replace(exit_, explanation=explain_failure(printed(directory), traceback))
     return exit_, traceback
-
-
-def _log_of(row: Allocation) -> LogOwner:
-    return LogOwner(row.task_id, row.trial_id or None, row.id)
 
 
 def failed_start(error: Exception) -> AllocationExit:

@@ -9,7 +9,7 @@ from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.services import Services
 from dstrial.master.store.database import Connection
-from dstrial.master.store.reports import instruments
+from dstrial.master.store.reports import curves as rows
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.overviews import Json, finite
 from dstrial.master.web.views import MAX_POINTS, curve_json, metrics_json, read_trials, require_trial
@@ -20,7 +20,7 @@ MAX_RANKS = 64  # curves (one per rank) per response
 
 def _newest(connection: Connection, trial_id: int) -> Json:
     require_trial(connection, trial_id)
-    found = instruments.newest(connection, trial_id)
+    found = rows.newest(connection, trial_id)
     if found is None:
         return {"report": None}
     return {
@@ -40,7 +40,7 @@ async def get_instruments(request: ApiRequest) -> Json:
 
 def _rank_curves(connection: Connection, trial_id: int, name: str) -> Json:
     require_trial(connection, trial_id)
-    steps, times, values = instruments.by_rank(connection, trial_id, name)
+    steps, times, values = rows.by_rank(connection, trial_id, name)
     num_ranks = max(map(len, values), default=0)
     shown = list(range(num_ranks))
     if num_ranks > MAX_RANKS:

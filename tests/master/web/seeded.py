@@ -348,13 +348,10 @@ def add_task(
 
 
 def add_past_use(tx: Transaction, hours_ago: float, hours: float, num_slots: int) -> None:
-    """Add slot usage of a deleted experiment."""
+    """Add an ended allocation."""
     start_us = now_us() - round(hours_ago * 3600e6)
-    add(
-        tx, "past_usage", allocation_id=str(uuid.uuid4()), kind="TRIAL", user_id=owner_of(tx), experiment_id=999,
-        workspace_name="Uncategorized", labels=[], num_slots=num_slots, start_us=start_us,
-        end_us=start_us + round(hours * 3600e6),
-    )  # fmt: skip
+    own = {"id": str(uuid.uuid4()), "task_id": "past", "slots": list(range(num_slots)), "state": "TERMINATED"}
+    add(tx, "allocations", **own, start_us=start_us, end_us=start_us + round(hours * 3600e6))
 
 
 def add_model(tx: Transaction, name: str, *checkpoints: str, labels: tuple[str, ...] = ()) -> int:
