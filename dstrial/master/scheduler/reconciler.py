@@ -21,8 +21,8 @@ from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings
 from dstrial.master.lifecycle import commands as life
+from dstrial.master.scheduler import commands
 from dstrial.master.scheduler.backoff import Backoff
-from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import nodes
@@ -82,7 +82,6 @@ class Reconciler:
         self._backend = services.backend
         self._backoff = backoff  # by allocation id
         self._states: dict[str, _State] = {}
-        self._commands = CommandWatch(services)
 
     def adopt(self, rows: Iterable[Allocation]) -> None:
         """Find the processes of live allocations that an earlier master started."""
@@ -144,7 +143,7 @@ class Reconciler:
         if exit_ is None:
             self._leave_if_due(row, run)
             self._stop_if_due(state)
-            self._commands.poll(row)
+            commands.watch(self._services, row)
         has_more = self._read_outputs(state)
         if exit_ is not None and not has_more:
             self._end(row, run, exit_)
@@ -296,7 +295,7 @@ class Reconciler:
             exited(tx, row.id, exit_, traceback)
 
         self._database.write(end)
-        self._commands.forget(row)
+        self._services.activity.forget(row.task_id)
         self._backoff.forget(row.id)
         self._backend.forget(run)
 

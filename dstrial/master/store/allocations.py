@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dstrial.config.experiment_config.command import NAMES
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one, fetch_value
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, required
 
 
@@ -136,11 +136,6 @@ def last_runs(connection: sqlite3.Connection, trial_id: int, run_id: int, limit:
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Allocation]:
     return _where(connection, "experiment_id = ?", experiment_id)
-
-
-def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) -> int:
-    sql = "SELECT COUNT(*) FROM allocations WHERE task_id = ? AND exit_reason = ?"
-    return fetch_value(int, connection, sql, (task_id, reason)) or 0
 
 
 def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
