@@ -224,6 +224,7 @@ def live_allocations(state: StateDirectory) -> list[str]:
 def request_stop(record: MasterRecord, *, is_kill: bool) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(record.pid, KILL_SIGNAL if is_kill else STOP_SIGNAL)
+        os.kill(record.pid, signal.SIGCONT)  # a suspended master handles no other signal
 
 
 def wait_for_end(

