@@ -35,7 +35,7 @@ _DESCRIPTIONS = {
     "expired. The command uses a socket in the state directory, which only the owner of the directory can open.",
     "logs": "Print the master's own log. `det trial logs` prints the log of a trial.",
     "restore": "Replace the master's database by a backup, while no master runs. The replaced files are moved to another "
-    "directory. IDs of experiments and trials are not reused. Without PATH, list the backups.",
+    "directory. Without PATH, list the backups.",
 }
 
 
@@ -129,7 +129,7 @@ def _restore(args: argparse.Namespace, state: StateDirectory) -> None:
         state.restrict_to_owner()
     sys.stdout.write(
         f"{state.database_path} is restored from {copy}: {restored.num_experiments} experiments, the last is "
-        f"{restored.last_experiment}; the next one gets number {restored.next_experiment}\n"
+        f"{restored.last_experiment}\n"
     )
     if restored.kept is not None:
         sys.stdout.write(f"the replaced database is kept in {restored.kept}\n")

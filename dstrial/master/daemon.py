@@ -6,6 +6,7 @@ import the server.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -24,7 +25,6 @@ from dstrial.errors import MasterError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
 from dstrial.master.store.views.observe import supervisors
-from dstrial.process_state import is_stopped
 
 HOST = "127.0.0.1"  # the only address that a master listens on
 
@@ -178,14 +178,11 @@ def _read_all(descriptor: int, deadline_s: float) -> bytes | None:
 
 
 def _startup_failure(state: StateDirectory, exit_code: int) -> str:
-    lines = tail(state.log_path, 20)
-    return "\n".join(
-        [
-            f"the master ended with exit code {exit_code} while it started; expected it to serve. Remove the cause, which "
-            f"is in {state.log_path}:",
-            *lines,
-        ]
+    text = (
+        f"the master ended with exit code {exit_code} while it started; expected it to serve. Remove the cause, which is in "
+        f"{state.log_path}:"
     )
+    return "\n".join([text, *tail(state.log_path, 20)])
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
@@ -227,14 +224,7 @@ def live_allocations(state: StateDirectory) -> list[str]:
 def request_stop(record: MasterRecord, *, is_kill: bool) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(record.pid, KILL_SIGNAL if is_kill else STOP_SIGNAL)
-        _resume_if_stopped(record)
-
-
-def _resume_if_stopped(record: MasterRecord) -> None:
-    """Send SIGCONT if the master is suspended, so that it can handle other signals."""
-    if is_stopped(record.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(record.pid, signal.SIGCONT)
+        os.kill(record.pid, signal.SIGCONT)  # a suspended master handles no other signal
 
 
 def wait_for_end(
@@ -245,7 +235,7 @@ def wait_for_end(
 ) -> bool:
     """Wait at most ``timeout_s`` for a master to exit; return whether it exited.
 
-    A suspended master gets SIGCONT. ``on_progress`` is called with the number of running allocations whenever it changes.
+    ``on_progress`` is called with the number of running allocations whenever it changes.
     """
     deadline_s = time.monotonic() + timeout_s
     last_count: int | None = None
@@ -255,7 +245,6 @@ def wait_for_end(
             return False
         if time.monotonic() > next_count_at_s:
             next_count_at_s = time.monotonic() + 0.5
-            _resume_if_stopped(record)
             count = len(live_allocations(state))
             if count != last_count:
                 last_count = count
@@ -266,17 +255,8 @@ def wait_for_end(
 
 def tail(path: Path, num_lines: int) -> list[str]:
     """Return a text file's last lines without newlines; [] if the file is missing."""
-    if num_lines <= 0:
-        return []
     try:
-        with path.open("rb") as file:
-            position = file.seek(0, os.SEEK_END)
-            content = b""
-            while position > 0 and content.count(b"\n") <= num_lines:
-                size = min(65536, position)
-                position -= size
-                file.seek(position)
-                content = file.read(size) + content
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return [line.rstrip("\n") for line in collections.deque(file, num_lines)]
     except FileNotFoundError:
         return []
-    return content.decode("utf-8", errors="replace").splitlines()[-num_lines:]

@@ -43,8 +43,6 @@ from dstrial.master.store.database import Database
 from dstrial.visible_text import visible, visible_line
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
     from dstrial.master.backends.devices import Slot
     from dstrial.master.scheduler.scheduler import Scheduler
     from dstrial.master.services import Services
@@ -63,10 +61,6 @@ _DRAIN_S = 5.0  # timeout for pending webhook events at shutdown
 _PRIVATE_UMASK = 0o077
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _BACKLOG = 2048
-_SUBMISSIONS = frozenset(
-    f"/api/v1/{path}"
-    for path in ("experiments", "experiments/continue", "commands", "tensorboards", "generic-tasks")
-)
 _LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
 _LOG_INDENT = "    "
 
@@ -103,34 +97,6 @@ class MasterServer(uvicorn.Server):
             self._on_ready()
 
 
-class RefuseSubmissions:
-    """ASGI middleware that returns 503 for new experiments and tasks during shutdown."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self.is_stopping = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            self.is_stopping
-            and scope["type"] == "http"
-            and scope["method"] == "POST"
-            and scope["path"] in _SUBMISSIONS
-        ):
-            from starlette.responses import JSONResponse
-
-            text = "the master is shutting down and accepts nothing new; submit again after the next `dstrial up`"
-            error = {"code": 14, "reason": "Unavailable", "error": text}
-            await JSONResponse({"error": error}, status_code=503)(scope, receive, send)
-            return
-        try:
-            await self._app(scope, receive, send)
-        except asyncio.CancelledError:
-            # uvicorn cancels long polls and streams at shutdown; the client sees a closed connection.
-            if not self.is_stopping:
-                raise
-
-
 def serve(
     state: StateDirectory,
     options: MasterOptions,
@@ -160,7 +126,7 @@ def serve(
         port = int(listener.getsockname()[1])
         owner_listener, socket_path = stack.enter_context(owner_socket.listening(state))
         _configure_log(state, settings.log_level, shows_log=shows_log)
-        num_connections = raise_limit()
+        raise_limit()
         hosts = hosts_of(options, settings)
         slots = () if hosts or settings.backend in ENGINES else tuple(find_slots(options.num_slots))
         pubsub = PubSub()
@@ -181,7 +147,7 @@ def serve(
         record = _record(services, services.slots, port, socket_path)
         # Exclude startup objects from garbage collection.
         gc.freeze()
-        _run(state, services, record, listener, owner_listener, num_connections, on_ready)
+        _run(state, services, record, listener, owner_listener, on_ready)
 
 
 def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
@@ -261,8 +227,8 @@ def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> Non
     for handler in handlers:
         handler.setFormatter(LogFormatter())
     logging.basicConfig(level=getattr(logging, level.upper(), logging.INFO), handlers=handlers, force=True)
-    # uvicorn logs a warning per bad request, with which any local user could fill the disk.
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    # uvicorn logs a warning per bad request, with which any local user could fill the disk, and cancelled requests as errors.
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
 
 
 def _run(
@@ -271,7 +237,6 @@ def _run(
     record: MasterRecord,
     listener: socket.socket,
     owner_listener: socket.socket,
-    num_connections: int,
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
     from dstrial.master.app import create_app
@@ -280,7 +245,6 @@ def _run(
     from dstrial.master.scheduler.scheduler import Scheduler
     from dstrial.master.webhooks.delivery import Delivery
 
-    app = RefuseSubmissions(create_app(services))
     scheduler = Scheduler(services)
     delivery = Delivery(services)
 
@@ -293,7 +257,7 @@ def _run(
 
     server = MasterServer(
         uvicorn.Config(
-            app,
+            create_app(services),
             loop="uvloop",
             http=Connection,
             ws=websocket_protocol(services),
@@ -305,14 +269,14 @@ def _run(
             timeout_graceful_shutdown=int(_STREAM_END_S),
             timeout_keep_alive=25,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            limit_concurrency=min(MAX_CONNECTIONS, num_connections),
+            limit_concurrency=MAX_CONNECTIONS,
         ),
         tell,
         owner_listener,
     )
 
     async def main() -> None:
-        ending = Shutdown(server, app, scheduler, delivery)
+        ending = Shutdown(server, scheduler, delivery)
         loop = asyncio.get_running_loop()
         for signal_ in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(signal_, ending.request, signal_.name)
@@ -330,37 +294,33 @@ def _run(
 class Shutdown:
     """Shuts the master down: stops or kills the trials, then stops the server.
 
-    Meanwhile trials can report, ``app`` rejects submissions, and ``delivery`` sends pending webhook events.
+    Meanwhile trials can report, submissions wait for the next master, and ``delivery`` sends pending webhook events.
     """
 
-    def __init__(
-        self, server: MasterServer, app: RefuseSubmissions, scheduler: Scheduler, delivery: Delivery
-    ) -> None:
+    def __init__(self, server: MasterServer, scheduler: Scheduler, delivery: Delivery) -> None:
         self._server = server
-        self._app = app
         self._scheduler = scheduler
         self._delivery = delivery
-        self._is_killing = False
+        self._is_stopping = self._is_killing = False
 
     def request(self, cause: str) -> None:
         """Stop the trials with a checkpoint; a SIGINT (Ctrl-C) during the stop kills them.
 
         ``cause`` is a signal's name. A further SIGTERM (a second `dstrial down`) or SIGHUP (a closed session) has no effect.
         """
-        if self._app.is_stopping:
+        if self._is_stopping:
             if cause == signal.SIGINT.name:
                 self.request_now()
             return
         logger.info("%s: stopping the trials with a checkpoint", cause)
-        self._app.is_stopping = True
+        self._is_stopping = True
         self._begin(is_graceful=True)
 
     def request_now(self) -> None:
         if self._is_killing:
             return
-        self._is_killing = True
+        self._is_stopping = self._is_killing = True
         logger.info("killing the trials")
-        self._app.is_stopping = True
         self._begin(is_graceful=False)
 
     def _begin(self, *, is_graceful: bool) -> None:

@@ -31,7 +31,6 @@ from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import nodes, users
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Database, Transaction, make_cluster_id
-from dstrial.master.store.tokens import TokenStore
 from dstrial.master.webhooks.delivery import Sender, load_key
 from dstrial.master.webhooks.events import LogTriggers
 
@@ -105,14 +104,12 @@ class Services:
     signing_key: str = dataclasses.field(default="", repr=False)
     scheduler_step: tuple[str, float] | None = None
     scheduler_problem: str = ""  # error of the scheduler's last iteration
-    tokens: TokenStore = dataclasses.field(init=False)
     webhook_sender: Sender = dataclasses.field(init=False)
     log_triggers: LogTriggers = dataclasses.field(init=False)
     storages: Storages = dataclasses.field(init=False)
     backend: Backend = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = TokenStore(self.read, self.pubsub)
         self.webhook_sender = Sender(self.signing_key)
         self.log_triggers = LogTriggers(self.database, self.pubsub)
         self.storages = Storages(self.database, umask=local.trial_umask)

@@ -238,12 +238,13 @@ class MasterSettings:
 
     def as_config(self) -> dict[str, Any]:
         """Return the settings as Determined's master config, with secrets masked."""
+        given = {
+            key: value
+            for key, value in self.given.items()
+            if value is not None and (key == self.backend or key not in ("backend", *ENGINES))
+        }
         config = {
-            **{
-                key: value
-                for key, value in self.given.items()
-                if value is not None and key not in ("backend", *ENGINES)
-            },
+            **given,
             "port": self.port or DEFAULT_PORT,
             "log": {"level": self.log_level, "color": False},
             "checkpoint_storage": dict(self.checkpoint_storage),
@@ -262,10 +263,6 @@ class MasterSettings:
                 "base_url": self.base_url,
             },  # `dstrial webhook key` prints the key
             "feature_switches": [],
-            **({} if self.hostfile is None else {"hostfile": self.hostfile}),
-            **({} if self.hosts_python is None else {"hosts_python": self.hosts_python}),
-            **({"slurm": dict(self.slurm)} if self.backend == "slurm" else {}),
-            **({"ray": {"address": self.ray_address}} if self.backend == "ray" else {}),
         }
         shown: dict[str, Any] = masked(config, self.secret_names)
         return shown

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
+import inspect
 import re
 import subprocess
 import sys

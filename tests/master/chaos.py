@@ -1,92 +1,56 @@
-"""Kill random processes of small searches, and check that nothing is lost.
+"""Small searches without torch whose processes are killed, and checks that nothing is lost.
 
-Each run is one search under its own master. Its seed selects the searcher, the processes to kill and the moments. A trial
-is a launcher with two ranks, which exchange values at every batch and keep journals. After a run:
-
-- the experiment is COMPLETED and has the trials of the undisturbed search;
-- the searcher's state equals that of a new searcher that gets the stored validations once;
-- each trial has reports without a gap from batch 1 to the batch where the searcher ended the trial, with the losses of
-  undisturbed training, and a checkpoint at that batch;
-- everything that the master confirmed and every line that a rank printed is stored exactly once;
-- no process, directory or token is left, and the database is intact.
+A trial is a launcher with two ranks (``chaos_train.py``), which exchange values at every batch and print numbered lines.
 """
 
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
-import dataclasses
+import json
 import os
 import pathlib
-import random
+import re
 import signal
 import sqlite3
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
-import chaos_checks
 import chaos_train
 import yaml
+from chaos_train import NUM_RANKS, NUM_STEPS, undisturbed
+from simulated_search import simulate
 
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.local import is_alive
-from dstrial.testing.master import MasterForTest, master_for_test
+from dstrial.search import Searcher, Stop
+from dstrial.testing.master import MasterForTest
 
 DEADLINE_S = 240.0
-MAX_MOMENTS = 3
-TARGETS = ("master", "supervisor", "entrypoint", "rank")
 _END = ("COMPLETED", "ERROR", "CANCELED")
-_HALVING = {"max_trials": 4, "max_concurrent_trials": 2, "divisor": 2}
+_TIME = {"time_metric": "batches", "max_time": NUM_STEPS}
+_HALVING = {"max_trials": 4, "max_concurrent_trials": 2, "divisor": 2, **_TIME}
 SEARCHERS: dict[str, dict[str, Any]] = {
     "random": {"max_trials": 3, "max_concurrent_trials": 2},
     "async_halving": {**_HALVING, "num_rungs": 3},
     "adaptive_asha": {**_HALVING, "max_rungs": 3, "mode": "standard"},
 }
+_LINE = re.compile(r"run (\d+) rank (\d+) line (\d+): ")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Strike:
-    """A killed process: the master, or a process of one run of a trial."""
-
-    target: str
-    trial_id: int | None = None
-    run_id: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """The targets killed in a run, in order, and the problems found afterwards."""
-
-    killed: tuple[str, ...]
-    problems: tuple[str, ...]
-
-
-def searcher_of(seed: int) -> str:
-    """Return the searcher for a seed; 12 seeds in a row pair it with each target."""
-    return list(SEARCHERS)[seed // len(TARGETS) % len(SEARCHERS)]
-
-
-def submit(master: MasterForTest, seed: int, journals: pathlib.Path) -> int:
-    """Submit a small search without torch and return its id."""
-    name = searcher_of(seed)
-    searcher = {
-        "name": name, "metric": "validation_loss", "smaller_is_better": True, **SEARCHERS[name],
-    }  # fmt: skip
-    if name != "random":
-        searcher |= {"time_metric": "batches", "max_time": chaos_train.NUM_STEPS}
+def submit(master: MasterForTest, name: str = "random") -> int:
+    """Submit a search by name of its searcher; return the experiment's id."""
+    searcher = {"name": name, "metric": "validation_loss", "smaller_is_better": True, **SEARCHERS[name]}
     config = {
-        "name": f"chaos-{seed}",
+        "name": f"chaos-{name}",
         "entrypoint": "python3 chaos_train.py",
-        "hyperparameters": {
-            "lr": {"type": "double", "minval": 0.01, "maxval": 0.2},
-            "journals": str(journals),
-        },
+        "hyperparameters": {"lr": {"type": "double", "minval": 0.01, "maxval": 0.2}},
         "searcher": searcher,
-        "resources": {"slots_per_trial": chaos_train.NUM_RANKS},
+        "resources": {"slots_per_trial": NUM_RANKS},
         "max_restarts": 20,
-        "reproducibility": {"experiment_seed": seed},
+        "reproducibility": {"experiment_seed": 3},
     }
     path = pathlib.Path(chaos_train.__file__)
     content = base64.b64encode(path.read_bytes()).decode()
@@ -95,28 +59,46 @@ def submit(master: MasterForTest, seed: int, journals: pathlib.Path) -> int:
     return int(master.client().post("/api/v1/experiments", message)["experiment"]["id"])
 
 
-def state_of(master: MasterForTest, experiment_id: int) -> str:
-    """Return the experiment's stored state."""
-    with chaos_checks.opened(master) as connection:
-        row = connection.execute("SELECT state FROM experiments WHERE id = ?", (experiment_id,)).fetchone()
-    return str(row["state"])
+@contextlib.contextmanager
+def opened(master: MasterForTest) -> Iterator[sqlite3.Connection]:
+    """Open the master's database read-only."""
+    # A writable connection would checkpoint the WAL of a killed master when it closes.
+    connection = sqlite3.connect(f"file:{master.state.database_path}?mode=ro", uri=True, timeout=30)
+    connection.row_factory = sqlite3.Row
+    with contextlib.closing(connection):
+        yield connection
+
+
+def rows(master: MasterForTest, sql: str, *values: object) -> list[sqlite3.Row]:
+    with opened(master) as connection:
+        return connection.execute(sql, values).fetchall()
+
+
+def num_reports(master: MasterForTest) -> int:
+    return int(rows(master, "SELECT COUNT(*) FROM metrics")[0][0])
 
 
 def wait(master: MasterForTest, experiment_id: int) -> None:
     """Wait up to ``DEADLINE_S`` for an experiment and its allocations to end."""
     give_up_at_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < give_up_at_s:
-        if state_of(master, experiment_id) in _END:
-            with chaos_checks.opened(master) as connection:
-                left = connection.execute("SELECT 1 FROM allocations WHERE state != 'TERMINATED'").fetchone()
-            # The directory of an allocation is removed after its row is TERMINATED.
-            if left is None and not any((master.state.path / "allocations").iterdir()):
-                return
+        (row,) = rows(master, "SELECT state FROM experiments WHERE id = ?", experiment_id)
+        live = rows(master, "SELECT 1 FROM allocations WHERE state != 'TERMINATED'")
+        # The directory of an allocation is removed after its row is TERMINATED.
+        if row["state"] in _END and not live and not any((master.state.path / "allocations").iterdir()):
+            return
         time.sleep(0.1)
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the living children of a process."""
+def running(master: MasterForTest) -> list[sqlite3.Row]:
+    """Return the running allocations whose supervisor lives."""
+    found = rows(master, "SELECT * FROM allocations WHERE state = 'RUNNING' AND supervisor_pid IS NOT NULL")
+    return [
+        row for row in found if is_alive(SupervisorHandle(row["supervisor_pid"], row["supervisor_start"]))
+    ]
+
+
+def _children_of(pid: int) -> list[int]:
     found = []
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -127,125 +109,144 @@ def children_of(pid: int) -> list[int]:
     return sorted(found)
 
 
-def ranks_below(pid: int) -> list[int]:
-    """Return the rank processes below a process, without the ranks' children."""
-    found = []
-    for child in children_of(pid):
+def kill(master: MasterForTest, target: str) -> set[tuple[int, int]]:
+    """Kill a process of a trial; return (trial id, run id) whose last lines may be lost.
+
+    ``target`` is "supervisor", "entrypoint", "rank" or "all", which kills all processes of all trials.
+    """
+    cut_off = set()
+    for row in running(master)[: None if target == "all" else 1]:
+        supervisor = row["supervisor_pid"]
+        entrypoints = _children_of(supervisor)
+        ranks = [pid for entrypoint in entrypoints for pid in _children_of(entrypoint)]
+        pids = {"supervisor": [supervisor], "entrypoint": entrypoints, "rank": ranks[-1:]}
+        for pid in [supervisor, *entrypoints, *ranks] if target == "all" else pids[target]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if target in ("supervisor", "all"):
+            cut_off.add((row["trial_id"], row["run_id"]))
+    return cut_off
+
+
+def problems_of(
+    master: MasterForTest,
+    experiment_id: int,
+    cut_off: Collection[tuple[int, int]] = (),
+    *,
+    has_all_lines: bool = True,
+) -> list[str]:
+    """Return what differs from an undisturbed search in an ended search.
+
+    ``cut_off`` are (trial id, run id) of runs whose last printed lines may be lost.
+    """
+    (row,) = rows(master, "SELECT * FROM experiments WHERE id = ?", experiment_id)
+    trials = rows(master, "SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", experiment_id)
+    config = json.loads(row["config"])
+    problems = [] if row["state"] == "COMPLETED" else [f"it is {row['state']}: {row['end_reason']}"]
+    seed = config["reproducibility"]["experiment_seed"]
+    wanted = [trial.hparams for trial in simulate(config, seed, lambda *_: 0.0).trials]
+    found = [json.loads(trial["hparams"]) for trial in trials]
+    if found != wanted:
+        problems.append(f"{len(found)} trials {found}; undisturbed {len(wanted)} {wanted}")
+    if row["searcher_type"] != "random":
+        problems += _replayed(master, row, trials)
+    for trial in trials:
+        problems += [f"trial {trial['id']}: {text}" for text in _training_problems(master, trial, config)]
+    if has_all_lines:
+        problems += _line_problems(master, cut_off)
+    return problems + _leftovers(master)
+
+
+def _replayed(master: MasterForTest, row: sqlite3.Row, trials: list[sqlite3.Row]) -> list[str]:
+    """Compare the stored searcher with a new one that gets the stored validations once."""
+    config = json.loads(row["config"])
+    searcher = Searcher.new(config, config["reproducibility"]["experiment_seed"])
+    searcher.initial_trials()
+    request_ids = {trial["id"]: trial["request_id"] for trial in trials}
+    stopped = set()
+    for one in rows(master, "SELECT * FROM metrics WHERE group_name = 'validation' ORDER BY id"):
+        request_id, metrics = request_ids.get(one["trial_id"]), json.loads(one["metrics"])
+        if request_id is not None and request_id not in stopped:
+            actions = searcher.validation_completed(request_id, metrics)
+            stopped |= {action.request_id for action in actions if isinstance(action, Stop)}
+    for request_id in request_ids.values():
+        searcher.trial_exited(request_id)
+    found, wanted = json.loads(row["searcher_snapshot"]), searcher.snapshot()
+    problems = [
+        f"the searcher's {name!r} is {found[name]}; told again {wanted[name]}"
+        for name in wanted
+        if found[name] != wanted[name]
+    ]
+    return problems + [f"{one} was not stopped" for one in request_ids.values() if one not in stopped]
+
+
+def _series(master: MasterForTest, trial_id: int, group: str) -> list[tuple[int, dict[str, Any]]]:
+    sql = (
+        "SELECT steps, metrics FROM metrics WHERE trial_id = ? AND group_name = ? AND archived = 0 "
+        "ORDER BY steps, id"
+    )
+    return [(row["steps"], json.loads(row["metrics"])) for row in rows(master, sql, trial_id, group)]
+
+
+def _training_problems(master: MasterForTest, trial: sqlite3.Row, config: Any) -> list[str]:
+    """Check that a trial reported every batch once, with the losses of undisturbed training."""
+    problems = [] if trial["state"] == "COMPLETED" else [f"it is {trial['state']}"]
+    series = _series(master, trial["id"], "training")
+    steps = [step for step, _ in series]
+    if not steps or steps != list(range(1, len(steps) + 1)):
+        return [*problems, f"it has reported {steps}"]
+    losses = undisturbed(json.loads(trial["hparams"])["lr"])
+    if [metrics["loss"] for _, metrics in series] != losses[: len(steps)]:
+        problems.append("its losses differ from undisturbed training")
+    for group, name in (("training", "loss"), ("validation", "validation_loss")):
+        values = [metrics[name] for _, metrics in _series(master, trial["id"], group)]
+        sql = "SELECT summary FROM metric_summaries WHERE trial_id = ? AND group_name = ? AND name = ?"
+        (row,) = rows(master, sql, trial["id"], group, name)
+        of = json.loads(row["summary"])
+        if (of["count"], of["min"], of["last"]) != (len(values), min(values), values[-1]):
+            problems.append(f"it has the summary {of} of {len(values)} {group} reports")
+    sql = "SELECT * FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' ORDER BY steps DESC LIMIT 1"
+    storage = config["checkpoint_storage"]
+    for saved in rows(master, sql, trial["id"]):
+        path = pathlib.Path(storage["host_path"], storage.get("storage_path") or "", saved["uuid"])
+        if json.loads((path / "state.json").read_text()) == [steps[-1], losses[steps[-1] - 1]]:
+            return problems
+    return [*problems, f"it has no checkpoint at its last batch, {steps[-1]}"]
+
+
+def _line_problems(master: MasterForTest, cut_off: Collection[tuple[int, int]]) -> list[str]:
+    """Check that each line of each rank, and each line of the master, is stored once."""
+    said = rows(master, "SELECT * FROM logs WHERE source = 'master' AND allocation_id IS NOT NULL")
+    count = collections.Counter((row["allocation_id"], row["log"]) for row in said)
+    problems = [f"{line} is stored {number} times" for line, number in count.items() if number > 1]
+    numbers: dict[tuple[int, int, int], list[int]] = collections.defaultdict(list)
+    for row in rows(master, "SELECT * FROM logs WHERE source = 'task' ORDER BY id"):
+        match = _LINE.match(row["log"])
+        if match is not None:
+            numbers[row["trial_id"], int(match[1]), int(match[2])].append(int(match[3]))
+    problems += [
+        f"the lines of (trial, run, rank) {key} are {found}"
+        for key, found in numbers.items()
+        if found != list(range(1, len(found) + 1))
+    ]
+    ended = rows(master, "SELECT trial_id FROM logs WHERE log LIKE '%: ends behind%'")
+    known = {row["trial_id"] for row in ended} | {trial_id for trial_id, _ in cut_off}
+    return problems + [f"trial {key[0]} ends nowhere" for key in numbers if key[0] not in known]
+
+
+def _leftovers(master: MasterForTest) -> list[str]:
+    """Check the database, and that no process, token or directory is left."""
+    problems = []
+    if rows(master, "PRAGMA integrity_check")[0][0] != "ok" or rows(master, "PRAGMA foreign_key_check"):
+        problems.append("the database is damaged")
+    if rows(master, "SELECT 1 FROM tokens WHERE allocation_id IS NOT NULL"):
+        problems.append("tokens of allocations are left")
+    mark = f"DSTRIAL_ALLOCATION_DIR={master.state.path}".encode()
+    left = []
+    for entry in pathlib.Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            variables = pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            # A forked rank has no RANK in /proc: it leads its group, and its session leader is not its parent.
-            is_fork = os.getpgid(child) == child and os.getsid(child) not in (pid, child)
-            is_rank = any(variable.startswith(b"RANK=") for variable in variables) or is_fork
-            found += [child] if is_rank else ranks_below(child)
-    return found
-
-
-def hit(master: MasterForTest, target: str, chance: random.Random, trial_id: int | None) -> Strike | None:
-    """Kill a process of the given or a random trial; return None if there is none."""
-    with chaos_checks.opened(master) as connection:
-        rows = connection.execute(
-            "SELECT * FROM allocations WHERE state = 'RUNNING' AND supervisor_pid IS NOT NULL ORDER BY id"
-        ).fetchall()
-    alive = [row for row in rows if is_alive(_handle(row)) and trial_id in (None, row["trial_id"])]
-    if not alive:
-        return None
-    row = chance.choice(alive)
-    if target == "supervisor":
-        pids = [row["supervisor_pid"]]
-    else:
-        pids = (children_of if target == "entrypoint" else ranks_below)(row["supervisor_pid"])
-    if not pids:
-        return None
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(chance.choice(pids), signal.SIGKILL)
-    return Strike(target, row["trial_id"], row["run_id"])
-
-
-def strike(master: MasterForTest, target: str, chance: random.Random, trial_id: int | None) -> list[Strike]:
-    """Kill a target, and sometimes another while the master is down."""
-    if target != "master":
-        done = hit(master, target, chance, trial_id)
-        return [] if done is None else [done]
-    master.kill()
-    strikes = [Strike(target)]
-    time.sleep(chance.uniform(0.0, 0.75))
-    if chance.random() < 0.3:
-        done = hit(master, chance.choice(TARGETS[1:]), chance, trial_id)
-        strikes += [] if done is None else [done]
-    time.sleep(chance.uniform(0.0, 0.75))
-    master.up()
-    return strikes
-
-
-def stopping_trial(master: MasterForTest, experiment_id: int, timeout_s: float) -> int | None:
-    """Return a trial that the searcher is stopping, or None after ``timeout_s``."""
-    give_up_at_s = time.monotonic() + timeout_s
-    with chaos_checks.opened(master) as connection:
-        while time.monotonic() < give_up_at_s:
-            row = connection.execute(
-                "SELECT id FROM trials WHERE experiment_id = ? AND state = 'STOPPING_COMPLETED'",
-                (experiment_id,),
-            ).fetchone()
-            if row is not None:
-                return int(row["id"])
-            time.sleep(0.002)
-    return None
-
-
-def _handle(row: sqlite3.Row) -> SupervisorHandle:
-    return SupervisorHandle(row["supervisor_pid"], row["supervisor_start"])
-
-
-def disturb(master: MasterForTest, experiment_id: int, seed: int) -> list[Strike]:
-    """Kill targets at one to three moments, sometimes while a trial is stopping."""
-    chance = random.Random(seed)
-    strikes: list[Strike] = []
-    for index in range(chance.randint(1, MAX_MOMENTS)):
-        time.sleep(chance.uniform(0.2, 3.0))
-        trial_id = None
-        if chance.random() < 0.4 and searcher_of(seed) != "random":
-            trial_id = stopping_trial(master, experiment_id, 5.0)
-        if state_of(master, experiment_id) in _END:
-            break
-        # Consecutive seeds rotate the first target.
-        target = TARGETS[seed % len(TARGETS)] if index == 0 else chance.choice(TARGETS)
-        strikes += strike(master, target, chance, trial_id)
-    return strikes
-
-
-@contextlib.contextmanager
-def _running_master() -> Iterator[tuple[pathlib.Path, MasterForTest]]:
-    with tempfile.TemporaryDirectory(prefix="dstrial-chaos-", ignore_cleanup_errors=True) as name:
-        directory = pathlib.Path(name)
-        for child in ("journals", "tmp"):
-            (directory / child).mkdir()
-        # Start every program as a new process, not as a fork of the test suite's server.
-        env = {"TMPDIR": str(directory / "tmp"), "TEST_FORKS": "0"}
-        with master_for_test(directory, num_slots=2 * chaos_train.NUM_RANKS, env=env) as master:
-            yield directory, master
-
-
-def run(seed: int) -> Outcome:
-    """Run one search, kill processes of it, and check the result."""
-    with _running_master() as (directory, master):
-        experiment_id = submit(master, seed, directory / "journals")
-        strikes = disturb(master, experiment_id, seed)
-        wait(master, experiment_id)
-        cut_off = {
-            (strike.trial_id, strike.run_id)
-            for strike in strikes
-            if strike.target == "supervisor" and strike.trial_id is not None and strike.run_id is not None
-        }
-        with chaos_checks.opened(master) as connection:
-            search, problems = chaos_checks.look(
-                master, connection, experiment_id, directory / "journals", cut_off
-            )
-            if problems:
-                problems.append(_last_log_lines(search))
-    return Outcome(tuple(strike.target for strike in strikes), tuple(problems))
-
-
-def _last_log_lines(search: chaos_checks.Search) -> str:
-    """Return the last 150 log lines, for the report of a failed run."""
-    rows = search.connection.execute("SELECT * FROM logs ORDER BY id DESC LIMIT 150").fetchall()
-    return "\n" + "".join(f"{row['time_us']} trial {row['trial_id']}: {row['log']}" for row in rows[::-1])
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                left.append(entry.name)
+    left += [path.name for path in (master.state.path / "allocations").iterdir()]
+    left += [path.name for path in pathlib.Path(master.env["TMPDIR"]).glob("dstrial-*")]
+    return [*problems, f"processes or directories {left} are left"] if left else problems

@@ -1,13 +1,12 @@
 """The training script of the chaos program: a launcher and two ranks.
 
-Each rank computes a part of every step. Its journal has each line before and after printing it, and the reports and
-checkpoints that the master has confirmed.
+Each rank computes a part of every step, and prints numbered lines.
 """
 
 import http.client
+import itertools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import time
@@ -49,28 +48,16 @@ def launch() -> int:
     return 3 if any(rank.wait() for rank in ranks) else 0
 
 
-class Journal:
-    """A file of facts in order, one JSON list per line, that survives SIGKILL."""
+def printer(run_id: int, rank: int):
+    """Return a function that prints a line that is unique among all ranks and runs."""
+    numbers = itertools.count(1)
+    stream = sys.stdout if rank == 0 else sys.stderr
 
-    def __init__(self, directory: str, trial_id: int, run_id: int, rank: int) -> None:
-        path = pathlib.Path(directory, f"{trial_id}-{run_id}-{rank}.jsonl")
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._name = f"run {run_id} rank {rank}"
-        self._stream = sys.stdout if rank == 0 else sys.stderr
-        self._tag = f"[rank={rank}] "
-        self._num_lines = 0
+    def say(text: str) -> None:
+        stream.write(f"[rank={rank}] run {run_id} rank {rank} line {next(numbers)}: {text}\n")
+        stream.flush()
 
-    def note(self, *fact: object) -> None:
-        os.write(self._descriptor, (json.dumps(fact) + "\n").encode())
-
-    def say(self, text: str) -> None:
-        """Print a line that is unique among all processes and runs."""
-        self._num_lines += 1
-        line = f"{self._name} line {self._num_lines}: {text}"
-        self.note("printing", line)
-        self._stream.write(f"{self._tag}{line}\n")
-        self._stream.flush()
-        self.note("printed", line)
+    return say
 
 
 class Master:
@@ -80,19 +67,14 @@ class Master:
         self._info = info
         self._run_id = info.trial._trial_run_id
 
-    def asks_to_stop(self) -> bool:
-        """Return whether the trial must stop; ``should_preempt`` learns it batches later."""
-        path = f"allocations/{self._info.allocation_id}/signals/preemption?timeout_seconds=0"
-        return bool(self._get(path)["preempt"])
-
-    def wait_until_stored(self, done: int, *, is_validated: bool) -> None:
-        """Wait until a batch's reports are stored; the client sends them in a thread."""
+    def wait_until_stored(self, done: int, validated: int) -> None:
+        """Wait until the last reports are stored; the client sends them in a thread."""
         while True:
             trial = self._get(f"trials/{self._info.trial.trial_id}")["trial"]
             of_runs = trial["summaryMetrics"].get("avg_metrics", {}).get("run", {})
             trained = trial["totalBatchesProcessed"] if of_runs.get("last") == self._run_id else 0
-            validated = (trial["latestValidation"] or {}).get("totalBatches", 0)
-            if trained >= done and (not is_validated or validated >= done):
+            stored = (trial["latestValidation"] or {}).get("totalBatches", 0)
+            if trained >= done and stored >= validated:
                 return
             time.sleep(0.005)
 
@@ -119,7 +101,7 @@ def train(rank: int) -> None:
 
     info = det.get_cluster_info()
     master, lr = Master(info), info.trial.hparams["lr"]
-    journal = Journal(info.trial.hparams["journals"], info.trial.trial_id, info.trial._trial_run_id, rank)
+    say = printer(info.trial._trial_run_id, rank)
     distributed = det.core.DistributedContext(
         rank=rank, size=NUM_RANKS, local_rank=rank, local_size=NUM_RANKS, cross_rank=0, cross_size=1
     )
@@ -130,36 +112,24 @@ def train(rank: int) -> None:
         if info.latest_checkpoint is not None:
             with core.checkpoint.restore_path(info.latest_checkpoint) as path:
                 done, state = json.loads((path / "state.json").read_text())
-        journal.say(f"starts behind batch {done}")
+        say(f"starts behind batch {done}")
         is_asked = False
         while done < NUM_STEPS and not is_asked:
             time.sleep(STEP_S)
             state -= sum(distributed.allgather(part_of_step(rank, state, lr)))
             done += 1
-            journal.say(f"batch {done}")
-            is_validated = done % VALIDATION_PERIOD == 0
-            is_saved = done % CHECKPOINT_PERIOD == 0
+            say(f"batch {done}")
             if rank == 0:
                 core.train.report_training_metrics(done, {"loss": state, "run": info.trial._trial_run_id})
-                if is_validated:
+                if done % VALIDATION_PERIOD == 0:
                     core.train.report_validation_metrics(done, {"validation_loss": state, "batches": done})
+            is_asked = core.preempt.should_preempt()
+            if rank == 0 and (is_asked or done % CHECKPOINT_PERIOD == 0):
                 # Store the reports before the checkpoint: a run that resumes from it does not repeat them.
-                if is_validated or is_saved:
-                    master.wait_until_stored(done, is_validated=is_validated)
-                    journal.note("training", done, state)
-                if is_validated:
-                    journal.note("validation", done, state)
-            if is_validated:
-                is_asked = distributed.broadcast(master.asks_to_stop() if rank == 0 else None)
-                if is_asked and rank == 0:
-                    core.preempt.acknowledge_preemption_signal()
-            # Call should_preempt first: every rank must take part in it.
-            is_asked = core.preempt.should_preempt() or is_asked
-            if rank == 0 and (is_asked or is_saved):
-                with core.checkpoint.store_path({"steps_completed": done}) as (path, uuid):
+                master.wait_until_stored(done, done // VALIDATION_PERIOD * VALIDATION_PERIOD)
+                with core.checkpoint.store_path({"steps_completed": done}) as (path, _):
                     (path / "state.json").write_text(json.dumps([done, state]))
-                journal.note("checkpoint", done, uuid)
-        journal.say(f"ends behind batch {done}")
+        say(f"ends behind batch {done}")
 
 
 if __name__ == "__main__":

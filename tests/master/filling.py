@@ -21,7 +21,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import chaos
-import chaos_checks
 import yaml
 from submitting import config
 from waiting import wait_for
@@ -31,7 +30,6 @@ from dstrial.master.client import Client
 from dstrial.master.daemon import live_allocations
 from dstrial.testing.master import MasterForTest, master_for_test
 
-SEED = 0
 SIZE_MIB = 64
 MAX_SUBMISSIONS = 2000
 
@@ -48,24 +46,20 @@ def main(work: Path, searches: list[str]) -> None:
 
 
 def search_on_a_full_disk(master: MasterForTest, work: Path, ways: list[str]) -> dict[str, object]:
-    journals = work / f"journals {ways}"
-    journals.mkdir()
-    experiment_id = chaos.submit(master, SEED, journals)
+    experiment_id = chaos.submit(master)
     seen = [during_a_full_disk(master, work / "disk" / "filler", way) for way in ways]
     chaos.wait(master, experiment_id)
     wait_for(lambda: database_row(master) == "")
-    with chaos_checks.opened(master) as connection:
-        search, problems = chaos_checks.look(
-            master, connection, experiment_id, None if "down" in ways else journals
-        )
-    restarts = sum(trial["restarts"] for trial in search.trials)
+    problems = chaos.problems_of(master, experiment_id, has_all_lines="down" not in ways)
+    sql = "SELECT SUM(restarts) FROM trials WHERE experiment_id = ?"
+    ((restarts,),) = chaos.rows(master, sql, experiment_id)
     return {"seen": seen, "problems": problems, "restarts": restarts}
 
 
 def during_a_full_disk(master: MasterForTest, filler: Path, way: str) -> dict[str, object]:
     """Fill the disk during training, apply ``way`` to the master, and free the disk."""
-    before = chaos_checks.num_rows(master, "metrics")
-    wait_for(lambda: chaos_checks.num_rows(master, "metrics") >= before + 4, deadline_s=150)
+    before = chaos.num_reports(master)
+    wait_for(lambda: chaos.num_reports(master) >= before + 4, deadline_s=150)
     client = master.client()
     fill(filler)
     confirmed, refusal = submit_until_refused(client)

@@ -100,7 +100,6 @@ class Master:
 
         def write(tx: Transaction) -> None:
             tx.execute(sql, parameters)
-            tx.publish(tokens.TOPIC)
 
         self.write(write)
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from dstrial.errors import MasterError
 from dstrial.master.backends import supervisor
-from dstrial.master.daemon import MasterOptions, choose_port, live_allocations, tail, wait_for_end
-from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
+from dstrial.master.daemon import MasterOptions, choose_port, live_allocations, tail
+from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.views.observe import usage
 
@@ -48,11 +44,6 @@ def own_start_time() -> str:
     start_time = supervisor.start_time(os.getpid())
     assert start_time is not None
     return start_time
-
-
-def test_master_options_round_trip_through_arguments() -> None:
-    options = MasterOptions(port=0, num_slots=3, config_file="/a b/m.yaml", has_passwords=False)
-    assert MasterOptions.from_arguments(options.to_arguments()) == options
 
 
 def test_port_defaults_to_8080(state: StateDirectory) -> None:
@@ -92,22 +83,3 @@ def test_tail_returns_whole_lines(tmp_path: Path) -> None:
     assert [line[0] for line in tail(path, 3)] == ["2", "3", "4"]
     assert len(tail(path, 100)) == 5
     assert tail(path, 0) == []
-
-
-@pytest.mark.process
-def test_wait_for_end_resumes_stopped_master(state: StateDirectory) -> None:
-    # SIGSTOP takes effect late in a process with many threads, possibly after `dstrial down` has checked for it.
-    program = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); print(flush=True); signal.pause()"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as master:
-        assert master.stdout is not None
-        master.stdout.readline()
-        record = MasterRecord(master.pid, process_start_time(master.pid) or "", 8123, (), "c", "0")
-        os.kill(master.pid, signal.SIGSTOP)
-        os.kill(master.pid, signal.SIGTERM)
-        reaper = threading.Thread(target=master.wait)
-        reaper.start()
-        try:
-            assert wait_for_end(state, record, 20.0)
-        finally:
-            master.kill()
-            reaper.join()

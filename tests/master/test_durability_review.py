@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
@@ -14,14 +13,14 @@ from pathlib import Path
 
 import pytest
 from rows import allocation_request
-from submitting import config, experiment, log_of, processes_with, submit, trials, wait_until
+from submitting import config, experiment, log_of, submit, wait_until
 from waiting import wait_for
 
 from dstrial.master.backends import local
 from dstrial.master.backends.log_file import parse
 from dstrial.master.daemon import live_allocations
 from dstrial.master.scheduler.reconciler import compile_policies, matches
-from dstrial.master.state_directory import StateDirectory, process_start_time
+from dstrial.master.state_directory import StateDirectory
 from dstrial.testing.master import MasterForTest, master_for_test
 
 IGNORES_PREEMPTION = """
@@ -107,41 +106,6 @@ def test_restarted_master_must_reuse_trials_port(
     assert master.dstrial("up", "--slots", "1", "--port", str(port)).returncode == 0
     assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
     assert "the trial needs 2 slots and waits; this master has 1" in log_of(master, experiment_id)
-
-
-@pytest.mark.process
-def test_log_flooding_trial_blocks_neither_others_nor_kill(master: MasterForTest) -> None:
-    mark = f"flood{os.getpid()}"
-    flood = submit(master, config([sys.executable, "-c", f"{mark!r}\nwhile True: print('x' * 4000)"]))
-    logs = (master.state.path / "allocations").glob
-    wait_for(lambda: sum(log.stat().st_size for log in logs("*/output.log")) > 20_000_000)
-
-    other = submit(master, config("echo hello"))
-    wait_until(master, other, "COMPLETED")
-    [trial] = trials(master, flood)
-    master.client().post(f"/api/v1/trials/{trial['id']}/kill")
-
-    wait_for(lambda: not processes_with(mark))
-
-
-@pytest.mark.process
-def test_concurrent_ups_start_single_master(tmp_path: Path) -> None:
-    state = StateDirectory(tmp_path / "state")
-    env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "config"), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-m", "dstrial.cli", "up", "--port", "0", "--state-dir", str(state.path)]
-    ups = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        printed = [up.communicate(timeout=60)[0] for up in ups]
-        assert [up.returncode for up in ups] == [0, 0]
-        record = state.running()
-        assert record is not None
-        assert all(f"{record.address} (process {record.pid})" in text for text in printed)
-    finally:
-        record = state.read_record()
-        if record is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(record.pid, signal.SIGTERM)
-            wait_for(lambda: process_start_time(record.pid) != record.start_time)
 
 
 @pytest.mark.process

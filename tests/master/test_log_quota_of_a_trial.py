@@ -29,7 +29,7 @@ raise RuntimeError("went wrong at last")
 """
 
 
-def test_flooded_log_keeps_end_and_counts_dropped(tmp_path: Path) -> None:
+def test_flooded_log_keeps_its_end(tmp_path: Path) -> None:
     settings = tmp_path / "master.yaml"
     settings.write_text("limits: {trial_log_bytes: 1048576}\n")
     with master_for_test(tmp_path, num_slots=2, options=("--config-file", str(settings))) as master:
@@ -43,14 +43,10 @@ def test_flooded_log_keeps_end_and_counts_dropped(tmp_path: Path) -> None:
     printed = [int(line.rpartition(" ")[2]) for line in shown.splitlines() if "|| line " in line]
     assert printed[-1] == 59_999
     assert printed == sorted(set(printed))
-    num_left_out = 60_000 - len(printed)
-    assert num_left_out > 50_000
+    assert len(printed) < 10_000
     assert "RuntimeError: went wrong at last" in shown
     (crashed,) = [line for line in shown.splitlines() if " crashed: " in line]
     assert "RuntimeError: went wrong at last" in crashed
-    (at_the_end,) = [line for line in shown.splitlines() if "left out of this log" in line]
-    # The trial prints a few other lines, which may be among those counted.
-    assert abs(int(at_the_end.split("WARNING: ")[1].split()[0].replace(",", "")) - num_left_out) < 10
     assert "the log is larger than limits.trial_log_bytes" in shown
     assert size < 8 * 2**20
     assert "hello" not in shown
@@ -76,9 +72,6 @@ def test_output_during_master_outage_is_bounded_on_disk(tmp_path: Path) -> None:
     lines = shown.splitlines()
     printed = [line for line in lines if "line " in line and line.rpartition(" ")[2].isdecimal()]
     assert any("ended" in line for line in lines)
-    assert any("while the master was down" in line for line in lines)
-    (at_the_end,) = [line for line in lines if "left out of this log" in line]
-    count = next(
-        int(word.replace(",", "")) for word in at_the_end.split() if word[0].isdecimal() and "," in word
-    )
-    assert count + len(printed) == 100_001  # with "begun"
+    (lost,) = [line for line in lines if "while the master was down" in line]
+    count = next(int(word.replace(",", "")) for word in lost.split() if word[0].isdecimal() and "," in word)
+    assert count + len(printed) <= 100_001

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import unshare
 from submitting import config, experiment, log_of, submit, trials, wait_until
 from waiting import wait_for
 
@@ -259,29 +256,3 @@ def test_master_started_without_storage_waits(master: MasterForTest, tmp_path: P
     (tmp_path / "last").touch()
     wait_until(master, experiment_id, "COMPLETED")
     assert lost(master, experiment_id, storage) == []
-
-
-def test_masters_sharing_storage_use_same_marker(master: MasterForTest, tmp_path: Path) -> None:
-    storage = tmp_path / "storage"
-    (tmp_path / "second").mkdir()
-    (tmp_path / "last").touch()
-    wait_until(master, submit(master, saving(tmp_path, storage), SAVING), "COMPLETED")
-    first = (storage / STORAGE_MARKER).read_text()
-    with master_for_test(tmp_path / "second", num_slots=1) as other:
-        wait_until(other, submit(other, saving(tmp_path, storage), SAVING), "COMPLETED")
-    assert (storage / STORAGE_MARKER).read_text() == first
-
-
-def test_real_unmount_loses_no_checkpoint(tmp_path: Path) -> None:
-    probe = f"mkdir {tmp_path}/probe; mount --bind {tmp_path}/probe {tmp_path}/probe; umount {tmp_path}/probe"
-    in_namespaces = unshare("--mount", probe=probe)
-    program = Path(__file__).with_name("unmounting.py")
-    ended = subprocess.run(
-        [*in_namespaces, sys.executable, str(program), str(tmp_path)],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-
-    found = json.loads(ended.stdout.splitlines()[-1])
-    assert "such as a mount point where nothing is mounted" in found["log"]
-    assert (found["made in the mount point"], found["lost"], found["restarts"]) == ([], [], 0)

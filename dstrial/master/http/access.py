@@ -16,7 +16,7 @@ from dstrial.errors import RequestError
 from dstrial.master.http.fields import shown
 from dstrial.master.store import checkpoints
 from dstrial.master.store.database import Connection
-from dstrial.master.store.tokens import AllocationIdentity, Identity, User
+from dstrial.master.store.tokens import AllocationIdentity, Identity, User, find_identity
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -72,7 +72,9 @@ async def identify(services: Services, headers: Headers, method: str, task_id: s
     token, is_cookie = token_of(headers)
     if is_cookie and task_id is not None:
         token = services.grants.token_of(cookie_of(headers, GRANT_COOKIE), task_id)
-    identity = await services.tokens.find(token) if token is not None and len(token) <= _MAX_TOKEN else None
+    if token is None or len(token) > _MAX_TOKEN:
+        raise RequestError(401, UNAUTHENTICATED)
+    identity = await services.read(find_identity, token)
     if identity is None:
         raise RequestError(401, UNAUTHENTICATED)
     if identity.allocation is None and not identity.user.active:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,9 +21,6 @@ from dstrial.master.store.reports.logs import add_master_line
 from dstrial.search import ExitReason
 
 _MAX_LOSSES = 3
-
-# Start of the message of dstrial.storage_guard.StorageGoneError.
-_STORAGE_GONE = re.compile(r"checkpoint storage .+ is gone: ")
 
 # A restart reads the same samples and weights, so its losses become non-finite again.
 _NOT_RETRIED_ERROR = "NonFiniteError"
@@ -251,13 +247,6 @@ def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
     return count
 
 
-def _storage_gone(row: allocation_rows.Allocation, traceback: str | None) -> str | None:
-    """Return the message of the ``StorageGoneError`` that ends a traceback, else None."""
-    # A run without reports counts as a restart: maybe only its node cannot see the storage.
-    last = (traceback or "").rpartition("\n")[2].partition(": ")[2]
-    return last if _STORAGE_GONE.match(last) is not None and row.num_reports else None
-
-
 def _kind_of_error(traceback: str) -> str:
     return traceback.rpartition("\n")[2].partition(":")[0].rpartition(".")[2]
 
@@ -270,9 +259,10 @@ def _handle_failure(
     traceback: str | None,
     storage_trouble: str | None,
 ) -> None:
-    why_gone = storage_trouble or _storage_gone(row, traceback)
-    if why_gone is not None and not trial.retry_cancelled:
-        text = f"the trial failed without its checkpoint storage (not counted as a restart): {why_gone}"
+    if storage_trouble is not None and not trial.retry_cancelled:
+        text = (
+            f"the trial failed without its checkpoint storage (not counted as a restart): {storage_trouble}"
+        )
         add_master_line(tx, row.task_id, trial.id, text, level="WARNING", allocation_id=row.id)
         return
     experiment = experiment_rows.require(tx.connection, row.experiment_id)

@@ -158,11 +158,9 @@ def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("
     if object_storage.is_object_storage(storage):
         return _delete_objects(config, uuid, globs)
     directory = checkpoint_directory(storage, uuid)
-    # A cluster id is a UUID, too, and names a directory with TensorBoard files.
-    if directory.is_symlink() or (directory / "tensorboard" / "experiment").is_dir():
+    if directory.is_symlink():
         raise MasterError(
-            f"{directory} is a link, or has the TensorBoard files of a cluster; expected a checkpoint's directory. Nothing in it "
-            "is deleted."
+            f"{directory} is a link; expected a checkpoint's directory. Nothing in it is deleted."
         )
     if not directory.is_dir():
         return {}

@@ -25,7 +25,6 @@ from dstrial.master.store.reports.logs import add_master_line
 STOP_TIMEOUT_S = 30  # Grace period between SIGTERM and SIGKILL
 
 _LOST_EARLY = "the master was killed before the process began"
-_MAX_LOST = 3
 _STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
 
 
@@ -224,12 +223,9 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
         return
     command = commands.require(tx.connection, row.task_id)
     was_asked = row.kill_us is not None or row.preempt_us is not None
-    is_unstarted = exit_.was_lost and row.state == "ASSIGNED" and not was_asked
-    reason = _LOST_EARLY if is_unstarted else _describe(row, exit_, command.stop_reason)
+    starts_again = exit_.was_lost and row.state == "ASSIGNED" and not was_asked
+    reason = _LOST_EARLY if starts_again else _describe(row, exit_, command.stop_reason)
     allocations.end(tx, row, exit_, reason)
-    starts_again = (
-        is_unstarted and allocation_rows.count_ended_as(tx.connection, row.task_id, _LOST_EARLY) < _MAX_LOST
-    )
     is_failure = exit_.exit_code != 0 and not was_asked and not starts_again
     # These are messages of Determined 0.38.1, for which scripts search the logs.
     if exit_.exit_code == 0 and not was_asked:

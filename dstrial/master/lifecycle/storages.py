@@ -9,14 +9,13 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import (
     TimeoutError as FutureTimeoutError,  # not the builtin class before Python 3.11
 )
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dstrial.errors import MasterError
 from dstrial.master.lifecycle.checkpoint_gc import storage_root
@@ -24,6 +23,7 @@ from dstrial.master.store import checkpoints, experiments
 from dstrial.master.store.database import Database
 from dstrial.storage_guard import STORAGE_MARKER, StorageGoneError, what_is_there_instead
 
+T = TypeVar("T")
 logger = logging.getLogger("dstrial.master.storages")
 
 PROBE_TIMEOUT_S = 5.0  # timeout of a probe: a network file system blocks forever if its server is unreachable
@@ -55,8 +55,6 @@ class Storages:
         self._database = database
         self._umask = umask
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._probes: dict[Path, tuple[float, Future[str | None]]] = {}
 
     def trouble(self, storage: Mapping[str, Any]) -> str | None:
         """Return why a storage is unavailable; None if it is available or was never used."""
@@ -120,20 +118,15 @@ class Storages:
                 path.chmod((0o666 if path == marker else 0o777) & ~self._umask)
 
     def _probe(self, root: Path) -> str | None:
-        """Return why a storage is unavailable, or None; reuse a probe that already runs."""
-        with self._lock:
-            began_s, probe = self._probes.get(root, (0.0, None))
-            if probe is None or probe.done():  # no running probe; the result of a finished one is stale
-                began_s, probe = time.monotonic(), _in_thread(lambda: what_is_there_instead(str(root)))
-                self._probes[root] = began_s, probe
+        """Return why a storage is unavailable, or None."""
         try:
-            return probe.result(max(0.0, began_s + self._timeout_s - time.monotonic()))
+            return _in_thread(lambda: what_is_there_instead(str(root))).result(self._timeout_s)
         except FutureTimeoutError:
             return self._no_answer()
 
 
-def _in_thread(call: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
+def _in_thread(call: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
 
     def run() -> None:
         try:

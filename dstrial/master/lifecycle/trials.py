@@ -34,7 +34,7 @@ def report_metrics(
 
     ``steps`` is the number of completed batches, None for profiling reports. ``per_batch`` are metrics of each batch.
     """
-    added = metric_rows.add_report(
+    is_new = metric_rows.add_report(
         tx,
         trial_id=trial_id,
         run_id=run_id,
@@ -44,7 +44,7 @@ def report_metrics(
         metrics=metrics,
         per_batch=per_batch,
     )
-    if not added.is_new:
+    if not is_new:
         return
     allocation_rows.note_report(tx, trial_id, run_id, has_trained=steps is not None)
     tx.publish(f"trial:{trial_id}")

@@ -79,38 +79,21 @@ def _tensorboard(task_id: str, directory: Path, ports: dict[str, int], more: lis
     ]
 
 
-class CommandWatch:
-    """Marks TensorBoards as ready once they listen; kills idle ones."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._limits_s: dict[str, float] = {}
-
-    def poll(self, allocation: Allocation) -> None:
-        port = allocation.ports.get("TENSORBOARD_PORT")
-        if port is None or allocation.kill_us is not None:
-            return
-        if not allocation.is_ready:
-            if _is_listening(port):
-                self._services.database.write(lambda tx: life.mark_ready(tx, allocation.id))
-            return
-        idle_s = self._services.activity.idle_s(allocation.task_id)
-        limit_s = self._limits_s.get(allocation.id)
-        if limit_s is None:
-            limit_s = self._limits_s[allocation.id] = self._idle_timeout_s(allocation.task_id)
-        if limit_s and idle_s >= limit_s:
-            why = f"it was not used for {limit_s:g} s (idle_timeout)"
-            self._services.database.write(lambda tx: life.kill(tx, allocation.task_id, why))
-
-    def _idle_timeout_s(self, task_id: str) -> float:
-        with self._services.database.read() as connection:
-            config = json.loads(commands.require(connection, task_id).config)
-        own_s = None if config["idle_timeout"] is None else seconds_of(config["idle_timeout"])
-        return float(self._services.settings.tensorboard_timeout) if own_s is None else own_s
-
-    def forget(self, allocation: Allocation) -> None:
-        self._limits_s.pop(allocation.id, None)
-        self._services.activity.forget(allocation.task_id)
+def watch(services: Services, allocation: Allocation) -> None:
+    """Mark a TensorBoard as ready once it listens; kill it if it is idle."""
+    port = allocation.ports.get("TENSORBOARD_PORT")
+    if port is None or allocation.kill_us is not None:
+        return
+    if not allocation.is_ready:
+        if _is_listening(port):
+            services.database.write(lambda tx: life.mark_ready(tx, allocation.id))
+        return
+    with services.database.read() as connection:
+        idle_timeout = json.loads(commands.require(connection, allocation.task_id).config)["idle_timeout"]
+    limit_s = services.settings.tensorboard_timeout if idle_timeout is None else seconds_of(idle_timeout)
+    if limit_s and services.activity.idle_s(allocation.task_id) >= limit_s:
+        why = f"it was not used for {limit_s:g} s (idle_timeout)"
+        services.database.write(lambda tx: life.kill(tx, allocation.task_id, why))
 
 
 def _is_listening(port: int) -> bool:

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,9 @@ logger = logging.getLogger("dstrial.master.janitor")
 
 _PERIOD_S = 3600.0  # interval of checks for old logs, unused environments and a due copy
 _RETRY_S = 5.0  # first backoff of a job whose storage is unavailable
-# Kinds of background jobs that wait until the experiment's checkpoint storage is available.
-_NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 
 
-class _StorageUnavailableError(Exception):
+class _StorageUnavailableError(DstrialError):
     """The checkpoint storage that a background job needs is unavailable."""
 
 
@@ -49,9 +48,9 @@ class Janitor:
         database: Database,
         changes: PubSub,
         storages: Storages,
+        venvs_path: Path,
         log_retention_days: int | None,
         *,
-        venvs_path: Path | None = None,
         period_s: float = _PERIOD_S,
     ) -> None:
         self._database = database
@@ -91,8 +90,9 @@ class Janitor:
         # Check the clock, not a timeout of the event: a busy master sets the event more often.
         if time.monotonic() >= self._next_cleanup_s:
             self._next_cleanup_s = time.monotonic() + self._period_s
-            self._forget_old_logs()
-            self._collect_venvs()
+            self._database.write(lambda tx: logs.forget_old(tx, self._log_retention_days))
+            for name in task_venv.collect(self._venvs_path, task_venv.UNUSED_S):
+                logger.info("environment %s is deleted: unused for long, or unfinished", name)
             self._copy_database()
         postponed = self._backoff.postponed()
         with self._database.read() as connection:
@@ -104,40 +104,54 @@ class Janitor:
             return
         try:
             self._perform(row)
-        except (_StorageUnavailableError, CheckpointError) as error:  # CheckpointError: of object storage
-            logger.warning("%s of experiment %d is postponed: %s", row.kind, row.experiment_id, error)
-            self._backoff.record_failure(row.id)
         except OperationalError:
             raise  # a full disk, for example: no fault of the job
         except Exception as error:
-            logger.exception("%s of experiment %d is abandoned", row.kind, row.experiment_id)
-            self._abandon(row, str(error))
+            # CheckpointError: of object storage
+            is_away = isinstance(error, _StorageUnavailableError | CheckpointError)
+            if is_away and row.kind != "delete_experiment":
+                logger.warning("%s of experiment %d is postponed: %s", row.kind, row.experiment_id, error)
+                self._backoff.record_failure(row.id)
+            else:
+                logger.exception("%s of experiment %d is abandoned", row.kind, row.experiment_id)
+                self._abandon(row, str(error))
         else:
             self._database.write(lambda tx: background_jobs.done(tx, row.id))
             self._backoff.forget(row.id)
 
     def _perform(self, row: background_jobs.BackgroundJob) -> None:
-        experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
-        trouble = self._storages.trouble_of(experiment_id)
-        if trouble is not None and row.kind in _NEEDS_STORAGE:
-            raise _StorageUnavailableError(trouble)
-        if row.kind == "gc":
-            self._collect(experiment_id)
-        elif row.kind == "delete_checkpoints":
-            for uuid in payload["uuids"]:
-                self._delete_checkpoint(uuid, payload["globs"])
-        elif row.kind == "sweep":
-            self._sweep(experiment_id, payload["uuids"], payload["allocation_id"])
-        elif row.kind == "delete_tensorboard":
-            self._delete_tensorboard(experiment_id)
-        elif row.kind == "delete_project":
+        experiment_id, payload = row.experiment_id, json.loads(row.payload)
+        if row.kind == "delete_project":
             self._database.write(lambda tx: experiment_life.finish_project(tx, payload["id"]))
         elif row.kind == "delete_workspace":
             self._database.write(lambda tx: experiment_life.finish_workspace(tx, payload["id"]))
-        elif trouble is not None:
-            raise MasterError(trouble)
         else:
-            self._delete_experiment(experiment_id)
+            self._perform_on_files(row.kind, experiment_id, payload)
+
+    def _perform_on_files(self, kind: str, experiment_id: int, payload: Mapping[str, Any]) -> None:
+        with self._database.read() as connection:
+            experiment = experiments.get(connection, experiment_id)
+        if experiment is None:
+            return
+        config = json.loads(experiment.config)
+        self._require(config["checkpoint_storage"])
+        if kind == "gc":
+            for uuid in self._excess(experiment, config):
+                self._delete_checkpoint(config, uuid, ["**/*"])
+        elif kind == "delete_checkpoints":
+            for uuid in payload["uuids"]:
+                self._delete_checkpoint(config, uuid, payload["globs"])
+        elif kind == "sweep":
+            self._sweep(config, payload["uuids"], payload["allocation_id"])
+        elif kind == "delete_tensorboard":
+            self._delete_tensorboard(config, experiment_id)
+        else:
+            self._delete_experiment(config, experiment_id)
+
+    def _require(self, storage: Mapping[str, Any]) -> None:
+        trouble = self._storages.trouble(storage)
+        if trouble is not None:
+            raise _StorageUnavailableError(trouble)
 
     def _abandon(self, row: background_jobs.BackgroundJob, why: str) -> None:
         """Drop a failed job; if it was an experiment's deletion, set DELETE_FAILED."""
@@ -151,15 +165,11 @@ class Janitor:
         self._database.write(drop)
         self._backoff.forget(row.id)
 
-    def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
+    def _sweep(self, config: Mapping[str, Any], uuids: list[str], allocation_id: str) -> None:
         """Delete checkpoints that an ended allocation began to save and did not report."""
         with self._database.read() as connection:
-            experiment = experiments.get(connection, experiment_id)
             left = checkpoints.unknown_of(connection, uuids)
             allocation = allocations.get(connection, allocation_id)
-        if experiment is None:
-            return
-        config = json.loads(experiment.config)
         for uuid in left:
             sizes = checkpoint_gc.delete_files(config, uuid, ())  # deletes nothing
             if not sizes:
@@ -172,89 +182,62 @@ class Janitor:
                 owner = allocation.task_id, allocation.trial_id, text
                 self._database.write(lambda tx, owner=owner: logs.add_master_line(tx, *owner))  # type: ignore[misc]
 
-    def _collect(self, experiment_id: int) -> None:
+    def _excess(self, experiment: experiments.Experiment, config: Mapping[str, Any]) -> list[str]:
+        """Return the uuids of unused checkpoints that the retention policy does not keep."""
         with self._database.read() as connection:
-            experiment = experiments.get(connection, experiment_id)
-            if experiment is None:
-                return
-            candidates = [
-                checkpoint_gc.Candidate.of_row(row) for row in checkpoint_gc.unused(connection, experiment_id)
-            ]
-        storage = json.loads(experiment.config)["checkpoint_storage"]
-        policy = checkpoint_gc.Policy.from_storage(storage)
-        uuids = checkpoint_gc.plan(candidates, policy, smaller_is_better=bool(experiment.smaller_is_better))
-        for uuid in uuids:
-            self._delete_checkpoint(uuid, ["**/*"])
+            unused = checkpoint_gc.unused(connection, experiment.id)
+        candidates = [checkpoint_gc.Candidate.of_row(row) for row in unused]
+        policy = checkpoint_gc.Policy.from_storage(config["checkpoint_storage"])
+        return checkpoint_gc.plan(candidates, policy, smaller_is_better=experiment.smaller_is_better)
 
-    def _delete_checkpoint(self, uuid: str, globs: list[str]) -> None:
+    def _delete_checkpoint(self, config: Mapping[str, Any], uuid: str, globs: list[str]) -> None:
         with self._database.read() as connection:
-            row = checkpoints.get_checkpoint(connection, uuid)
-        if row is None:
-            return
+            if checkpoints.get_checkpoint(connection, uuid) is None:
+                return
         used_as = self._database.write(lambda tx: checkpoints.claim(tx, uuid)) if globs else None
         if used_as is not None:
             logger.warning("checkpoint %s is kept: it has become %s", uuid, used_as)
             return
-        config = json.loads(row.experiment_config)
         try:
             left = checkpoint_gc.delete_files(config, uuid, globs)
-        except CheckpointError:
-            self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
-            raise
+            self._require(config["checkpoint_storage"])  # else the files may still exist
         except DstrialError as error:
+            self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
+            if not isinstance(error, MasterError):
+                raise
             logger.error("checkpoint %s: %s", uuid, error)
-            self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
             return
-        trouble = self._storages.trouble(config["checkpoint_storage"])
-        if trouble is not None:  # unavailable by now: the files may still exist
-            self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
-            raise _StorageUnavailableError(trouble)
         if not left:
             checkpoint_gc.forget_record(config, uuid)
         self._database.write(lambda tx: checkpoints.set_resources(tx, uuid, left))
 
-    def _delete_experiment(self, experiment_id: int) -> None:
+    def _delete_experiment(self, config: Mapping[str, Any], experiment_id: int) -> None:
         with self._database.read() as connection:
             registered = models.registered_of(connection, experiment_id)
-            if registered:
-                raise MasterError(
-                    f"checkpoints of it have been registered as {', '.join(registered[:5])}; expected none that is. "
-                    "Delete these versions, and the experiment again."
-                )
             rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id)
             held = allocations.of_experiment(connection, experiment_id)
-        storage: dict[str, Any] | None = None
-        try:
-            for row in rows:
-                config = json.loads(row.experiment_config)
-                storage = config["checkpoint_storage"]
-                checkpoint_gc.delete_files(config, row.uuid)
-                checkpoint_gc.forget_record(config, row.uuid)
-            self._delete_tensorboard(experiment_id)
-        except CheckpointError as error:
-            raise MasterError(str(error)) from error
-        trouble = None if storage is None else self._storages.trouble(storage)
-        if trouble is not None:  # unavailable by now: the files may still exist
-            raise MasterError(trouble)
+        if registered:
+            raise MasterError(
+                f"checkpoints of it have been registered as {', '.join(registered[:5])}; expected none that is. "
+                "Delete these versions, and the experiment again."
+            )
+        for row in rows:
+            checkpoint_gc.delete_files(config, row.uuid)
+            checkpoint_gc.forget_record(config, row.uuid)
+        self._delete_tensorboard(config, experiment_id)
+        self._require(config["checkpoint_storage"])  # else the files may still exist
         for allocation in held:
             directory = Path(allocation.directory)
             remove(directory)
             with contextlib.suppress(OSError):
                 remove_tree(tracebacks_directory(directory, allocation.trial_id))
-        self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
+        self._database.write(lambda tx: experiments.forget(tx, experiment_id))
 
-    def _delete_tensorboard(self, experiment_id: int) -> None:
+    def _delete_tensorboard(self, config: Mapping[str, Any], experiment_id: int) -> None:
         with self._database.read() as connection:
-            row = experiments.get(connection, experiment_id)
             cluster_id = find_cluster_id(connection)
-        if row is None or cluster_id is None:
-            return
-        checkpoint_gc.delete_tensorboard_files(json.loads(row.config), cluster_id, experiment_id)
-
-    def _collect_venvs(self) -> None:
-        if self._venvs_path is not None:
-            for name in task_venv.collect(self._venvs_path, task_venv.UNUSED_S):
-                logger.info("environment %s is deleted: unused for long, or unfinished", name)
+        if cluster_id is not None:
+            checkpoint_gc.delete_tensorboard_files(config, cluster_id, experiment_id)
 
     def _copy_database(self) -> None:
         with self._database.read() as connection:
@@ -271,11 +254,3 @@ class Janitor:
             return
         if made is not None:
             logger.info("the database is copied to %s", made)
-
-    def _forget_old_logs(self) -> None:
-        self._database.write(lambda tx: logs.forget_old(tx, self._log_retention_days))
-
-
-def _forget_experiment(tx: Transaction, experiment_id: int) -> None:
-    allocations.remember_uses(tx, experiment_id)
-    experiments.forget(tx, experiment_id)

@@ -87,17 +87,14 @@ def assignments(
     ``waiting`` starts with the most urgent job; ``free`` and ``enabled`` are slot ids; ``used_by`` maps experiment id -> number
     of slots in use. The first job that does not fit blocks the later ones, so that small jobs do not starve a large one. A job
     blocks no others if it needs no slots, if its experiment is at ``max_slots``, or if it would not fit even if all enabled
-    slots were free. Of a job's ``choices`` (several slot counts), those that leave enough free slots for the smallest choice of
-    each later job are tried first.
+    slots were free.
     """
     left = by_node(free)
     capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
     used = dict(used_by)
     chosen: list[tuple[int | str, list[int]]] = []
     is_blocked = False
-    behind = sum(min(one.choices, default=0) for one in waiting)
     for one in waiting:
-        behind -= min(one.choices, default=0)
         if one.num_slots == 0:
             chosen.append((one.key, []))
             continue
@@ -112,8 +109,6 @@ def assignments(
             there = {node: slots for node, slots in left.items() if node not in one.excluded_nodes}
             most = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
         counts = [n for n in counts if could_ever_fit(n, most, is_on_one_node=one.is_on_one_node)]
-        room = sum(map(len, there.values())) - behind
-        counts.sort(key=lambda count: count > room)
         if is_blocked or not counts:
             continue
         slots = next(

@@ -21,17 +21,15 @@ from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings
 from dstrial.master.lifecycle import commands as life
+from dstrial.master.scheduler import commands
 from dstrial.master.scheduler.backoff import Backoff
-from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import nodes
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Transaction
-from dstrial.master.store.reports import log_quota
-from dstrial.master.store.reports.log_quota import LogOwner
-from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.store.reports.logs import LogOwner, add_lines, add_master_line
 from dstrial.master.webhooks import events
 
 if TYPE_CHECKING:
@@ -84,7 +82,6 @@ class Reconciler:
         self._backend = services.backend
         self._backoff = backoff  # by allocation id
         self._states: dict[str, _State] = {}
-        self._commands = CommandWatch(services)
 
     def adopt(self, rows: Iterable[Allocation]) -> None:
         """Find the processes of live allocations that an earlier master started."""
@@ -146,7 +143,7 @@ class Reconciler:
         if exit_ is None:
             self._leave_if_due(row, run)
             self._stop_if_due(state)
-            self._commands.poll(row)
+            commands.watch(self._services, row)
         has_more = self._read_outputs(state)
         if exit_ is not None and not has_more:
             self._end(row, run, exit_)
@@ -217,7 +214,8 @@ class Reconciler:
         def store(tx: Transaction) -> None:
             if advance(tx, read.num_lost + len(lines)):
                 quota = self._services.settings.trial_log_bytes
-                log_quota.add_lines(tx, _log_of(row), lines, quota, num_lost=read.num_lost)
+                owner = LogOwner(row.task_id, row.trial_id or None, row.id)
+                add_lines(tx, owner, lines, quota, num_lost=read.num_lost)
                 note_matches(tx, row, matched, output.node_id, name)
                 events.notify_lines(tx, row.task_id, triggered)
 
@@ -290,7 +288,6 @@ class Reconciler:
         traceback: str | None,
     ) -> None:
         def end(tx: Transaction) -> None:
-            log_quota.tell_at_end(tx, _log_of(row))
             for one in exit_.nodes:
                 nodes.update_part(
                     tx, row.id, one.node_id, exit_code=one.exit_code, signal=one.signal, cause=one.cause
@@ -298,7 +295,7 @@ class Reconciler:
             exited(tx, row.id, exit_, traceback)
 
         self._database.write(end)
-        self._commands.forget(row)
+        self._services.activity.forget(row.task_id)
         self._backoff.forget(row.id)
         self._backend.forget(run)
 
@@ -330,10 +327,6 @@ def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[Allocatio
     if exit_.explanation is None:
         exit_ = dataclasses.replace(exit_, explanation=explain_failure(printed(directory), traceback))
     return exit_, traceback
-
-
-def _log_of(row: Allocation) -> LogOwner:
-    return LogOwner(row.task_id, row.trial_id or None, row.id)
 
 
 def failed_start(error: Exception) -> AllocationExit:

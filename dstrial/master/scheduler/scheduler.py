@@ -47,8 +47,8 @@ class Scheduler:
             services.database,
             services.pubsub,
             services.storages,
+            services.state_dir / "venvs",
             services.settings.log_retention_days,
-            venvs_path=services.state_dir / "venvs",
         )
         self._next_silence_check_s = time.monotonic() + services.settings.detached_timeout_s
         self._directory = services.state_dir / "allocations"

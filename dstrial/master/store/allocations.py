@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dstrial.config.experiment_config.command import NAMES
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one, fetch_value
+from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, required
 
 
@@ -138,11 +138,6 @@ def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Al
     return _where(connection, "experiment_id = ?", experiment_id)
 
 
-def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) -> int:
-    sql = "SELECT COUNT(*) FROM allocations WHERE task_id = ? AND exit_reason = ?"
-    return fetch_value(int, connection, sql, (task_id, reason)) or 0
-
-
 def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
     """Mark a run's allocation as ready; if ``has_trained``, increment ``num_reports``.
 
@@ -171,18 +166,14 @@ def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, nu
 _USED_BY_TRIALS = (
     "SELECT a.id AS allocation_id, k.type AS kind, e.owner_id AS user_id, u.username, a.experiment_id, "
     "COALESCE(a.workspace_name, w.name) AS workspace_name, "
-    "e.labels, json_array_length(a.slots) AS num_slots, a.start_us, a.end_us, a.trial_id "
+    "e.labels, json_array_length(a.slots) AS num_slots, a.start_us AS start_us, a.end_us AS end_us, a.trial_id "
     "FROM allocations a JOIN tasks k ON k.id = a.task_id JOIN experiments e ON e.id = a.experiment_id "
     "JOIN users u ON u.id = e.owner_id JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id"
-)
-_USED_BEFORE = (
-    "SELECT x.allocation_id, x.kind, x.user_id, u.username, x.experiment_id, x.workspace_name, x.labels, x.num_slots, "
-    "x.start_us, x.end_us, NULL AS trial_id FROM past_usage x JOIN users u ON u.id = x.user_id"
 )
 _USED_BY_COMMANDS = (
     "SELECT a.id AS allocation_id, c.kind, c.owner_id AS user_id, u.username, 0 AS experiment_id, "
     "COALESCE(a.workspace_name, w.name, '') AS workspace_name, "
-    "'[]' AS labels, json_array_length(a.slots) AS num_slots, a.start_us, a.end_us, NULL AS trial_id "
+    "'[]' AS labels, json_array_length(a.slots) AS num_slots, a.start_us AS start_us, a.end_us AS end_us, NULL AS trial_id "
     "FROM allocations a JOIN commands c ON c.task_id = a.task_id JOIN users u ON u.id = c.owner_id "
     "LEFT JOIN workspaces w ON w.id = c.workspace_id"
 )
@@ -201,13 +192,13 @@ class AllocationUsage:
     kind: str  # task type, for example TRIAL
     user_id: int
     username: str
-    experiment_id: int  # 0 for a command; the experiment may no longer exist
+    experiment_id: int  # 0 for a command
     workspace_name: str  # when the allocation started
     labels: tuple[str, ...]  # of the experiment
     num_slots: int
     start_us: int
     end_us: int | None  # None while running
-    trial_id: int | None  # None for a command or a deleted trial
+    trial_id: int | None  # None for a command
 
 
 def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[AllocationUsage]:
@@ -215,7 +206,7 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
     sql = (
         f"{_USED_BY_TRIALS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
         f"UNION ALL {_USED_BY_COMMANDS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
-        f"UNION ALL {_USED_BEFORE} WHERE x.start_us < :before AND x.end_us > :after ORDER BY start_us, allocation_id"
+        "ORDER BY start_us, allocation_id"
     )
     return fetch_all(AllocationUsage, connection, sql, {"before": before_us, "after": after_us})
 
@@ -227,9 +218,7 @@ def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
     """
     rows = connection.execute(
         "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
-        "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]' "
-        "UNION ALL SELECT num_slots, start_us, end_us FROM past_usage "
-        "WHERE start_us < :before AND end_us > :after AND num_slots > 0",
+        "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]'",
         {"before": before_us, "after": after_us},
     )
     return [(int(row["num_slots"]), int(row["start_us"]), row["end_us"]) for row in rows]
@@ -254,14 +243,3 @@ def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> 
     if position < end_us:
         found.append(("training", position, end_us))
     return found
-
-
-def remember_uses(tx: Transaction, experiment_id: int) -> None:
-    """Copy slot usage to table ``past_usage`` before an experiment is deleted."""
-    tx.execute(
-        "INSERT OR REPLACE INTO past_usage (allocation_id, kind, user_id, experiment_id, workspace_name, labels, "  # noqa: S608 - a constant
-        "num_slots, "
-        "start_us, end_us) SELECT allocation_id, kind, user_id, experiment_id, workspace_name, labels, num_slots, start_us, "
-        f"end_us FROM ({_USED_BY_TRIALS}) WHERE experiment_id = ? AND end_us IS NOT NULL",
-        (experiment_id,),
-    )

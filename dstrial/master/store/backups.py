@@ -8,7 +8,7 @@ import datetime
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from dstrial.errors import DatabaseDamagedError, MasterError
@@ -25,7 +25,6 @@ class Restored:
     kept: Path | None  # directory with the replaced database; None if no database existed
     num_experiments: int
     last_experiment: int
-    next_experiment: int
 
 
 def last_experiment(path: Path) -> int | None:
@@ -102,7 +101,7 @@ def make_daily_copy(database: Path, now_s: float) -> Path | None:
 def restore_copy(database: Path, copy: Path) -> Restored:
     """Replace a database, which no process may use, by a backup.
 
-    The replaced files are moved to a new directory, ``Restored.kept``. Ids that the replaced database assigned are not reused.
+    The replaced files are moved to a new directory, ``Restored.kept``.
 
     Raises:
         DatabaseDamagedError: the backup is damaged; nothing is changed.
@@ -111,7 +110,7 @@ def restore_copy(database: Path, copy: Path) -> Restored:
     new = database.with_name(f"{database.name}.new")
     try:
         try:
-            restored = _prepare(copy, new, _last_ids(database))
+            num_experiments, last = _copy_checked(copy, new)
         except BaseException:
             new.unlink(missing_ok=True)
             raise
@@ -128,14 +127,11 @@ def restore_copy(database: Path, copy: Path) -> Restored:
             f"{copy} cannot be used ({error}); expected a whole database of dstrial's. Take another copy, "
             f"{hints.SEE_COPIES}."
         ) from error
-    return dataclasses.replace(restored, kept=kept)
+    return Restored(kept, num_experiments, last)
 
 
-_SKIPPED_IDS = 10_000  # gap after the backup's ids if the replaced database is unreadable
-
-
-def _prepare(copy: Path, new: Path, last_ids: Mapping[str, int] | None) -> Restored:
-    """Copy a backup to ``new``, verify the copy, and reserve the ids in ``last_ids``."""
+def _copy_checked(copy: Path, new: Path) -> tuple[int, int]:
+    """Copy a backup to ``new``; return its number of experiments and the highest id."""
     new.unlink(missing_ok=True)
     with sqlite_file.reading(copy) as source, _copied(source, new) as made:
         problem = sqlite_file.check_whole(made)
@@ -147,35 +143,8 @@ def _prepare(copy: Path, new: Path, last_ids: Mapping[str, int] | None) -> Resto
                 f"{copy} is of schema version {version}; expected {sqlite_file.SCHEMA_VERSION}. Take a copy of dstrial's "
                 "database, with the release of dstrial that wrote it."
             )
-        _advance_ids(made, last_ids)
         count, last = made.execute("SELECT COUNT(*), COALESCE(MAX(id), 0) FROM experiments").fetchone()
-        return Restored(None, int(count), int(last), _ids_of(made).get("experiments", 0) + 1)
-
-
-def _last_ids(database: Path) -> Mapping[str, int] | None:
-    """Return table -> last assigned id; empty for a new database, None if unknown."""
-    with contextlib.suppress(sqlite3.DatabaseError):
-        if database.exists() and database.stat().st_size:
-            with sqlite_file.reading(database) as connection:
-                return _ids_of(connection)
-    return None if database.exists() or sqlite_file.list_copies(database) else {}
-
-
-def _ids_of(connection: sqlite3.Connection) -> dict[str, int]:
-    return {str(row[0]): int(row[1]) for row in connection.execute("SELECT name, seq FROM sqlite_sequence")}
-
-
-def _advance_ids(made: sqlite3.Connection, last_ids: Mapping[str, int] | None) -> None:
-    """Advance each table's id counter past ``last_ids``, so that ids are not reused."""
-    own_ids = _ids_of(made)
-    if last_ids is None:
-        last_ids = {name: number + _SKIPPED_IDS for name, number in own_ids.items()}
-    tables = {str(row[0]) for row in made.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    for name, number in last_ids.items():
-        if name in own_ids:
-            made.execute("UPDATE sqlite_sequence SET seq = MAX(seq, ?) WHERE name = ?", (number, name))
-        elif name in tables:
-            made.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (name, number))
+        return int(count), int(last)
 
 
 def _move_aside(database: Path) -> Path | None:

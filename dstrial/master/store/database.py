@@ -242,7 +242,6 @@ class Database:
         self.path = path
         self._on_commit = on_commit
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._readers: set[sqlite3.Connection] = set()
         self._idle: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -300,19 +299,15 @@ class Database:
                 raise self._closed()
             if self._idle:
                 return self._idle.pop()
-            connection = connect(self.path)
-            connection.execute("PRAGMA query_only = 1")
-            self._readers.add(connection)
+        connection = connect(self.path)
+        connection.execute("PRAGMA query_only = 1")
         return connection
 
     def _return_reader(self, connection: sqlite3.Connection) -> None:
         with self._lock:
-            if connection not in self._readers:  # the database was closed concurrently
-                return
-            if len(self._idle) < _MAX_IDLE_READERS and not connection.in_transaction:
+            if not self._is_closed and len(self._idle) < _MAX_IDLE_READERS and not connection.in_transaction:
                 self._idle.append(connection)
                 return
-            self._readers.remove(connection)
         connection.close()
 
     def close(self) -> None:
@@ -322,18 +317,12 @@ class Database:
                 return
             self._is_closed = True
             self._jobs.put(None)
+        for connection in self._idle:
+            connection.close()
         self._thread.join()
-        self._close_readers()
 
     def _closed(self) -> MasterError:
         return MasterError(f"{self.path} is closed; expected an open database. Start the master again.")
-
-    def _close_readers(self) -> None:
-        with self._lock:
-            for connection in self._readers:
-                connection.close()
-            self._readers.clear()
-            self._idle.clear()
 
     def _translated(self, error: BaseException) -> BaseException:
         """Return ``error`` or, for damage, record it and return ``DatabaseDamagedError``."""
@@ -382,7 +371,6 @@ class Database:
             is_open = job is not None
             if group:
                 self._commit(connection, group)
-        self._close_readers()
         connection.close()  # closing the last connection checkpoints the WAL
 
     def _commit(self, connection: sqlite3.Connection, group: list[_Job]) -> None:

@@ -125,8 +125,8 @@ def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
 
 
 _RESIZABLE = """
-SELECT a.id AS allocation_id, a.trial_id, a.experiment_id, a.slots, a.start_us, e.slots_per_trial, e.max_slots, e.priority,
-    e.queue_position, CASE WHEN json_valid(e.config) THEN json_extract(e.config, '$.data.dstrial') END AS section
+SELECT a.trial_id, a.experiment_id, a.slots, a.start_us, e.slots_per_trial, e.max_slots,
+    CASE WHEN json_valid(e.config) THEN json_extract(e.config, '$.data.dstrial') END AS section
 FROM allocations a JOIN trials t ON t.id = a.trial_id JOIN experiments e ON e.id = a.experiment_id
 WHERE a.state = 'RUNNING' AND a.is_ready AND a.preempt_us IS NULL AND a.kill_us IS NULL
     AND t.state = 'ACTIVE' AND e.state = 'ACTIVE' AND e.unmanaged = 0 AND json_array_length(a.slots) > 0
@@ -138,15 +138,12 @@ ORDER BY e.priority, e.queue_position, a.trial_id
 class ResizableTrial:
     """A running trial that the scheduler may preempt to change its slot count."""
 
-    allocation_id: str
     trial_id: int
     experiment_id: int
     slots: str  # JSON list of slot ids
     start_us: int
     slots_per_trial: int
     max_slots: int | None  # limit of the whole experiment; None: unlimited
-    priority: int
-    queue_position: float
     section: str | None  # ``data.dstrial`` of the config as JSON
 
 

@@ -280,13 +280,12 @@ CREATE TABLE logs (
 CREATE INDEX logs_by_trial ON logs (trial_id, id);
 CREATE INDEX logs_by_task ON logs (task_id, id) WHERE trial_id IS NULL;
 
--- Size of each log, and the lines that were left out because of the quota (trial_log_bytes).
+-- Size of each log, for its quota (trial_log_bytes).
 CREATE TABLE log_sizes (
     id           INTEGER PRIMARY KEY,
     task_id      TEXT    NOT NULL,                -- a trial's first task with output
     trial_id     INTEGER,                         -- NULL: a task without a trial
     num_bytes    INTEGER NOT NULL,                -- size of the kept lines of its processes, with their rows
-    num_left_out INTEGER NOT NULL DEFAULT 0,      -- number of lines, with those that the master could not read
     is_cut       INTEGER NOT NULL DEFAULT 0       -- whether lines were deleted because of the quota
 );
 CREATE UNIQUE INDEX log_sizes_by_trial ON log_sizes (trial_id) WHERE trial_id IS NOT NULL;
@@ -378,19 +377,6 @@ CREATE TABLE model_versions (
 );
 CREATE INDEX model_versions_by_checkpoint ON model_versions (checkpoint_uuid);
 
--- Usage by allocations of deleted experiments, for reports of usage.
-CREATE TABLE past_usage (
-    allocation_id  TEXT    PRIMARY KEY,
-    kind           TEXT    NOT NULL,              -- type of the task: TRIAL
-    user_id        INTEGER NOT NULL,
-    experiment_id  INTEGER NOT NULL,
-    workspace_name TEXT    NOT NULL,
-    labels         TEXT    NOT NULL,              -- JSON list
-    num_slots      INTEGER NOT NULL,
-    start_us       INTEGER NOT NULL,
-    end_us         INTEGER NOT NULL
-) WITHOUT ROWID;
-
 -- Tasks without a trial: commands, TensorBoards and generic tasks.
 CREATE TABLE commands (
     task_id        TEXT    PRIMARY KEY,           -- a UUID, also in tasks
@@ -468,14 +454,13 @@ CREATE TABLE webhook_task_logs (
 ) WITHOUT ROWID;
 CREATE INDEX webhook_task_logs_by_trigger ON webhook_task_logs (trigger_id);
 
--- Queued events. Delivered events are deleted; of the failed ones the newest are kept.
+-- Queued events. Delivered and failed events are deleted.
 CREATE TABLE webhook_events (
     id           INTEGER PRIMARY KEY AUTOINCREMENT,
     webhook_id   INTEGER NOT NULL REFERENCES webhooks (id) ON DELETE CASCADE,
     event        TEXT    NOT NULL,                -- JSON; the request's body is built from it at the attempt
     created_us   INTEGER NOT NULL,
     due_us       INTEGER NOT NULL,                -- earliest time of the next attempt
-    num_attempts INTEGER NOT NULL DEFAULT 0,      -- number of completed attempts
-    given_up_us  INTEGER                          -- time at which it was given up; NULL: queued
+    num_attempts INTEGER NOT NULL DEFAULT 0       -- number of completed attempts
 );
-CREATE INDEX webhook_events_by_webhook ON webhook_events (webhook_id, given_up_us, due_us);
+CREATE INDEX webhook_events_by_webhook ON webhook_events (webhook_id, due_us);

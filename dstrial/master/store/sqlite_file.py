@@ -19,7 +19,7 @@ from urllib.parse import quote
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import hints
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 _BUSY_TIMEOUT_S = 30.0
 _CORRUPT, _NOT_A_DATABASE = 11, 26  # SQLITE_CORRUPT (damaged page), SQLITE_NOTADB (damaged first page)
 _NAME = re.compile(r"(daily|master)-(\d{8}-\d{6})\.db")

@@ -1,4 +1,4 @@
-"""API tokens, stored as SHA-256, and a cache of the identities they authenticate.
+"""API tokens, stored as SHA-256, and the identities they authenticate.
 
 Users create access tokens for scripts. Logins and allocations create session tokens.
 """
@@ -9,21 +9,15 @@ import dataclasses
 import hashlib
 import secrets
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from dstrial.master.clock import now_us
-from dstrial.master.pubsub import PubSub
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, InvalidError, required
 
-TOPIC = "tokens"  # published by every write that revokes a token or changes a user
-
 _LIFETIME_US = 90 * 24 * 3600 * 1_000_000
 _ACCESS_TOKENS = "SELECT id, user_id, description, created_us, expires_us, revoked_us FROM access_tokens"
-_MAX_CACHED = 4096
 _MAX_DESCRIPTION = 1000
-_MAX_ACTIVE = 200  # valid access tokens per user; the limit exposes scripts that create one at each run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,12 +87,10 @@ def keep_allocation_tokens(
 
 def end_allocation_tokens(tx: Transaction, allocation_id: str) -> None:
     tx.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
-    tx.publish(TOPIC)
 
 
 def end_token(tx: Transaction, token_hash: str) -> None:
     tx.execute("DELETE FROM tokens WHERE token_hash = ?", (token_hash,))
-    tx.publish(TOPIC)
 
 
 def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
@@ -114,14 +106,19 @@ def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = Non
         "UPDATE access_tokens SET revoked_us = ? WHERE user_id = ? AND revoked_us IS NULL AND token_hash IS NOT ?",
         (now_us(), user_id, except_hash),
     )
-    tx.publish(TOPIC)
 
 
-def find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
-    """Return the identity of a token, even of an expired one, or None.
+def find_identity(connection: sqlite3.Connection, token: str) -> Identity | None:
+    """Return the identity of a token.
 
-    None means that the token is unknown or revoked, or that its allocation has ended.
+    None means that the token is unknown, revoked or expired, or that its allocation has ended.
     """
+    identity = _find_identity(connection, hash_token(token))
+    is_expired = identity is not None and identity.expires_us is not None and identity.expires_us < now_us()
+    return None if is_expired else identity
+
+
+def _find_identity(connection: sqlite3.Connection, token_hash: str) -> Identity | None:
     row = connection.execute(
         "SELECT t.kind, t.allocation_id, t.expires_us, a.id AS a_id, a.state AS a_state, a.task_id, a.trial_id, "
         "a.experiment_id, a.run_id, u.* FROM tokens t JOIN users u ON u.id = t.user_id "
@@ -186,17 +183,9 @@ def create_access_token(
         raise InvalidError(
             f"user {user['username']!r} is not active; expected one that is. Activate it first."
         )
-    now = now_us()
-    active = "user_id = ? AND revoked_us IS NULL AND (expires_us IS NULL OR expires_us > ?)"
-    count = tx.count("access_tokens", active, (user_id, now))
-    if count >= _MAX_ACTIVE:
-        raise InvalidError(
-            f"user {user['username']!r} has {count} access tokens; expected fewer than {_MAX_ACTIVE}.",
-            Hint.REVOKE_TOKENS,
-        )
     token = _new_token()
     columns = {"token_hash": hash_token(token), "user_id": user_id, "description": _checked(description)}
-    token_id = tx.insert("access_tokens", {**columns, "created_us": now, "expires_us": expires_us})
+    token_id = tx.insert("access_tokens", {**columns, "created_us": now_us(), "expires_us": expires_us})
     return token_id, token
 
 
@@ -224,7 +213,6 @@ def change_access_token(
         tx.execute("UPDATE access_tokens SET description = ? WHERE id = ?", (_checked(description), token_id))
     if is_revoked:
         tx.execute("UPDATE access_tokens SET revoked_us = ? WHERE id = ?", (now, token_id))
-        tx.publish(TOPIC)
     return require_access_token(tx.connection, token_id)
 
 
@@ -235,30 +223,3 @@ def _checked(description: str) -> str:
             "Write a shorter one."
         )
     return description
-
-
-class TokenStore:
-    """Cache of token -> identity, cleared when a token is revoked or a user changes."""
-
-    def __init__(self, read: Callable[..., Awaitable[Any]], pubsub: PubSub) -> None:
-        self._read = read
-        self._pubsub = pubsub
-        self._version = -1
-        self._identities: dict[str, Identity] = {}
-
-    async def find(self, token: str) -> Identity | None:
-        """Return the identity of a token; None if the token is invalid or has expired."""
-        token_hash = hash_token(token)
-        version = self._pubsub.version(TOPIC)
-        if version != self._version or len(self._identities) > _MAX_CACHED:
-            self._identities.clear()
-            self._version = version
-        identity = self._identities.get(token_hash)
-        if identity is None:
-            identity = await self._read(find_identity, token_hash)
-            # A commit during the lookup may have revoked the token: do not cache it then.
-            if identity is not None and version == self._version == self._pubsub.version(TOPIC):
-                self._identities[token_hash] = identity
-        if identity is None or (identity.expires_us is not None and identity.expires_us < now_us()):
-            return None
-        return identity

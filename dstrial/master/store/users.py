@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, exists, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, required
-from dstrial.master.store.tokens import TOPIC, User
+from dstrial.master.store.tokens import User
 
 _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
 """Salt of Determined's clients (Determined 0.38.1 ``determined.common.api.salt_and_hash``)."""
@@ -125,7 +125,6 @@ def change_user(
         raise ConflictError(
             f"user {row.username!r} is the last active administrator; expected one to remain. Make another one first."
         )
-    tx.publish(TOPIC)
 
 
 def find_by_name(connection: sqlite3.Connection, username: str) -> StoredUser | None:

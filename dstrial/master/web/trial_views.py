@@ -7,7 +7,7 @@ from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.services import Services
 from dstrial.master.store.database import Connection
-from dstrial.master.store.reports import instruments
+from dstrial.master.store.reports import curves as rows
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.overviews import Json, finite
 from dstrial.master.web.views import metrics_json, read_trials, require_trial
@@ -17,7 +17,7 @@ MAX_COMPARED = 100  # compared trials per response
 
 def _newest(connection: Connection, trial_id: int) -> Json:
     require_trial(connection, trial_id)
-    found = instruments.newest(connection, trial_id)
+    found = rows.newest(connection, trial_id)
     if found is None:
         return {"report": None}
     return {

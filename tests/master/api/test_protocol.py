@@ -13,8 +13,7 @@ from determined.common import api
 from determined.common.api import bindings
 from serving import Master, serving
 
-from dstrial.master.store import allocations, background_jobs, checkpoints
-from dstrial.master.store.database import Transaction
+from dstrial.master.store import background_jobs, checkpoints
 
 pytestmark = pytest.mark.process
 
@@ -109,14 +108,6 @@ def test_allocations_csv_keeps_workspace_at_start(fresh_master: Master, session:
         "1",
     )
     assert (rows["c.1"]["workspace_name"], rows["c.1"]["experiment_id"]) == ("later", "")
-
-    def forget(tx: Transaction) -> None:
-        tx.execute("UPDATE allocations SET end_us = 9, state = 'TERMINATED' WHERE experiment_id = 1")
-        allocations.remember_uses(tx, 1)
-
-    fresh_master.services.database.write(forget)
-    (past,) = fresh_master.rows("SELECT workspace_name FROM past_usage")
-    assert past["workspace_name"] == "Uncategorized"
 
 
 def test_task_config_equals_submitted_config(det: DetHere, tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ import pytest
 from det_here import DetHere
 from serving import Master
 
-from dstrial.master.scheduler.janitor import _forget_experiment
-
 pytestmark = pytest.mark.process
 
 DAY_US = 24 * 3600 * 1_000_000
@@ -111,16 +109,6 @@ def test_usage_allocations_include_workspace(det: DetHere, used: Master) -> None
         ("1.request.1", "TRIAL", "Uncategorized", "1"),
         ("2.request.1", "TRIAL", "Uncategorized", "2"),
     ]
-
-
-def test_usage_includes_deleted_experiments(det: DetHere, used: Master) -> None:
-    before = det.ok("resources", "aggregated", "2024-10-03", "2024-10-05")
-    used.services.database.write(lambda tx: _forget_experiment(tx, 1))
-
-    assert used.rows("SELECT id FROM allocations") == [{"id": "2.request.1"}]
-    assert det.ok("resources", "aggregated", "2024-10-03", "2024-10-05") == before
-    rows = rows_of(det.ok("resources", "raw", "2024-10-04T00:00:00Z", "2024-10-05T00:00:00Z"))
-    assert [(row["experiment_id"], float(row["seconds"]) / 3600) for row in rows] == [("1", 3.0), ("2", 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -390,7 +390,6 @@ INVALID: dict[str, dict[str, Any]] = {
     "no address": {"url": None},
     "a name that moves the cursor": {"name": "a\x1b[2J"},
     "no triggers": {"triggers": []},
-    "many triggers": {"triggers": [{**_STATE, "condition": {"state": "ERROR"}}] * 21},
     "an unknown state": {"triggers": [{**_STATE, "condition": {"state": "DONE"}}]},
     "no state": {"triggers": [_STATE]},
     "a metric trigger": {"triggers": [{"triggerType": "TRIGGER_TYPE_METRIC_THRESHOLD_EXCEEDED", "condition": {}}]},
@@ -421,18 +420,6 @@ def test_create_webhook_invalid_is_refused(fresh_master: Master, what: str) -> N
     assert fresh_master.send("POST", "/api/v1/webhooks", good, token="admin").status == 200
     if set(INVALID[what]) == {"url"} and INVALID[what]["url"]:
         assert fresh_master.send("PATCH", "/api/v1/webhooks/1", INVALID[what], token="admin").status == 400
-
-
-def test_number_of_webhooks_and_patterns_is_limited(fresh_master: Master) -> None:
-    logs = [bindings.v1Trigger(triggerType=TASK_LOG, condition={"regex": f"x{i}"}) for i in range(20)]
-    make(fresh_master, "http://127.0.0.1:1/", logs, name="1")
-    make(fresh_master, "http://127.0.0.1:1/", logs, name="2")
-    with pytest.raises(errors.APIException, match="at most 50"):
-        make(fresh_master, "http://127.0.0.1:1/", logs, name="3")
-    for number in range(98):
-        make(fresh_master, "http://127.0.0.1:1/", name=f"n{number}")
-    with pytest.raises(errors.APIException, match="there are 100 webhooks"):
-        make(fresh_master, "http://127.0.0.1:1/", name="one more")
 
 
 def test_webhook_test_request_reports_receiver_status(fresh_master: Master, receiver: Receiver) -> None:
@@ -480,8 +467,7 @@ def test_failed_delivery_is_retried_then_marked_failed(
     found = settled(fresh_master)
     assert (found["delivered"], found["failed"], found["lastResult"]) == (1, 1, "HTTP 500")
     assert found["lastTime"].endswith("Z")
-    (row,) = fresh_master.rows("SELECT num_attempts, given_up_us FROM webhook_events")
-    assert row["num_attempts"] == 3
+    assert not fresh_master.rows("SELECT * FROM webhook_events")
     assert len(receiver.received) == 6
 
 
@@ -539,20 +525,6 @@ def test_event_queue_is_bounded_and_counts_dropped(fresh_master: Master) -> None
     fresh_master.services.database.write(fill)
     found = listed(fresh_master)["delivery"]
     assert (found["waiting"], found["dropped"]) == (webhooks.MAX_PENDING, 5)
-
-
-def test_only_newest_failed_events_are_kept(fresh_master: Master) -> None:
-    make(fresh_master, "http://127.0.0.1:1/")
-
-    def fail(tx: Transaction) -> None:
-        for number in range(1, 31):
-            webhooks.add_event(tx, 1, {"number": number})
-            webhooks.note_result(tx, 1, number, "HTTP 500", is_delivered=False, retry_us=None)
-
-    fresh_master.services.database.write(fail)
-    kept = [row["id"] for row in fresh_master.rows("SELECT id FROM webhook_events ORDER BY id")]
-    assert kept == list(range(11, 31))
-    assert listed(fresh_master)["delivery"]["failed"] == 30
 
 
 def test_experiment_ends_if_webhook_event_cannot_be_built(fresh_master: Master) -> None:

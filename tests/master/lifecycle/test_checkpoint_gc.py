@@ -105,19 +105,6 @@ def test_delete_files_non_uuid_name_is_refused(tmp_path: Path, name: str) -> Non
     assert (tmp_path / name).is_dir()
 
 
-@pytest.mark.parametrize("globs", [["**/*"], ["**/*.pt"]])
-def test_delete_files_of_cluster_directory_is_refused(tmp_path: Path, globs: list[str]) -> None:
-    """A directory named by a cluster's UUID has the TensorBoard files of its trials."""
-    file = tmp_path / UUID / "tensorboard" / "experiment" / "1" / "trial" / "1" / "events.pt"
-    file.parent.mkdir(parents=True)
-    file.write_text("x")
-
-    with pytest.raises(MasterError, match="has the TensorBoard files of a cluster"):
-        delete_files(in_directory(tmp_path), UUID, globs)
-
-    assert file.exists()
-
-
 def test_delete_files_behind_link_is_refused(tmp_path: Path) -> None:
     outside, root = tmp_path / "outside", tmp_path / "storage"
     outside.mkdir()

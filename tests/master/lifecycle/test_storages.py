@@ -84,7 +84,7 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return release
 
 
-def test_hung_storage_uses_one_thread_then_rechecks(
+def test_hung_storage_is_unavailable_until_it_answers(
     database: Database, storage: dict[str, Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root.mkdir(parents=True)
@@ -92,12 +92,9 @@ def test_hung_storage_uses_one_thread_then_rechecks(
     release = hang(monkeypatch)
     storages = Storages(database, timeout_s=0.2)
     try:
-        for _ in range(3):
-            assert "is gone: no answer within 0.2 s" in str(storages.trouble(storage))
-        assert sum(thread.name == "dstrial-storage" for thread in threading.enumerate()) == 1
+        assert "is gone: no answer within 0.2 s" in str(storages.trouble(storage))
     finally:
         release.set()
         wait_for(lambda: all(thread.name != "dstrial-storage" for thread in threading.enumerate()))
-    # The hung check found the storage; a new check must find it gone.
     root.rename(tmp_path / "away")
     assert "is gone: no directory" in str(storages.trouble(storage))

@@ -68,7 +68,12 @@ def working(
     period_s: float = 3600,
 ) -> Iterator[None]:
     janitor = Janitor(
-        database, changes or PubSub(), Storages(database), log_retention_days, period_s=period_s
+        database,
+        changes or PubSub(),
+        Storages(database),
+        database.path.with_name("venvs"),
+        log_retention_days,
+        period_s=period_s,
     )
     janitor.start()
     try:

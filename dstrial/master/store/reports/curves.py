@@ -1,32 +1,21 @@
-"""Read all values of one trial metric for a plot, and downsample curves.
-
-SQLite concatenates the values, as creating objects for a million rows would hold the GIL for seconds.
-"""
+"""Curves of metrics and of telemetry, and their downsampling, for plots."""
 
 from __future__ import annotations
 
-import bisect
-import re
+import dataclasses
+import json
 import sqlite3
 from collections.abc import Sequence
-from itertools import compress
 from typing import Any
 
-import orjson
-
+from dstrial.master.store.database import fetch_column
 from dstrial.master.store.reports.metric_summaries import as_number
 
-# Names that SQLite 3.40 finds by JSON path: it compares a path's label with the raw JSON text, without unescaping.
-_PLAIN_NAME = re.compile(r"[ !#-\[\]-~]+")
-_AT_ONCE = 50_000  # reports per query
-# The operator -> returns a number's original text; json_extract() rounds to 15 digits.
-_HAS_ARROW = sqlite3.sqlite_version_info >= (3, 38)
-_WHERE = "m.trial_id = ? AND m.group_name = ? AND m.steps >= 0 AND m.steps > ? AND m.archived = 0"
-_PACKED = f"""
-SELECT group_concat(steps), group_concat(end_us), group_concat(value) FROM (
-    SELECT m.steps, m.end_us, coalesce(m.metrics -> ?, 'null') AS value FROM metrics m
-    WHERE {_WHERE} ORDER BY m.steps, m.run_id LIMIT {_AT_ONCE})
-"""  # noqa: S608 - constants
+# dstrial.telemetry.samples writes these names. They are repeated here, as the master must not import training code.
+GROUP = "telemetry"
+_RANKS = "ranks"
+MAX_REPORTS = 500  # per curve
+_WHERE = "trial_id = ? AND group_name = ? AND steps >= 0 AND archived = 0"
 
 
 def curve(
@@ -37,69 +26,16 @@ def curve(
     The lists are sorted by batch and start after batch ``after``. Skipped are reports without a batch, archived reports (a later
     run has repeated their batches), and values that are not numbers (NaN and infinity count as numbers).
     """
-    path = _path_of(name)
-    if path is None or not _HAS_ARROW:
-        return _by_row(connection, trial_id, group, name, after)
-    steps: list[int] = []
-    times: list[int] = []
-    values: list[float] = []
-    while True:
-        found = connection.execute(_PACKED, (path, trial_id, group, after)).fetchone()
-        part = [orjson.loads(f"[{text or ''}]") for text in found]
-        num_found = len(part[0])
-        if num_found == _AT_ONCE:
-            # The limit may split the reports of the last batch: read that batch again in the next part.
-            end = bisect.bisect_left(part[0], part[0][-1]) or num_found
-            part = [column[:end] for column in part]
-        more = _numbers(part)
-        steps += more[0]
-        times += more[1]
-        values += more[2]
-        if num_found < _AT_ONCE:
-            return steps, times, values
-        after = part[0][-1]
-
-
-def _numbers(columns: list[list[Any]]) -> list[list[Any]]:
-    steps, times, given = columns
-    if set(map(type, given)) <= {float}:
-        return columns
-    values = [as_number(value) for value in given]
-    are_there = [value is not None for value in values]
-    return [list(compress(column, are_there)) for column in (steps, times, values)]
-
-
-def _by_row(
-    connection: sqlite3.Connection, trial_id: int, group: str, name: str, after: int
-) -> tuple[list[int], list[int], list[float]]:
-    value, parameters = _value_of(name)
     cursor = connection.execute(
-        f"SELECT m.steps, m.end_us, {value} FROM metrics m WHERE {_WHERE} ORDER BY m.steps, m.run_id",  # noqa: S608 - constants and marks
-        (*parameters, trial_id, group, after),
+        f"SELECT steps, end_us, j.value FROM metrics m CROSS JOIN json_each(m.metrics) j WHERE {_WHERE} "  # noqa: S608 - constants
+        "AND steps > ? AND j.key = ? AND j.type IN ('integer', 'real', 'text') ORDER BY steps, run_id",
+        (trial_id, group, after, name),
     )
     cursor.row_factory = None  # tuples take half the time of rows
-    columns = list(map(list, zip(*cursor, strict=True))) or [[], [], []]
-    steps, times, values = _numbers(columns)
-    return steps, times, values
-
-
-def _path_of(name: str) -> str | None:
-    """Return the JSON path of a metric; None if the metric's name needs escapes."""
-    return f'$."{name}"' if _PLAIN_NAME.fullmatch(name) else None
-
-
-def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return an SQL expression for a metric's value in row ``m``, and SQL parameters."""
-    path = _path_of(name)
-    if path is not None:
-        kinds = "('integer', 'real', 'text')"
-        value = f"CASE WHEN json_type(m.metrics, ?) IN {kinds} THEN json_extract(m.metrics, ?) END"
-        return value, (path, path)
-    # SQLite's JSON functions end strings at a NUL byte, so names with one are never found.
-    return (
-        "(SELECT j.value FROM json_each(m.metrics) j WHERE j.key = ? AND j.type IN ('integer', 'real', 'text'))",
-        (name,),
-    )
+    found = [
+        (steps, end_us, number) for steps, end_us, value in cursor if (number := as_number(value)) is not None
+    ]
+    return [one[0] for one in found], [one[1] for one in found], [one[2] for one in found]
 
 
 def downsample(ys: Sequence[float], max_points: int) -> list[int]:
@@ -126,3 +62,65 @@ def downsample(ys: Sequence[float], max_points: int) -> list[int]:
         finite = [idx for idx in places if ys[idx] - ys[idx] == 0] or places[:1]
         kept |= {min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)}
     return sorted(kept)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruments:
+    """A telemetry report of a trial's ranks."""
+
+    steps: int  # batches completed
+    end_us: int
+    run_id: int
+    values: dict[str, Any]  # metric name -> number aggregated over all ranks, or a string
+    ranks: dict[str, list[float | None]]  # metric name -> number per rank, None if missing
+
+
+def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
+    row = connection.execute(
+        f"SELECT steps, end_us, run_id, metrics FROM metrics WHERE {_WHERE} ORDER BY steps DESC, id DESC LIMIT 1",  # noqa: S608 - constants
+        (trial_id, GROUP),
+    ).fetchone()
+    if row is None:
+        return None
+    found = json.loads(row["metrics"])
+    by_rank = found.pop(_RANKS, None)
+    ranks = {
+        str(name): [as_number(value) for value in values]
+        for name, values in (by_rank.items() if isinstance(by_rank, dict) else ())
+        if isinstance(values, list)
+    }
+    values = {name: value for name, value in found.items() if not isinstance(value, (dict, list))}
+    return Instruments(row["steps"], row["end_us"], row["run_id"], values, ranks)
+
+
+def by_rank(
+    connection: sqlite3.Connection, trial_id: int, name: str
+) -> tuple[list[int], list[int], list[list[float | None]]]:
+    """Return a telemetry metric as three lists: batches, times (us), values by rank.
+
+    ``values[i][rank]`` is None if missing. If there are more than ``MAX_REPORTS`` reports, an evenly spaced subset with the first
+    and the last report is returned.
+    """
+    steps: list[int] = []
+    times: list[int] = []
+    values: list[list[float | None]] = []
+    # Without a condition on ``archived``, this query reads only the index.
+    all_ids = (
+        "SELECT id FROM metrics WHERE trial_id = ? AND group_name = ? AND steps >= 0 ORDER BY steps, run_id"
+    )
+    newest_id = f"SELECT id FROM metrics WHERE {_WHERE} ORDER BY steps DESC, run_id DESC LIMIT 1"  # noqa: S608 - constants
+    ids = fetch_column(int, connection, all_ids, (trial_id, GROUP))
+    chosen = ids[:: max(len(ids) - 1, 0) // MAX_REPORTS + 1]
+    chosen += fetch_column(int, connection, newest_id, (trial_id, GROUP))
+    rows = connection.execute(
+        "SELECT m.steps, m.end_us, j.value AS value FROM metrics m CROSS JOIN json_each(m.metrics, ?) j ON j.key = ? "
+        "WHERE m.id IN (SELECT value FROM json_each(?)) AND m.archived = 0 ORDER BY m.steps, m.id",
+        (f"$.{_RANKS}", name, json.dumps(chosen)),
+    )
+    for row in rows:
+        given = json.loads(row["value"]) if isinstance(row["value"], str) else None
+        if isinstance(given, list):
+            steps.append(row["steps"])
+            times.append(row["end_us"])
+            values.append([as_number(value) for value in given])
+    return steps, times, values

@@ -11,6 +11,9 @@ from dstrial.master.store.database import Conditions, Transaction, fetch_all
 from dstrial.visible_text import visible
 
 _DAY_US = 24 * 3600 * 1_000_000
+# Overhead of a row besides its text (ids, time, index); measured: 140 to 170 bytes.
+_ROW_BYTES = 160
+_MAX_DELETED = 50_000  # lines per call, so that the writer thread is not blocked; ``add_lines`` adds fewer
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -113,6 +116,72 @@ def _publish(tx: Transaction, task_id: str, trial_id: int | None) -> None:
     tx.publish(f"logs:{task_id}")
     if trial_id is not None:
         tx.publish(f"logs:trial:{trial_id}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogOwner(LogKey):
+    """Key of a log, and the task and allocation that printed the lines to be added."""
+
+    task_id: str
+    allocation_id: str | None = None  # None for lines from other nodes
+
+
+def add_lines(
+    tx: Transaction, owner: LogOwner, lines: Sequence[LogLine], quota_bytes: int, *, num_lost: int = 0
+) -> None:
+    """Store log lines; if the log exceeds ``quota_bytes``, delete its oldest lines.
+
+    ``num_lost`` is the number of preceding lines that were lost before the master could read them.
+    """
+    num_bytes, is_cut = _size_of(tx, owner)
+    if num_lost:
+        text = f"{num_lost:,} lines are left out here: they were printed while the master was down, or faster than it reads"
+        _add_warning(tx, owner, text)
+    add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, lines)
+    num_bytes += sum(len(line.text.encode()) + _ROW_BYTES for line in lines)
+    if num_bytes > quota_bytes:
+        num_bytes -= _delete_oldest(tx, owner, num_bytes - quota_bytes)
+        if not is_cut:
+            text = f"the log is larger than limits.trial_log_bytes of the master's settings, {quota_bytes:,} bytes"
+            _add_warning(tx, owner, f"{text}: its oldest lines are left out")
+        is_cut = True
+    tx.execute(
+        f"UPDATE log_sizes SET num_bytes = ?, is_cut = ? WHERE {owner.condition}",  # noqa: S608 - one of two
+        (num_bytes, is_cut, owner.value),
+    )
+
+
+def _add_warning(tx: Transaction, owner: LogOwner, text: str) -> None:
+    add_master_line(
+        tx, owner.task_id, owner.trial_id, text, level="WARNING", allocation_id=owner.allocation_id
+    )
+
+
+def _size_of(tx: Transaction, owner: LogOwner) -> tuple[int, bool]:
+    """Return the size of a log in bytes, and whether its oldest lines were deleted."""
+    sql = f"SELECT num_bytes, is_cut FROM log_sizes WHERE {owner.condition}"  # noqa: S608 - one of two
+    row = tx.execute(sql, (owner.value,)).fetchone()
+    if row is None:
+        tx.insert("log_sizes", {"task_id": owner.task_id, "trial_id": owner.trial_id, "num_bytes": 0})
+        return 0, False
+    return int(row["num_bytes"]), bool(row["is_cut"])
+
+
+def _delete_oldest(tx: Transaction, owner: LogOwner, excess_bytes: int) -> int:
+    """Delete the oldest lines that processes printed; return the freed bytes."""
+    of_log = f"{owner.condition} AND source = 'task'"
+    rows = tx.execute(
+        f"SELECT id, LENGTH(CAST(log AS BLOB)) + ? AS bytes FROM logs WHERE {of_log} ORDER BY id LIMIT ?",  # noqa: S608 - one of two
+        (_ROW_BYTES, owner.value, _MAX_DELETED),
+    )
+    freed_bytes = last_id = 0
+    for row in rows:
+        freed_bytes, last_id = freed_bytes + int(row["bytes"]), int(row["id"])
+        if freed_bytes >= excess_bytes:
+            break
+    rows.close()
+    tx.execute(f"DELETE FROM logs WHERE {of_log} AND id <= ?", (owner.value, last_id))  # noqa: S608 - one of two
+    return freed_bytes
 
 
 _SELECT = (

@@ -5,19 +5,18 @@ The cost of adding a report depends on the number of its metrics, not on earlier
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dstrial.master.store.database import Transaction, fetch_value, marks
+from dstrial.master.store.database import Transaction, marks
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.store.trials import Trial
 
 MAX_NAMES = 10_000
-"""Metric names per trial, over all groups; further names are dropped, because lists of trials contain all names."""
+"""Summarised metric names per trial, over all groups; lists of trials contain all of them."""
 
 MAX_NAME_CHARS = 256  # per metric or group name (MLflow allows 250); limits summaries to a few MiB per trial
 
@@ -30,48 +29,32 @@ SUMMARY_METRICS = """
 
 # SQLite accepts at least 999 parameters per statement.
 _AT_ONCE = 500
-_NAMED_CHARS = 80
 MAX_LAST_CHARS = 256  # lists of trials contain the last value of each metric, and a text may have megabytes
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Admitted:
-    """The metrics of a report within the limit of ``MAX_NAMES`` names per trial."""
+def add(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> None:
+    """Update a trial's summaries with the metrics of a report.
 
-    values: dict[str, Any]  # metric name -> value, in report order
-    before: dict[str, dict[str, Any]]  # metric name -> summary of earlier reports
-
-
-def admit(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> Admitted:
-    """Return a report's metrics within the limit of ``MAX_NAMES`` names per trial.
-
-    A warning is logged when the limit is reached. The searcher metric is always admitted.
+    New names beyond ``MAX_NAMES`` get no summary; a warning is logged when the limit is reached.
     """
     before = _summaries(tx.connection, trial.id, group, values)
     new = [name for name in values if name not in before]
-    if not new:
-        return Admitted(dict(values), before)
-    room = MAX_NAMES - trial.num_metric_names
-    left_out: set[str] = set()
-    if len(new) > room:
-        sql = "SELECT searcher_metric FROM experiments WHERE id = ?"
-        # The searcher cannot work without its metric.
-        left_out = set(new[max(room, 0) :]) - {fetch_value(str, tx.connection, sql, (trial.experiment_id,))}
+    room = max(MAX_NAMES - trial.num_metric_names, 0)
+    left_out = set(new[room:])
+    summaries = {
+        name: summarised(before.get(name), value) for name, value in values.items() if name not in left_out
+    }
+    _store(tx, trial.id, group, summaries)
     if 0 < room <= len(new):
-        example = next(
-            (f", {_short(name)} of group {group!r} for example" for name in new if name in left_out), ""
-        )
         text = (
-            f"the trial has {MAX_NAMES:,} metric names, and further ones are dropped{example}; expected at most so many. "
-            "Report under names that stay the same."
+            f"the trial has {MAX_NAMES:,} metric names, and the page shows no further ones; expected fewer. Report under "
+            "names that stay the same."
         )
         add_master_line(tx, trial.task_id, trial.id, text, level="WARNING")
-    return Admitted({name: value for name, value in values.items() if name not in left_out}, before)
-
-
-def _short(name: str) -> str:
-    return repr(name if len(name) <= _NAMED_CHARS else f"{name[:_NAMED_CHARS]}…")
+    if new and room:
+        sql = "UPDATE trials SET num_metric_names = num_metric_names + ? WHERE id = ?"
+        tx.execute(sql, (len(new) - len(left_out), trial.id))
 
 
 def _summaries(
@@ -88,18 +71,6 @@ def _summaries(
         )
         found.update((str(row["name"]), json.loads(row["summary"])) for row in rows)
     return found
-
-
-def add(tx: Transaction, trial_id: int, group: str, admitted: Admitted) -> None:
-    """Update a trial's stored summaries with the admitted metrics of a report."""
-    summaries = {
-        name: summarised(admitted.before.get(name), value) for name, value in admitted.values.items()
-    }
-    _store(tx, trial_id, group, summaries)
-    num_new = len(summaries.keys() - admitted.before.keys())
-    if num_new:
-        sql = "UPDATE trials SET num_metric_names = num_metric_names + ? WHERE id = ?"
-        tx.execute(sql, (num_new, trial_id))
 
 
 def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, Mapping[str, Any]]) -> None:

@@ -42,12 +42,6 @@ class Report:
     archived: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class AddedReport:
-    id: int
-    is_new: bool  # False if the report contains nothing new
-
-
 def add_report(
     tx: Transaction,
     *,
@@ -58,12 +52,12 @@ def add_report(
     end_us: int,
     metrics: Mapping[str, Any],
     per_batch: Sequence[Mapping[str, Any]] = (),
-) -> AddedReport:
+) -> bool:
     """Store a report and update the trial's summaries and best and latest validation.
 
     ``steps`` is the number of completed batches, None for a profiling report. A repeated report is a no-op, and new metrics of
     a stored batch are merged into its report. A run's first report archives the older runs' reports of batches that the run
-    repeats. New metrics are dropped once the trial has ``metric_summaries.MAX_NAMES`` names.
+    repeats. Returns whether the report contains anything new.
 
     Raises:
         StoreError: the report is of an older run, or a metric differs from its stored value.
@@ -77,7 +71,8 @@ def add_report(
     tx.publish(f"metrics:{trial_id}:{trial.experiment_id}")
     values, of_batches = plain(metrics), [plain(of_batch) for of_batch in per_batch]
     if steps is None:
-        return AddedReport(_insert(tx, trial, group, _NO_STEPS, end_us, values, of_batches), True)
+        _insert(tx, trial, group, _NO_STEPS, end_us, values, of_batches)
+        return True
     known = tx.execute(
         "SELECT id, metrics FROM metrics WHERE trial_id = ? AND group_name = ? AND steps = ? AND run_id = ? AND steps >= 0",
         (trial_id, group, steps, run_id),
@@ -86,15 +81,9 @@ def add_report(
         return _merge(tx, trial, group, steps, known, values)
     if _begin_run(tx, trial, steps):
         trial = trials.require(tx.connection, trial_id)
-    admitted = metric_summaries.admit(tx, trial, group, values)
-    left_out = values.keys() - admitted.values.keys()
-    if left_out:
-        of_batches = [
-            {name: value for name, value in one.items() if name not in left_out} for one in of_batches
-        ]
-    report_id = _insert(tx, trial, group, steps, end_us, admitted.values, of_batches)
-    _note(tx, trial, group, steps, report_id, admitted)
-    return AddedReport(report_id, True)
+    report_id = _insert(tx, trial, group, steps, end_us, values, of_batches)
+    _note(tx, trial, group, steps, report_id, values)
+    return True
 
 
 def _insert(
@@ -142,7 +131,7 @@ def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int)
 
 def _merge(
     tx: Transaction, trial: Trial, group: str, steps: int, known: sqlite3.Row, given: Mapping[str, Any]
-) -> AddedReport:
+) -> bool:
     stored: dict[str, Any] = json.loads(known["metrics"])
     for name in stored.keys() & given.keys():
         if stored[name] != given[name]:
@@ -151,12 +140,10 @@ def _merge(
                 "which was reported before. Report every metric once per batch."
             )
     new = {name: value for name, value in given.items() if name not in stored}
-    admitted = metric_summaries.admit(tx, trial, group, new) if new else None
-    if admitted is None or not admitted.values:
-        return AddedReport(known["id"], False)
-    tx.update("metrics", known["id"], {"metrics": {**stored, **admitted.values}})
-    _note(tx, trial, group, steps, known["id"], admitted)
-    return AddedReport(known["id"], True)
+    if new:
+        tx.update("metrics", known["id"], {"metrics": {**stored, **new}})
+        _note(tx, trial, group, steps, known["id"], new)
+    return bool(new)
 
 
 def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
@@ -183,12 +170,12 @@ def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> b
 
 
 def _note(
-    tx: Transaction, trial: Trial, group: str, steps: int, report_id: int, admitted: metric_summaries.Admitted
+    tx: Transaction, trial: Trial, group: str, steps: int, report_id: int, values: Mapping[str, Any]
 ) -> None:
-    metric_summaries.add(tx, trial.id, group, admitted)
+    metric_summaries.add(tx, trial, group, values)
     tx.execute("UPDATE trials SET total_batches = MAX(total_batches, ?) WHERE id = ?", (steps, trial.id))
     if group == "validation":
-        _note_validation(tx, trial, steps, report_id, admitted.values)
+        _note_validation(tx, trial, steps, report_id, values)
 
 
 def _note_validation(

@@ -1,4 +1,4 @@
--- schema version 15
+-- schema version 16
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -154,7 +154,6 @@ CREATE TABLE log_sizes (
     task_id      TEXT    NOT NULL,                -- a trial's first task with output
     trial_id     INTEGER,                         -- NULL: a task without a trial
     num_bytes    INTEGER NOT NULL,                -- size of the kept lines of its processes, with their rows
-    num_left_out INTEGER NOT NULL DEFAULT 0,      -- number of lines, with those that the master could not read
     is_cut       INTEGER NOT NULL DEFAULT 0       -- whether lines were deleted because of the quota
 );
 CREATE TABLE logs (
@@ -224,17 +223,6 @@ CREATE TABLE nodes (
     id   INTEGER PRIMARY KEY AUTOINCREMENT,       -- from 1; 0 is the master's machine. The ids of a node's slots start at id * 1024
     name TEXT    NOT NULL UNIQUE                  -- ssh's destination
 );
-CREATE TABLE past_usage (
-    allocation_id  TEXT    PRIMARY KEY,
-    kind           TEXT    NOT NULL,              -- type of the task: TRIAL
-    user_id        INTEGER NOT NULL,
-    experiment_id  INTEGER NOT NULL,
-    workspace_name TEXT    NOT NULL,
-    labels         TEXT    NOT NULL,              -- JSON list
-    num_slots      INTEGER NOT NULL,
-    start_us       INTEGER NOT NULL,
-    end_us         INTEGER NOT NULL
-) WITHOUT ROWID;
 CREATE TABLE projects (
     id           INTEGER PRIMARY KEY AUTOINCREMENT,
     workspace_id INTEGER NOT NULL REFERENCES workspaces (id),
@@ -342,8 +330,7 @@ CREATE TABLE webhook_events (
     event        TEXT    NOT NULL,                -- JSON; the request's body is built from it at the attempt
     created_us   INTEGER NOT NULL,
     due_us       INTEGER NOT NULL,                -- earliest time of the next attempt
-    num_attempts INTEGER NOT NULL DEFAULT 0,      -- number of completed attempts
-    given_up_us  INTEGER                          -- time at which it was given up; NULL: queued
+    num_attempts INTEGER NOT NULL DEFAULT 0       -- number of completed attempts
 );
 CREATE TABLE webhook_task_logs (
     task_id    TEXT    NOT NULL REFERENCES tasks (id) ON DELETE CASCADE,
@@ -375,8 +362,7 @@ CREATE TABLE work (
     kind          TEXT    NOT NULL,               -- see store/background_jobs.py
     experiment_id INTEGER NOT NULL,               -- 0 for projects and workspaces
     payload       TEXT    NOT NULL DEFAULT '{}',
-    created_us    INTEGER NOT NULL,
-    ended_us      INTEGER                         -- end of the job; the row is deleted soon after
+    created_us    INTEGER NOT NULL
 );
 CREATE TABLE workspaces (
     id                 INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -425,7 +411,7 @@ CREATE INDEX access_tokens_by_user ON access_tokens (user_id);
 CREATE INDEX webhook_triggers_by_type ON webhook_triggers (type, condition);
 CREATE INDEX webhook_triggers_by_webhook ON webhook_triggers (webhook_id);
 CREATE INDEX webhook_task_logs_by_trigger ON webhook_task_logs (trigger_id);
-CREATE INDEX webhook_events_by_webhook ON webhook_events (webhook_id, given_up_us, due_us);
+CREATE INDEX webhook_events_by_webhook ON webhook_events (webhook_id, due_us);
 DELETE FROM "sqlite_sequence";
 INSERT INTO "sqlite_sequence" VALUES('workspaces',1);
 INSERT INTO "sqlite_sequence" VALUES('projects',1);

@@ -1,4 +1,4 @@
-"""Metric curves have every reported number; downsampling keeps their shape."""
+"""Curves have every reported number; downsampling keeps their shape."""
 
 from __future__ import annotations
 
@@ -72,26 +72,6 @@ def test_curve_equals_reading_every_report(
         assert read(database, name, after) == expected
 
 
-@pytest.mark.parametrize("num_at_last", [1, 2, 3])
-def test_curve_read_in_parts_returns_reports_once(database: Database, num_at_last: int) -> None:
-    # Up to three runs report at the batch where a part ends.
-    last = curves._AT_ONCE - 1
-    rows = [(1, steps, steps, 0, f'{{"loss": {steps}.25}}') for steps in range(last + 10)]
-    rows += [(1 + run, last, last + run, 0, '{"loss": -1.0}') for run in range(1, num_at_last)]
-    store(database, rows)
-    found = read(database, "loss")
-    expected = sorted((steps, end_us, run) for run, steps, end_us, *_ in rows)
-    assert [(steps, end_us) for steps, end_us, _ in found] == [
-        (steps, end_us) for steps, end_us, _ in expected
-    ]
-    assert [value for steps, end_us, value in found if end_us == steps][-1] == f"{last + 9}.25"
-
-
-def test_curve_of_reports_at_one_batch_terminates(database: Database) -> None:
-    store(database, [(run, 7, run, 0, '{"loss": 1.0}') for run in range(curves._AT_ONCE + 5)])
-    assert len(read(database, "loss")) >= curves._AT_ONCE
-
-
 SERIES = st.lists(st.floats(), max_size=300)
 
 
@@ -148,3 +128,59 @@ def test_downsample_to_few_points_keeps_last_and_first(most: int, kept: list[int
 def test_downsample_to_zero_points_raises() -> None:
     with pytest.raises(ValueError, match="expected at least 1"):
         curves.downsample([1.0, 2.0], 0)
+
+
+INSTRUMENT = 'forward "ms"'
+
+
+def store_ranks(database: Database, rows: list[tuple[int, int, int]], text: str = "") -> None:
+    """Replace the telemetry by (run, batch, archived); rank r has the value batch + r / 4."""
+
+    def report(step: int) -> str:
+        ranks = {INSTRUMENT: [step, step + 0.25], "other": ["NaN"] * 2}
+        return text or json.dumps({"other": 1.5, "ranks": ranks})
+
+    def write(tx: Transaction) -> None:
+        tx.execute("DELETE FROM metrics")
+        tx.executemany(
+            "INSERT INTO metrics (trial_id, group_name, run_id, steps, archived, metrics, end_us) "
+            "VALUES (1, 'telemetry', ?, ?, ?, ?, 7)",
+            [(run, step, archived, report(step)) for run, step, archived in rows],
+        )
+
+    database.write(write)
+
+
+def history(database: Database) -> list[int]:
+    """Return the batches of the instrument's values; check times and values."""
+    with database.read() as connection:
+        steps, times, values = curves.by_rank(connection, 1, INSTRUMENT)
+    assert times == [7] * len(steps)
+    assert values == [[step, step + 0.25] for step in steps]
+    return steps
+
+
+def test_history_of_few_reports_omits_only_archived(database: Database) -> None:
+    for number in (0, 1, 2, curves.MAX_REPORTS):
+        store_ranks(database, [(1, step, int(step % 5 == 3)) for step in range(number)])
+        assert history(database) == [step for step in range(number) if step % 5 != 3]
+
+
+def test_history_of_many_reports_is_sampled_evenly(database: Database) -> None:
+    number = 3 * curves.MAX_REPORTS + 2
+    store_ranks(database, [(1, step, 0) for step in range(number)])
+    assert history(database) == [*range(0, number, 4), number - 1]
+
+
+def test_history_after_restart_spans_unarchived_reports(database: Database) -> None:
+    first = [(1, step, int(step > 500)) for step in range(2 * curves.MAX_REPORTS)]
+    store_ranks(database, [*first, *((2, step, 0) for step in range(501, 600))])
+    steps = history(database)
+    assert (steps[0], steps[-1]) == (0, 599)
+    assert len(steps) >= 600 // 3
+
+
+@pytest.mark.parametrize("text", ['{"ranks": {"forward": "text"}}', '{"ranks": "damaged"}', "{}"])
+def test_history_of_unreported_metric_is_empty(database: Database, text: str) -> None:
+    store_ranks(database, [(1, 1, 0)], text)
+    assert history(database) == []

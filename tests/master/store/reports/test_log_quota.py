@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from dstrial.master.store.database import Database, Transaction
-from dstrial.master.store.reports import log_quota, logs
-from dstrial.master.store.reports.log_quota import LogOwner
-from dstrial.master.store.reports.logs import LogLine
+from dstrial.master.store.reports import logs
+from dstrial.master.store.reports.logs import LogLine, LogOwner
 
 QUOTA = 2**16
 TRIAL = LogOwner("1.request", 7, "1.request.1")
@@ -29,7 +28,7 @@ class Log:
             LogLine(1, "stdout", None, 0, f"line {self.num_printed + number}\n") for number in range(count)
         ]
         self.num_printed += count
-        self.database.write(lambda tx: log_quota.add_lines(tx, owner, lines, QUOTA, num_lost=num_lost))
+        self.database.write(lambda tx: logs.add_lines(tx, owner, lines, QUOTA, num_lost=num_lost))
 
     def rows(self, owner: LogOwner = TRIAL) -> list[logs.StoredLine]:
         wanted = logs.LogFilter(trial_id=owner.trial_id, task_id=owner.task_id)
@@ -71,10 +70,9 @@ def test_log_within_quota_is_kept_whole(log: Log) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 7, 100, 3000])
 @pytest.mark.parametrize("owner", [TRIAL, COMMAND])
-def test_log_over_quota_keeps_newest_and_counts_dropped(log: Log, owner: LogOwner, at_once: int) -> None:
+def test_log_over_quota_keeps_newest_lines(log: Log, owner: LogOwner, at_once: int) -> None:
     while log.num_printed < 3000:
         log.print(min(at_once, 3000 - log.num_printed), owner)
-    log.database.write(lambda tx: log_quota.tell_at_end(tx, owner))
 
     kept = log.printed(owner)
     assert kept == [*range(3000 - len(kept), 3000)]
@@ -82,45 +80,24 @@ def test_log_over_quota_keeps_newest_and_counts_dropped(log: Log, owner: LogOwne
     assert size_of(log) < QUOTA
     assert log.master_lines(owner) == [
         "the log is larger than limits.trial_log_bytes of the master's settings, 65,536 bytes: its oldest lines are left out",
-        f"{3000 - len(kept):,} lines are left out of this log",
     ]
 
 
-def test_complete_log_ends_without_master_message(log: Log) -> None:
-    log.print(3)
-    log.database.write(lambda tx: log_quota.tell_at_end(tx, TRIAL))
-    log.database.write(lambda tx: log_quota.tell_at_end(tx, COMMAND))
-
-    assert log.master_lines() == []
-
-
-def test_lost_lines_count_as_left_out(log: Log) -> None:
+def test_lost_lines_are_counted_in_log(log: Log) -> None:
     log.print(2)
     log.print(1, num_lost=1234)
-    log.database.write(lambda tx: log_quota.tell_at_end(tx, TRIAL))
 
     assert [row.log.rstrip("\n") for row in log.rows()] == [
         "line 0",
         "line 1",
         "1,234 lines are left out here: they were printed while the master was down, or faster than it reads",
         "line 2",
-        "1,234 lines are left out of this log",
     ]
-
-
-def test_log_with_loss_and_truncation_reports_both(log: Log) -> None:
-    log.print(1, num_lost=5)
-    for _ in range(20):
-        log.print(100)
-
-    loss, cut = log.master_lines()
-    assert loss.startswith("5 lines are left out here")
-    assert cut.startswith("the log is larger than limits.trial_log_bytes")
 
 
 def test_empty_lines_count_row_overhead_against_quota(log: Log) -> None:
     lines = [LogLine(1, "stdout", None, None, "\n")] * 2000
-    log.database.write(lambda tx: log_quota.add_lines(tx, TRIAL, lines, QUOTA))
+    log.database.write(lambda tx: logs.add_lines(tx, TRIAL, lines, QUOTA))
 
     assert len([row for row in log.rows() if row.source == "task"]) == QUOTA // 161
 
@@ -128,7 +105,7 @@ def test_empty_lines_count_row_overhead_against_quota(log: Log) -> None:
 def test_line_larger_than_quota_drops_itself_and_predecessors(log: Log) -> None:
     log.print(10)
     huge = LogLine(1, "stdout", None, None, "x" * 2 * QUOTA + "\n")
-    log.database.write(lambda tx: log_quota.add_lines(tx, TRIAL, [huge], QUOTA))
+    log.database.write(lambda tx: logs.add_lines(tx, TRIAL, [huge], QUOTA))
     log.print(10)
 
     assert log.printed() == list(range(10, 20))
