@@ -31,7 +31,7 @@ def test_search_without_progress_is_listed(browser: Browser) -> None:
     assert "0 of 0 configurations measured" in browser.text(".facts")
 
 
-def test_running_search_shows_growing_predictions_and_front(browser: Browser, seeded_master: Master) -> None:
+def test_running_search_shows_growing_front(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         add_search(tx, search_id=REPORTING)
         return tx.execute(
@@ -67,7 +67,6 @@ def test_running_search_shows_growing_predictions_and_front(browser: Browser, se
     assert "1 of 3 configurations measured" in browser.text(".facts")
     curves = [
         "Records per second against memory over GiB of a device: 2 curves",
-        "Measured ms of a step against predicted over predicted ms: 2 curves",
     ]
     assert browser.page.evaluate(CURVES) == curves
     browser.page.evaluate("window.isSame = true")
@@ -89,7 +88,6 @@ def test_ended_search_shows_report_and_escapes_markup(browser: Browser) -> None:
     assert "<script>alert(1)</script>" in browser.text("main ul")
     assert browser.page.evaluate(CURVES) == [
         "Records per second against memory over GiB of a device: 3 curves",
-        "Measured ms of a step against predicted over predicted ms: 3 curves",
     ]
     href = browser.page.get_attribute("tbody tr.best a", "href")
     assert href is not None

@@ -45,8 +45,6 @@ export function Logs({ of }) {
   const box = useRef(/** @type {HTMLDivElement | null} */ (null));
   const goTo = useRef(Number(line) || 0);
   const lastTop = useRef(0);
-  /** Where the first line that is seen stood. @type {{ current: { id: string, top: number } | null }} */
-  const anchor = useRef(null);
   const chosen = Number(line) || 0;
 
   /** @param {boolean} is */
@@ -60,10 +58,7 @@ export function Logs({ of }) {
     if (level) wanted.level = level;
     if (ranks) wanted.rank = ranks.split(",").filter((one) => /^-?\d+$/.test(one));
     if (found) wanted.text = found;
-    const own = new Feed(wanted, (now) => {
-      remember();
-      setPart(now);
-    });
+    const own = new Feed(wanted, setPart);
     feed.current = own;
     setPart(NOTHING);
     const id = goTo.current;
@@ -80,43 +75,28 @@ export function Logs({ of }) {
     };
   }, [of.trial, of.task, level, ranks, found]);
 
-  function remember() {
-    const view = box.current;
-    if (!view) return;
-    const top = view.getBoundingClientRect().top;
-    anchor.current = null;
-    for (const row of view.querySelectorAll(".line")) {
-      const at = row.getBoundingClientRect();
-      if (at.bottom > top) {
-        anchor.current = { id: /** @type {HTMLElement} */ (row).dataset.id ?? "", top: at.top - top };
-        return;
-      }
-    }
-  }
-
-  // What is looked at stays where it is when lines come or go before it.
+  // What is looked at stays where it is when lines come or go before it: browsers anchor the scrolling.
   useLayoutEffect(() => {
     const view = box.current;
     if (!view) return;
-    if (goTo.current && part.pages.length) {
-      const id = nearestId(part.pages, goTo.current);
+    if (goTo.current && part.lines.length) {
+      const { id } = part.lines.find((one) => one.id >= goTo.current) ?? part.lines[part.lines.length - 1];
       goTo.current = 0;
-      const row = view.querySelector(`[data-id="${id}"]`);
-      if (row) view.scrollTop += row.getBoundingClientRect().top - view.getBoundingClientRect().top - view.clientHeight / 3;
+      view.querySelector(`[data-id="${id}"]`)?.scrollIntoView({ block: "center" });
     } else if (feed.current?.isFollowing) {
       view.scrollTop = view.scrollHeight;
-    } else if (anchor.current) {
-      const row = view.querySelector(`[data-id="${anchor.current.id}"]`);
-      if (row) view.scrollTop += row.getBoundingClientRect().top - view.getBoundingClientRect().top - anchor.current.top;
     }
     look();
-  }, [part.pages, wrap]);
+  }, [part.lines, wrap]);
 
   function look() {
     const view = box.current;
-    if (!view || !feed.current || !part.pages.length) return;
+    if (!view || !feed.current || !part.lines.length) return;
     const below = view.scrollHeight - view.scrollTop - view.clientHeight;
-    if (view.scrollTop < NEAR_PX) feed.current.earlier();
+    if (view.scrollTop < NEAR_PX && !part.isStart) {
+      view.scrollTop ||= 1; // Browsers do not anchor at 0.
+      feed.current.earlier();
+    }
     if (below < NEAR_PX) feed.current.later();
   }
   function onScroll() {
@@ -142,13 +122,12 @@ export function Logs({ of }) {
   /** @param {number} id */
   const jump = async (id) => {
     follow(false);
-    anchor.current = null;
     goTo.current = id;
     await feed.current?.around(id);
   };
   /** @param {number} id */
   const choose = (id) => setParams({ line: id === chosen ? "" : String(id) });
-  const all = part.pages;
+  const all = part.lines;
   const isFiltered = Boolean(level || rank || text);
   return html`<section class="log" aria-label="Log">
     <div class="filters">
@@ -164,7 +143,7 @@ export function Logs({ of }) {
     <div class="tools">
       <button onClick=${() => jump(1)}>Beginning</button>
       <button class=${isFollowing ? "" : "main"} onClick=${newest} disabled=${isFollowing}>${isFollowing ? "Following" : part.hasNew ? "Newest ●" : "Newest"}</button>
-      <span class="muted" role="status">${part.searching !== null ? "Searching …" : ""}</span>
+      <span class="muted" role="status">${part.isSearching ? "Searching …" : ""}</span>
       ${chosen > 0 && html`<${Chosen} id=${chosen} onGo=${() => jump(chosen)} />`}
     </div>
     <${Problem} error=${part.error} />
@@ -176,24 +155,17 @@ export function Logs({ of }) {
     }} onKeyDown=${(/** @type {KeyboardEvent} */ event) => {
       if (event.key === "Home") jump(1);
       else if (event.key === "End") newest();
-      else if (event.key === "Enter" && event.target === box.current && (remember(), anchor.current)) choose(Number(anchor.current.id));
       else return;
       event.preventDefault();
     }}>
       ${part.isStart && all.length > 0 && html`<p class="muted edge">${isFiltered ? "Nothing before this fits." : "The beginning."}</p>`}
-      ${all.map((lines) => html`<${Lines} key=${lines[0].id} lines=${lines} found=${found.toLowerCase()} chosen=${chosen} />`)}
+      <${Lines} lines=${all} found=${found.toLowerCase()} chosen=${chosen} />
       ${!all.length && part.isEnd && html`<p class="muted edge">${isFiltered
         ? html`No line fits. <button onClick=${() => setParams({ level: "", rank: "", find: "" })}>Show all lines</button>`
         : "Nothing has been printed; new lines appear here as they come."}</p>`}
       ${!all.length && !part.isEnd && !part.error && html`<p class="muted edge">Loading …</p>`}
     </div>
   </section>`;
-}
-
-/** @param {import("./logs/feed.js").Line[][]} pages @param {number} id @returns {number} of the first line that is not before it */
-function nearestId(pages, id) {
-  for (const page of pages) for (const line of page) if (line.id >= id) return line.id;
-  return pages[pages.length - 1]?.[0]?.id ?? 0;
 }
 
 /** What can be done with a line. @param {{ id: number, onGo: () => void }} props */
