@@ -12,7 +12,6 @@ from dstrial.config.secrets import masked, masked_json, masked_yaml
 from dstrial.master.backends.model_definition import list_files, read_start, read_starts
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data
-from dstrial.master.services import Services
 from dstrial.master.store import experiments, trials
 from dstrial.master.store.database import Connection
 from dstrial.master.store.views import overviews
@@ -99,7 +98,6 @@ async def get_config(request: ApiRequest) -> Json:
         return {
             "original": as_data(original),
             "template": as_data(template),
-            "effective": as_data(effective),
             "values": as_data(rows),
             "more": len(values) > _MAX_VALUES,
         }
@@ -142,13 +140,6 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str
     return found
 
 
-def _config_texts(services: Services, row: experiments.Experiment, kind: str) -> dict[str, str]:
-    names = services.secret_names
-    if kind == "submitted":
-        return {"config": masked_yaml(row.original_config, names)}
-    return {"config": yaml_text(json.loads(masked_json(row.config, names)))}
-
-
 def code_differences(before: bytes, after: bytes) -> list[str]:
     """Return the lines of a unified diff of two model definitions (tar.gz)."""
     old, new = ({file.path: file.digest for file in list_files(tgz)} for tgz in (before, after))
@@ -172,11 +163,11 @@ def _texts(tgz: bytes, digests: Mapping[str, str], paths: Collection[str]) -> di
 async def get_difference(request: ApiRequest) -> Json:
     """Return a unified diff from experiment ``other`` to the URL path's experiment.
 
-    ``kind`` is "effective" or "submitted" for the configs, "code" for the model definitions.
+    ``kind`` is "effective" for the configs, "code" for the model definitions.
     """
     services, kind = request.services, request.query("kind")
-    if kind not in ("effective", "submitted", "code"):
-        raise request.wrong_query("kind", "effective, submitted or code")
+    if kind not in ("effective", "code"):
+        raise request.wrong_query("kind", "effective or code")
     ids = [request.query_int("other") or 0, request.path_params["experiment_id"]]
     rows = [await services.read(experiments.require, one) for one in ids]
     tgzs = [await services.read(experiments.model_definition, one) for one in ids] if kind == "code" else []
@@ -184,7 +175,8 @@ async def get_difference(request: ApiRequest) -> Json:
     def compare() -> list[str]:
         if tgzs:
             return code_differences(*tgzs)
-        return differences(*(_config_texts(services, row, kind) for row in rows))
+        configs = [json.loads(masked_json(row.config, services.secret_names)) for row in rows]
+        return differences(*({"config": yaml_text(config)} for config in configs))
 
     lines = await services.check(compare)
     return {"lines": as_data(lines[:_MAX_LINES]), "more": len(lines) > _MAX_LINES}

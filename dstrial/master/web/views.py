@@ -13,14 +13,15 @@ from dstrial.master.http.serializers import as_data, shown_config, time_or_none
 from dstrial.master.services import Services
 from dstrial.master.store import allocations, experiments
 from dstrial.master.store.database import Connection
-from dstrial.master.store.reports import curves
+from dstrial.master.store.reports import curves, instruments
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.observe import stall_in
-from dstrial.master.store.views.overviews import Json
+from dstrial.master.store.views.overviews import Json, finite
 
 MAX_POINTS = 2000  # per curve
 _MAX_SERIES_POINTS = 400_000  # per response, over all curves
 _MAX_TRIALS = 1000  # curves per response
+MAX_COMPARED = 100  # compared trials per response
 
 
 def masked_rows(rows: list[Json], name: str, names: SecretNames) -> list[Json]:
@@ -152,7 +153,7 @@ def curve_json(steps: list[int], times: list[int], values: list[float], num_poin
     return {
         "batches": [steps[idx] for idx in kept],
         "times": [times[idx] // 1000 for idx in kept],
-        "values": [overviews.finite(values[idx]) for idx in kept],
+        "values": [finite(values[idx]) for idx in kept],
     }
 
 
@@ -189,6 +190,68 @@ async def get_series(request: ApiRequest) -> Json:
     return {"series": await request.services.read(_series, trials, group, name, max(points, 2), after)}
 
 
+def _newest(connection: Connection, trial_id: int) -> Json:
+    require_trial(connection, trial_id)
+    found = instruments.newest(connection, trial_id)
+    if found is None:
+        return {"report": None}
+    return {
+        "report": {
+            "batches": found.steps,
+            "time": format_us(found.end_us),
+            "run": found.run_id,
+            "values": {name: finite(value) for name, value in found.values.items()},
+            "ranks": {name: [finite(value) for value in ranks] for name, ranks in found.ranks.items()},
+        }
+    }
+
+
+async def get_instruments(request: ApiRequest) -> Json:
+    return await request.services.read(_newest, request.path_params["trial_id"])
+
+
+def _compared_experiment(connection: Connection, experiment_id: int) -> Json:
+    (line,) = overviews.experiments(connection, [experiment_id])
+    return {
+        **{name: line[name] for name in ("id", "name", "metric", "smallerIsBetter", "bestTrial")},
+        "recordsPerEpoch": overviews.records_per_epoch(connection, experiment_id),
+    }
+
+
+def _compared(
+    services: Services, connection: Connection, trial_ids: list[int], experiment_ids: list[int]
+) -> Json:
+    named = overviews.experiments(connection, experiment_ids) if experiment_ids else []
+    best = {row["id"]: row["bestTrial"] for row in named}
+    missing = [f"experiment {one} is not found" for one in experiment_ids if one not in best]
+    missing += [f"experiment {one} has no best trial yet" for one, trial in best.items() if trial is None]
+    stand_ins = [trial for trial in map(best.get, experiment_ids) if trial is not None]
+    wanted = list(dict.fromkeys([*trial_ids, *stand_ins]))
+    rows = {row["id"]: row for row in read_trials(connection, services, wanted)}
+    missing += [f"trial {one} is not found" for one in wanted if one not in rows]
+    shown = [rows[one] for one in wanted if one in rows]
+    return {
+        "trials": shown,
+        "experiments": [
+            _compared_experiment(connection, one) for one in dict.fromkeys(row["experiment"] for row in shown)
+        ],
+        "metrics": metrics_json(overviews.metric_names(connection, trial_ids=[row["id"] for row in shown])),
+        "missing": missing,
+    }
+
+
+async def get_compared(request: ApiRequest) -> Json:
+    """Return the given trials, and the best trial of each given experiment."""
+    trials, found = request.query_ints("trials"), request.query_ints("experiments")
+    if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
+        raise RequestError(
+            400,
+            f"{len(trials) + len(found)} trials and experiments are named; expected 1 to {MAX_COMPARED}. Choose fewer.",
+        )
+    services = request.services
+    return await services.read(lambda connection: _compared(services, connection, trials, found))
+
+
 routes = [
     route("GET", "//page/session", get_session, access=USER),
     route("GET", "//page/experiments", get_experiments, access=USER),
@@ -196,4 +259,6 @@ routes = [
     route("GET", "//page/experiments/{experiment_id:int}/trials", get_trials, access=USER),
     route("GET", "//page/trials/{trial_id:int}", get_trial, access=USER),
     route("GET", "//page/series", get_series, access=USER),
+    route("GET", "//page/trials/{trial_id:int}/instruments", get_instruments, access=USER),
+    route("GET", "//page/compare", get_compared, access=USER),
 ]

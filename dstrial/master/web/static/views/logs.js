@@ -1,12 +1,12 @@
 // A log, live: the newest lines at the bottom, by rank, level and text, from its beginning or around any line.
 
-import { html, useEffect, useLayoutEffect, useRef, useState } from "htm/preact/standalone";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import { address } from "../api.js";
+import { bytes, utcTime } from "../format.js";
 import { subscribe } from "../live.js";
 import { attempt, Problem } from "../parts/basics.js";
 import { setParams, useParam } from "../router.js";
 import { Feed, NOTHING } from "./logs/feed.js";
-import { Lines } from "./logs/lines.js";
 
 const LEVELS = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"];
 const NEAR_PX = 1200;
@@ -166,6 +166,47 @@ export function Logs({ of }) {
       ${!all.length && !part.isEnd && !part.error && html`<p class="muted edge">Loading …</p>`}
     </div>
   </section>`;
+}
+
+const CLOCK = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 3, hour12: false });
+const DAY = new Intl.DateTimeFormat(undefined, { year: "numeric", month: "2-digit", day: "2-digit" });
+
+/** @param {number} ms @returns {string} where the reader is */
+const localDay = (ms) => DAY.format(ms);
+/** @param {number} ms @returns {string} where the reader is */
+const localClock = (ms) => CLOCK.format(ms);
+
+/** Text with what was looked for marked. @param {string} text @param {string} found in lower case @returns {unknown} */
+function marked(text, found) {
+  if (!found) return text;
+  const lower = text.toLowerCase();
+  // Some letters are longer in lower case: places would be others.
+  if (lower.length !== text.length) return text;
+  const parts = [];
+  let from = 0;
+  for (let at = lower.indexOf(found); at >= 0; at = lower.indexOf(found, from)) {
+    parts.push(text.slice(from, at), html`<mark>${text.slice(at, at + found.length)}</mark>`);
+    from = at + found.length;
+  }
+  return from ? [...parts, text.slice(from)] : text;
+}
+
+/** @param {import("./logs/feed.js").Line} line @returns {string} for a reader who cannot see colours */
+function who(line) {
+  return line.rank === null ? (line.source === "master" ? "master" : "") : `rank ${line.rank}`;
+}
+
+/** @param {{ lines: import("./logs/feed.js").Line[], found: string, chosen: number }} props */
+function Lines({ lines, found, chosen }) {
+  const own = lines.some((line) => line.id === chosen) ? chosen : 0;
+  return useMemo(
+    () => html`<div>${lines.map(
+      (line) => html`<div key=${line.id} class=${`line ${line.level ?? ""} ${line.stdtype ?? ""}`} data-id=${line.id} aria-current=${line.id === own ? "true" : undefined}>
+        <a class="at" tabindex="-1" href=${`?line=${line.id}`} title=${`${utcTime(new Date(line.ms).toISOString())} · ${localDay(line.ms)} here · line ${line.id}`}>${localClock(line.ms)}</a>
+        <span class="by">${who(line)}</span><span class="level">${line.level ?? ""}</span>${line.bytes && html`<span class="cut" title="This line is cut here; Download all has all of it">${bytes(line.bytes)}</span>`}<span class="said">${marked(line.text, found)}${line.bytes ? " …" : ""}</span></div>`,
+    )}</div>`,
+    [lines, found, own],
+  );
 }
 
 /** What can be done with a line. @param {{ id: number, onGo: () => void }} props */
