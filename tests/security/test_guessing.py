@@ -97,15 +97,3 @@ def test_guesses_of_disconnected_clients_are_dropped(master: MasterForTest) -> N
     assert time.monotonic() - began_s < 30, (
         "the right password waited for wrong ones of clients that had left"
     )
-
-
-def test_up_logs_owner_in_after_password_change(master: MasterForTest) -> None:
-    client = master.client("admin")
-    user = next(user for user in client.get("/api/v1/users")["users"] if user["username"] == "determined")
-    client.send(
-        "PATCH", f"/api/v1/users/{user['id']}", body={"password": "Another-password-1", "isHashed": False}
-    )
-    forget_login(master)
-    told = master.dstrial("up")
-    assert (told.returncode, told.stderr) == (0, "")
-    assert master.det("user", "whoami").stdout == "You are logged in as user 'determined'\n"

@@ -445,10 +445,8 @@ def _no_route_error(method: str, path: str, methods: list[str]) -> RequestError:
             404,
             f"{method} {path[:120]} does not exist; expected a request of Determined 0.38.1. Check the path.",
         )
-    return RequestError(
-        501,
-        f"{method} {path[:120]} is not offered by the embedded master. {instead or 'Use a Determined cluster for it'}; the README lists what is offered.",
-    )
+    fix = f"{instead or 'Use a Determined cluster for it'}; the README lists what is offered."
+    return RequestError(501, f"{method} {path[:120]} is not offered by the embedded master. {fix}")
 
 
 def _parse_int32(text: str) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from dstrial.config.documents import read_yaml_text, yaml_text
 from dstrial.config.experiment_config.origins import LABEL, config_values
@@ -125,39 +125,32 @@ def shown_file(tgz: bytes, path: str) -> Json:
     return {"path": path, "bytes": size, "text": text, "isBinary": is_binary, "isCut": size > len(content)}
 
 
-def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return the lines of a unified diff between two mappings of name -> text."""
-    found: list[str] = []
-    for name in sorted(before.keys() | after.keys()):
-        old, new = (texts.get(name, "").splitlines()[:_MAX_LINES] for texts in (before, after))
-        old_label = f"a/{name}" if name in before else "/dev/null"
-        new_label = f"b/{name}" if name in after else "/dev/null"
-        lines = list(difflib.unified_diff(old, new, old_label, new_label, lineterm=""))
-        if not lines and before.get(name) != after.get(name):
-            equal = f"(the first {_MAX_LINES:,} lines are equal, except for their ends)"
-            lines = [f"--- {old_label}", f"+++ {new_label}", equal]
-        found += lines
-    return found
-
-
 def code_differences(before: bytes, after: bytes) -> list[str]:
     """Return the lines of a unified diff of two model definitions (tar.gz)."""
     old, new = ({file.path: file.digest for file in list_files(tgz)} for tgz in (before, after))
     changed = sorted({path for path, _ in old.items() ^ new.items()})
     shown = frozenset(changed[:_MAX_CHANGED])
-    found = differences(_texts(before, old, shown), _texts(after, new, shown))
+    starts = [
+        read_starts(tgz, shown & paths.keys(), MAX_TEXT_BYTES) for tgz, paths in ((before, old), (after, new))
+    ]
+    found: list[str] = []
+    for path in sorted(shown):
+        names = [
+            f"{place}/{path}" if path in paths else "/dev/null" for place, paths in (("a", old), ("b", new))
+        ]
+        texts = [_lines_of(given[path][0]) if path in given else [] for given in starts]
+        lines = list(difflib.unified_diff(*texts, *names, lineterm=""))
+        found += lines or [
+            f"--- {names[0]}",
+            f"+++ {names[1]}",
+            "(they differ, but not in the text that is compared)",
+        ]
     left_out = len(changed) - len(shown)
     return [*found, f"({left_out:,} more files differ)"] if left_out else found
 
 
-def _texts(tgz: bytes, digests: Mapping[str, str], paths: Collection[str]) -> dict[str, str]:
-    """Return path -> text of a model definition's files."""
-    found: dict[str, str] = {}
-    for path, (content, size) in read_starts(tgz, paths, MAX_TEXT_BYTES).items():
-        digest = f"{size:,} bytes, digest {digests[path]}"
-        text = f"(binary, {digest})" if b"\0" in content else content.decode("utf-8", "replace")
-        found[path] = text if size == len(content) else f"{text}\n(cut, {digest})"
-    return found
+def _lines_of(content: bytes) -> list[str]:
+    return [] if b"\0" in content else content.decode("utf-8", "replace").splitlines()[:_MAX_LINES]
 
 
 async def get_difference(request: ApiRequest) -> Json:
@@ -176,7 +169,8 @@ async def get_difference(request: ApiRequest) -> Json:
         if tgzs:
             return code_differences(*tgzs)
         configs = [json.loads(masked_json(row.config, services.secret_names)) for row in rows]
-        return differences(*({"config": yaml_text(config)} for config in configs))
+        texts = [yaml_text(config).splitlines() for config in configs]
+        return list(difflib.unified_diff(*texts, "a/config", "b/config", lineterm=""))
 
     lines = await services.check(compare)
     return {"lines": as_data(lines[:_MAX_LINES]), "more": len(lines) > _MAX_LINES}

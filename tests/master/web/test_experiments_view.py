@@ -74,26 +74,6 @@ def test_curves_update_while_search_creates_trials(browser: Browser, seeded_mast
     pytest.fail("A curve was not asked for again while its search made trials.")
 
 
-def test_chart_zoom_is_reset_when_axis_changes(browser: Browser, search: int) -> None:
-    browser.show(f"/det/experiments/{search}/overview", ".chart")
-    browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('16 curves')")
-    box = browser.page.locator(".plot .u-over").bounding_box()
-    browser.page.mouse.move(box["x"] + 300, box["y"] + 50)
-    browser.page.mouse.down()
-    browser.page.mouse.move(box["x"] + 600, box["y"] + 60, steps=5)
-    browser.page.mouse.up()
-    browser.page.wait_for_selector(".chart button:has-text('Whole')")
-    browser.page.select_option("label:has-text('Over') select", "epochs")
-    browser.until("!document.querySelector('.chart .tools').innerText.includes('Whole')")
-    # The whole chart is shown again: the end of a curve is at its right edge.
-    for down in range(10, int(box["height"]), 20):
-        browser.page.mouse.move(box["x"] + box["width"] - 3, box["y"] + down)
-        browser.page.wait_for_timeout(50)
-        if browser.page.locator(".chart .tip").count():
-            break
-    assert "epochs 5:" in browser.text(".chart .tip")
-
-
 def test_ten_thousand_trials_are_listed_and_filtered(browser: Browser, seeded_master: Master) -> None:
     experiment = seeded_master.write(
         lambda tx: add_experiment(tx, name="many", num_trials=10_000, num_points=2, seed=1)

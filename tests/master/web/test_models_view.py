@@ -79,14 +79,3 @@ def test_external_changes_and_deletion_are_shown(
     assert seeded_master.send("DELETE", "/api/v1/models/made%20later", token="determined").status == 200
     browser.page.wait_for_selector("main .problem:has-text('is not found')")
     browser.problems.clear()  # The browser logs the 404 response as an error.
-
-
-def test_refused_model_name_is_explained(open_browser: Callable[..., Browser]) -> None:
-    browser = open_browser()
-    browser.open("/det/models", "main table")
-    browser.page.click("button:has-text('New model')")
-    browser.page.fill("#field-name", "a/b")
-    browser.page.click("dialog button.main")
-    browser.page.wait_for_selector(".notices p.problem:has-text('without slashes')")
-    assert "/det/models" in browser.page.url
-    browser.problems.clear()  # The browser logs the 400 response as an error.

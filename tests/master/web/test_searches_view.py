@@ -115,28 +115,6 @@ def test_failed_search_is_not_shown_as_completed(browser: Browser, seeded_master
     assert browser.text(f"tbody tr:has(a[href='/det/searches/{ENDED}']) .state") == "completed"
 
 
-@pytest.mark.parametrize(
-    ("search_id", "states", "shown"),
-    [
-        ("44444440", ("ERROR", "COMPLETED"), "COMPLETED"),
-        ("44444441", ("ERROR", "CANCELED"), "ERROR"),
-        ("44444442", ("CANCELED", "DELETED"), "CANCELED"),
-    ],
-)
-def test_search_without_report_takes_experiments_state(
-    seeded_master: Master, search_id: str, states: tuple[str, str], shown: str
-) -> None:
-    first, others = states
-
-    def fill(tx):
-        add_search(tx, search_id=search_id)
-        for state, label in ((others, f"%dsat-{search_id}-%"), (first, f"%dsat-{search_id}-1%")):
-            tx.execute("UPDATE experiments SET state = ? WHERE labels LIKE ?", (state, label))
-
-    seeded_master.write(fill)
-    assert seeded_master.get(f"/page/searches/{search_id}").json["search"]["state"] == shown
-
-
 def test_unknown_search_is_not_found(open_browser: Callable[..., Browser]) -> None:
     browser = open_browser()
     browser.open("/det/searches/%3Cb%3E", "main .problem")
