@@ -46,7 +46,6 @@ from dstrial.master.store.views import listings
 from dstrial.resume.metadata import SavedRun
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
-_LARGE_CHARS = 2**16
 
 
 def checked(
@@ -154,13 +153,7 @@ def _with_trials(
 
 
 async def _to_json(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
-    """Return experiments as ``v1Experiment``; convert large experiments in a thread."""
-
-    def show() -> list[dict[str, Any]]:
-        return [experiment_json(services, row) for row in rows]
-
-    is_large = any(len(row.config) + len(row.original_config) > _LARGE_CHARS for row in rows)
-    return await services.check(show) if is_large else show()
+    return await services.check(lambda: [experiment_json(services, row) for row in rows])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

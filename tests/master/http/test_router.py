@@ -118,14 +118,6 @@ def test_status_and_text_maps_exceptions(error: Exception, status: int) -> None:
     assert status_and_text(error).status == status
 
 
-def test_invalid_sql_is_500_and_not_retryable() -> None:
-    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-        with pytest.raises(sqlite3.OperationalError) as error:
-            connection.execute("SELECT nothing FROM nowhere")
-        if hasattr(error.value, "sqlite_errorcode"):
-            assert status_and_text(error.value).status == 500
-
-
 def test_internal_error_text_hides_details() -> None:
     assert "secret" not in status_and_text(ValueError("secret")).text
 
@@ -296,30 +288,6 @@ def test_ndjson_stream_ends_with_its_error() -> None:
     assert orjson.loads(lines[3])["error"]["message"] == "gone"
     assert bindings.runtimeStreamError.from_json(orjson.loads(lines[3])["error"]).httpCode == 404
     assert lines[4:] == [b""]
-
-
-def test_stream_is_left_incomplete_if_token_check_fails() -> None:
-    async def items() -> AsyncIterator[Any]:
-        yield {"a": 1}
-        await asyncio.sleep(3600)
-
-    async def is_still_known() -> bool:
-        await asyncio.sleep(0.01)
-        raise sqlite3.OperationalError("disk I/O error")
-
-    async def receive() -> Any:
-        await asyncio.sleep(3600)
-
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    stream = ndjson(items())
-    stream.is_still_known = is_still_known
-    with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
-        asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send))
-    assert all(message.get("more_body", True) for message in sent)
 
 
 @process
