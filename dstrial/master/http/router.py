@@ -5,7 +5,6 @@ Ids in paths are checked here. A handler checks ids in a body with ``ApiRequest.
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import dataclasses
 import enum
@@ -135,24 +134,6 @@ class ApiRequest:
     identity: Identity | None = None
     content: bytes = b""
     _query: dict[str, list[str]] | None = None
-
-    async def unless_gone(self, work: Awaitable[T]) -> T:
-        """Return the result of ``work``; cancel ``work`` if the client disconnects."""
-
-        async def leave() -> None:
-            while (await self.receive())["type"] != "http.disconnect":
-                pass
-
-        working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(leave())
-        try:
-            await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise _DisconnectedError
-            return working.result()
-        finally:
-            for task in (working, disconnected):
-                task.cancel()
-            await asyncio.gather(working, disconnected, return_exceptions=True)
 
     @property
     def user(self) -> User:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
 
 from dstrial.config.documents import read_yaml_text, yaml_text
 from dstrial.config.experiment_config.origins import LABEL, config_values
@@ -23,17 +22,6 @@ _MAX_FILES = 20_000  # per listing
 _MAX_VALUES = 5000  # config values per response
 _MAX_LINES = 5000  # per diff, and per compared text
 _MAX_CHANGED = 200  # files per diff
-_LAYOUT_FIELDS = (
-    "engine_kind",
-    "world_size",
-    "data_parallel_size",
-    "pipeline_stages",
-    "model_parallel_size",
-    "zero_stage",
-    "offload_optimizer",
-    "optimizer",
-    "train_batch_size",
-)
 
 
 def _read_rungs(connection: Connection, experiment_id: int) -> Json:
@@ -62,11 +50,7 @@ async def get_rungs(request: ApiRequest) -> Json:
 
 def _layouts(engines: str | None) -> list[Json]:
     found = json.loads(engines) if engines else []
-    return [
-        {name: layout.get(name) for name in _LAYOUT_FIELDS}
-        for layout in (found if isinstance(found, list) else [])
-        if isinstance(layout, Mapping)
-    ]
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 async def get_checkpoints(request: ApiRequest) -> Json:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dstrial.config.secrets import SecretNames, masked_json, masked_yaml
 from dstrial.errors import RequestError
-from dstrial.master.clock import format_us, now_us
+from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, shown_config, time_or_none
 from dstrial.master.services import Services
@@ -52,17 +52,14 @@ async def get_session(request: ApiRequest) -> Json:
     return {
         "user": request.user.username,
         "cluster": services.agent_id,
-        "pool": services.settings.pool_name,
         "slots": len(services.slots),
-        "master": services.master_id,
         "damage": services.describe_trouble(),
-        "now": format_us(now_us()),
     }
 
 
 async def get_experiments(request: ApiRequest) -> Json:
     services, ids = request.services, request.query_ints("ids")
-    return {"experiments": await services.read(_experiments, services, ids), "now": format_us(now_us())}
+    return {"experiments": await services.read(_experiments, services, ids)}
 
 
 def _read_experiment(connection: Connection, services: Services, experiment_id: int) -> Json:
@@ -157,12 +154,10 @@ def curve_json(steps: list[int], times: list[int], values: list[float], num_poin
     }
 
 
-def _series(
-    connection: Connection, trial_ids: list[int], group: str, name: str, points: int, after: int
-) -> list[Json]:
+def _series(connection: Connection, trial_ids: list[int], group: str, name: str, points: int) -> list[Json]:
     found: list[Json] = []
     for trial_id in trial_ids:
-        curve = curves.curve(connection, trial_id, group, name, after=after)
+        curve = curves.curve(connection, trial_id, group, name)
         found.append({"trial": trial_id, **curve_json(*curve, points), "points": len(curve[0])})
     return found
 
@@ -171,7 +166,7 @@ async def get_series(request: ApiRequest) -> Json:
     """Return downsampled curves of a metric, one per trial.
 
     ``batches``, ``times`` (milliseconds since the epoch) and ``values`` have an item for each point. ``points`` is the number
-    of points before downsampling. Non-finite values are strings. The query parameter ``after`` skips points up to that batch.
+    of points before downsampling. Non-finite values are strings.
     """
     trials = request.query_ints("trials")
     if not 1 <= len(trials) <= _MAX_TRIALS:
@@ -185,9 +180,7 @@ async def get_series(request: ApiRequest) -> Json:
             "group or name is missing; expected those of a metric. Send the names that the experiment tells.",
         )
     points = min(request.query_int("points") or MAX_POINTS, MAX_POINTS, _MAX_SERIES_POINTS // len(trials))
-    after = request.query_int("after")
-    after = -1 if after is None else after
-    return {"series": await request.services.read(_series, trials, group, name, max(points, 2), after)}
+    return {"series": await request.services.read(_series, trials, group, name, max(points, 2))}
 
 
 def _newest(connection: Connection, trial_id: int) -> Json:

@@ -136,9 +136,7 @@ def test_default_workspace_and_project_are_immutable(
 ) -> None:
     answer = served.send(method, f"/api/v1/{path}", body, token="admin")
     assert (answer.status, "is immutable" in answer.error) == (400, True)
-    # As in Determined 0.38.1, these requests check immutability before the user's permission.
-    status = 400 if method == "PATCH" or path.endswith("/projects") else 403
-    assert served.send(method, f"/api/v1/{path}", body, token="other").status == status
+    assert served.send(method, f"/api/v1/{path}", body, token="other").status == 400
 
 
 def test_other_users_cannot_change_workspace_or_project(fresh_master: Master) -> None:

@@ -4,7 +4,7 @@ import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "htm
 import { address } from "../api.js";
 import { bytes, utcTime } from "../format.js";
 import { subscribe } from "../live.js";
-import { attempt, Problem } from "../parts/basics.js";
+import { Problem } from "../parts/basics.js";
 import { setParams, useParam } from "../router.js";
 import { Feed, NOTHING } from "./logs/feed.js";
 
@@ -144,7 +144,6 @@ export function Logs({ of }) {
       <button onClick=${() => jump(1)}>Beginning</button>
       <button class=${isFollowing ? "" : "main"} onClick=${newest} disabled=${isFollowing}>${isFollowing ? "Following" : part.hasNew ? "Newest ●" : "Newest"}</button>
       <span class="muted" role="status">${part.isSearching ? "Searching …" : ""}</span>
-      ${chosen > 0 && html`<${Chosen} id=${chosen} onGo=${() => jump(chosen)} />`}
     </div>
     <${Problem} error=${part.error} />
     <div class=${`lines ${wrap === "on" ? "wrap" : ""}`} ref=${box} onScroll=${onScroll} onWheel=${onWheel} tabindex="0" role="region" aria-label="Lines" onClick=${(/** @type {MouseEvent} */ event) => {
@@ -207,15 +206,6 @@ function Lines({ lines, found, chosen }) {
     )}</div>`,
     [lines, found, own],
   );
-}
-
-/** What can be done with a line. @param {{ id: number, onGo: () => void }} props */
-function Chosen({ id, onGo }) {
-  const copy = (/** @type {string} */ text, /** @type {string} */ what) => attempt(() => navigator.clipboard.writeText(text), `${what} is copied`);
-  return html`<span class="chosen">line ${id}
-    <button onClick=${onGo}>Show</button>
-    <button onClick=${() => copy(location.href, "the link")}>Copy link</button>
-    <button aria-label="Let go of the line" onClick=${() => setParams({ line: "" })}>×</button></span>`;
 }
 
 /** The log of a command, notebook or any other task. @param {{ words: string[] }} props */

@@ -25,7 +25,7 @@ export function Config({ id }) {
   const withDefaults = html`<label><input type="checkbox" checked=${Boolean(defaults)} onChange=${(/** @type {any} */ event) => setDefaults(event.target.checked ? "1" : "")} /> with defaults</label>`;
   return html`
     <div class="filters" role="radiogroup" aria-label="Which config">
-      ${[["submitted", "As submitted"], ["effective", "In effect"]].map(([one, title]) => html`<label><input type="radio" name="config" checked=${shown === one} onChange=${() => setShown(one)} /> ${title}</label>`)}
+      ${[["submitted", "As submitted"], ["effective", "In effect, with origins"]].map(([one, title]) => html`<label><input type="radio" name="config" checked=${shown === one} onChange=${() => setShown(one)} /> ${title}</label>`)}
     </div>
     ${shown === "submitted" && html`<div class="tools"><button onClick=${() => download(`experiment-${id}.yaml`, data.original, "application/yaml")}>Download</button></div>
       ${data.original.trim() ? html`<${Lines} text=${data.original} label="Submitted config" />` : html`<p class="muted">No config was submitted: its trials were reported from elsewhere.</p>`}
