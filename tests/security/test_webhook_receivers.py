@@ -95,19 +95,6 @@ def test_slow_receiver_cannot_exceed_timeout(speak: Any) -> None:
     assert outcome == DeliveryResult("no answer within 0.5 s", is_delivered=False, may_retry=True)
 
 
-def test_slow_tls_handshake_cannot_exceed_timeout() -> None:
-    def drip(connection: socket.socket, over: threading.Event) -> None:
-        connection.recv(1)
-        # Header of a TLS record that is never completed.
-        connection.sendall(b"\x16\x03\x03\x40\x00")
-        while not over.wait(0.05):
-            connection.sendall(b"\x02")
-
-    with serving(drip) as url:
-        outcome = Sender("key", timeout_s=0.5).post(url.replace("http:", "https:"), BODY)
-    assert outcome == DeliveryResult("no answer within 0.5 s", is_delivered=False, may_retry=True)
-
-
 def test_oversized_responses_are_not_read() -> None:
     with serving(endless_body) as url:
         assert Sender("key", timeout_s=20).post(url, BODY) == DeliveryResult("HTTP 200", True, False)

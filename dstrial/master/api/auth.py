@@ -41,11 +41,9 @@ async def log_in(request: ApiRequest) -> Response:
     row = await services.read(users.find_by_name, username)
     stored = _NOBODY if row is None else row.password_hash
 
-    async def compare() -> bool:
-        async with services.password_lock:
-            return await services.run(lambda: users.is_password(stored, hashed)) and row is not None
-
-    if not await request.unless_gone(compare()) or row is None:
+    async with services.password_lock:
+        is_right = await services.run(lambda: users.is_password(stored, hashed))
+    if row is None or not is_right:
         raise RequestError(401, "invalid credentials")
     user_id = row.id
 

@@ -241,7 +241,8 @@ async def _archive(directory: Path, stack: contextlib.ExitStack) -> AsyncIterato
     def write() -> None:
         try:
             with os.fdopen(write_end, "wb") as file, tarfile.open(fileobj=file, mode="w|gz") as tar:
-                for path in _files_below(directory):
+                paths = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+                for path in sorted(paths):
                     with open_regular(path, is_own=False) as source:
                         name = path.relative_to(directory).as_posix()
                         tar.addfile(tar.gettarinfo(arcname=name, fileobj=source), source)
@@ -261,19 +262,6 @@ async def _archive(directory: Path, stack: contextlib.ExitStack) -> AsyncIterato
     thread.join()  # returns at once: the thread has closed its end of the pipe
     if problems:
         raise problems[0]
-
-
-def _files_below(directory: Path) -> list[Path]:
-    """Return the regular files below a directory, however deep (unlike ``rglob()``)."""
-    found, directories = [], [directory]
-    while directories:
-        with os.scandir(directories.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    directories.append(Path(entry.path))
-                elif entry.is_file(follow_symlinks=False):
-                    found.append(Path(entry.path))
-    return sorted(found)
 
 
 @reads

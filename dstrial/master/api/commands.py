@@ -225,7 +225,7 @@ async def launch_tensorboard(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1LaunchTensorboardResponse, tensorboard=_tensorboard_json(request, row), **more)
 
 
-# Notebooks and shells are unsupported: their lists are empty, ``http.unsupported`` rejects other requests.
+# Notebooks and shells are unsupported: their lists are empty, the router rejects other requests.
 
 
 async def list_notebooks(request: ApiRequest) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import json
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from determined.common.api import bindings
 
 from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.documents import Document, read_yaml_text
-from dstrial.config.experiment_config.entrypoint import trial_spec
 from dstrial.config.experiment_config.environment import INTERPRETER_VARIABLE
 from dstrial.config.experiment_config.storage import merged_storage
 from dstrial.config.experiment_config.submission import (
@@ -48,9 +46,6 @@ from dstrial.master.store.views import listings
 from dstrial.resume.metadata import SavedRun
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
-_LARGE_CHARS = 2**16
-_INTERPRETER_TIMEOUT_S = 30.0
-_INTERPRETER_KEY = f"environment.environment_variables: {INTERPRETER_VARIABLE}"
 
 
 def checked(
@@ -99,50 +94,22 @@ def checked(
             f"resources.resource_pool is {pool!r}; expected {services.settings.pool_name!r}, the only pool. Remove it.",
         )
     if submission.interpreter is not None and not is_detached:
-        _check_interpreter(submission.interpreter, submission.config["entrypoint"])
+        _require_interpreter(submission.interpreter)
     return submission
 
 
-def _check_interpreter(interpreter: str, entrypoint: str | Sequence[str]) -> None:
-    """Raise ``ConfigError`` unless the interpreter runs and has the needed packages."""
+def _require_interpreter(interpreter: str) -> None:
     if not Path(interpreter).is_absolute() or shutil.which(interpreter) is None:
-        raise _interpreter_error(
-            interpreter, "the absolute path of a Python", "Take the output of `which python3`."
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    f"environment.environment_variables: {INTERPRETER_VARIABLE}",
+                    interpreter,
+                    "the absolute path of a Python",
+                    "Take the output of `which python3`.",
+                )
+            ]
         )
-    packages = _needed_packages(entrypoint)
-    code = f"import importlib.util as u; print(*(p for p in {packages!r} if u.find_spec(p) is None))"
-    try:
-        done = subprocess.run(
-            [interpreter, "-c", code],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_INTERPRETER_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise _interpreter_error(
-            f"{interpreter}, which does not run ({error})", "a Python that runs", "Correct it."
-        ) from error
-    missing = done.stdout.split()
-    if missing:
-        fix = f"Run {interpreter} -m pip install {' '.join(missing)}, or choose another."
-        has = f"{interpreter}, which has no {' and '.join(missing)}"
-        raise _interpreter_error(has, "a Python with what the entrypoint needs", fix)
-
-
-def _interpreter_error(found: str, expected: str, fix: str) -> ConfigError:
-    return ConfigError([ConfigProblem(_INTERPRETER_KEY, found, expected, fix)])
-
-
-def _needed_packages(entrypoint: str | Sequence[str]) -> list[str]:
-    text = entrypoint if isinstance(entrypoint, str) else " ".join(entrypoint)
-    needed = []
-    if trial_spec(entrypoint) is not None or "dstrial." in text:
-        needed.append("dstrial")
-    if "determined." in text:
-        needed.append("determined")
-    return needed
 
 
 def _defaults(
@@ -186,13 +153,7 @@ def _with_trials(
 
 
 async def _to_json(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
-    """Return experiments as ``v1Experiment``; convert large experiments in a thread."""
-
-    def show() -> list[dict[str, Any]]:
-        return [experiment_json(services, row) for row in rows]
-
-    is_large = any(len(row.config) + len(row.original_config) > _LARGE_CHARS for row in rows)
-    return await services.check(show) if is_large else show()
+    return await services.check(lambda: [experiment_json(services, row) for row in rows])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -89,10 +89,8 @@ def create_project(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 def _editable_project(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
     """Return the project in the path; raise HTTP 403 if the user may not change it."""
     row = projects.require(connection, request.path_params["project_id"])
-    if request.route.method == "PATCH":  # of an immutable project: 400, not 403, as in Determined 0.38.1
-        projects.refuse_immutable(row, verb)
-    require_owner(request.user, row.owner_id, f"project {row.name!r}")
     projects.refuse_immutable(row, verb)
+    require_owner(request.user, row.owner_id, f"project {row.name!r}")
     return row
 
 

@@ -138,14 +138,6 @@ def _editable(connection: Connection, request: ApiRequest) -> Webhook:
 
 
 @writes
-def patch_webhook(tx: Transaction, request: ApiRequest) -> None:
-    """Change a webhook's URL, which is the only field that can change."""
-    body = request.body()
-    url = (body.fields("webhook") or body).required_text("url")
-    webhooks.change_url(tx, _editable(tx.connection, request).id, url)
-
-
-@writes
 def delete_webhook(tx: Transaction, request: ApiRequest) -> None:
     webhooks.delete(tx, _editable(tx.connection, request).id)
 
@@ -226,7 +218,6 @@ _ONE = "/webhooks/{webhook_id:int}"
 routes = [
     route("GET", "/webhooks", list_webhooks, access=USER),
     route("POST", "/webhooks", create_webhook, access=USER),
-    route("PATCH", _ONE, patch_webhook, access=USER),
     route("DELETE", _ONE, delete_webhook, access=USER),
     route("POST", f"{_ONE}/test", try_out, access=USER),
     route("POST", "/webhooks/custom", report_alert, access=TRIAL),

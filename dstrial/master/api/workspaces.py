@@ -127,10 +127,8 @@ def create_workspace(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 def _editable_workspace(connection: Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
     """Return the workspace in the path; raise HTTP 403 if the user may not change it."""
     row = workspaces.require(connection, request.path_params["workspace_id"])
-    if request.route.method == "PATCH":  # of an immutable workspace: 400, not 403, as in Determined 0.38.1
-        workspaces.refuse_immutable(row, verb)
-    require_owner(request.user, row.owner_id, f"workspace {row.name!r}")
     workspaces.refuse_immutable(row, verb)
+    require_owner(request.user, row.owner_id, f"workspace {row.name!r}")
     return row
 
 

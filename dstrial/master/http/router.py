@@ -5,7 +5,6 @@ Ids in paths are checked here. A handler checks ids in a body with ``ApiRequest.
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import dataclasses
 import enum
@@ -24,7 +23,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from dstrial.errors import RequestError
 from dstrial.master.http import access as guard
-from dstrial.master.http import unsupported
 from dstrial.master.http.connection import connection_of
 from dstrial.master.http.fields import Fields, camel, shown
 from dstrial.master.http.responses import (
@@ -136,24 +134,6 @@ class ApiRequest:
     identity: Identity | None = None
     content: bytes = b""
     _query: dict[str, list[str]] | None = None
-
-    async def unless_gone(self, work: Awaitable[T]) -> T:
-        """Return the result of ``work``; cancel ``work`` if the client disconnects."""
-
-        async def leave() -> None:
-            while (await self.receive())["type"] != "http.disconnect":
-                pass
-
-        working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(leave())
-        try:
-            await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise _DisconnectedError
-            return working.result()
-        finally:
-            for task in (working, disconnected):
-                task.cancel()
-            await asyncio.gather(working, disconnected, return_exceptions=True)
 
     @property
     def user(self) -> User:
@@ -401,8 +381,6 @@ class Api:
                     break
                 methods.append(found.method)
                 if found.method == scope["method"]:
-                    if unsupported.is_fixed_path(found.method, path) and path != found.path:
-                        raise unsupported.refusal(found.method, path)
                     return found, [
                         (name, kind, unquote(segment))
                         for word, segment in zip(words, segments, strict=True)
@@ -430,13 +408,26 @@ async def _check_access(request: ApiRequest) -> None:
         )
 
 
+_INSTEAD = {
+    "notebooks": "Run `jupyter lab` on this machine; the SDK and detached runs work from any notebook",
+    "shells": "Use a shell of this machine, where trials are plain processes; `det command run` runs one with slots and a log",
+}
+"""First path segment of Determined's API that is not served -> the alternative on a single machine."""
+
+
 def _no_route_error(method: str, path: str, methods: list[str]) -> RequestError:
-    error = unsupported.refusal(method, path)
-    if not methods or error.status != 404:
-        return error
-    return RequestError(
-        405, f"the method of {path} is {method}; expected {' or '.join(methods)}. Send one of these."
-    )
+    instead = _INSTEAD.get("".join(path.split("/")[3:4]))
+    if methods and instead is None:
+        return RequestError(
+            405, f"the method of {path} is {method}; expected {' or '.join(methods)}. Send one of these."
+        )
+    if not path.startswith(f"{API_PREFIX}/"):
+        return RequestError(
+            404,
+            f"{method} {path[:120]} does not exist; expected a request of Determined 0.38.1. Check the path.",
+        )
+    fix = f"{instead or 'Use a Determined cluster for it'}; the README lists what is offered."
+    return RequestError(501, f"{method} {path[:120]} is not offered by the embedded master. {fix}")
 
 
 def _parse_int32(text: str) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Mapping
 
 from dstrial.config.documents import read_yaml_text, yaml_text
 from dstrial.config.experiment_config.origins import LABEL, config_values
@@ -12,7 +11,6 @@ from dstrial.config.secrets import masked, masked_json, masked_yaml
 from dstrial.master.backends.model_definition import list_files, read_start, read_starts
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data
-from dstrial.master.services import Services
 from dstrial.master.store import experiments, trials
 from dstrial.master.store.database import Connection
 from dstrial.master.store.views import overviews
@@ -24,17 +22,6 @@ _MAX_FILES = 20_000  # per listing
 _MAX_VALUES = 5000  # config values per response
 _MAX_LINES = 5000  # per diff, and per compared text
 _MAX_CHANGED = 200  # files per diff
-_LAYOUT_FIELDS = (
-    "engine_kind",
-    "world_size",
-    "data_parallel_size",
-    "pipeline_stages",
-    "model_parallel_size",
-    "zero_stage",
-    "offload_optimizer",
-    "optimizer",
-    "train_batch_size",
-)
 
 
 def _read_rungs(connection: Connection, experiment_id: int) -> Json:
@@ -63,11 +50,7 @@ async def get_rungs(request: ApiRequest) -> Json:
 
 def _layouts(engines: str | None) -> list[Json]:
     found = json.loads(engines) if engines else []
-    return [
-        {name: layout.get(name) for name in _LAYOUT_FIELDS}
-        for layout in (found if isinstance(found, list) else [])
-        if isinstance(layout, Mapping)
-    ]
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 async def get_checkpoints(request: ApiRequest) -> Json:
@@ -99,7 +82,6 @@ async def get_config(request: ApiRequest) -> Json:
         return {
             "original": as_data(original),
             "template": as_data(template),
-            "effective": as_data(effective),
             "values": as_data(rows),
             "more": len(values) > _MAX_VALUES,
         }
@@ -127,56 +109,42 @@ def shown_file(tgz: bytes, path: str) -> Json:
     return {"path": path, "bytes": size, "text": text, "isBinary": is_binary, "isCut": size > len(content)}
 
 
-def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return the lines of a unified diff between two mappings of name -> text."""
-    found: list[str] = []
-    for name in sorted(before.keys() | after.keys()):
-        old, new = (texts.get(name, "").splitlines()[:_MAX_LINES] for texts in (before, after))
-        old_label = f"a/{name}" if name in before else "/dev/null"
-        new_label = f"b/{name}" if name in after else "/dev/null"
-        lines = list(difflib.unified_diff(old, new, old_label, new_label, lineterm=""))
-        if not lines and before.get(name) != after.get(name):
-            equal = f"(the first {_MAX_LINES:,} lines are equal, except for their ends)"
-            lines = [f"--- {old_label}", f"+++ {new_label}", equal]
-        found += lines
-    return found
-
-
-def _config_texts(services: Services, row: experiments.Experiment, kind: str) -> dict[str, str]:
-    names = services.secret_names
-    if kind == "submitted":
-        return {"config": masked_yaml(row.original_config, names)}
-    return {"config": yaml_text(json.loads(masked_json(row.config, names)))}
-
-
 def code_differences(before: bytes, after: bytes) -> list[str]:
     """Return the lines of a unified diff of two model definitions (tar.gz)."""
     old, new = ({file.path: file.digest for file in list_files(tgz)} for tgz in (before, after))
     changed = sorted({path for path, _ in old.items() ^ new.items()})
     shown = frozenset(changed[:_MAX_CHANGED])
-    found = differences(_texts(before, old, shown), _texts(after, new, shown))
+    starts = [
+        read_starts(tgz, shown & paths.keys(), MAX_TEXT_BYTES) for tgz, paths in ((before, old), (after, new))
+    ]
+    found: list[str] = []
+    for path in sorted(shown):
+        names = [
+            f"{place}/{path}" if path in paths else "/dev/null" for place, paths in (("a", old), ("b", new))
+        ]
+        texts = [_lines_of(given[path][0]) if path in given else [] for given in starts]
+        lines = list(difflib.unified_diff(*texts, *names, lineterm=""))
+        found += lines or [
+            f"--- {names[0]}",
+            f"+++ {names[1]}",
+            "(they differ, but not in the text that is compared)",
+        ]
     left_out = len(changed) - len(shown)
     return [*found, f"({left_out:,} more files differ)"] if left_out else found
 
 
-def _texts(tgz: bytes, digests: Mapping[str, str], paths: Collection[str]) -> dict[str, str]:
-    """Return path -> text of a model definition's files."""
-    found: dict[str, str] = {}
-    for path, (content, size) in read_starts(tgz, paths, MAX_TEXT_BYTES).items():
-        digest = f"{size:,} bytes, digest {digests[path]}"
-        text = f"(binary, {digest})" if b"\0" in content else content.decode("utf-8", "replace")
-        found[path] = text if size == len(content) else f"{text}\n(cut, {digest})"
-    return found
+def _lines_of(content: bytes) -> list[str]:
+    return [] if b"\0" in content else content.decode("utf-8", "replace").splitlines()[:_MAX_LINES]
 
 
 async def get_difference(request: ApiRequest) -> Json:
     """Return a unified diff from experiment ``other`` to the URL path's experiment.
 
-    ``kind`` is "effective" or "submitted" for the configs, "code" for the model definitions.
+    ``kind`` is "effective" for the configs, "code" for the model definitions.
     """
     services, kind = request.services, request.query("kind")
-    if kind not in ("effective", "submitted", "code"):
-        raise request.wrong_query("kind", "effective, submitted or code")
+    if kind not in ("effective", "code"):
+        raise request.wrong_query("kind", "effective or code")
     ids = [request.query_int("other") or 0, request.path_params["experiment_id"]]
     rows = [await services.read(experiments.require, one) for one in ids]
     tgzs = [await services.read(experiments.model_definition, one) for one in ids] if kind == "code" else []
@@ -184,7 +152,9 @@ async def get_difference(request: ApiRequest) -> Json:
     def compare() -> list[str]:
         if tgzs:
             return code_differences(*tgzs)
-        return differences(*(_config_texts(services, row, kind) for row in rows))
+        configs = [json.loads(masked_json(row.config, services.secret_names)) for row in rows]
+        texts = [yaml_text(config).splitlines() for config in configs]
+        return list(difflib.unified_diff(*texts, "a/config", "b/config", lineterm=""))
 
     lines = await services.check(compare)
     return {"lines": as_data(lines[:_MAX_LINES]), "more": len(lines) > _MAX_LINES}

@@ -7,20 +7,21 @@ from pathlib import Path
 
 from dstrial.config.secrets import SecretNames, masked_json, masked_yaml
 from dstrial.errors import RequestError
-from dstrial.master.clock import format_us, now_us
+from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, shown_config, time_or_none
 from dstrial.master.services import Services
 from dstrial.master.store import allocations, experiments
 from dstrial.master.store.database import Connection
-from dstrial.master.store.reports import curves
+from dstrial.master.store.reports import curves, instruments
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.observe import stall_in
-from dstrial.master.store.views.overviews import Json
+from dstrial.master.store.views.overviews import Json, finite
 
 MAX_POINTS = 2000  # per curve
 _MAX_SERIES_POINTS = 400_000  # per response, over all curves
 _MAX_TRIALS = 1000  # curves per response
+MAX_COMPARED = 100  # compared trials per response
 
 
 def masked_rows(rows: list[Json], name: str, names: SecretNames) -> list[Json]:
@@ -51,17 +52,14 @@ async def get_session(request: ApiRequest) -> Json:
     return {
         "user": request.user.username,
         "cluster": services.agent_id,
-        "pool": services.settings.pool_name,
         "slots": len(services.slots),
-        "master": services.master_id,
         "damage": services.describe_trouble(),
-        "now": format_us(now_us()),
     }
 
 
 async def get_experiments(request: ApiRequest) -> Json:
     services, ids = request.services, request.query_ints("ids")
-    return {"experiments": await services.read(_experiments, services, ids), "now": format_us(now_us())}
+    return {"experiments": await services.read(_experiments, services, ids)}
 
 
 def _read_experiment(connection: Connection, services: Services, experiment_id: int) -> Json:
@@ -152,16 +150,14 @@ def curve_json(steps: list[int], times: list[int], values: list[float], num_poin
     return {
         "batches": [steps[idx] for idx in kept],
         "times": [times[idx] // 1000 for idx in kept],
-        "values": [overviews.finite(values[idx]) for idx in kept],
+        "values": [finite(values[idx]) for idx in kept],
     }
 
 
-def _series(
-    connection: Connection, trial_ids: list[int], group: str, name: str, points: int, after: int
-) -> list[Json]:
+def _series(connection: Connection, trial_ids: list[int], group: str, name: str, points: int) -> list[Json]:
     found: list[Json] = []
     for trial_id in trial_ids:
-        curve = curves.curve(connection, trial_id, group, name, after=after)
+        curve = curves.curve(connection, trial_id, group, name)
         found.append({"trial": trial_id, **curve_json(*curve, points), "points": len(curve[0])})
     return found
 
@@ -170,7 +166,7 @@ async def get_series(request: ApiRequest) -> Json:
     """Return downsampled curves of a metric, one per trial.
 
     ``batches``, ``times`` (milliseconds since the epoch) and ``values`` have an item for each point. ``points`` is the number
-    of points before downsampling. Non-finite values are strings. The query parameter ``after`` skips points up to that batch.
+    of points before downsampling. Non-finite values are strings.
     """
     trials = request.query_ints("trials")
     if not 1 <= len(trials) <= _MAX_TRIALS:
@@ -184,9 +180,69 @@ async def get_series(request: ApiRequest) -> Json:
             "group or name is missing; expected those of a metric. Send the names that the experiment tells.",
         )
     points = min(request.query_int("points") or MAX_POINTS, MAX_POINTS, _MAX_SERIES_POINTS // len(trials))
-    after = request.query_int("after")
-    after = -1 if after is None else after
-    return {"series": await request.services.read(_series, trials, group, name, max(points, 2), after)}
+    return {"series": await request.services.read(_series, trials, group, name, max(points, 2))}
+
+
+def _newest(connection: Connection, trial_id: int) -> Json:
+    require_trial(connection, trial_id)
+    found = instruments.newest(connection, trial_id)
+    if found is None:
+        return {"report": None}
+    return {
+        "report": {
+            "batches": found.steps,
+            "time": format_us(found.end_us),
+            "run": found.run_id,
+            "values": {name: finite(value) for name, value in found.values.items()},
+            "ranks": {name: [finite(value) for value in ranks] for name, ranks in found.ranks.items()},
+        }
+    }
+
+
+async def get_instruments(request: ApiRequest) -> Json:
+    return await request.services.read(_newest, request.path_params["trial_id"])
+
+
+def _compared_experiment(connection: Connection, experiment_id: int) -> Json:
+    (line,) = overviews.experiments(connection, [experiment_id])
+    return {
+        **{name: line[name] for name in ("id", "name", "metric", "smallerIsBetter", "bestTrial")},
+        "recordsPerEpoch": overviews.records_per_epoch(connection, experiment_id),
+    }
+
+
+def _compared(
+    services: Services, connection: Connection, trial_ids: list[int], experiment_ids: list[int]
+) -> Json:
+    named = overviews.experiments(connection, experiment_ids) if experiment_ids else []
+    best = {row["id"]: row["bestTrial"] for row in named}
+    missing = [f"experiment {one} is not found" for one in experiment_ids if one not in best]
+    missing += [f"experiment {one} has no best trial yet" for one, trial in best.items() if trial is None]
+    stand_ins = [trial for trial in map(best.get, experiment_ids) if trial is not None]
+    wanted = list(dict.fromkeys([*trial_ids, *stand_ins]))
+    rows = {row["id"]: row for row in read_trials(connection, services, wanted)}
+    missing += [f"trial {one} is not found" for one in wanted if one not in rows]
+    shown = [rows[one] for one in wanted if one in rows]
+    return {
+        "trials": shown,
+        "experiments": [
+            _compared_experiment(connection, one) for one in dict.fromkeys(row["experiment"] for row in shown)
+        ],
+        "metrics": metrics_json(overviews.metric_names(connection, trial_ids=[row["id"] for row in shown])),
+        "missing": missing,
+    }
+
+
+async def get_compared(request: ApiRequest) -> Json:
+    """Return the given trials, and the best trial of each given experiment."""
+    trials, found = request.query_ints("trials"), request.query_ints("experiments")
+    if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
+        raise RequestError(
+            400,
+            f"{len(trials) + len(found)} trials and experiments are named; expected 1 to {MAX_COMPARED}. Choose fewer.",
+        )
+    services = request.services
+    return await services.read(lambda connection: _compared(services, connection, trials, found))
 
 
 routes = [
@@ -196,4 +252,6 @@ routes = [
     route("GET", "//page/experiments/{experiment_id:int}/trials", get_trials, access=USER),
     route("GET", "//page/trials/{trial_id:int}", get_trial, access=USER),
     route("GET", "//page/series", get_series, access=USER),
+    route("GET", "//page/trials/{trial_id:int}/instruments", get_instruments, access=USER),
+    route("GET", "//page/compare", get_compared, access=USER),
 ]

@@ -15,8 +15,6 @@ from determined.common import api
 from determined.experimental.client import Checkpoint
 from serving import Master
 
-from dstrial.file_writes import remove_tree
-
 pytestmark = pytest.mark.process
 
 _LARGE_BYTES = 2**24  # larger than all buffers between server and client
@@ -166,18 +164,13 @@ def test_download_of_unusual_names_and_times_is_complete(fresh_master: Master, t
         path = Path(os.fsdecode(os.fsencode(directory) + b"/" + name))
         path.write_bytes(name)
         os.utime(path, (time_s, time_s))
-    path = directory
-    for _ in range(1200):
-        path /= "d"
-        path.mkdir()
-    (path / "deep").write_bytes(b"deep")
+    (directory / "d").mkdir()
+    (directory / "d" / "deep").write_bytes(b"deep")
+    (directory / "link").symlink_to("/etc/passwd")
 
-    try:
-        connection, answer = _download(fresh_master)
-        content = io.BytesIO(answer.read())
-        connection.close()
-    finally:
-        remove_tree(directory)  # pytest fails on a directory tree this deep
+    connection, answer = _download(fresh_master)
+    content = io.BytesIO(answer.read())
+    connection.close()
 
     with tarfile.open(fileobj=content) as tar:
         found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr] # files only
@@ -185,7 +178,7 @@ def test_download_of_unusual_names_and_times_is_complete(fresh_master: Master, t
         "caf\udce9": b"caf\xe9",
         "café": "café".encode(),
         "now": b"now",
-        "d/" * 1200 + "deep": b"deep",
+        "d/deep": b"deep",
     }
 
 
@@ -207,16 +200,6 @@ def test_download_of_changed_file_is_aborted(fresh_master: Master, tmp_path: Pat
         with pytest.raises(http.client.IncompleteRead):
             answer.read()
         connection.close()
-
-
-def test_download_ends_when_client_disconnects(fresh_master: Master, tmp_path: Path) -> None:
-    _large_checkpoint(fresh_master, tmp_path)
-    connection, answer = _download(fresh_master)
-    answer.read(1024)
-
-    connection.close()
-
-    assert fresh_master.get("/api/v1/me").status == 200
 
 
 def test_archived_project_or_workspace_archives_experiments(fresh_master: Master) -> None:

@@ -30,8 +30,6 @@ checkpoint_storage: {save_trial_latest: 1}
 max_restarts: 3
 """
 
-SNAPSHOT = json.dumps({name: [] for name in ("closed", "failed", "cancelled", "stopped")})
-
 
 def killed_experiment(det: DetHere, master: Master, directory: Path, searcher: str) -> tuple[int, str]:
     """Create, edit and kill an experiment; return its ID and submitted config."""
@@ -144,19 +142,3 @@ def test_continue_rejects_workspace_and_project_override(
 
     assert "det experiment move" in text
     assert stored(fresh_master, experiment_id)["state"] == "CANCELED"
-
-
-def test_continue_accepts_config_of_older_release(fresh_master: Master) -> None:
-    """Experiment 1 of the fixture has no log_policies, labels or environment."""
-    fresh_master.change("UPDATE allocations SET state = 'TERMINATED', end_us = 2 WHERE trial_id = 1")
-    assert fresh_master.send("POST", "/api/v1/experiments/1/kill", {}, token="determined").status == 200
-    fresh_master.change(
-        "UPDATE experiments SET state = 'CANCELED', searcher_snapshot = ? WHERE id = 1", SNAPSHOT
-    )
-
-    fresh_master.change("UPDATE model_definitions SET tgz = x'' WHERE experiment_id = 1")
-    body = {"id": 1, "overrideConfig": "description: again"}
-    answer = fresh_master.send("POST", "/api/v1/experiments/continue", body, token="determined")
-
-    assert answer.status == 200, answer.content
-    assert answer.json["experiment"]["description"] == "again"

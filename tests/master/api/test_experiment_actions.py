@@ -32,27 +32,6 @@ def session(fresh_master: Master) -> api.Session:
     return session_of(fresh_master)
 
 
-def states(master: Master) -> dict[int, str]:
-    return {row["id"]: row["state"] for row in master.rows("SELECT id, state FROM experiments ORDER BY id")}
-
-
-def test_experiment_actions_change_states(session: api.Session, fresh_master: Master) -> None:
-    def act(verb: str, experiment_id: int) -> tuple[int, str]:
-        method, path = ("DELETE", "") if verb == "delete" else ("POST", f"/{verb}")
-        answer = fresh_master.send(method, f"/api/v1/experiments/{experiment_id}{path}", token="determined")
-        return answer.status, answer.error if answer.status != 200 else ""
-
-    for verb, experiment_id in (("pause", 1), ("pause", 2), ("activate", 1), ("kill", 2), ("cancel", 3)):
-        assert act(verb, experiment_id) == (200, ""), verb
-    assert states(fresh_master) == {1: "ACTIVE", 2: "CANCELED", 3: "CANCELED", 4: "PAUSED"}
-    assert "experiment 99 is not found" in act("pause", 99)[1]
-    assert "expected one that has ended" in act("archive", 1)[1]
-    assert act("archive", 2) == act("unarchive", 2) == (200, "")
-    assert "expected one that has ended" in act("delete", 4)[1]
-    assert act("delete", 2) == (200, "")
-    assert states(fresh_master) == {1: "ACTIVE", 2: "DELETING", 3: "CANCELED", 4: "PAUSED"}
-
-
 def test_cleanup_logs_deletes_expired_logs(session: api.Session, fresh_master: Master) -> None:
     for trial_id in (1, 2):
         fresh_master.change(

@@ -37,14 +37,6 @@ def test_info_reports_version_of_installed_determined(served: Master) -> None:
     assert "sso_providers" not in info
 
 
-def test_client_reads_master_id_health_and_config(fresh_master: Master, admin: api.Session) -> None:
-    found = bindings.get_GetMaster(admin)
-    assert found.masterId == fresh_master.services.master_id
-    assert bindings.get_health(admin).status is bindings.HealthStatus.up
-    expected = {**fresh_master.services.settings.as_config(), "port": fresh_master.port}
-    assert bindings.get_GetMasterConfig(admin).config == expected
-
-
 def test_log_level_is_changed_at_runtime(fresh_master: Master, admin: api.Session, root_level: None) -> None:
     request = bindings.v1PatchMasterConfigRequest(
         config=bindings.v1Config(log=bindings.v1LogConfig(level=bindings.v1LogLevel.ERROR)),

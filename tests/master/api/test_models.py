@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from det_here import DetHere
 from determined.common.api import errors
@@ -11,37 +9,6 @@ from determined.experimental import client
 from serving import Master
 
 pytestmark = pytest.mark.process
-
-
-def test_model_is_created_changed_listed_and_deleted(
-    determined: client.Determined, fresh_master: Master
-) -> None:
-    model = determined.create_model("net", "first", {"by": "me"}, ["a", "b"])
-    determined.create_model("Other", labels=["b"])
-    assert (model.workspace_id, model.username, model.archived) == (1, "determined", False)
-
-    model.add_metadata({"of": {"a_b": 1}})
-    model.remove_metadata(["by"])
-    model.set_labels(["b", "c"])
-    model.set_description("second")
-    found = determined.get_model("NET")
-    assert (found.metadata, found.labels, found.description) == (
-        {"of": {"a_b": 1}},
-        ["b", "c"],
-        "second",
-    )
-    assert determined.get_model(found.model_id).name == "net"
-    assert determined.get_model_labels() == ["b", "c"]
-    listed = determined.list_models(sort_by=client.ModelSortBy.NAME, order_by=client.OrderBy.DESC)
-    assert [one.name for one in listed] == ["Other", "net"]
-    assert [one.name for one in determined.list_models(name="ne")] == ["net"]
-    assert [one.name for one in determined.list_models(description="SECOND")] == ["net"]
-    assert [one.name for one in determined.list_models(model_id=2)] == ["Other"]
-
-    found.delete()
-    with pytest.raises(errors.NotFoundException):
-        determined.get_model("net")
-    assert [row["name"] for row in fresh_master.rows("SELECT name FROM models")] == ["Other"]
 
 
 @pytest.mark.parametrize(
@@ -182,27 +149,3 @@ def test_version_metrics_come_from_dependent_trials(
     assert list(versions[0].iter_metrics()) == []
     assert [one.metrics for one in versions[1].iter_metrics("inference")] == [{"loss": 1}]
     assert len(list(versions[1].iter_metrics())) == 2
-
-
-def test_det_model_commands(det: DetHere, fresh_master: Master) -> None:
-    uuid = fresh_master.checkpoints[1]
-    det.ok("workspace", "create", "team")
-    assert "net" in det.ok("model", "create", "net", "--description", "a net")
-    assert json.loads(det.ok("model", "create", "second", "-w", "team", "--json"))["name"] == "second"
-    assert "model 'NET' exists" in det.refused("model", "create", "NET")
-    assert uuid in det.ok("model", "register-version", "net", uuid)
-    made = json.loads(det.ok("model", "register-version", "net", uuid, "--json"))
-    assert made["modelVersion"]["version"] == 2
-    assert uuid in det.ok("model", "describe", "net", "--version", "1")
-    assert json.loads(det.ok("model", "describe", "net", "--json"))["name"] == "net"
-    assert det.ok("model", "list-versions", "net").count(uuid) == 2
-    assert len(json.loads(det.ok("model", "list-versions", "net", "--json"))["modelVersions"]) == 2
-    listed = json.loads(det.ok("model", "list", "--json", "--sort-by", "name", "--order-by", "desc"))
-    assert [one["name"] for one in listed] == ["second", "net"]
-    assert "net" in det.ok("model", "list")
-    det.ok("model", "move", "net", "-w", "team")
-    listed = json.loads(det.ok("model", "list", "-w", "team", "--json"))
-    assert sorted(one["name"] for one in listed) == ["net", "second"]
-    assert "workspace 'none' is not found" in det.refused("model", "list", "-w", "none")
-    det.ok("model", "delete", "second")
-    assert "model 'second' is not found" in det.refused("model", "describe", "second")

@@ -26,27 +26,6 @@ def last_experiment(master: Master) -> dict[str, Any]:
     return {**row, "config": json.loads(row["config"])}
 
 
-def test_det_template_commands(det: DetHere, tmp_path: Path) -> None:
-    first = write(tmp_path / "first.yaml", {"max_restarts": 1})
-    second = write(tmp_path / "second.yaml", {"max_restarts": 2, "labels": ["t"]})
-    det.ok("workspace", "create", "team")
-
-    assert "Created template small" in det.ok("template", "create", "small", first)
-    assert "template 'small' exists" in det.refused("template", "create", "small", second)
-    det.ok("template", "create", "of team", first, "-w", "team")
-    assert yaml.safe_load(det.ok("template", "describe", "small")) == {"max_restarts": 1}
-    det.ok("template", "set", "small", second)
-    assert yaml.safe_load(det.ok("template", "describe", "small")) == {"max_restarts": 2, "labels": ["t"]}
-    det.ok("template", "set", "new", first)
-    listed = det.ok("template", "list", "--details")
-    assert all(
-        text in listed for text in ("small", "of team", "new", "team", "Uncategorized", "max_restarts: 2")
-    )
-    det.ok("template", "remove", "new")
-    assert "template 'new' is not found" in det.refused("template", "remove", "new")
-    assert "new" not in det.ok("template", "list")
-
-
 def test_template_fills_missing_experiment_fields(det: DetHere, fresh_master: Master, tmp_path: Path) -> None:
     template = {
         "max_restarts": 2,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from determined.common import api
-from determined.common.api import authentication, bindings, errors
-from determined.experimental import client
+from determined.common.api import bindings, errors
 from serving import Master
 
 pytestmark = pytest.mark.process
@@ -17,24 +16,6 @@ def _session(master: Master, username: str) -> api.Session:
 
 def _user_id(master: Master, username: str) -> int:
     return int(master.rows("SELECT id FROM users WHERE username = ?", username)[0]["id"])
-
-
-def test_sdk_creates_edits_and_lists_users(fresh_master: Master) -> None:
-    determined = client.Determined._from_session(_session(fresh_master, "admin"))
-    made = determined.create_user("New", admin=False, password="Password-1")
-    assert authentication.login(fresh_master.address, "new", "Password-1").username == "new"
-    made.change_password("Password-2")
-    made.rename("newer")
-    made.change_display_name("The Newer")
-    assert authentication.login(fresh_master.address, "newer", "Password-2")
-    made.deactivate()
-    assert "newer" not in {user.username for user in determined.list_users(active=True)}
-    listed = {user.username: user for user in determined.list_users()}
-    assert list(listed) == ["admin", "determined", "newer", "other"]
-    assert listed["newer"].display_name == "The Newer"
-    assert determined.get_user_by_name("NEWER").user_id == made.user_id
-    made.activate()
-    assert determined.whoami().username == "admin"
 
 
 def test_password_change_revokes_other_tokens_of_user(fresh_master: Master) -> None:

@@ -232,40 +232,6 @@ def test_code_is_shown_with_diff_to_parent(
     browser.forgive("404 (Not Found)")
 
 
-def test_experiment_deleted_while_open_is_reported(
-    open_browser: Callable[..., Browser], seeded_master: Master
-) -> None:
-    experiment = seeded_master.write(add_experiment)
-    browser = open_browser()
-    browser.open(tab(experiment, "checkpoints"), ".table")
-
-    def remove(tx: Transaction) -> None:
-        for table in ("metrics", "metric_summaries"):
-            tx.execute(
-                f"DELETE FROM {table} WHERE trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)",
-                (experiment,),
-            )
-        tx.execute("DELETE FROM experiments WHERE id = ?", (experiment,))
-        tx.publish(f"experiment:{experiment}")
-
-    seeded_master.write(remove)
-    browser.page.wait_for_selector("p.problem")
-    assert "is not found" in browser.text("p.problem >> nth=0")
-    browser.problems[:] = [problem for problem in browser.problems if "404 (Not Found)" not in problem]
-
-
-def test_archive_and_unarchive_buttons_reach_master(browser: Browser, seeded_master: Master) -> None:
-    experiment = seeded_master.write(add_experiment)
-    browser.show(tab(experiment, "config"), ".tools")
-    browser.page.click("button:text-is('Archive')")
-    browser.page.wait_for_selector("button:text-is('Unarchive')")
-    browser.page.click("button.danger:text-is('Delete')")
-    assert "cannot be brought back" in browser.text("dialog")
-    browser.page.click("dialog button:text-is('Cancel')")
-    browser.page.click("button:text-is('Unarchive')")
-    browser.page.wait_for_selector("button:text-is('Archive')")
-
-
 def test_name_labels_and_notes_are_editable(browser: Browser, seeded: Seeded, seeded_master: Master) -> None:
     experiment = seeded_master.write(lambda tx: add_experiment(tx, name="before", labels=("old",)))
     browser.show(tab(experiment, "config"), ".tools")

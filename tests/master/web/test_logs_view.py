@@ -6,14 +6,11 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from browsing import Browser
 from seeded import add_bare_task, add_experiment, add_lines, task_of, trials_of
 from serving import Master, serving
-
-from dstrial.master.store.reports import log_pages
 
 pytestmark = pytest.mark.process
 
@@ -129,28 +126,6 @@ def test_lines_are_filtered_by_level_rank_text(browser: Browser, steps: Log) -> 
     browser.until(f"{NUM_LINES} > 100 && {AT_END}")
 
 
-def test_lines_arriving_during_search_are_shown(
-    open_browser: Open, seeded_master: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log_pages, "MAX_SEARCHED", 100)
-    log = new_log(seeded_master, (0, None, "wanted 1"), *((0, None, f"other {idx}") for idx in range(350)))
-    browser = open_browser()
-    asked: list[str] = []
-
-    def answer(route: Any) -> None:
-        asked.append(route.request.url)
-        if len(asked) == 3:
-            log.add((0, None, "wanted 2"))
-        route.continue_()
-
-    browser.page.route(re.compile(r"/page/logs\?.*text=wanted"), answer)
-    browser.open(f"/det/trials/{log.trial}/logs?find=wanted", ".line")
-    assert ["before=" in url for url in asked[:3]] == [False, True, True]
-    log.add((0, None, "wanted 3"))
-    browser.until(has("wanted 3"))
-    assert browser.texts(".line .said") == ["wanted 1", "wanted 2", "wanted 3"]
-
-
 def test_markup_and_escapes_are_shown_as_text(browser: Browser, seeded_master: Master) -> None:
     log = new_log(
         seeded_master,
@@ -236,7 +211,6 @@ def test_log_line_has_permalink(browser: Browser, many: Log) -> None:
     browser.page.click(".line:has-text('line 0200003') .at")
     browser.until("document.querySelector('.line[aria-current]').innerText.includes('line 0200003')")
     assert f"line={row['id'] + 3}" in browser.page.url
-    assert "Copy link" in browser.text(".chosen")
 
 
 def test_whole_log_is_downloadable(browser: Browser, steps: Log) -> None:
@@ -259,22 +233,6 @@ def test_command_has_its_own_log(open_browser: Open, seeded_master: Master) -> N
     browser.show("/det/tasks/nothing/logs", "main .problem")
     assert "task 'nothing' is not found" in browser.text("main .problem")
     browser.forgive("404")
-
-
-def test_lines_printed_while_hidden_are_shown_afterwards(open_browser: Open, seeded_master: Master) -> None:
-    log = new_log(seeded_master, (0, None, "before"))
-    browser = open_browser()
-    browser.open(f"/det/trials/{log.trial}/logs", ".line")
-    hide = """(is) => { Object.defineProperty(document, "hidden", { value: is, configurable: true });
-        document.dispatchEvent(new Event("visibilitychange")); }"""
-    browser.page.evaluate(hide, True)
-    log.add((0, None, "while hidden"))
-    browser.page.wait_for_timeout(
-        1500
-    )  # Longer than the page takes to show a change; a shorter wait would only weaken the test.
-    assert browser.texts(".line .said") == ["before"]
-    browser.page.evaluate(hide, False)
-    browser.until(has("while hidden"))
 
 
 def test_open_log_continues_after_master_restart(open_browser: Open, tmp_path: Path) -> None:

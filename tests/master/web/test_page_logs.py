@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import urllib.parse
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from seeded import add_bare_task, add_experiment, add_instruments, add_lines, add_metric, task_of, trials_of
@@ -70,11 +69,6 @@ def test_pages_cover_log_in_both_directions(seeded: Seeded) -> None:
         forth += [int(line["text"].split()[1]) for line in page["lines"]]
         after = page["searchedTo"]
     assert forth == list(range(1000))
-
-
-def test_page_length_is_clamped(seeded: Seeded) -> None:
-    assert len(seeded.logs(limit=10**6)["lines"]) == log_pages.MAX_LINES
-    assert len(seeded.logs(limit=-5)["lines"]) == 1
 
 
 def test_endpoint_filters_lines_by_level_rank_text(seeded: Seeded) -> None:
@@ -178,10 +172,3 @@ def test_experiment_is_compared_by_its_best_trial(seeded: Seeded) -> None:
     assert found["experiments"][0]["recordsPerEpoch"] == 6400
     many = "&".join(f"trials={idx}" for idx in range(101))
     assert seeded.master.get(f"/page/compare?{many}").status == 400
-
-
-def test_whole_log_download_contains_every_line(seeded: Seeded, tmp_path: Path) -> None:
-    answer = seeded.master.get(f"/page/logs/file?trial={seeded.trial}")
-    lines = answer.content.decode().splitlines()
-    assert len(lines) == 1000
-    assert lines[4].endswith("[rank=1] || CRITICAL: Step 4 é")

@@ -204,21 +204,3 @@ def test_dialogs_are_accessible_and_close_on_escape(
         assert violations(browser) == []
         browser.page.keyboard.press("Escape")
         browser.page.wait_for_selector("dialog", state="detached")
-
-
-def test_first_tab_reaches_skip_link(open_browser: Callable[..., Browser], shown: Shown) -> None:
-    browser = open_browser(token="admin")
-    for path in views(shown).values():
-        browser.show(path)
-        browser.until("!document.querySelector('.loading')")
-        assert browser.page.evaluate("document.activeElement.tagName") == "BODY", path
-        # Start at the top of the document, as in a new window, not at the focus of the previous view.
-        browser.page.evaluate(
-            "document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex')"
-        )
-        browser.page.keyboard.press("Tab")
-        assert browser.page.evaluate("document.activeElement.className") == "skip", path
-        browser.page.keyboard.press("Enter")
-        assert browser.page.evaluate("document.activeElement.tagName") == "H1", path
-        browser.page.evaluate("document.activeElement.blur()")
-    browser.forgive("404")  # The views of missing objects log it.

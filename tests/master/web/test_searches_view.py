@@ -31,7 +31,7 @@ def test_search_without_progress_is_listed(browser: Browser) -> None:
     assert "0 of 0 configurations measured" in browser.text(".facts")
 
 
-def test_running_search_shows_growing_predictions_and_front(browser: Browser, seeded_master: Master) -> None:
+def test_running_search_shows_growing_front(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         add_search(tx, search_id=REPORTING)
         return tx.execute(
@@ -67,7 +67,6 @@ def test_running_search_shows_growing_predictions_and_front(browser: Browser, se
     assert "1 of 3 configurations measured" in browser.text(".facts")
     curves = [
         "Records per second against memory over GiB of a device: 2 curves",
-        "Measured ms of a step against predicted over predicted ms: 2 curves",
     ]
     assert browser.page.evaluate(CURVES) == curves
     browser.page.evaluate("window.isSame = true")
@@ -89,7 +88,6 @@ def test_ended_search_shows_report_and_escapes_markup(browser: Browser) -> None:
     assert "<script>alert(1)</script>" in browser.text("main ul")
     assert browser.page.evaluate(CURVES) == [
         "Records per second against memory over GiB of a device: 3 curves",
-        "Measured ms of a step against predicted over predicted ms: 3 curves",
     ]
     href = browser.page.get_attribute("tbody tr.best a", "href")
     assert href is not None
@@ -115,28 +113,6 @@ def test_failed_search_is_not_shown_as_completed(browser: Browser, seeded_master
     browser.open("/det/searches", f"tbody a[href='/det/searches/{FAILED}']")
     assert browser.text(f"tbody tr:has(a[href='/det/searches/{FAILED}']) .state") == "error"
     assert browser.text(f"tbody tr:has(a[href='/det/searches/{ENDED}']) .state") == "completed"
-
-
-@pytest.mark.parametrize(
-    ("search_id", "states", "shown"),
-    [
-        ("44444440", ("ERROR", "COMPLETED"), "COMPLETED"),
-        ("44444441", ("ERROR", "CANCELED"), "ERROR"),
-        ("44444442", ("CANCELED", "DELETED"), "CANCELED"),
-    ],
-)
-def test_search_without_report_takes_experiments_state(
-    seeded_master: Master, search_id: str, states: tuple[str, str], shown: str
-) -> None:
-    first, others = states
-
-    def fill(tx):
-        add_search(tx, search_id=search_id)
-        for state, label in ((others, f"%dsat-{search_id}-%"), (first, f"%dsat-{search_id}-1%")):
-            tx.execute("UPDATE experiments SET state = ? WHERE labels LIKE ?", (state, label))
-
-    seeded_master.write(fill)
-    assert seeded_master.get(f"/page/searches/{search_id}").json["search"]["state"] == shown
 
 
 def test_unknown_search_is_not_found(open_browser: Callable[..., Browser]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from browsing import Browser
 from seeded import add_task
@@ -81,17 +79,3 @@ def test_kill_task_requires_confirmation_and_shows_stopping(
         browser.page.wait_for_selector(".notices p:has-text('kill')")
         browser.until("document.querySelectorAll('.notices p.problem').length === 0")
     browser.until("document.querySelector('tbody').textContent.includes('stopping')")
-
-
-def test_kill_missing_task_shows_error_and_removes_row(
-    open_browser: Callable[..., Browser], seeded_master: Master
-) -> None:
-    gone = seeded_master.write(lambda tx: add_task(tx, name="gone soon", slots=()))
-    browser = open_browser()
-    browser.open("/det/tasks", "button[aria-label='Kill gone soon']")
-    seeded_master.change("DELETE FROM commands WHERE task_id = ?", gone)
-    browser.page.click("button[aria-label='Kill gone soon']")
-    browser.page.click("dialog button.danger")
-    browser.page.wait_for_selector(".notices p.problem:has-text('is not found')")
-    browser.page.wait_for_selector("button[aria-label='Kill gone soon']", state="detached")
-    browser.problems.clear()  # The browser console also reports the 404 response.

@@ -95,25 +95,6 @@ def test_chart_axis_offers_epochs_records_and_time(browser: Browser, seeded: See
         browser.until(f"document.querySelector('.plot').getAttribute('aria-label').includes('over {label}')")
 
 
-def test_run_marks_use_units_of_chart_axis(open_browser: Open, seeded: Seeded) -> None:
-    browser = open_browser()
-    browser.open_bare()
-    marks = browser.page.evaluate(
-        """async () => {
-        const { marksOf } = await import("/page/assets/views/trial/marks.js");
-        const run = (fromBatch, slots, exitCode, start) => ({ fromBatch, slots, exitCode, start });
-        const runs = [run(0, 4, 1, "2026-01-01T00:00:00Z"), run(10, 4, 0, "2026-01-01T00:01:00Z"),
-            run(20, 2, 0, "2026-01-01T00:02:00Z"), run(20, 2, 0, "2026-01-01T00:03:00Z")];
-        const records = { perBatch: 64, perEpoch: 640 };
-        return ["batches", "records", "epochs", "time"].map((axis) => marksOf(runs, axis, records, runs[0].start));
-    }"""
-    )
-    texts = ["restart", "4 → 2 slots, resumed"]
-    assert [[mark["x"] for mark in one] for one in marks[:3]] == [[10, 20], [640, 1280], [1, 2]]
-    assert all([mark["text"] for mark in one] == texts for one in marks[:3])
-    assert [mark["x"] for mark in marks[3]] == [60, 120, 180]
-
-
 def test_chart_counts_non_finite_values(browser: Browser, seeded: Seeded) -> None:
     browser.show(f"/det/trials/{seeded.trial}?find=broken.x", ".chart")
     browser.until("document.querySelector('.chart').innerText.includes('2 values are not finite')")
@@ -184,29 +165,6 @@ def test_ten_thousand_metrics_are_searched_and_paged(browser: Browser, seeded_ma
     browser.until("document.querySelectorAll('main .charts > div').length === 24")
     browser.page.click("button:has-text('Show 24 more')")
     browser.until("document.querySelectorAll('main .charts > div').length === 48")
-
-
-def test_lazy_charts_cause_no_layout_shift(browser: Browser, seeded_master: Master) -> None:
-    def fill(tx):
-        trial = trials_of(tx, add_experiment(tx, num_points=3))[0]
-        add_metric(tx, trial, "many", [(10, {f"metric_{idx:02}": idx for idx in range(60)})])
-        return trial
-
-    trial = seeded_master.write(fill)
-    browser.show(f"/det/trials/{trial}", "button:has-text('Show 24 more')")
-    heights = (
-        "[...new Set([...document.querySelectorAll('main .charts > div')].map((one) => one.offsetHeight))]"
-    )
-    browser.page.evaluate(
-        f"() => {{ window.heights = new Set(); new MutationObserver(() => {heights}.forEach((one) => window.heights.add(one)))"
-        ".observe(document.querySelector('main'), { subtree: true, childList: true }); window.scrollTo(0, 9e9); }"
-    )
-    browser.until(
-        "[...document.querySelectorAll('main .charts > div:nth-last-child(-n+4)')].every((one) => one.querySelector('canvas'))"
-    )
-    browser.until("!document.querySelector('main').innerText.includes('Nothing has been reported yet')")
-
-    assert len(browser.page.evaluate(f"[...new Set([...window.heights, ...{heights}])]")) == 1
 
 
 def test_trial_deleted_while_open_shows_notice(open_browser: Open, seeded_master: Master) -> None:

@@ -15,7 +15,7 @@ const POINTS = 1000;
 const MOST_POINTS = 100_000;
 
 /** @param {any} one as the master sends it @returns {Series} */
-export const readSeries = (one) => ({ ...one, values: one.values.map(toNumber) });
+const readSeries = (one) => ({ ...one, values: one.values.map(toNumber) });
 
 /**
  * @param {number[]} trials

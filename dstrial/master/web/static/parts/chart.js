@@ -49,23 +49,6 @@ export function styled(name) {
 /** @param {Curve} curve @param {number} idx of the curve @returns {string} */
 const colourOf = (curve, idx) => (curve.isGuide ? styled("--muted") : curve.isBest ? styled("--best") : (curve.stroke ?? colour(curve.colour ?? idx)));
 
-/** Save a canvas with its title above it as PNG. @param {HTMLCanvasElement | undefined} canvas @param {string} title */
-function savePicture(canvas, title) {
-  if (!canvas) return;
-  const copy = document.createElement("canvas");
-  const head = Math.round(28 * devicePixelRatio);
-  copy.width = canvas.width;
-  copy.height = canvas.height + head;
-  const ctx = /** @type {CanvasRenderingContext2D} */ (copy.getContext("2d"));
-  ctx.fillStyle = styled("--back");
-  ctx.fillRect(0, 0, copy.width, copy.height);
-  ctx.fillStyle = styled("--text");
-  ctx.font = `${14 * devicePixelRatio}px system-ui, sans-serif`;
-  ctx.fillText(title, 10 * devicePixelRatio, 19 * devicePixelRatio);
-  ctx.drawImage(canvas, 0, head);
-  copy.toBlob((blob) => blob && download(`${title}.png`, blob));
-}
-
 /**
  * @param {number[]} ys @param {number} weight of what was before, from 0 to 1
  * @returns {number[]} exponential moving average, without the bias of its start
@@ -287,7 +270,7 @@ export function Chart(props) {
       <span>${title}</span>
       <span class="tools">
         ${isZoomed && html`<button onClick=${unzoom}>Whole</button>`}
-        <button onClick=${() => savePicture(plot.current?.ctx.canvas, title)}>PNG</button><button onClick=${write}>CSV</button>
+        <button onClick=${write}>CSV</button>
       </span>
     </figcaption>
     <div class="plot" style=${{ minHeight: `${height}px` }} ref=${place} role="img" aria-label=${`${title} over ${xLabel}: ${curves.length} curves`} onDblClick=${unzoom}

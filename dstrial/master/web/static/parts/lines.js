@@ -18,7 +18,7 @@ export function Lines({ text, label }) {
   </div>${cut && html`<p class="muted">The first ${MOST_LINES} of ${lines.length} lines are shown.</p>`}`;
 }
 
-/** What differs between two experiments, as a unified diff. @param {{ id: number, other: number, kind: "effective" | "submitted" | "code" }} props */
+/** What differs between two experiments, as a unified diff. @param {{ id: number, other: number, kind: "effective" | "code" }} props */
 export function Difference({ id, other, kind }) {
   const { data, error } = useLive((signal) => get(`/page/experiments/${id}/difference`, { other, kind }, signal), () => false, [id, other, kind]);
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;

@@ -1,11 +1,11 @@
 // The cluster: who uses what, what waits and why.
 
-import { html } from "htm/preact/standalone";
-import { get } from "../api.js";
+import { html, useMemo } from "htm/preact/standalone";
+import { get, send } from "../api.js";
 import { useLive } from "../live.js";
-import { Problem } from "../parts/basics.js";
-import { Nodes } from "./cluster/nodes.js";
-import { Queue } from "./cluster/queue.js";
+import { attempt, Problem, Time } from "../parts/basics.js";
+import { askedTexts, confirmed } from "../parts/dialog.js";
+import { Table } from "../parts/table.js";
 
 const TOPIC = /^(scheduler$|experiment:|command:|job:)/;
 const BACKENDS = /** @type {Record<string, string>} */ ({ local: "this machine", hosts: "hosts over ssh", slurm: "jobs of Slurm", ray: "placement groups of Ray" });
@@ -31,4 +31,128 @@ function Engine({ engine }) {
   return html`<h2>${engine.name}</h2>
     ${engine.away && html`<p class="problem" role="alert">${engine.away}</p>`}
     ${engine.jobs.length ? html`<ul>${engine.jobs.map((/** @type {string} */ job) => html`<li>${job}</li>`)}</ul>` : html`<p class="muted">No jobs.</p>`}`;
+}
+
+/** @typedef {{ path: string, name: string, isOff: boolean }} Switch */
+
+/** @param {Switch} what @param {"enable" | "disable" | "drain"} how @param {() => void} reload */
+async function change({ path, name }, how, reload) {
+  const question = how === "drain"
+    ? `Drain ${name}? What runs there may finish; nothing new begins.`
+    : `Disable ${name}? What runs there is stopped at once, and goes on where there is room.`;
+  if (how !== "enable" && !(await confirmed(question, how === "drain" ? "Drain" : "Disable"))) return;
+  const word = how === "enable" ? "enable" : "disable";
+  await attempt(() => send("POST", `${path}/${word}`, how === "drain" ? { drain: true } : {}), `${how === "drain" ? "drained" : `${how}d`}: ${name}`);
+  reload();
+}
+
+/** @param {{ what: Switch, reload: () => void }} props */
+function Switches({ what, reload }) {
+  const { name } = what;
+  return what.isOff
+    ? html`<button aria-label=${`Enable ${name}`} onClick=${() => change(what, "enable", reload)}>Enable</button>`
+    : html`<button aria-label=${`Drain ${name}`} onClick=${() => change(what, "drain", reload)}>Drain</button>${" "}
+        <button class="danger" aria-label=${`Disable ${name}`} onClick=${() => change(what, "disable", reload)}>Disable</button>`;
+}
+
+/** @param {{ holder: any }} props */
+function Holder({ holder }) {
+  if (!holder) return html`<span class="muted">free</span>`;
+  const text = `${holder.state === "RUNNING" ? "" : `${holder.state.toLowerCase()}: `}`;
+  return holder.trial
+    ? html`${text}<a href=${`/det/experiments/${holder.experiment}/trials/${holder.trial}`}>trial ${holder.trial}</a> of <a href=${`/det/experiments/${holder.experiment}`}>experiment ${holder.experiment}</a>`
+    : html`${text}<a href=${`/det/tasks/${holder.task}/logs`}>${holder.title || holder.task}</a>`;
+}
+
+/** @param {any} node @returns {string} */
+function nodeState(node) {
+  if (node.down !== null) return "down";
+  return node.enabled ? "up" : node.draining ? "draining" : "disabled";
+}
+
+/** @param {any} row @returns {string} */
+function slotState({ node, slot }) {
+  if (node.down !== null) return "node down";
+  if (!slot.enabled) return slot.draining ? "draining" : "disabled";
+  return slot.holder ? "in use" : "free";
+}
+
+/** @param {{ nodes: any[], holders: Record<string, any>, reload: () => void }} props */
+function Nodes({ nodes, holders, reload }) {
+  const rows = useMemo(
+    () => nodes.flatMap((node) => node.slots.map((/** @type {any} */ slot) => ({ id: `${node.name} ${slot.slot}`, node, slot, holder: holders[slot.holder] }))),
+    [nodes, holders],
+  );
+  const columns = useMemo(
+    () => [
+      { id: "slot", title: "Slot", value: (/** @type {any} */ row) => `${row.node.name} ${row.slot.slot}` },
+      { id: "device", title: "Device", value: (/** @type {any} */ row) => row.slot.brand || row.slot.kind, show: (/** @type {any} */ row) => html`<span title=${row.slot.uuid}>${row.slot.brand || row.slot.kind}</span>` },
+      { id: "state", title: "State", value: slotState },
+      { id: "holder", title: "Used by", value: (/** @type {any} */ row) => row.holder?.title ?? "", show: (/** @type {any} */ row) => html`<${Holder} holder=${row.holder} />` },
+      { id: "since", title: "Since", value: (/** @type {any} */ row) => row.holder?.since ?? "", show: (/** @type {any} */ row) => html`<${Time} at=${row.holder?.since ?? null} />` },
+      { id: "switch", title: "Switch", value: () => "", show: (/** @type {any} */ row) => row.node.enabled && html`<${Switches} reload=${reload}
+          what=${{ path: `/api/v1/agents/${encodeURIComponent(row.node.name)}/slots/${row.slot.slot}`, name: `slot ${row.slot.slot} of ${row.node.name}`, isOff: !row.slot.enabled }} />` },
+    ],
+    [reload],
+  );
+  const held = (/** @type {any} */ node) => node.slots.filter((/** @type {any} */ slot) => slot.holder).length;
+  // What has no slots runs on the master's machine.
+  const others = Object.values(holders).filter((one) => !one.slots);
+  return html`<h2>Nodes</h2>
+    <div class="scroller wide" tabindex="0" role="region" aria-label="Nodes"><table class="plain">
+      <thead><tr><th scope="col">Node</th><th scope="col">State</th><th scope="col" class="number">Slots in use</th><th scope="col">Switch</th></tr></thead>
+      <tbody>${nodes.map((node) => html`<tr key=${node.name}>
+        <th scope="row">${node.name} <span class="muted">${node.address}</span></th>
+        <td><span class=${`state ${nodeState(node) === "up" ? "COMPLETED" : nodeState(node) === "down" ? "ERROR" : "PAUSED"}`}>${nodeState(node)}</span>
+          ${node.down !== null && html`<div class="problem">${node.down}</div>`}</td>
+        <td class="number">${held(node)} of ${node.slots.length}</td>
+        <td><${Switches} reload=${reload} what=${{ path: `/api/v1/agents/${encodeURIComponent(node.name)}`, name: node.name, isOff: !node.enabled }} /></td>
+      </tr>`)}</tbody>
+    </table></div>
+    ${others.length > 0 && html`<p>Without slots: ${others.map((one, idx) => html`${idx ? ", " : ""}<${Holder} holder=${one} />`)}</p>`}
+    <h2>Slots</h2>
+    <${Table} name="slots" label="Slots" columns=${columns} rows=${rows} empty="No node offers slots now." />`;
+}
+
+const KINDS = /** @type {Record<string, string>} */ ({ EXPERIMENT: "experiment", COMMAND: "command", TENSORBOARD: "TensorBoard", GENERIC: "task" });
+
+/** @param {Record<string, unknown>} update @param {() => void} reload */
+async function reorder(update, reload) {
+  await attempt(() => send("POST", "/api/v1/job-queues", { updates: [update] }));
+  reload();
+}
+
+/** @param {any} row @param {() => void} reload */
+async function setPriority(row, reload) {
+  const values = await askedTexts(
+    `Priority of ${row.name}`,
+    [{ name: "priority", label: "Priority", value: String(row.priority), range: [1, 99], hint: "1 is the most urgent, 99 the least" }],
+    "Set",
+  );
+  if (values) await reorder({ jobId: row.id, priority: Number(values.priority) }, reload);
+}
+
+/** @param {{ queue: any[], reload: () => void }} props */
+function Queue({ queue, reload }) {
+  const columns = useMemo(
+    () => [
+      { id: "place", title: "Place", isNumber: true, value: (/** @type {any} */ row) => row.ahead + 1 },
+      { id: "name", title: "Name", value: (/** @type {any} */ row) => row.name, show: (/** @type {any} */ row) => html`<a href=${row.experiment ? `/det/experiments/${row.experiment}` : `/det/tasks/${row.task}/logs`}>${row.name || row.task}</a> <span class="muted">${KINDS[row.kind] ?? row.kind}${row.experiment ? ` ${row.experiment}` : ""}</span>` },
+      { id: "user", title: "User", value: (/** @type {any} */ row) => row.user },
+      { id: "priority", title: "Priority", isNumber: true, hint: "1 is the most urgent", value: (/** @type {any} */ row) => row.priority, show: (/** @type {any} */ row) => html`<button aria-label=${`Set the priority of ${row.name}, now ${row.priority}`} onClick=${() => setPriority(row, reload)}>${row.priority}</button>` },
+      { id: "held", title: "Slots", isNumber: true, hint: "that it has", value: (/** @type {any} */ row) => row.held },
+      { id: "waiting", title: "Waiting", isNumber: true, hint: "how many of it wait for slots", value: (/** @type {any} */ row) => row.waiting },
+      { id: "since", title: "Submitted", isHidden: true, value: (/** @type {any} */ row) => row.since, show: (/** @type {any} */ row) => html`<${Time} at=${row.since} />` },
+      {
+        id: "move", title: "Order", value: () => "",
+        show: (/** @type {any} */ row) => html`
+          <button aria-label=${`Move ${row.name} ahead`} title="ahead of the one before it" disabled=${row.ahead === 0} onClick=${() => reorder({ jobId: row.id, aheadOf: queue[row.ahead - 1].id }, reload)}>↑</button>${" "}
+          <button aria-label=${`Move ${row.name} behind`} title="behind the one after it" disabled=${row.ahead === queue.length - 1} onClick=${() => reorder({ jobId: row.id, behindOf: queue[row.ahead + 1].id }, reload)}>↓</button>`,
+      },
+      { id: "reason", title: "Why it waits", value: (/** @type {any} */ row) => row.reason, show: (/** @type {any} */ row) => html`<span title=${row.reason}>${row.reason}</span>` },
+    ],
+    [queue, reload],
+  );
+  return html`<h2>Queue</h2>
+    <${Table} name="queue" label="Queue" columns=${columns} rows=${queue} sort="place" empty="Nothing runs or waits." />`;
 }

@@ -40,30 +40,17 @@ function timeLeft(row) {
   return (secondsBetween(row.start, null) * (1 - row.progress)) / row.progress || NaN;
 }
 
-/** @param {any} space of a hyperparameter @returns {[number, number]} its ends; of a logarithmic one the exponents are given */
-const endsOf = ({ type, base = 10, minval, maxval }) => (type === "log" ? [base ** minval, base ** maxval] : [minval, maxval]);
-
-/** @param {any} row @returns {{ hp: Record<string, unknown>, may: Record<string, unknown[]> }} as text or number, and what those that are searched for may be */
-function hyperparameters(row) {
-  /** @type {Record<string, unknown>} */
-  const found = {};
-  /** @type {Record<string, unknown[]>} */
-  const may = {};
-  const collect = (/** @type {any} */ value, /** @type {string} */ name) => {
-    if (value && typeof value === "object" && !Array.isArray(value)) {
-      if (value.type === "const") found[name] = value.val;
-      else if (value.type === "categorical" && Array.isArray(value.vals)) {
-        found[name] = value.vals.map(plain).join(" | ");
-        may[name] = value.vals;
-      } else if (["double", "int", "log"].includes(value.type) && "minval" in value) {
-        may[name] = endsOf(value);
-        found[name] = may[name].map((end) => number(end)).join(" … ");
-      }
-      else for (const [key, inner] of Object.entries(value)) collect(inner, name ? `${name}.${key}` : key);
-    } else found[name] = value;
-  };
-  collect(row.hyperparameters, "");
-  return { hp: found, may };
+/** @param {any} values as a config has them @param {string} [before] @returns {Record<string, unknown>} name -> value, or what a search may choose as a text */
+function hyperparameters(values, before = "") {
+  return Object.fromEntries(Object.entries(values ?? {}).flatMap(([key, value]) => {
+    const name = before + key;
+    const { type, val, vals, minval, maxval, base = 10 } = value ?? {};
+    if (type === "const") return [[name, val]];
+    if (type === "categorical") return [[name, vals.map(plain).join(" | ")]];
+    if (type === "log") return [[name, `${number(base ** minval)} … ${number(base ** maxval)}`]];
+    if (type === "int" || type === "double") return [[name, `${number(minval)} … ${number(maxval)}`]];
+    return value && typeof value === "object" && !Array.isArray(value) ? Object.entries(hyperparameters(value, `${name}.`)) : [[name, value]];
+  }));
 }
 
 /** @param {string} reason of an experiment's end @returns {string} without the part that is the same for each failure */
@@ -75,7 +62,7 @@ export function Experiments() {
   const [state, setState] = useParam("state");
   const [archived, setArchived] = useParam("archived");
   const [selected, setSelected] = useState(/** @type {Set<number>} */ (new Set()));
-  const all = useMemo(() => (data ?? []).map((row) => ({ ...row, ...hyperparameters(row) })), [data]);
+  const all = useMemo(() => (data ?? []).map((row) => ({ ...row, hp: hyperparameters(row.hyperparameters) })), [data]);
   const names = useMemo(() => [...new Set(all.flatMap((row) => Object.keys(row.hp)))].sort().slice(0, 200), [all]);
   const rows = useMemo(() => {
     const kept = all.filter((row) => (archived || !row.archived) && (!state || row.state === state));
@@ -87,7 +74,7 @@ export function Experiments() {
         if (name in own) return own[name];
         if (name === row.metric.toLowerCase()) return row.best;
         const key = Object.keys(row.hp).find((one) => one.toLowerCase() === name);
-        return key === undefined ? undefined : (row.may[key] ?? row.hp[key]);
+        return key === undefined ? undefined : row.hp[key];
       },
       (row) => [row.id, row.name, row.description, row.user, row.project, ...row.labels].join(" "),
     );

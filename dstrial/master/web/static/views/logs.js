@@ -1,12 +1,12 @@
 // A log, live: the newest lines at the bottom, by rank, level and text, from its beginning or around any line.
 
-import { html, useEffect, useLayoutEffect, useRef, useState } from "htm/preact/standalone";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import { address } from "../api.js";
+import { bytes, utcTime } from "../format.js";
 import { subscribe } from "../live.js";
-import { attempt, Problem } from "../parts/basics.js";
+import { Problem } from "../parts/basics.js";
 import { setParams, useParam } from "../router.js";
 import { Feed, NOTHING } from "./logs/feed.js";
-import { Lines } from "./logs/lines.js";
 
 const LEVELS = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"];
 const NEAR_PX = 1200;
@@ -45,8 +45,6 @@ export function Logs({ of }) {
   const box = useRef(/** @type {HTMLDivElement | null} */ (null));
   const goTo = useRef(Number(line) || 0);
   const lastTop = useRef(0);
-  /** Where the first line that is seen stood. @type {{ current: { id: string, top: number } | null }} */
-  const anchor = useRef(null);
   const chosen = Number(line) || 0;
 
   /** @param {boolean} is */
@@ -60,10 +58,7 @@ export function Logs({ of }) {
     if (level) wanted.level = level;
     if (ranks) wanted.rank = ranks.split(",").filter((one) => /^-?\d+$/.test(one));
     if (found) wanted.text = found;
-    const own = new Feed(wanted, (now) => {
-      remember();
-      setPart(now);
-    });
+    const own = new Feed(wanted, setPart);
     feed.current = own;
     setPart(NOTHING);
     const id = goTo.current;
@@ -80,43 +75,28 @@ export function Logs({ of }) {
     };
   }, [of.trial, of.task, level, ranks, found]);
 
-  function remember() {
-    const view = box.current;
-    if (!view) return;
-    const top = view.getBoundingClientRect().top;
-    anchor.current = null;
-    for (const row of view.querySelectorAll(".line")) {
-      const at = row.getBoundingClientRect();
-      if (at.bottom > top) {
-        anchor.current = { id: /** @type {HTMLElement} */ (row).dataset.id ?? "", top: at.top - top };
-        return;
-      }
-    }
-  }
-
-  // What is looked at stays where it is when lines come or go before it.
+  // What is looked at stays where it is when lines come or go before it: browsers anchor the scrolling.
   useLayoutEffect(() => {
     const view = box.current;
     if (!view) return;
-    if (goTo.current && part.pages.length) {
-      const id = nearestId(part.pages, goTo.current);
+    if (goTo.current && part.lines.length) {
+      const { id } = part.lines.find((one) => one.id >= goTo.current) ?? part.lines[part.lines.length - 1];
       goTo.current = 0;
-      const row = view.querySelector(`[data-id="${id}"]`);
-      if (row) view.scrollTop += row.getBoundingClientRect().top - view.getBoundingClientRect().top - view.clientHeight / 3;
+      view.querySelector(`[data-id="${id}"]`)?.scrollIntoView({ block: "center" });
     } else if (feed.current?.isFollowing) {
       view.scrollTop = view.scrollHeight;
-    } else if (anchor.current) {
-      const row = view.querySelector(`[data-id="${anchor.current.id}"]`);
-      if (row) view.scrollTop += row.getBoundingClientRect().top - view.getBoundingClientRect().top - anchor.current.top;
     }
     look();
-  }, [part.pages, wrap]);
+  }, [part.lines, wrap]);
 
   function look() {
     const view = box.current;
-    if (!view || !feed.current || !part.pages.length) return;
+    if (!view || !feed.current || !part.lines.length) return;
     const below = view.scrollHeight - view.scrollTop - view.clientHeight;
-    if (view.scrollTop < NEAR_PX) feed.current.earlier();
+    if (view.scrollTop < NEAR_PX && !part.isStart) {
+      view.scrollTop ||= 1; // Browsers do not anchor at 0.
+      feed.current.earlier();
+    }
     if (below < NEAR_PX) feed.current.later();
   }
   function onScroll() {
@@ -142,13 +122,12 @@ export function Logs({ of }) {
   /** @param {number} id */
   const jump = async (id) => {
     follow(false);
-    anchor.current = null;
     goTo.current = id;
     await feed.current?.around(id);
   };
   /** @param {number} id */
   const choose = (id) => setParams({ line: id === chosen ? "" : String(id) });
-  const all = part.pages;
+  const all = part.lines;
   const isFiltered = Boolean(level || rank || text);
   return html`<section class="log" aria-label="Log">
     <div class="filters">
@@ -164,8 +143,7 @@ export function Logs({ of }) {
     <div class="tools">
       <button onClick=${() => jump(1)}>Beginning</button>
       <button class=${isFollowing ? "" : "main"} onClick=${newest} disabled=${isFollowing}>${isFollowing ? "Following" : part.hasNew ? "Newest ●" : "Newest"}</button>
-      <span class="muted" role="status">${part.searching !== null ? "Searching …" : ""}</span>
-      ${chosen > 0 && html`<${Chosen} id=${chosen} onGo=${() => jump(chosen)} />`}
+      <span class="muted" role="status">${part.isSearching ? "Searching …" : ""}</span>
     </div>
     <${Problem} error=${part.error} />
     <div class=${`lines ${wrap === "on" ? "wrap" : ""}`} ref=${box} onScroll=${onScroll} onWheel=${onWheel} tabindex="0" role="region" aria-label="Lines" onClick=${(/** @type {MouseEvent} */ event) => {
@@ -176,12 +154,11 @@ export function Logs({ of }) {
     }} onKeyDown=${(/** @type {KeyboardEvent} */ event) => {
       if (event.key === "Home") jump(1);
       else if (event.key === "End") newest();
-      else if (event.key === "Enter" && event.target === box.current && (remember(), anchor.current)) choose(Number(anchor.current.id));
       else return;
       event.preventDefault();
     }}>
       ${part.isStart && all.length > 0 && html`<p class="muted edge">${isFiltered ? "Nothing before this fits." : "The beginning."}</p>`}
-      ${all.map((lines) => html`<${Lines} key=${lines[0].id} lines=${lines} found=${found.toLowerCase()} chosen=${chosen} />`)}
+      <${Lines} lines=${all} found=${found.toLowerCase()} chosen=${chosen} />
       ${!all.length && part.isEnd && html`<p class="muted edge">${isFiltered
         ? html`No line fits. <button onClick=${() => setParams({ level: "", rank: "", find: "" })}>Show all lines</button>`
         : "Nothing has been printed; new lines appear here as they come."}</p>`}
@@ -190,19 +167,45 @@ export function Logs({ of }) {
   </section>`;
 }
 
-/** @param {import("./logs/feed.js").Line[][]} pages @param {number} id @returns {number} of the first line that is not before it */
-function nearestId(pages, id) {
-  for (const page of pages) for (const line of page) if (line.id >= id) return line.id;
-  return pages[pages.length - 1]?.[0]?.id ?? 0;
+const CLOCK = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 3, hour12: false });
+const DAY = new Intl.DateTimeFormat(undefined, { year: "numeric", month: "2-digit", day: "2-digit" });
+
+/** @param {number} ms @returns {string} where the reader is */
+const localDay = (ms) => DAY.format(ms);
+/** @param {number} ms @returns {string} where the reader is */
+const localClock = (ms) => CLOCK.format(ms);
+
+/** Text with what was looked for marked. @param {string} text @param {string} found in lower case @returns {unknown} */
+function marked(text, found) {
+  if (!found) return text;
+  const lower = text.toLowerCase();
+  // Some letters are longer in lower case: places would be others.
+  if (lower.length !== text.length) return text;
+  const parts = [];
+  let from = 0;
+  for (let at = lower.indexOf(found); at >= 0; at = lower.indexOf(found, from)) {
+    parts.push(text.slice(from, at), html`<mark>${text.slice(at, at + found.length)}</mark>`);
+    from = at + found.length;
+  }
+  return from ? [...parts, text.slice(from)] : text;
 }
 
-/** What can be done with a line. @param {{ id: number, onGo: () => void }} props */
-function Chosen({ id, onGo }) {
-  const copy = (/** @type {string} */ text, /** @type {string} */ what) => attempt(() => navigator.clipboard.writeText(text), `${what} is copied`);
-  return html`<span class="chosen">line ${id}
-    <button onClick=${onGo}>Show</button>
-    <button onClick=${() => copy(location.href, "the link")}>Copy link</button>
-    <button aria-label="Let go of the line" onClick=${() => setParams({ line: "" })}>×</button></span>`;
+/** @param {import("./logs/feed.js").Line} line @returns {string} for a reader who cannot see colours */
+function who(line) {
+  return line.rank === null ? (line.source === "master" ? "master" : "") : `rank ${line.rank}`;
+}
+
+/** @param {{ lines: import("./logs/feed.js").Line[], found: string, chosen: number }} props */
+function Lines({ lines, found, chosen }) {
+  const own = lines.some((line) => line.id === chosen) ? chosen : 0;
+  return useMemo(
+    () => html`<div>${lines.map(
+      (line) => html`<div key=${line.id} class=${`line ${line.level ?? ""} ${line.stdtype ?? ""}`} data-id=${line.id} aria-current=${line.id === own ? "true" : undefined}>
+        <a class="at" tabindex="-1" href=${`?line=${line.id}`} title=${`${utcTime(new Date(line.ms).toISOString())} · ${localDay(line.ms)} here · line ${line.id}`}>${localClock(line.ms)}</a>
+        <span class="by">${who(line)}</span><span class="level">${line.level ?? ""}</span>${line.bytes && html`<span class="cut" title="This line is cut here; Download all has all of it">${bytes(line.bytes)}</span>`}<span class="said">${marked(line.text, found)}${line.bytes ? " …" : ""}</span></div>`,
+    )}</div>`,
+    [lines, found, own],
+  );
 }
 
 /** The log of a command, notebook or any other task. @param {{ words: string[] }} props */

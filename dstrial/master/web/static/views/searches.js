@@ -73,13 +73,6 @@ function Search({ id }) {
     const place = (/** @type {any} */ row) => /** @type {[number, number]} */ ([row.memory_bytes / 2 ** 30, row.throughput]);
     return [...points(known, place, best), { id: "front", label: "beaten by none", isGuide: true, xs: front.map((/** @type {any} */ row) => place(row)[0]), ys: front.map((/** @type {any} */ row) => place(row)[1]) }];
   }, [trials, best, report]);
-  const predicted = useMemo(() => {
-    const known = trials.filter((/** @type {any} */ row) => row.predicted?.step_s && row.step_s);
-    if (!known.length) return [];
-    const all = known.flatMap((/** @type {any} */ row) => [row.predicted.step_s * 1000, row.step_s * 1000]);
-    const ends = [Math.min(...all), Math.max(...all)];
-    return [...points(known, (row) => [row.predicted.step_s * 1000, row.step_s * 1000], best), { id: "same", label: "as predicted", isGuide: true, xs: ends, ys: ends }];
-  }, [trials, best]);
   const front = useMemo(() => new Set(report?.pareto ?? []), [report]);
   const columns = useMemo(
     () => [
@@ -89,13 +82,13 @@ function Search({ id }) {
       { id: "value", title: metric, isNumber: true, hint: report?.unit, value: (/** @type {any} */ row) => row.value, show: (/** @type {any} */ row) => number(row.value) },
       { id: "throughput", title: "Records/s", isNumber: true, value: (/** @type {any} */ row) => row.throughput, show: (/** @type {any} */ row) => number(row.throughput) },
       { id: "step", title: "Step ms", isNumber: true, value: (/** @type {any} */ row) => row.step_s, show: (/** @type {any} */ row) => (row.step_s ? number(row.step_s * 1000, 4) : "") },
-      { id: "predicted", title: "Predicted ms", isNumber: true, isHidden: !predicted.length, value: (/** @type {any} */ row) => row.predicted?.step_s, show: (/** @type {any} */ row) => (row.predicted?.step_s ? number(row.predicted.step_s * 1000, 4) : "") },
+      { id: "predicted", title: "Predicted ms", isNumber: true, isHidden: true, value: (/** @type {any} */ row) => row.predicted?.step_s, show: (/** @type {any} */ row) => (row.predicted?.step_s ? number(row.predicted.step_s * 1000, 4) : "") },
       { id: "memory", title: "Memory", isNumber: true, hint: "of a device, at most", value: (/** @type {any} */ row) => row.memory_bytes, show: (/** @type {any} */ row) => (row.memory_bytes ? bytes(row.memory_bytes) : "") },
       { id: "front", title: "Pareto", value: (/** @type {any} */ row) => (front.has(row.trial_id) ? "yes" : "") },
       { id: "seconds", title: "Took", isNumber: true, isHidden: true, value: (/** @type {any} */ row) => row.seconds, show: (/** @type {any} */ row) => duration(row.seconds) },
       { id: "why", title: "Why tried", isHidden: true, value: (/** @type {any} */ row) => row.why },
     ],
-    [metric, best, front, predicted.length, report],
+    [metric, best, front, report],
   );
   if (!data) return html`<main><h1 tabindex="-1">Search ${id}</h1>${error ? html`<${Problem} error=${error} /><p><a href="/det/searches">All searches</a></p>` : html`<p class="loading">Loading …</p>`}</main>`;
   const measured = trials.filter((/** @type {any} */ row) => row.state === "measured").length;
@@ -116,10 +109,7 @@ function Search({ id }) {
     ${report?.notes?.length > 0 && html`<ul>${report.notes.map((/** @type {string} */ note) => html`<li>${note}</li>`)}</ul>`}
     ${!report && html`<p class="muted">Nothing has been told of this search yet: dsat writes its report into the notes of one of its experiments, where a person has not written some.</p>`}
     ${report && !report.is_finished && !report.reason && search.state !== "RUNNING" && html`<p class="muted">Nothing of this search runs any more, and it has not said how it ended: this is what it had told last. The same command goes on with it.</p>`}
-    <div class="charts">
-      <${Chart} title="Records per second against memory" xLabel="GiB of a device" curves=${pareto} isScatter onOpen=${navigate} height=${300} />
-      ${predicted.length > 0 && html`<${Chart} title="Measured ms of a step against predicted" xLabel="predicted ms" curves=${predicted} isScatter onOpen=${navigate} height=${300} />`}
-    </div>
+    <${Chart} title="Records per second against memory" xLabel="GiB of a device" curves=${pareto} isScatter onOpen=${navigate} height=${300} />
     <h2>Configurations</h2>
     <${Table} name="configurations" label="Configurations" columns=${columns} rows=${trials} sort=${isSmaller ? "value" : "-value"} rowClass=${(/** @type {any} */ row) => (row.trial_id === best ? "best" : "")} empty="Nothing has been tried yet." />
   </main>`;

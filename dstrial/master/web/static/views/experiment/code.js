@@ -1,6 +1,6 @@
 // The files with which an experiment was submitted, and what differs from another experiment's.
 
-import { html, useEffect, useState } from "htm/preact/standalone";
+import { html } from "htm/preact/standalone";
 import { get } from "../../api.js";
 import { bytes, download } from "../../format.js";
 import { useLive } from "../../live.js";
@@ -11,19 +11,16 @@ import { Difference, Lines } from "../../parts/lines.js";
 /** @param {{ id: number, experiment: any }} props */
 export function Code({ id, experiment }) {
   const [against] = useParam("against");
-  const [typed, setTyped] = useState(against);
   const other = Number(against) || 0;
   const { data, error } = useLive((signal) => get(`/page/experiments/${id}/files`, {}, signal), () => false, [id]);
-  useEffect(() => setTyped(against), [against]);
   if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
   const compare = (/** @type {string} */ to) => setParams({ against: to });
   return html`
-    <form class="filters" onSubmit=${(/** @type {Event} */ event) => { event.preventDefault(); compare(typed); }}>
-      <label>Compare with experiment <input type="number" min="1" class="short" value=${typed} onInput=${(/** @type {any} */ event) => setTyped(event.target.value)} /></label>
-      <button>Compare</button>
+    <div class="filters">
+      <label>Compare with experiment <input type="number" min="1" class="short" value=${against} onChange=${(/** @type {any} */ event) => compare(event.target.value)} /></label>
       ${experiment.parent && experiment.parent !== other && html`<button type="button" onClick=${() => compare(String(experiment.parent))}>with its parent ${experiment.parent}</button>`}
       ${other > 0 && html`<button type="button" onClick=${() => compare("")}>No comparison</button>`}
-    </form>
+    </div>
     ${data.more && html`<p class="muted">There are more files than are listed.</p>`}
     ${other > 0
       ? html`<h2>Configs</h2><${Difference} id=${id} other=${other} kind="effective" /><h2>Code</h2><${Difference} id=${id} other=${other} kind="code" />`

@@ -1,4 +1,4 @@
-// The part of a log that is loaded: some pages of lines around what is looked at; others are asked for and let go.
+// The part of a log that is loaded: lines around what is looked at; others are asked for and let go.
 
 import { get } from "../../api.js";
 
@@ -8,20 +8,21 @@ import { get } from "../../api.js";
  * @typedef {Record<string, string | number | string[]>} Wanted the query: whose log, and filters
  *
  * @typedef {object} Part
- * @property {Line[][]} pages by id
+ * @property {Line[]} lines
  * @property {boolean} isStart whether nothing is before it
  * @property {boolean} isEnd whether nothing is behind it
  * @property {boolean} hasNew whether lines came that are not in it
- * @property {number | null} searching the id up to which was searched, while that goes on
+ * @property {boolean} isSearching whether many lines are searched for those that fit
  * @property {Error | null} error
  */
 
 const PAGE = 200;
-const MOST_PAGES = 6;
+const MOST_LINES = 1200;
+/** After something was printed. */
 const CATCH_UP = 1000;
 
 /** @type {Part} */
-export const NOTHING = { pages: [], isStart: false, isEnd: false, hasNew: false, searching: null, error: null };
+export const NOTHING = { lines: [], isStart: false, isEnd: false, hasNew: false, isSearching: false, error: null };
 
 export class Feed {
   /** @param {Wanted} wanted @param {(part: Part) => void} onChange */
@@ -30,9 +31,10 @@ export class Feed {
     this.onChange = onChange;
     this.part = { ...NOTHING };
     this.abort = new AbortController();
+    this.isFollowing = true;
     this.isBusy = false;
     this.isWaiting = false;
-    /** Where searching goes on, in both directions. */
+    /** Ids from which searching goes on, in both directions. */
     this.back = 0;
     this.fore = 0;
   }
@@ -54,9 +56,9 @@ export class Feed {
     this.isBusy = true;
     try {
       await work();
-      if (this.part.error) this.change({ error: null });
+      if (this.part.error || this.part.isSearching) this.change({ error: null, isSearching: false });
     } catch (error) {
-      if (!this.abort.signal.aborted) this.change({ error: /** @type {Error} */ (error), searching: null });
+      if (!this.abort.signal.aborted) this.change({ error: /** @type {Error} */ (error), isSearching: false });
     } finally {
       this.isBusy = false;
     }
@@ -79,11 +81,8 @@ export class Feed {
       const found = await get("/page/logs", { ...this.wanted, ...place, limit }, this.abort.signal);
       // What came after the first answer is behind where a search backwards began.
       last = word === "after" ? found.last : last || found.last;
-      if (found.lines.length || found.searchedTo === null) {
-        if (this.part.searching !== null) this.change({ searching: null });
-        return { ...found, last };
-      }
-      this.change({ searching: found.searchedTo });
+      if (found.lines.length || found.searchedTo === null) return { ...found, last };
+      if (!this.part.isSearching) this.change({ isSearching: true });
       place = { [word]: found.searchedTo };
     }
   }
@@ -94,80 +93,59 @@ export class Feed {
       const { lines, searchedTo, last } = await this.search({}, PAGE);
       this.back = searchedTo ?? 0;
       this.fore = last;
-      this.change({ pages: lines.length ? [lines] : [], isStart: searchedTo === null, isEnd: true, hasNew: false });
+      this.change({ lines, isStart: searchedTo === null, isEnd: true, hasNew: false });
     });
   }
 
   /** Show what is around a line, or behind where it would be. @param {number} id */
   around(id) {
     return this.alone(async () => {
-      const [behind, before] = await Promise.all([this.search({ after: Math.max(0, id - 1) }, PAGE), id > 1 ? this.search({ before: id }, PAGE) : { lines: [], searchedTo: null }]);
+      const behind = await this.search({ after: Math.max(0, id - 1) }, PAGE);
+      const before = id > 1 ? await this.search({ before: id }, PAGE) : { lines: [], searchedTo: null };
       this.back = before.searchedTo ?? 0;
       this.fore = behind.searchedTo ?? behind.last;
-      const pages = [before.lines, behind.lines].filter((page) => page.length);
-      this.change({ pages, isStart: before.searchedTo === null, isEnd: behind.searchedTo === null, hasNew: false });
+      this.change({ lines: [...before.lines, ...behind.lines], isStart: before.searchedTo === null, isEnd: behind.searchedTo === null, hasNew: false });
     });
   }
 
   /** Add what is before. */
-  earlier() {
-    if (this.part.isStart) return undefined;
-    return this.alone(async () => {
-      const { lines, searchedTo } = await this.search({ before: this.back }, PAGE);
-      this.back = searchedTo ?? 0;
-      const pages = lines.length ? [lines, ...this.part.pages] : this.part.pages;
-      const isCut = pages.length > MOST_PAGES;
-      const kept = isCut ? pages.slice(0, MOST_PAGES) : pages;
-      if (isCut) this.fore = kept[kept.length - 1][kept[kept.length - 1].length - 1].id;
-      this.change({ pages: kept, isStart: searchedTo === null, isEnd: this.part.isEnd && !isCut });
+  async earlier() {
+    if (this.part.isStart) return;
+    await this.alone(async () => {
+      const found = await this.search({ before: this.back }, PAGE);
+      const all = [...found.lines, ...this.part.lines];
+      const lines = all.slice(0, MOST_LINES);
+      const isCut = lines.length < all.length;
+      this.back = found.searchedTo ?? 0;
+      if (isCut) this.fore = lines[lines.length - 1].id;
+      this.change({ lines, isStart: found.searchedTo === null, isEnd: this.part.isEnd && !isCut });
     });
   }
 
   /** Add what is behind. */
-  later() {
-    if (this.part.isEnd) return undefined;
-    return this.alone(() => this.append(PAGE));
+  async later() {
+    if (!this.part.isEnd) await this.alone(() => this.append(PAGE));
   }
 
-  /** @param {number} limit @returns {Promise<void>} */
+  /** @param {number} limit */
   async append(limit) {
-    const { lines, searchedTo, last } = await this.search({ after: this.fore }, limit);
-    this.fore = searchedTo ?? Math.max(last, this.fore);
-    const pages = [...this.part.pages];
-    let rest = lines;
-    const end = pages[pages.length - 1];
-    if (end && end.length < PAGE) {
-      pages[pages.length - 1] = [...end, ...rest.slice(0, PAGE - end.length)];
-      rest = rest.slice(PAGE - end.length);
-    }
-    for (let start = 0; start < rest.length; start += PAGE) pages.push(rest.slice(start, start + PAGE));
-    const isCut = pages.length > MOST_PAGES;
-    const kept = isCut ? pages.slice(-MOST_PAGES) : pages;
-    if (isCut) this.back = kept[0][0].id;
-    if (lines.length || searchedTo === null || isCut) this.change({ pages: kept, isStart: this.part.isStart && !isCut, isEnd: searchedTo === null, hasNew: false });
+    const found = await this.search({ after: this.fore }, limit);
+    const all = [...this.part.lines, ...found.lines];
+    const lines = all.slice(-MOST_LINES);
+    const isCut = lines.length < all.length;
+    this.fore = found.searchedTo ?? Math.max(found.last, this.fore);
+    if (isCut) this.back = lines[0].id;
+    this.change({ lines, isStart: this.part.isStart && !isCut, isEnd: found.searchedTo === null, hasNew: false });
   }
 
   /** Something was printed. */
   async catchUp() {
-    if (this.isBusy) {
-      this.isWaiting = true;
-      return;
-    }
-    if (!this.part.isEnd && !this.part.error) {
-      if (!this.part.hasNew) this.change({ hasNew: true });
-      return;
-    }
-    if (this.part.error && !this.part.pages.length) {
-      await this.newest();
-      return;
-    }
-    await this.alone(async () => {
-      if (this.isFollowing || this.part.pages.length < MOST_PAGES) await this.append(CATCH_UP);
-      else this.change({ isEnd: false, hasNew: true });
-    });
-    // More has come than can be read one page after the other.
-    if (this.isFollowing && !this.part.isEnd && !this.part.error) await this.newest();
+    if (this.isBusy) this.isWaiting = true;
+    else if (this.part.error && !this.part.lines.length) await this.newest();
+    else if (this.part.isEnd && (this.isFollowing || this.part.lines.length <= MOST_LINES - PAGE)) {
+      await this.alone(() => this.append(this.isFollowing ? CATCH_UP : PAGE));
+      // More has come than can be read one page after the other.
+      if (this.isFollowing && !this.part.isEnd && !this.part.error) await this.newest();
+    } else this.change({ isEnd: false, hasNew: true });
   }
-
-  isFollowing = true;
 }

@@ -41,31 +41,6 @@ async function edit(base, model, reload) {
   else reload();
 }
 
-/** @param {string} base @param {any} row @param {() => void} reload */
-async function editVersion(base, row, reload) {
-  const values = await askedTexts(`Edit version ${row.version}`, [
-    { name: "name", label: "Name", value: row.name ?? "" },
-    { name: "comment", label: "Comment", value: row.comment ?? "" },
-    { name: "labels", label: "Labels", value: (row.labels ?? []).join(", "), hint: "with commas between" },
-    { name: "notes", label: "Notes", value: row.notes ?? "", isLong: true },
-  ], "Save");
-  if (!values) return;
-  await attempt(() => send("PATCH", `${base}/versions/${row.version}`, { ...values, labels: labelsOf(values.labels) }), `saved: version ${row.version}`);
-  reload();
-}
-
-/** @param {string} base @param {any} model @param {() => void} reload */
-async function register(base, model, reload) {
-  const values = await askedTexts(`New version of ${model.name}`, [
-    { name: "uuid", label: "Checkpoint", isRequired: true, hint: "the UUID of a complete checkpoint" },
-    { name: "name", label: "Name" },
-    { name: "comment", label: "Comment" },
-  ], "Register");
-  if (!values) return;
-  await attempt(() => send("POST", `${base}/versions`, { checkpointUuid: values.uuid.trim(), name: values.name, comment: values.comment }), `registered: ${values.uuid.trim()}`);
-  reload();
-}
-
 /** @param {{ model: any, row: any }} props everything of one version */
 function Version({ model, row }) {
   const { checkpoint } = row;
@@ -105,8 +80,7 @@ export function Model({ name }) {
       { id: "created", title: "Registered", value: (/** @type {any} */ row) => row.creationTime, show: (/** @type {any} */ row) => html`<${Time} at=${row.creationTime} />` },
       {
         id: "act", title: "Actions", value: () => "",
-        show: (/** @type {any} */ row) => html`<button aria-label=${`Edit version ${row.version}`} onClick=${() => editVersion(base, row, reload)}>Edit</button>${" "}
-          <button class="danger" aria-label=${`Delete version ${row.version}`} onClick=${async () => {
+        show: (/** @type {any} */ row) => html`<button class="danger" aria-label=${`Delete version ${row.version}`} onClick=${async () => {
             if (!(await confirmed(`Delete version ${row.version} of ${name}? Its checkpoint stays, and may be collected then.`, "Delete"))) return;
             await attempt(() => send("DELETE", `${base}/versions/${row.version}`), `deleted: version ${row.version}`);
             reload();
@@ -134,7 +108,6 @@ export function Model({ name }) {
     ${model.notes && html`<pre tabindex="0">${model.notes}</pre>`}
     <div class="tools">
       <button disabled=${model.archived} onClick=${() => edit(base, model, reload)}>Edit</button>
-      <button disabled=${model.archived} onClick=${() => register(base, model, reload)}>Register a version</button>
       <button onClick=${async () => (await attempt(() => send("POST", `${base}/${archive}`), `${archive}d: ${model.name}`)) && reload()}>${model.archived ? "Unarchive" : "Archive"}</button>
       <button class="danger" onClick=${async () => {
         if (!(await confirmed(`Delete model ${model.name} with its ${model.numVersions} versions? Their checkpoints stay, and may be collected then.`, "Delete"))) return;
@@ -144,6 +117,6 @@ export function Model({ name }) {
     ${shown && html`<${Version} model=${model} row=${shown} />`}
     <h2>Versions</h2>
     <${Table} name="versions" label="Versions" columns=${columns} rows=${versions} sort="-version"
-      empty=${html`No versions yet. Register a checkpoint: <code>det model register-version ${quoted(model.name)} UUID</code>`} />
+      empty=${html`No versions yet. Register a checkpoint of an experiment, or by <code>det model register-version ${quoted(model.name)} UUID</code>`} />
   </main>`;
 }

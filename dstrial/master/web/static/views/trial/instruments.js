@@ -33,9 +33,6 @@ const MOST_RANKS = 64;
 
 /** @param {string} name @returns {string} */
 const words = (name) => name.replace(/_bytes$|_ms$/, "").replaceAll("_", " ");
-/** @param {string} name @param {unknown} value @returns {string} */
-const shown = (name, value) => (value === null || value === undefined ? "" : name.endsWith("_bytes") ? bytes(toNumber(value)) : name.endsWith("_ms") ? `${number(toNumber(value), 4)} ms` : number(value, 4));
-
 /** A bar of parts for each rank. @param {{ title: string, rows: { rank: number, text: string, parts: { name: string, share: number, colour: string, text: string }[] }[] }} props */
 function Bars({ title, rows }) {
   const [limit, setLimit] = useState(MOST_RANKS);
@@ -100,11 +97,5 @@ export function Instruments({ trial }) {
       ([name, title, show]) => html`<div><dt>${title}</dt><dd>${show(toNumber(values[name]))}</dd></div>`,
     )}</dl>
     <${TimeByRank} ranks=${ranks} />
-    ${memory.length > 0 && html`<h2>Memory by rank</h2><div class="charts">${memory.map((name) => html`<${MemoryByRank} key=${name} name=${name} values=${ranks[name]} />`)}</div>`}
-    <h2>All by rank</h2>
-    <div class="scroller wide" tabindex="0" role="region" aria-label="All instruments by rank"><table class="plain">
-      <thead><tr><th>rank</th>${names.map((name) => html`<th class="number">${words(name)}</th>`)}</tr></thead>
-      <tbody>${Array.from({ length: Math.min(numRanks, MOST_RANKS) }, (_, rank) => html`<tr><th scope="row">${rank}</th>${names.map((name) => html`<td class="number">${shown(name, ranks[name][rank])}</td>`)}</tr>`)}</tbody>
-    </table></div>
-    ${numRanks > MOST_RANKS && html`<p class="muted">The first ${MOST_RANKS} of ${numRanks} ranks are in this table.</p>`}`;
+    ${memory.length > 0 && html`<h2>Memory by rank</h2><div class="charts">${memory.map((name) => html`<${MemoryByRank} key=${name} name=${name} values=${ranks[name]} />`)}</div>`}`;
 }

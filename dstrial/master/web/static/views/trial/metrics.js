@@ -1,12 +1,13 @@
 // Every metric of a trial, by group, with a chart for each.
 
-import { html, useMemo, useState } from "htm/preact/standalone";
+import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import { isEnded } from "../../actions.js";
-import { recordsOf, useLook, useMetricNames } from "../../curves.js";
+import { recordsOf, useCurves, useLook, useMetricNames, xsOf } from "../../curves.js";
 import { withUnit } from "../../format.js";
+import { Problem } from "../../parts/basics.js";
+import { Chart } from "../../parts/chart.js";
 import { useParam } from "../../router.js";
 import { marksOf } from "./marks.js";
-import { TrialChart, WhenSeen } from "./series.js";
 
 const AT_ONCE = 24;
 const CHART_PX = 220;
@@ -51,4 +52,36 @@ export function Metrics({ trial, experiment, runs, metrics }) {
     ${!found.length && html`<p class="muted">${text ? "No metric has this name." : isEnded(trial) ? "Nothing was reported." : "Nothing has been reported yet; charts appear here as the trial reports."}</p>`}
     ${found.length > limit && html`<p><button onClick=${() => setLimit(limit + AT_ONCE)}>Show ${Math.min(AT_ONCE, found.length - limit)} more of ${(found.length - limit).toLocaleString()}</button></p>`}
     ${metrics.more && html`<p class="muted">There are more metrics than are listed.</p>`}`;
+}
+
+/** @typedef {ReturnType<typeof import("../../curves.js").useLook>["look"]} Look how curves are drawn */
+
+/** Of a chart, what stands above its curves and around them, and a little more. */
+const FRAME_PX = 68;
+
+/** @param {{ height: number, children: unknown }} props draws a chart when that comes near to being seen, in the place that is kept for it: what is below stays where it is */
+function WhenSeen({ height, children }) {
+  const place = useRef(/** @type {HTMLDivElement | null} */ (null));
+  const [isSeen, setSeen] = useState(false);
+  useEffect(() => {
+    if (!place.current || isSeen) return undefined;
+    const observer = new IntersectionObserver((entries) => entries.some((one) => one.isIntersecting) && setSeen(true), { rootMargin: "300px" });
+    observer.observe(place.current);
+    return () => observer.disconnect();
+  }, [isSeen]);
+  return html`<div ref=${place} style=${{ minHeight: `${height + FRAME_PX}px` }}>${isSeen && children}</div>`;
+}
+
+/** @param {{ trial: any, metric: string, title: string, look: Look, records: { perBatch: number, perEpoch: number }, marks: any[], height?: number }} props */
+function TrialChart({ trial, metric, title, look, records, marks, height = 220 }) {
+  const ids = useMemo(() => [trial.id], [trial.id]);
+  const { series, isLoading, error } = useCurves(ids, metric);
+  const own = series.get(trial.id);
+  const curves = useMemo(
+    () => (own ? [{ id: trial.id, label: `trial ${trial.id}`, colour: 0, xs: xsOf(own, look.axis, records, trial.start), ys: own.values }] : []),
+    [own, look.axis, records.perBatch, records.perEpoch, trial.start],
+  );
+  return html`<${Problem} error=${error} /><${Chart} title=${title} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing}
+    showX=${look.showX} marks=${marks} height=${height} isLoading=${isLoading} />
+    ${own && own.points > own.values.length && html`<p class="muted">${own.values.length.toLocaleString()} of ${own.points.toLocaleString()} points are drawn.</p>`}`;
 }
