@@ -61,7 +61,7 @@ def test_ray_oversized_job_rejected_pending_job_explained(master: MasterOnHosts)
     master.wait_for_log(trial["id"], "batch 5 loss", within_s=120)
     second = master.create({})
     (waiting,) = master.wait_for_trials(second, 1)
-    master.wait_for_log(waiting["id"], "pending (asks for 1 CPU on one node; free now: 10.77.0.11 0 of 1")
+    master.wait_for_log(waiting["id"], "pending (asks for 1 CPU; 0 free)")
     assert "pending (asks for 1 CPU" in master.det("job", "list")
     assert "pending (asks for 1 CPU" in master.command("dstrial", "status").stdout
     master.det("experiment", "kill", str(first))
@@ -100,7 +100,7 @@ def test_ray_pending_trials_start_in_submission_order(master: MasterOnHosts) -> 
     master.wait_for_log(trial["id"], "batch 5 loss", within_s=120)
     others = [master.create({"resources": {"slots_per_trial": slots}}) for slots in (3, 3, 1)]
     waiting = [master.wait_for_trials(one, 1)[0]["id"] for one in others]
-    master.wait_for_log(waiting[0], "pending (asks for 1 CPU on each of 3 nodes; free now: ")
+    master.wait_for_log(waiting[0], "pending (asks for 1 + 1 + 1 CPU; ")
     for one in waiting[1:]:
         master.wait_for_log(one, "waits until fewer jobs are pending in Ray")
     master.det("experiment", "kill", str(first))

@@ -101,14 +101,6 @@ class Output:
     directory: Path
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Note:
-    """A line that the back end adds to an allocation's log."""
-
-    text: str
-    level: str
-
-
 class SlotsGoneError(MasterError):
     """Raised if an allocation lost its slots before its start; not a trial's failure."""
 
@@ -212,8 +204,8 @@ class Backend(Protocol):
         The directory of the node that failed first comes first.
         """
 
-    def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return lines to add to an allocation's log; later calls return only new lines."""
+    def notes(self, run: RunRef) -> Sequence[str]:
+        """Return warnings to add to an allocation's log; later calls return only new ones."""
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
         """Return uuids of checkpoints that an allocation began to save and did not report."""

@@ -37,7 +37,6 @@ from dstrial.master.backends import supervisor, task_venv
 from dstrial.master.backends.backend import (
     AllocationExit,
     Node,
-    Note,
     Output,
     OwnNodes,
     RunRef,
@@ -479,7 +478,7 @@ class LocalBackend(OwnNodes):
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         return (Output(OWN_NODE, run.directory),)
 
-    def notes(self, run: RunRef) -> Sequence[Note]:
+    def notes(self, run: RunRef) -> Sequence[str]:
         """Return an empty list: notes are about connections to other machines."""
         del run
         return ()

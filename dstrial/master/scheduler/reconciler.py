@@ -179,7 +179,7 @@ class Reconciler:
         def add(tx: Transaction) -> None:
             for note in notes:
                 add_master_line(
-                    tx, row.task_id, row.trial_id or None, note.text, level=note.level, allocation_id=row.id
+                    tx, row.task_id, row.trial_id or None, note, level="WARNING", allocation_id=row.id
                 )
 
         self._database.write(add)

@@ -17,7 +17,6 @@ from dstrial.master.backends.backend import (
     Node,
     NodeAllocation,
     NodeExit,
-    Note,
     Output,
     OwnNodes,
     RunRef,
@@ -160,7 +159,7 @@ class LinkedBackend(abc.ABC):
         ordered = sorted(pairs, key=lambda pair: _failure_order(pair[1][1]))
         return tuple(Output(on_node.node_id, self._mirror(run, on_node)) for on_node, _ in ordered)
 
-    def notes(self, run: RunRef) -> Sequence[Note]:
+    def notes(self, run: RunRef) -> Sequence[str]:
         links = [self._link_to(run, on_node) for on_node in run.allocated]
         return [note for link in links if link is not None for note in link.take_notes(run.allocation_id)]
 

@@ -34,7 +34,7 @@ from dstrial.hosts.transport import (
     last_line,
     remote_environment,
 )
-from dstrial.master.backends.backend import Cause, Node, NodeExit, Note, SupervisorHandle
+from dstrial.master.backends.backend import Cause, Node, NodeExit, SupervisorHandle
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.hosts.streams import Streams
 from dstrial.master.backends.request import AllocationRequest
@@ -93,7 +93,7 @@ class RemoteRun:
     is_stopping: bool = False
     kill: bool | None = None  # ``leaves_record`` of the requested kill; None if none was requested
     is_sent: bool = False  # whether the agent may have received the request
-    notes: list[Note] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
 class HostLink:
@@ -206,7 +206,7 @@ class HostLink:
             self._end_if_lease_over(run)
             return dataclasses.replace(run)
 
-    def take_notes(self, name: str) -> list[Note]:
+    def take_notes(self, name: str) -> list[str]:
         with self._lock:
             run = self._runs.get(name)
             if run is None or not run.notes:
@@ -524,7 +524,7 @@ class HostLink:
         self._notify()
 
     def _note(self, run: RemoteRun, what: str) -> None:
-        run.notes.append(Note(f"{self.host.name} ({run.ranks}) {what}", "WARNING"))
+        run.notes.append(f"{self.host.name} ({run.ranks}) {what}")
 
     def _open_stream(self, number: int) -> None:
         try:
