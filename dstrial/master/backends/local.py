@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,9 +36,9 @@ from dstrial.master import file_limit
 from dstrial.master.backends import supervisor, task_venv
 from dstrial.master.backends.backend import (
     AllocationExit,
+    Backend,
     Node,
     Output,
-    OwnNodes,
     RunRef,
     SupervisorHandle,
 )
@@ -401,7 +401,7 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
         json.dump(content, file)
 
 
-class LocalBackend(OwnNodes):
+class LocalBackend(Backend):
     """Runs allocations on the master's own machine.
 
     ``is_warm`` lets a fork server start trials, on accelerators only with ``forks_with_accelerators``. A separate thread calls
@@ -477,11 +477,6 @@ class LocalBackend(OwnNodes):
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         return (Output(OWN_NODE, run.directory),)
-
-    def notes(self, run: RunRef) -> Sequence[str]:
-        """Return an empty list: notes are about connections to other machines."""
-        del run
-        return ()
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
         return begun_checkpoints(run.directory)

@@ -35,7 +35,7 @@ from dstrial.master.backends import local, supervisor
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.environment import choose_ports
-from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
+from dstrial.master.backends.fork_servers import ForkServers
 from dstrial.master.backends.hosts.streams import Streams, account_of
 from dstrial.master.backends.log_file import log_paths
 from dstrial.master.backends.request import AllocationRequest
@@ -103,8 +103,9 @@ class Agent:
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}). Ask for a device for each slot"
             )
         self._fork_servers = ForkServers(
-            ForkSettings(is_on=hello["is_warm"], idle_timeout_s=hello["warm_idle_timeout_s"]),
             self._directory / f"fork-server{self._suffix}.log",
+            is_on=hello["is_warm"],
+            idle_timeout_s=hello["warm_idle_timeout_s"],
         )
         self._streams = Streams(_send)
         self._listener = self._listen()
