@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import os
 import shutil
@@ -116,17 +115,6 @@ def test_fork_flushes_files_and_runs_exit_handlers(server: ForkServer, tmp_path:
     assert read == {"kept": "text", "raw": "bytes", "at_exit": "ran", "thread": "ended"}
 
 
-def test_fork_cwd_is_relative_to_caller(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = _script(tmp_path, "import os; print(os.getcwd())")
-    (tmp_path / "below").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for given in ("below", ".", None, tmp_path / "below"):
-        forked, executed = (_run(one, [script], cwd=given).stdout for one in (server, None))
-        assert forked == executed == f"{tmp_path / (given or '')}\n"
-
-
 WRITER = """
 import os, sys
 print(sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}")))
@@ -146,31 +134,6 @@ def test_fork_keeps_passed_file_descriptors(server: ForkServer, tmp_path: Path) 
         os.close(write)
         with open(read, encoding="ascii") as file:  # a number
             assert file.read() == str(write)
-
-
-def test_conflicting_or_too_many_descriptors_prevent_fork(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    # A descriptor number that is unused in this process and in a new one.
-    number = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 200)
-    kept = f"import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), {number})\n"
-    too_many = [os.dup(write) for _ in range(MAX_FILES - 2)]
-    with _serving("keeper", place=tmp_path, keeper=kept) as server:
-        for files in ([number], too_many):
-            words = [_script(tmp_path, WRITER), *map(str, files)]
-            assert _refusal(server, words, pass_fds=files)[1]
-            assert os.read(read, 100) == "".join(map(str, files)).encode()
-    for file in (read, write, number, *too_many):
-        os.close(file)
-
-
-def test_fork_with_repeated_pythonpath_keeps_standard_library(tmp_path: Path) -> None:
-    variables = {**_VARIABLES, "PYTHONPATH": os.pathsep.join([str(tmp_path)] * 3)}
-    server = ForkServer(variables, [], log=tmp_path / "log")
-    try:
-        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-        assert _run(server, [_script(tmp_path, "import cProfile, xml.dom\n")], env=variables).returncode == 0
-    finally:
-        server.close()
 
 
 def test_different_environment_starts_new_process_with_reason(server: ForkServer, tmp_path: Path) -> None:

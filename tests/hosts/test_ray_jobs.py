@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -122,56 +120,6 @@ def _wait_until_clean(machine: Machine) -> None:
     wait_until(lambda: not left(), left)
 
 
-def test_ray_program_relays_streams_and_exit_code(engine: Engine) -> None:
-    job_id, hosts = engine.running(4)
-    data = random.Random(0).randbytes(8_000_000)
-    for host in hosts:
-        program = engine.program(job_id, host, "sh", "-c", "hostname >&2; cat; exit 7")
-        out, err = program.communicate(data, timeout=120)
-        assert (hashlib.sha256(out).digest(), program.returncode) == (hashlib.sha256(data).digest(), 7)
-        assert err.decode().strip() == f"host{host[-1]}"
-
-
-def test_ray_program_streams_lines_interactively(engine: Engine) -> None:
-    job_id, (host,) = engine.running(1)
-    program = engine.program(job_id, host, "cat")
-    assert program.stdin is not None
-    assert program.stdout is not None
-    for number in range(20):
-        program.stdin.write(b"%d\n" % number)
-        program.stdin.flush()
-        assert program.stdout.readline() == b"%d\n" % number
-    assert _end(program) == (b"", "", 0)
-
-
-def test_ray_killed_or_missing_program_returns_exit_code(engine: Engine, cluster: RayCluster) -> None:
-    job_id, (host,) = engine.running(2, excluded_nodes=[HOST1, HOST3])
-    assert host == HOST2
-    program = engine.program(job_id, host, "sh", "-c", "echo here; exec sleep 5401")
-    assert program.stdout is not None
-    assert program.stdout.readline() == b"here\n"
-    wait_until(lambda: _pids(cluster.machines[2], "sleep 5401"))
-    (pid,) = _pids(cluster.machines[2], "sleep 5401")
-    cluster.machines[2].signal(pid, signal.SIGKILL)
-    assert _end(program) == (b"", "", 137)
-    assert _end(engine.program(job_id, host, "/no/python"))[1:] == (
-        "/no/python: No such file or directory\n",
-        127,
-    )
-
-
-def test_ray_killed_relay_closes_program_input(engine: Engine, cluster: RayCluster, tmp_path: Path) -> None:
-    job_id, (host,) = engine.running(1)
-    program = engine.program(job_id, host, "sh", "-c", f"echo here; cat; touch {tmp_path}/ended")
-    assert program.stdout is not None
-    assert program.stdout.readline() == b"here\n"
-    pid = cluster.machines[1].find("relay.py", job_id)
-    assert pid is not None
-    cluster.machines[1].signal(pid, signal.SIGKILL)
-    program.communicate(timeout=60)
-    wait_until((tmp_path / "ended").exists)
-
-
 def test_ray_program_sees_devices_of_bundle(engine: Engine) -> None:
     show = ("sh", "-c", 'echo "devices $CUDA_VISIBLE_DEVICES"')
     pair, hosts = engine.running(4, wants_devices=True)
@@ -221,11 +169,3 @@ def test_ray_killed_bridge_is_restarted(engine: Engine, cluster: RayCluster) -> 
     wait_until(answers_again)
     assert answers[0]["state"] == "running"
     assert _end(engine.program(job_id, host, "echo", "again")) == (b"again\n", "", 0)
-
-
-def test_ray_unreachable_cluster_raises_connection_error(cluster: RayCluster) -> None:
-    process = cluster.popen([sys.executable, str(_SERVER_SCRIPT), f"{HOST1}:1", "c1"])
-    out, _ = process.communicate('{"do": "nodes"}\n', timeout=120)
-    said = json.loads(out.splitlines()[-1])
-    assert said["error"] == "ConnectionError"
-    assert said["text"] == f"Ray at {HOST1}:1: ConnectionRefusedError: [Errno 111] Connection refused"

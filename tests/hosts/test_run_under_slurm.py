@@ -226,12 +226,9 @@ def test_run_inside_allocation_submits_no_job(cluster: SlurmCluster, place: Path
     [
         (("--sbatch-arg=--partition=nope",), "Invalid partition name specified. Name one that `sinfo` lists"),
         (("--slots", "100"), "Requested node configuration is not available. Ask for fewer slots"),
-        (("--sbatch-arg=--nodes=7",), "Requested node configuration is not available. Ask for fewer slots"),
-        (("--sbatch-arg=--mem=90G",), "Requested node configuration is not available"),
         (("--sbatch-arg=--gres=gpu:8",), "Ask for accelerators that the partition has"),
         (("--sbatch-arg=--frobnicate",), "Correct slurm.sbatch_args"),
         (("--slots", "3", "--config", "slurm.slots_per_node=2"), "a number of which 3 slots are a multiple"),
-        (("--config", "slurm.sbatch_args=[partition]"), "slurm.sbatch_args[0]"),
         (("--hostfile", "hosts"), "Leave --hostfile out: Slurm names the nodes."),
     ],
 )
