@@ -46,10 +46,7 @@ from dstrial.visible_text import visible_line
 logger = logging.getLogger("dstrial.master.hosts")
 
 _AGENT = "dstrial.master.backends.hosts.agent"
-_RETRY_S = 0.5  # interval of attempts to connect, in the first `_FAST_RETRIES_S` of a disconnect
-_FAST_RETRIES_S = 60.0
-_SLOW_RETRY_S = 5.0  # interval of later attempts
-_LOG_PERIOD_S = 600.0  # least interval of log lines about a host that stays down
+_RETRY_S = 1.0  # interval of attempts to connect
 _RECONNECT_GRACE_S = 4.0  # time after a disconnect before a host is lost: only its agent may have ended
 _HELLO_TIMEOUT_S = 30.0  # timeout of an agent's start, which imports dstrial
 _LEAVE_S = 2.0  # timeout for an agent to delete its files
@@ -141,7 +138,6 @@ class HostLink:
         self._was_silent = False
         self._may_be_cut_off = False  # whether the disconnected host may still run
         self._lost_reason: str | None = None  # why the job has lost the host
-        self._logged_s = -_LOG_PERIOD_S
         self._is_closing = threading.Event()
         self.has_tried = threading.Event()
         """Set after the first attempt to connect, successful or not."""
@@ -319,8 +315,7 @@ class HostLink:
                 why = "not usable: the master failed to connect to it; see `dstrial logs`"
             self._mark_down(why)
             self.has_tried.set()
-            down_s = time.monotonic() - self._down_s
-            self._is_closing.wait(_RETRY_S if down_s < _FAST_RETRIES_S else _SLOW_RETRY_S)
+            self._is_closing.wait(_RETRY_S)
 
     def _mark_down(self, why: str) -> None:
         is_wanted = not self._is_closing.is_set() and not self._is_released
@@ -329,7 +324,6 @@ class HostLink:
             if was_up:
                 self._down_s = time.monotonic()
                 self._since_us = now_us()
-            changed = why != self._why_down
             self._why_down = why
             if is_wanted and (was_up or not self.has_tried.is_set()):
                 for run in self._runs.values():
@@ -339,9 +333,7 @@ class HostLink:
                             f"is lost: {why}" if was_up else f"cannot be reached: {why}. {_ORPHAN_NOTICE}",
                         )
         self._streams.close()
-        now_s = time.monotonic()
-        if is_wanted and (was_up or (changed and now_s > self._logged_s + _LOG_PERIOD_S)):
-            self._logged_s = now_s
+        if is_wanted and (was_up or not self.has_tried.is_set()):
             logger.warning("%s is down: %s", self.host.name, why)
         if was_up:
             self._notify()

@@ -58,7 +58,6 @@ class RayEngine:
         self._cluster_id = cluster_id
         self._num_free = 0
         self._nodes: Sequence[RayNode] = ()  # usable nodes at the last poll; any thread may read
-        self._places: dict[str, tuple[str, ...]] = {}  # group -> nodes on which its bundles were created
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
         """Return the slots of each node: GPUs, or CPU cores if no node has a GPU."""
@@ -125,9 +124,7 @@ class RayEngine:
         for group in parse_groups(seen):
             key = key_of(group.name, self._cluster_id)
             if key is not None and group.state != "REMOVED":
-                if group.state == "CREATED":
-                    self._places.setdefault(group.id, group.node_ids)
-                job = job_of(group, key, nodes, self._places.get(group.id, ()))
+                job = job_of(group, key, nodes)
                 found.append(job)
                 if job.state == "ended":
                     self.cancel(job.id)
@@ -136,7 +133,6 @@ class RayEngine:
     def cancel(self, job_id: str) -> None:
         """Remove the placement group, which ends its actors and their programs."""
         self._bridge.ask("remove", id=job_id)
-        self._places.pop(job_id, None)  # only after the removal, as `jobs` compares with it
 
     def transport(self, job_id: str) -> Transport:
         return RayTransport(job_id, self._bridge.socket)
@@ -243,19 +239,17 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
     )
 
 
-def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode], first: Sequence[str] = ()) -> EngineJob:
+def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode]) -> EngineJob:
     """Return the state of a placement group as a job with a request's ``key``.
 
-    ``nodes`` are all nodes of Ray. ``first`` are the nodes on which the bundles were created, empty if unknown: Ray moves a
-    dead node's bundle, and reports only the new node.
+    ``nodes`` are all nodes of Ray. A group with a dead node has ended, although Ray moves the node's bundle.
     """
     kind = GPU if any(GPU in bundle for bundle in group.bundles) else CPU
     counts = [int(bundle.get(kind, 0)) for bundle in group.bundles]
     known = {node.id: node for node in nodes}
     begin = f"placement group {group.id[:_SHOWN_DIGITS]}"
-    dead = [known[one] for one in first or group.node_ids if one in known and not known[one].is_alive]
-    has_moved = group.state == "RESCHEDULING" or tuple(first) not in ((), group.node_ids)
-    if has_moved or (dead and group.state == "CREATED"):
+    dead = [known[one] for one in group.node_ids if one in known and not known[one].is_alive]
+    if group.state == "RESCHEDULING" or (dead and group.state == "CREATED"):
         why = "; ".join(
             " ".join(f"{node.name} is dead: {node.death_reason or 'no reason'}".split()) for node in dead
         )
