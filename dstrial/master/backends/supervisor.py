@@ -266,14 +266,13 @@ class _Output:
             return
         data = self._partial_lines.pop(descriptor, b"") + data
         data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        complete, _, rest = data.rpartition(b"\n")
-        while len(rest) > _MAX_LINE_BYTES:
-            complete = complete + b"\n" + rest[:_MAX_LINE_BYTES] if complete else rest[:_MAX_LINE_BYTES]
-            rest = rest[_MAX_LINE_BYTES:]
+        *lines, rest = data.split(b"\n")
+        if len(rest) > _MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
         if rest:
             self._partial_lines[descriptor] = rest
-        if complete or data.startswith(b"\n"):
-            self._append(descriptor, complete.split(b"\n"))
+        if lines:
+            self._append(descriptor, lines)
 
     def _append(self, descriptor: int, lines: list[bytes]) -> None:
         prefix = b"%d %s " % (_now_us(), self._streams[descriptor])
