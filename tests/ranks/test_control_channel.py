@@ -275,17 +275,6 @@ def test_channel_creation_tolerates_unequal_group_counts() -> None:
     assert [result.value for result in results] == [[[0, 1]] * 2] * 2 + [[[2, 3]] * 2] * 2
 
 
-def claim_the_same_place() -> str:
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK="0", GROUP_WORLD_SIZE="2")
-    return error_of(_channel)
-
-
-def test_duplicate_rank_placement_is_reported() -> None:
-    for result in run_function(claim_the_same_place, 2):
-        assert result.value.startswith("RankIdentityError: ")
-        assert "rank 1 of 2: local rank 0 of 1 on machine 0 of 2" in result.value
-
-
 def miss_a_rank(missing: int, directory: str) -> str:
     channel = _channel(timeout_s=3.0)
     channel.allgather("all are here")
