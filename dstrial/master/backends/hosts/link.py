@@ -37,6 +37,7 @@ from dstrial.hosts.transport import (
 from dstrial.master.backends.backend import Cause, Node, NodeExit, SupervisorHandle
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.hosts.streams import Streams
+from dstrial.master.backends.log_file import LOG_NAME
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.store.nodes import slot_id_of
@@ -458,7 +459,7 @@ class HostLink:
             run.request = None
             if found:
                 run.handle = SupervisorHandle(int(found["pid"]), str(found["start_time"]))
-            self._send({"do": "follow", "id": name, "sizes": _sizes(run.mirror)})
+            self._send({"do": "follow", "id": name, "size": _log_size(run.mirror)})
             if run.is_stopping:
                 self._send({"do": "stop", "id": name})
         elif run.request is not None and run.kill is None:
@@ -544,8 +545,9 @@ def _write_mirror(mirror: Path, frame: Mapping[str, Any]) -> None:
             file.write(data[skipped:])
 
 
-def _sizes(mirror: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in mirror.glob("output.log*")}
+def _log_size(mirror: Path) -> int:
+    path = mirror / LOG_NAME
+    return path.stat().st_size if path.exists() else 0
 
 
 def _file_name(name: str) -> str:
