@@ -126,7 +126,6 @@ class Services:
             fork_servers,
             is_warm=settings.warm,
             forks_with_accelerators=settings.warm_accelerators,
-            on_exit=self._wake_scheduler,
         )
         for name in (HOSTS_NAME, ENGINE_NAME):
             (self.state_dir / name).unlink(missing_ok=True)  # stale file of an earlier master

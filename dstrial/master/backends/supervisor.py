@@ -39,7 +39,6 @@ _TABLE_READS = 5  # attempts to get a table from /proc in which no parent is mis
 _TICK_S = 0.5  # interval of checks of the lease and signals
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that end once the disk has space
 _TAIL_BYTES = 1 << 20  # size of the last lines that are kept of output beyond the limit
-_lease_ends_s: "dict[str, float]" = {}
 
 
 def main(directory: str, line: str = "") -> None:
@@ -56,8 +55,7 @@ def main(directory: str, line: str = "") -> None:
         )
     requests = _Requests(spec.get("lease"), spec.get("agent"))
     write_json("supervisor.json", {"pid": os.getpid(), "start_time": start_time(os.getpid())})
-    # O_EXCL, because opening a FIFO that the trial has created there would block.
-    log = os.open("output.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+    log = os.open("output.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         child, refusal = _start(spec, libc)
     except OSError as error:
@@ -104,7 +102,7 @@ class _Requests:
     def should_retry(self, error: OSError) -> bool:
         """Return whether to retry a failed write; if so, sleep first."""
         if error.errno not in _FULL:
-            return False  # permanent: the trial may have replaced the file
+            return False
         if self._lease is not None and end_reason(self._lease, self._agent):
             self.kill = True
         if not self.kill:
@@ -447,12 +445,11 @@ def lease_left_s(path: str) -> float:
     seconds.
     """
     try:
-        _lease_ends_s[path] = os.stat(path).st_mtime
+        return os.stat(path).st_mtime - time.clock_gettime(time.CLOCK_BOOTTIME)
     except FileNotFoundError:
         return -1.0
     except OSError:
-        pass  # the file system does not answer: use the end read last
-    return _lease_ends_s.get(path, -1.0) - time.clock_gettime(time.CLOCK_BOOTTIME)
+        return 0.0  # the file system does not answer
 
 
 def _signal_group(group: int, number: int) -> None:
@@ -472,17 +469,12 @@ def members_of_session(session: int) -> "set[int]":
 
 def write_json(name: str, value: dict[str, Any]) -> None:
     """Atomically write ``value`` to file ``name`` in the current directory."""
-    temporary = f".{name}.{os.urandom(8).hex()}"  # a name that a trial cannot guess
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, name)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    temporary = f".{name}.new"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, name)
 
 
 def _now_us() -> int:
