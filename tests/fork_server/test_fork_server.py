@@ -161,20 +161,6 @@ def test_dead_or_stopped_server_falls_back_with_reason(
     )
 
 
-def test_hanging_server_is_reported_and_killed(tmp_path: Path) -> None:
-    text = "import os, time\nos.register_at_fork(before=lambda: time.sleep(1000))\n"
-    with _serving("hanging", place=tmp_path, hanging=text) as server:
-        server._connection.settimeout(1.0)
-        assert _refusal(server, [_script(tmp_path, "print('done')")]) == (
-            "done\n",
-            "it does not answer (timed out)",
-        )
-        wait_for(
-            lambda: not Path(f"/proc/{server.pid}").exists() or server._process.poll() is not None,
-            deadline_s=_DEADLINE_S,
-        )
-
-
 def test_fork_without_recorded_pid_never_starts(server: ForkServer, tmp_path: Path) -> None:
     script = _script(tmp_path, "open('began', 'w')")
     pids: list[int] = []
@@ -279,9 +265,7 @@ def test_server_ends_with_its_parent(tmp_path: Path) -> None:
     wait_for(lambda: not Path(f"/proc/{pid}").exists(), deadline_s=_DEADLINE_S)
 
 
-@pytest.mark.exhaustive("[100]")
-@pytest.mark.parametrize("num_forks", [100, 500])
-def test_hundreds_of_forks_leak_no_resources(server: ForkServer, tmp_path: Path, num_forks: int) -> None:
+def test_hundred_forks_leak_no_resources(server: ForkServer, tmp_path: Path) -> None:
     def state() -> tuple[int, int, int]:
         status = Path(f"/proc/{server.pid}/status").read_text()
         resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
@@ -296,7 +280,7 @@ def test_hundreds_of_forks_leak_no_resources(server: ForkServer, tmp_path: Path,
     own_files = len(list(Path("/proc/self/fd").iterdir()))
     said = [_run(server, [script]).stdout for _ in range(5)]
     first = state()
-    said += [_run(server, [script]).stdout for _ in range(num_forks - 5)]
+    said += [_run(server, [script]).stdout for _ in range(95)]
     last = state()
 
     assert set(said) == {said[0]}

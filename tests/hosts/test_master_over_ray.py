@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,10 +111,12 @@ def test_ray_pending_trials_start_in_submission_order(master: MasterOnHosts) -> 
     assert times == sorted(times)
 
 
-def test_ray_trial_resumes_after_placement_group_removal(cluster: RayCluster, master: MasterOnHosts) -> None:
+def test_ray_trial_survives_removed_group_and_killed_bridge(
+    cluster: RayCluster, master: MasterOnHosts
+) -> None:
     """Ray kills only the actor; the agent must end the trial's processes on the node."""
     assert master.up().returncode == 0
-    experiment, trial = master.train(60, 0.1, resources={"slots_per_trial": 2})
+    experiment, trial = master.train(150, 0.1, resources={"slots_per_trial": 2})
     supervisors = {
         (machine, pid)
         for machine in cluster.machines.all
@@ -130,8 +133,11 @@ def test_ray_trial_resumes_after_placement_group_removal(cluster: RayCluster, ma
         20,
         lambda: str(cluster.machines.processes()),
     )
+    master.wait_for_log(trial, "resumed from checkpoint", within_s=120)
+    bridge = cluster.machines[1].find("-m dstrial.ray.bridge")
+    assert bridge is not None
+    cluster.machines[1].signal(bridge, signal.SIGKILL)
     master.wait_for_state(experiment, ("COMPLETED",), within_s=240)
-    assert "resumed from checkpoint" in master.log(trial)
 
 
 def test_ray_node_drain_checkpoints_and_resumes_trial(cluster: RayCluster, master: MasterOnHosts) -> None:

@@ -34,7 +34,6 @@ outcome = run_ranks(
     on_start=lambda line: print(line, flush=True),
     stalls=StallSettings(2.0, "restart"),
     shutdown_timeout_s=10,
-    failure_grace_s=2,
 )
 if outcome.first_failure is not None:
     print("failed first:", outcome.first_failure.rank, outcome.first_failure.summary, flush=True)
